@@ -1,0 +1,86 @@
+"""Writing files and folders so that nothing half-written ever stands in place of something good."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moh_llm.errors import UserError
+
+# What the disk answers when the fault is the place to write to, not the program.
+_DISK_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` in one step: to a temporary name beside it, then rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_json(path: Path, record: Any) -> None:
+    """Write ``record`` as indented JSON in one step. NaN and infinity are refused (ValueError)."""
+    write_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file. Raises UserError when it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def sha256(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_output_folder(output: Path, overwrite: bool) -> None:
+    """Raise UserError unless ``output`` can be made: absent, an empty folder, or ``overwrite``."""
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is a file; name a folder")
+    if output.exists() and any(output.iterdir()) and not overwrite:
+        raise UserError(f"--output {output} exists and is not empty; pass --overwrite or name another folder")
+
+
+@contextlib.contextmanager
+def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder beside ``output`` that becomes ``output`` when the block ends well.
+
+    On any exception the temporary folder is removed and ``output`` stays as it was. Raises
+    UserError when ``output`` is in the way (see `check_output_folder`) or the disk refuses.
+    """
+    check_output_folder(output, overwrite)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    old = output.with_name(f".{output.name}.{os.getpid()}.old")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if output.exists():
+            os.replace(output, old)
+        os.replace(temporary, output)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        if old.exists() and not output.exists():
+            os.replace(old, output)
+        if error.errno not in _DISK_REFUSALS:
+            raise
+        raise UserError(f"cannot write {output}: {error.strerror}; free some space or name another place") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
