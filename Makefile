@@ -1,0 +1,25 @@
+# make quickstart   converts, tunes and scores a small real model: about ten minutes on two cores
+#                   BASE=FOLDER_OR_HUB_ID takes another base than SmolLM2-135M
+# make test         sets up and runs the tests
+PYTHON ?= python3
+VENV ?= .venv
+OUTPUT ?= out/quickstart
+
+.PHONY: quickstart test lint
+
+quickstart: $(VENV)/installed
+	$(VENV)/bin/moh-llm quickstart --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
+
+test: $(VENV)/installed
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+# torch first and by its exact version: what is asked for later then accepts it as it is.
+$(VENV)/installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@

@@ -1,0 +1,41 @@
+"""``moh-llm COMMAND``: dispatch to the commands, which are imported lightly and run heavily."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from moh_llm import __version__
+from moh_llm.commands import convert, evaluate, quickstart, train
+from moh_llm.errors import UserError
+
+COMMANDS = {
+    "quickstart": (quickstart, "convert, tune and score a small real model in one go"),
+    "convert": (convert, "turn a LLaMA checkpoint into a Mixture-of-Head one, with proof"),
+    "train": (train, "tune a converted model to recover the base's quality"),
+    "evaluate": (evaluate, "score a model and its base on benchmarks and write a report"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, or 2 for bad input (with one line on stderr)."""
+    parser = argparse.ArgumentParser(prog="moh-llm", description="Turn a pretrained LLM into a Mixture-of-Head model.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    # Progress of our own steps is shown; the libraries' bars for loading weights only add noise.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        return args.run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""``moh-llm convert``: a LLaMA checkpoint in, a MoH checkpoint with its proof out."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.add_argument("base", metavar="BASE", help="folder or Hub id of a LLaMA checkpoint (safetensors)")
+    parser.add_argument("--output", required=True, type=Path, help="folder to make")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it is not empty")
+
+    heads = parser.add_argument_group("head plan")
+    heads.add_argument("--preset", choices=["paper"], help="the paper's layer: half shared, 3/4 active, query norm")
+    heads.add_argument("--num-shared-heads", type=int, metavar="N", help="always-on heads (default: 40%% of active)")
+    heads.add_argument("--num-active-heads", type=int, metavar="N", help="heads per token, shared ones included")
+    heads.add_argument("--active-ratio", type=float, metavar="X", help="the same as a share (default: 0.75)")
+    heads.add_argument("--shared", choices=["first", "importance"], default="first", help="which heads are shared")
+    heads.add_argument("--router", choices=["linear", "query_norm"], help="how tokens choose (default: linear)")
+
+    text = parser.add_argument_group("calibration")
+    text.add_argument(
+        "--calibration",
+        nargs="+",
+        metavar="TEXT",
+        help="text files (.jsonl, .json.gz, .jsonl.zst, .txt; equal shares) or one mixture (.yaml); "
+        "default: what Python itself ships. A held-out part of it serves to verify",
+    )
+    text.add_argument("--calibration-tokens", type=int, default=16384, metavar="N", help="tokens to fit the router on")
+    text.add_argument("--heldout-tokens", type=int, default=8192, metavar="N", help="held-out tokens to verify on")
+
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: the base's own")
+    parser.add_argument("--revision", help="Hub revision of the base")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, and print what was done."""
+    import torch
+
+    from moh_llm.conversion.convert import ConversionOptions, convert
+    from moh_llm.conversion.plan import PlanOptions
+    from moh_llm.data.mixture import EMBEDDED, mixture_from_arguments
+    from moh_llm.errors import UserError
+
+    for flag in ("calibration_tokens", "heldout_tokens"):
+        if getattr(args, flag) < 1:
+            raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least 1")
+    record = convert(
+        ConversionOptions(
+            base=args.base,
+            output=args.output,
+            plan=PlanOptions(
+                preset=args.preset,
+                num_shared_heads=args.num_shared_heads,
+                num_active_heads=args.num_active_heads,
+                active_ratio=args.active_ratio,
+                router=args.router,
+                shared=args.shared,
+            ),
+            calibration=mixture_from_arguments(args.calibration) if args.calibration else EMBEDDED,
+            calibration_tokens=args.calibration_tokens,
+            heldout_tokens=args.heldout_tokens,
+            dtype=getattr(torch, args.dtype) if args.dtype else None,
+            revision=args.revision,
+            overwrite=args.overwrite,
+        )
+    )
+    _print_summary(record, args.output)
+    return 0
+
+
+def _print_summary(record: dict[str, Any], output: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    plan, proof = record["plan"], record["verification"]
+    heads, active = plan["num_attention_heads"], sum(plan["active_heads"]) / len(plan["active_heads"])
+    shared = sum(map(len, plan["shared_heads"])) / len(plan["shared_heads"])
+    console = Console()
+    console.print(
+        f"{record['base']['name']}: {len(plan['active_heads'])} layers of {heads} heads -> {active:g} active, "
+        f"{shared:g} shared ({plan['shared']}), router {plan['router_type']}"
+    )
+    if record["calibration"]:
+        calibration = record["calibration"]
+        console.print(f"calibrated on {calibration['tokens']} tokens of {', '.join(calibration['sources'])}")
+    console.print(f"all heads on: logits equal the base's, bit for bit ({proof['dtype']})")
+    table = Table(title=f"held-out text, {proof['held_out_tokens']} tokens")
+    for column in ("model", "perplexity", "x base", "KL to base", "same top-1"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    table.add_row("base", f"{proof['base_perplexity']:.2f}", "1.000", "0", "100.0 %")
+    for label, key in (("converted", "converted"), ("paper's router", "paper_router")):
+        row = proof[key]
+        table.add_row(
+            label,
+            f"{row['perplexity']:.2f}",
+            f"{row['perplexity_ratio']:.3f}",
+            f"{row['kl']:.4f}",
+            f"{100 * row['top1_agreement']:.1f} %",
+        )
+    console.print(table)
+    console.print(f"written to {output} in {record['seconds']:.0f} s; the proof is in {output / 'conversion.json'}")

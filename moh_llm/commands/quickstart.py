@@ -1,0 +1,41 @@
+"""``moh-llm quickstart``: the whole path on one small real model."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.add_argument("--base", help="folder or Hub id of a LLaMA checkpoint (default: SmolLM2-135M)")
+    parser.add_argument("--steps", type=int, default=16, help="steps of self-distillation, 2048 tokens each")
+    parser.add_argument("--output", type=Path, default=Path("out/quickstart"), help="folder for all that is made")
+    parser.add_argument("--overwrite", action="store_true", help="empty the output folder first if it is not")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry it out and print the table."""
+    from moh_llm.files import check_output_folder
+
+    check_output_folder(args.output, args.overwrite)
+    if args.output.exists():
+        shutil.rmtree(args.output)
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from moh_llm.quickstart.run import quickstart
+
+    record = quickstart(args.output, args.base, args.steps)
+    rows = record["held_out"]
+    table = Table(title=f"{record['base']} on {rows[0]['tokens']} held-out tokens")
+    table.add_column("model")
+    for column in ("active heads", "perplexity", "x dense", "KL to dense"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        heads = f"{row['active_heads']:g} of {row['heads']}"
+        table.add_row(row["model"], heads, f"{row['perplexity']:.2f}", f"{row['ratio']:.3f}", f"{row['kl']:.4f}")
+    Console().print(table)
+    print(f"tuned on {record['tuning_tokens']} tokens; {record['seconds']:.0f} s in all")
+    print(f"benchmark report: {record['report']}")
+    return 0

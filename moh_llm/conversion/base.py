@@ -1,0 +1,135 @@
+"""The checkpoint to convert: found, checked, and identified before anything is computed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moh_llm.errors import UserError
+from moh_llm.files import read_json, sha256
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class BaseCheckpoint:
+    """A LLaMA checkpoint on disk.
+
+    Attributes:
+        name: path or Hub id as the user gave it.
+        folder: where its files lie.
+        revision: commit hash on the Hub; None for a local folder.
+        config: its config.json.
+        shards: its safetensors files, in order.
+        weight_map: tensor name -> shard's file name.
+        weights_sha256: hash of the weights index, or of the weights where one file holds all.
+    """
+
+    name: str
+    folder: Path
+    revision: str | None
+    config: dict[str, Any]
+    shards: list[Path]
+    weight_map: dict[str, str]
+    weights_sha256: str
+
+    def identity(self) -> dict[str, Any]:
+        """What a record needs to tell this base from any other."""
+        return {"name": self.name, "revision": self.revision, "weights_sha256": self.weights_sha256}
+
+
+def open_base(name: str, revision: str | None = None) -> BaseCheckpoint:
+    """Find a base by local folder or Hub id and check that it can be converted.
+
+    Raises:
+        UserError: no such folder or model; no safetensors weights; a truncated or missing shard; a
+            tensor that LLaMA needs is missing; an architecture other than LLaMA; quantised weights.
+    """
+    folder, commit = _locate(name, revision)
+    config = read_json(folder / "config.json")
+    _check_architecture(config, name)
+    shards, weight_map = _read_weight_map(folder)
+    _check_tensors(config, weight_map, name)
+    index = folder / INDEX_NAME
+    return BaseCheckpoint(
+        name=name,
+        folder=folder,
+        revision=commit,
+        config=config,
+        shards=shards,
+        weight_map=weight_map,
+        weights_sha256=sha256(index if index.exists() else shards[0]),
+    )
+
+
+def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder, None
+    if folder.exists():
+        raise UserError(f"{name} is a file; name the folder that holds config.json and the weights")
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(f"folder {name} does not exist")
+
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"]
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns="original/*"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{name} is neither a folder here nor a model that the Hub gives ({reason})") from error
+    return path, path.name  # a snapshot's folder is named by its commit
+
+
+def _check_architecture(config: dict[str, Any], name: str) -> None:
+    kind = config.get("model_type")
+    if kind != "llama":
+        architecture = ", ".join(config.get("architectures") or []) or "no architecture named"
+        raise UserError(f"{name}: model_type {kind!r} ({architecture}) cannot be converted; only 'llama' models can")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown method")
+        raise UserError(f"{name}: its weights are quantised ({method}); convert the full-precision checkpoint")
+
+
+def _read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    if (folder / INDEX_NAME).exists():
+        weight_map = read_json(folder / INDEX_NAME)["weight_map"]
+        shards = [folder / file for file in sorted(set(weight_map.values()))]
+    elif (folder / SINGLE_NAME).exists():
+        shards, weight_map = [folder / SINGLE_NAME], {}
+    elif pickled := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):
+        raise UserError(f"{folder} has weights only as {pickled[0].name}; save them as safetensors first")
+    else:
+        raise UserError(f"{folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+
+    for shard in shards:
+        if shard.parent.resolve() != folder.resolve() or not shard.exists():
+            raise UserError(f"{folder / INDEX_NAME} names {shard.name}, which is not there; download it again")
+        try:
+            with safe_open(shard, framework="pt") as file:
+                held = list(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{shard} is damaged or truncated ({error}); download it again") from error
+        if len(shards) == 1 and not weight_map:
+            weight_map = dict.fromkeys(held, shard.name)
+        if absent := [t for t, file in weight_map.items() if file == shard.name and t not in set(held)]:
+            raise UserError(f"{folder / INDEX_NAME} places {absent[0]} in {shard.name}, which does not hold it")
+    return shards, weight_map
+
+
+def _check_tensors(config: dict[str, Any], weight_map: dict[str, str], name: str) -> None:
+    """Every tensor that LLaMA needs must be there: transformers would fill a gap with random numbers."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        needed = set(LlamaForCausalLM(LlamaConfig(**config)).state_dict())
+    if config.get("tie_word_embeddings"):
+        needed.discard("lm_head.weight")
+    if missing := sorted(needed - set(weight_map)):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"{name}: the weights lack {missing[0]}{more}; is it a LLaMA causal language model?")

@@ -1,0 +1,1 @@
+"""Text to training batches: mixture (what), text (reading), tokenize (ids), stream (order)."""

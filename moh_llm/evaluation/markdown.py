@@ -1,0 +1,107 @@
+"""The report's page: one table, and below it everything a reader must know before quoting a number."""
+
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def to_markdown(report: Record) -> str:
+    """The page for a record made by `build_report`."""
+    parts = [f"# {report['suite']['title']}", _models(report), *_warnings(report), _table(report), *_footnotes(report)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _models(report: Record) -> str:
+    lines = []
+    for label, about in report["models"].items():
+        heads = about.get("heads", {})
+        known = [
+            f"{key} {heads[key]}" for key in ("num_shared_heads", "num_active_heads", "router_type") if key in heads
+        ]
+        facts = [about.get("model_type", ""), *known, about["dtype"], f"context {about['context']}"]
+        lines.append(f"- {label}: `{about['model']}` ({', '.join(fact for fact in facts if fact)})")
+        lines += [f"  - record: `{record}`" for record in about.get("records", [])]
+    return "\n".join(lines)
+
+
+def _warnings(report: Record) -> list[str]:
+    warnings = []
+    if report["limit"] is not None:
+        warnings.append(
+            f"> **NOT COMPARABLE: --limit {report['limit']} scored at most {report['limit']} item(s) of each task. "
+            "These numbers show that the run works, not how good a model is.**"
+        )
+    if report["partial_data"]:
+        warnings.append(
+            "> **NOT COMPARABLE with published figures: the data holds only part of the items of "
+            f"{', '.join(report['partial_data'])}.**"
+        )
+    if report["errors"]:
+        failed = "; ".join(f"{e['benchmark']} on {e['model']} ({_one_line(e['error'])})" for e in report["errors"])
+        warnings.append(f"> **FAILED: {failed}.**")
+    return warnings
+
+
+def _table(report: Record) -> str:
+    with_base = "base" in report["models"]
+    columns = report["suite"]["columns"]
+    head = ["benchmark", "shots", "metric", "items", *(["base"] if with_base else []), "model"]
+    head += ["delta", "recovery %"] if with_base else []
+    head += [f"paper: {column}" for column in columns]
+    body = []
+    for row in report["benchmarks"]:
+        mark = " *" if row["note"] else ""
+        items = next((str(row[label]["items"]) for label in ("model", "base") if label in row), "-")
+        body.append([row["name"], str(row["shots"]), row["metric"] + mark, items, *_cells(row, with_base, columns)])
+    average = report["average"]
+    label = "average" if average["over"] == average["of"] else f"average of {average['over']} of {average['of']}"
+    body.append([f"**{label}**", "", "", "", *_cells(average, with_base, columns)])
+    rules = ["---", "---:", "---", *["---:"] * (len(head) - 3)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rules, *body])
+
+
+def _cells(row: Record, with_base: bool, columns: list[str]) -> list[str]:
+    """The figures of one row, from `base` to the published columns."""
+    cells = [_figure(row.get("base"))] if with_base else []
+    cells.append(_figure(row.get("model")))
+    if with_base:
+        cells += [_figure(row.get("delta"), "+"), _number(row.get("recovery"))]
+    return cells + [_number(row["published"].get(column)) for column in columns]
+
+
+def _figure(figure: Record | None, sign: str = "") -> str:
+    """A value with its standard error: ``61.6 ± 0.4``; a dash where there is none."""
+    if figure is None:
+        return "-"
+    error = "" if figure["stderr"] is None else f" ± {figure['stderr']:.1f}"
+    return f"{figure['value']:{sign}.1f}{error}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _footnotes(report: Record) -> list[str]:
+    rows = report["benchmarks"]
+    notes = [
+        "Figures are in percent; ± is one standard error (none for a single item). The delta's is that of the "
+        "differences on the same items. The average counts every benchmark alike."
+    ]
+    inferred = [f"- {row['name']}: {row['note']}" for row in rows if row["note"]]
+    if inferred:
+        notes.append("\\* The metric is inferred, not stated by the paper:\n\n" + "\n".join(inferred))
+    for label, about in report["models"].items():
+        cut = [row["name"] for row in rows if row.get(label, {}).get("truncated")]
+        if cut:
+            notes.append(
+                f"Prompts longer than {label}'s context of {about['context']} tokens lost their beginning in "
+                f"{', '.join(cut)}."
+            )
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    notes.append(f"Data: {report['data']}. Batch size {report['batch_size']}. {versions}. {report['created']}.")
+    notes.append(f"```\n{report['command']}\n```")
+    return notes
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200]

@@ -1,0 +1,29 @@
+"""The model: the three files beside this one travel with every checkpoint as its remote code.
+
+They are flat and import nothing but torch and transformers. Importing this package registers the
+classes with the Auto classes, for loading (``AutoModelForCausalLM.from_pretrained`` needs no
+``trust_remote_code`` then) and for saving (``save_pretrained`` writes the three files along).
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
+from moh_llm.modeling.modeling_moh_llama import MoHLlamaForCausalLM, MoHLlamaModel, MoHLlamaPreTrainedModel
+from moh_llm.modeling.routing_moh import MoHRouter, load_balancing_loss
+
+AutoConfig.register("moh_llama", MoHLlamaConfig, exist_ok=True)
+AutoModel.register(MoHLlamaConfig, MoHLlamaModel, exist_ok=True)
+AutoModelForCausalLM.register(MoHLlamaConfig, MoHLlamaForCausalLM, exist_ok=True)
+
+MoHLlamaConfig.register_for_auto_class()
+MoHLlamaModel.register_for_auto_class("AutoModel")
+MoHLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+
+__all__ = [
+    "MoHLlamaConfig",
+    "MoHLlamaForCausalLM",
+    "MoHLlamaModel",
+    "MoHLlamaPreTrainedModel",
+    "MoHRouter",
+    "load_balancing_loss",
+]

@@ -1,0 +1,122 @@
+"""Configuration of Mixture-of-Head (MoH) LLaMA models."""
+
+from collections.abc import Sequence
+
+from transformers import LlamaConfig
+
+ROUTER_TYPES = ("query_norm", "linear", "two_stage")
+ROUTER_SCORES = ("quantized", "weighted")
+
+
+class MoHLlamaConfig(LlamaConfig):
+    r"""A `LlamaConfig` plus the head plan of "MoH: Multi-Head Attention as Mixture-of-Head Attention".
+
+    In each layer some query heads are shared (always on); of the others, the routed heads, each
+    token uses the Top-K by routing score, K = active - shared.
+
+    Args:
+        num_shared_heads (`int` or `list[int]`, *optional*):
+            Shared heads, for all layers or one number per layer. Default: half of the heads.
+        num_active_heads (`int` or `list[int]`, *optional*):
+            Heads in use per token (shared + Top-K), for all layers or one number per layer.
+            Default: half plus a quarter of the heads, each rounded down, and no fewer than the
+            shared ones.
+        shared_heads (`list[list[int]]`, *optional*):
+            Ids of the shared heads, one list per layer. Default: the first `num_shared_heads`.
+        router_type (`str`):
+            `"query_norm"` scores a routed head by the l2 norm of its query and has no weights;
+            `"linear"` scores by one linear map with bias of the layer's input; `"two_stage"` is
+            Eq. 5 and 6 of the paper.
+        router_score (`str`):
+            `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight
+            through to the real-valued score (Eq. 9 and 10); `"weighted"` multiplies by the score.
+        router_aux_loss_coef (`float`):
+            Weight beta of the load-balance loss (Eq. 8).
+        output_router_logits (`bool`):
+            Whether a forward pass returns router logits and the load-balance loss.
+
+    Raises:
+        ValueError: a head plan that no model can follow; the message names the layer and the rule.
+    """
+
+    model_type = "moh_llama"
+
+    num_shared_heads: int | list[int] | None = None
+    num_active_heads: int | list[int] | None = None
+    shared_heads: list[list[int]] | None = None
+    router_type: str = "query_norm"
+    router_score: str = "quantized"
+    router_aux_loss_coef: float = 0.01
+    output_router_logits: bool = False
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        heads = self.num_attention_heads
+        if self.num_shared_heads is None:
+            self.num_shared_heads = heads // 2
+        if self.num_active_heads is None:
+            self.num_active_heads = max(1, heads // 2 + heads // 4, *self._per_layer("num_shared_heads"))
+        # A model saved by any class of this file must load through every Auto class.
+        if not getattr(self, "auto_map", None):
+            self.auto_map = {
+                "AutoConfig": "configuration_moh_llama.MoHLlamaConfig",
+                "AutoModel": "modeling_moh_llama.MoHLlamaModel",
+                "AutoModelForCausalLM": "modeling_moh_llama.MoHLlamaForCausalLM",
+            }
+        self.validate_head_plan()
+
+    def _per_layer(self, name: str) -> list[int]:
+        value = getattr(self, name)
+        return list(value) if isinstance(value, Sequence) else [value] * self.num_hidden_layers
+
+    @property
+    def shared_heads_per_layer(self) -> list[list[int]]:
+        """Sorted ids of each layer's shared heads."""
+        if self.shared_heads is not None:
+            return [sorted(ids) for ids in self.shared_heads]
+        return [list(range(n)) for n in self._per_layer("num_shared_heads")]
+
+    @property
+    def active_heads_per_layer(self) -> list[int]:
+        """Number of heads that each layer uses per token, shared heads included."""
+        return self._per_layer("num_active_heads")
+
+    def validate_head_plan(self) -> None:
+        """Raise `ValueError` unless every layer's head plan can be followed."""
+        heads, layers = self.num_attention_heads, self.num_hidden_layers
+        if self.router_type not in ROUTER_TYPES:
+            raise ValueError(f"router_type={self.router_type!r} must be one of {', '.join(ROUTER_TYPES)}")
+        if self.router_score not in ROUTER_SCORES:
+            raise ValueError(f"router_score={self.router_score!r} must be one of {', '.join(ROUTER_SCORES)}")
+        for name in ("num_shared_heads", "num_active_heads"):
+            if len(self._per_layer(name)) != layers:
+                raise ValueError(f"{name} has {len(self._per_layer(name))} entries for num_hidden_layers={layers}")
+        if self.shared_heads is not None and len(self.shared_heads) != layers:
+            raise ValueError(f"shared_heads has {len(self.shared_heads)} entries for num_hidden_layers={layers}")
+
+        counts = zip(self._per_layer("num_shared_heads"), self._per_layer("num_active_heads"), strict=True)
+        for layer, (shared, active) in enumerate(counts):
+            if not 0 <= shared <= heads:
+                raise ValueError(
+                    f"num_shared_heads={shared} must lie between 0 and num_attention_heads={heads} (layer {layer})"
+                )
+            if not max(shared, 1) <= active <= heads:
+                raise ValueError(
+                    f"num_active_heads={active} must lie between {'num_shared_heads=' if shared else ''}"
+                    f"{max(shared, 1)} and num_attention_heads={heads} (layer {layer})"
+                )
+            if self.router_type == "two_stage" and not 0 < shared < heads:
+                raise ValueError(
+                    f"num_shared_heads={shared}: a two_stage router needs at least one shared and one routed head "
+                    f"of num_attention_heads={heads} (layer {layer})"
+                )
+            if self.shared_heads is not None:
+                ids = self.shared_heads[layer]
+                if len(ids) != shared or len(set(ids)) != shared or not all(0 <= i < heads for i in ids):
+                    raise ValueError(
+                        f"shared_heads={ids} must be {shared} different head ids below "
+                        f"num_attention_heads={heads} (layer {layer})"
+                    )
+
+
+__all__ = ["MoHLlamaConfig"]

@@ -1,0 +1,234 @@
+"""LLaMA with Mixture-of-Head attention ("MoH: Multi-Head Attention as Mixture-of-Head Attention").
+
+All of LLaMA's weights keep their names and meaning; learned routers add a few tensors under
+`self_attn.router`. The gate multiplies head outputs after the attention call, so every attention
+backend works unchanged. With all heads active and quantised scores the model is LLaMA, bit for bit.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import OutputRecorder
+
+from .configuration_moh_llama import MoHLlamaConfig
+from .routing_moh import MoHRouter, load_balancing_loss
+
+
+class MoHLlamaAttention(LlamaAttention):
+    """LLaMA attention whose head outputs are gated per token: sum_i g_i H_i W_O^i (Eq. 4)."""
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.router = MoHRouter(config, layer_idx)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and the weights, if any."""
+        input_shape = hidden_states.shape[:-1]
+        head_shape = (*input_shape, -1, self.head_dim)
+
+        queries = self.q_proj(hidden_states).view(head_shape)
+        keys = self.k_proj(hidden_states).view(head_shape).transpose(1, 2)
+        values = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+        _, gate = self.router(hidden_states, queries)
+
+        cos, sin = position_embeddings
+        queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys, cos, sin)
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        head_outputs, attn_weights = attention(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        # Backends of serving engines return the heads flattened, hence the reshape before the gate.
+        head_outputs = head_outputs.reshape(head_shape) * gate.unsqueeze(-1).to(head_outputs.dtype)
+        return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
+
+
+class MoHLlamaDecoderLayer(LlamaDecoderLayer):
+    """A LLaMA decoder layer with Mixture-of-Head attention."""
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        # LlamaDecoderLayer's own __init__ would build a dense attention only to drop it.
+        super(LlamaDecoderLayer, self).__init__()
+        self.hidden_size = config.hidden_size
+        self.self_attn = MoHLlamaAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
+    """Loading, initialisation and the head budget that all MoH models share."""
+
+    config: MoHLlamaConfig
+    _no_split_modules = ["MoHLlamaDecoderLayer"]
+    _can_record_outputs = {
+        "router_logits": OutputRecorder(MoHRouter, index=0),
+        "hidden_states": MoHLlamaDecoderLayer,
+        "attentions": MoHLlamaAttention,
+    }
+
+    @property
+    def routers(self) -> list[MoHRouter]:
+        """The routers, one per layer, first layer first."""
+        model = getattr(self, self.base_model_prefix, self)
+        return [layer.self_attn.router for layer in model.layers]
+
+    def set_active_heads(self, num_active_heads: int | Sequence[int] | None) -> None:
+        """Change how many heads a token uses, until the next call; the config keeps its numbers.
+
+        Args:
+            num_active_heads: shared + Top-K, one number for all layers or one per layer; `None`
+                goes back to the config's.
+
+        Raises:
+            ValueError: a number below a layer's shared heads or above its heads.
+        """
+        if num_active_heads is None:
+            num_active_heads = self.config.active_heads_per_layer
+        elif isinstance(num_active_heads, int):
+            num_active_heads = [num_active_heads] * len(self.routers)
+        for layer, (router, active) in enumerate(zip(self.routers, num_active_heads, strict=True)):
+            heads = router.num_shared + router.num_routed
+            if not router.num_shared <= active <= heads:
+                raise ValueError(
+                    f"num_active_heads={active} must lie between num_shared_heads={router.num_shared} "
+                    f"and num_attention_heads={heads} (layer {layer})"
+                )
+        for router, active in zip(self.routers, num_active_heads, strict=True):
+            router.num_active, router.top_k = active, active - router.num_shared
+
+    @contextlib.contextmanager
+    def all_heads_active(self) -> Iterator[None]:
+        """Within the block every head is on: with quantised scores the model is its dense base."""
+        before = [router.num_active for router in self.routers]
+        self.set_active_heads(self.config.num_attention_heads)
+        try:
+            yield
+        finally:
+            self.set_active_heads(before)
+
+
+class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
+    """The decoder without a head on top; its forward pass is LLaMA's."""
+
+    def __init__(self, config: MoHLlamaConfig):
+        # LlamaModel's own __init__ would build dense layers only to drop them.
+        super(LlamaModel, self).__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(MoHLlamaDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
+    """MoH-LLaMA with a language-modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: MoHLlamaConfig):
+        super().__init__(config)
+        self.model = MoHLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> MoeCausalLMOutputWithPast:
+        """Logits `[B, T, V]` and, as asked for, the loss, the load-balance loss and router logits.
+
+        Arguments are those of `LlamaForCausalLM`. With `output_router_logits` (default: the
+        config's) the output holds `router_logits` (per layer `[B, T, R]`) and `aux_loss`, the
+        load-balance loss of Eq. 7 averaged over layers; given `labels`, `loss` is then
+        cross-entropy + `router_aux_loss_coef` * `aux_loss` (Eq. 8).
+        """
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_router_logits=output_router_logits,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+
+        loss = aux_loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if output_router_logits:
+            top_k = [router.top_k for router in self.routers]
+            aux_loss = load_balancing_loss(outputs.router_logits, top_k, attention_mask)
+            if loss is not None:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.get("router_logits"),
+        )
+
+
+__all__ = ["MoHLlamaForCausalLM", "MoHLlamaModel", "MoHLlamaPreTrainedModel"]

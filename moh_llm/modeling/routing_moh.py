@@ -1,0 +1,148 @@
+"""Routing of Mixture-of-Head attention: which heads a token uses, and by what factor.
+
+Shapes: B batch, T tokens, H query heads, S shared heads, R = H - S routed heads, D head size,
+C hidden size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers.utils.generic import maybe_autocast
+
+from .configuration_moh_llama import MoHLlamaConfig
+
+
+def select_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """1 at the `k` largest entries of the last dimension, else 0, in the dtype of `logits`."""
+    return torch.zeros_like(logits).scatter(-1, logits.topk(k, dim=-1).indices, 1.0)
+
+
+def straight_through(hard: torch.Tensor | float, soft: torch.Tensor) -> torch.Tensor:
+    """The value of `hard` with the gradient of `soft` (Eq. 9 and 10).
+
+    The bracket is what makes the value exact: `soft - soft` is zero in every dtype, whereas
+    `(hard + soft) - soft` rounds.
+    """
+    return hard + (soft - soft.detach())
+
+
+def load_balancing_loss(
+    router_logits: Sequence[torch.Tensor], top_k: Sequence[int], attention_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Load-balance loss of Eq. 7, averaged over the layers that have routed heads.
+
+    Per layer: sum over routed heads of P_i * f_i, with P_i the mean over tokens of the head's
+    softmax score and f_i the share of tokens that select it. Even load gives K / R.
+
+    Args:
+        router_logits: per layer `[B, T, R]`; layers may differ in R, and R may be 0.
+        top_k: per layer, how many routed heads a token selects.
+        attention_mask: optional `[B, >= T]`, 0 where a position is padding; its last T columns
+            belong to the logits (earlier ones to the cache). Masks of other ranks are ignored.
+
+    Returns:
+        Scalar, float32 at least; zero when no layer has routed heads.
+    """
+    losses = []
+    for logits, k in zip(router_logits, top_k, strict=True):
+        if logits.shape[-1] == 0:
+            continue
+        scores = logits.softmax(-1)
+        selected = select_top_k(logits, k)
+        if attention_mask is not None and attention_mask.dim() == 2:
+            mask = attention_mask[:, -logits.shape[1] :, None].to(device=logits.device, dtype=logits.dtype)
+            share = mask / mask.sum().clamp_min(1)
+        else:
+            share = torch.full_like(logits[..., :1], 1 / (logits.shape[0] * logits.shape[1]))
+        losses.append(((scores * share).sum((0, 1)) * (selected * share).sum((0, 1))).sum())
+    if not losses:
+        return torch.zeros((), device=router_logits[0].device if router_logits else None)
+    return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
+
+
+class MoHRouter(nn.Module):
+    """Scores the routed heads of one layer and builds the gate of all heads.
+
+    `top_k` may be changed at run time (see `MoHLlamaPreTrainedModel.set_active_heads`); every
+    other property follows from the config.
+
+    Args:
+        config: the model's configuration, already validated.
+        layer_idx: number of the layer.
+    """
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        super().__init__()
+        shared = config.shared_heads_per_layer[layer_idx]
+        routed = [head for head in range(config.num_attention_heads) if head not in set(shared)]
+        self.num_shared, self.num_routed = len(shared), len(routed)
+        self.num_active = config.active_heads_per_layer[layer_idx]
+        self.top_k = self.num_active - self.num_shared
+        self.router_type, self.router_score = config.router_type, config.router_score
+        # Python lists, not buffers: they need no care when weights are loaded on the meta device.
+        # Shared heads that come first need no permutation at all.
+        self.routed_heads = routed
+        self.shared_first = shared == list(range(len(shared)))
+        if not self.shared_first:
+            order = shared + routed
+            self.head_order = [order.index(head) for head in range(len(order))]
+
+        if self.router_type == "linear" and self.num_routed:
+            self.routed = nn.Linear(config.hidden_size, self.num_routed)
+        if self.router_type == "two_stage":
+            self.routed = nn.Linear(config.hidden_size, self.num_routed, bias=False)
+            self.shared = nn.Linear(config.hidden_size, self.num_shared, bias=False)
+            self.stage = nn.Linear(config.hidden_size, 2, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route every token.
+
+        Args:
+            hidden_states: the attention layer's input `[B, T, C]`.
+            query_states: queries before rotary embedding `[B, T, H, D]`.
+
+        Returns:
+            Logits of the routed heads `[B, T, R]` and the gate of all heads `[B, T, H]`, both
+            float32 (float64 for a float64 model): close calls between heads are not left to a
+            half-precision rounding.
+        """
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
+            hidden_states = hidden_states.to(dtype)
+            logits = self._routed_logits(hidden_states, query_states.to(dtype))
+            selected = select_top_k(logits, self.top_k)
+            routed_score = logits.softmax(-1)
+            shared_score = logits.new_ones(*logits.shape[:-1], self.num_shared)
+            if self.router_type == "two_stage":  # Eq. 5 and 6
+                shared_stage, routed_stage = self._project(self.stage, hidden_states).softmax(-1).split(1, dim=-1)
+                shared_score = shared_stage * self._project(self.shared, hidden_states).softmax(-1)
+                routed_score = routed_stage * routed_score
+
+            if self.router_score == "weighted":
+                gate = torch.cat([shared_score, selected * routed_score], dim=-1)
+            else:
+                gate = torch.cat([straight_through(1.0, shared_score), straight_through(selected, routed_score)], -1)
+            return logits, gate if self.shared_first else gate[..., self.head_order]
+
+    def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
+        if self.router_type != "query_norm":
+            if not self.num_routed:
+                return hidden_states[..., :0]
+            return self._project(self.routed, hidden_states)
+        routed = (
+            query_states[..., self.num_shared :, :] if self.shared_first else query_states[..., self.routed_heads, :]
+        )
+        norms = routed.norm(dim=-1)
+        if self.num_routed < 2:
+            return norms  # one head has no spread to divide by, and nothing to compete with
+        # A token whose queries all have one norm has no spread: any finite quotient routes it.
+        return norms / norms.std(dim=-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
+
+    @staticmethod
+    def _project(linear: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
+        bias = None if linear.bias is None else linear.bias.to(hidden_states.dtype)
+        return nn.functional.linear(hidden_states, linear.weight.to(hidden_states.dtype), bias)
+
+
+__all__ = ["MoHRouter", "load_balancing_loss", "select_top_k", "straight_through"]

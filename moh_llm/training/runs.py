@@ -1,0 +1,161 @@
+"""The folder of a run: who may write there, what is recorded, and the log of its steps.
+
+OUTPUT/run.json      recipe, model, data, versions; when finished also tokens, seconds, scores
+       log.jsonl     one line per step; everything but ``timing`` repeats exactly on resume
+       checkpoints/  see `moh_llm.training.checkpoints`
+       model/        the tuned model
+"""
+
+import hashlib
+import json
+import platform
+import shutil
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from moh_llm import __version__
+from moh_llm.errors import UserError
+from moh_llm.files import read_json, sha256, write_json, write_text
+from moh_llm.training.config import TrainConfig, changed_keys
+
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")
+
+
+class Run:
+    """A run's folder, opened anew or to resume.
+
+    Args:
+        config: the recipe; ``config.output`` is the folder.
+        overwrite: start anew, removing what an earlier run wrote there (and nothing else).
+
+    Raises:
+        UserError: the folder cannot be used, holds something that is no run, or holds a run with
+            another recipe or another model.
+    """
+
+    def __init__(self, config: TrainConfig, overwrite: bool = False):
+        self.folder = Path(config.output)
+        self.model = self.folder / "model"
+        self.checkpoints = self.folder / "checkpoints"
+        self._record_path, self._log_path = self.folder / "run.json", self.folder / "log.jsonl"
+        identity = model_identity(Path(config.model))
+        # Through JSON, so that a fresh recipe compares equal to a recorded one (tuples, lists).
+        recipe = json.loads(json.dumps(asdict(config)))
+
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"output={self.folder} is a file; name a folder")
+        if overwrite:
+            self._remove()
+        if self._record_path.exists():
+            self.record: dict[str, Any] = read_json(self._record_path)
+            self._check_same(recipe, identity)
+            self.record["config"] = recipe
+            return
+        if self.folder.exists() and any(self.folder.iterdir()):
+            raise UserError(
+                f"output={self.folder} is not empty and holds no run.json to resume; "
+                "name another folder or pass --overwrite"
+            )
+        self.record = {"status": "new", "config": recipe, "model": {"sha256": identity}}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run was already carried to its end."""
+        return self.record["status"] == "finished"
+
+    def begin(self, data: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Record the start, or check on resume that the data are those of the start.
+
+        Args:
+            data: what identifies the tokenised mixture.
+            facts: anything else worth recording (device, parameter counts).
+
+        Raises:
+            UserError: the data are not those that the run began with, or the disk refuses.
+        """
+        if self.record.get("data", data) != data:
+            raise UserError(
+                f"the text of data.mixture={self.record['config']['data']['mixture']} is not what the run in "
+                f"{self.folder} began with; restore it, name a new --output, or pass --overwrite to start anew"
+            )
+        versions = {"moh_llm": __version__, "python": platform.python_version()}
+        versions |= {name: version(name) for name in PACKAGES}
+        self.record |= {"status": "running", "data": data, "versions": versions} | facts
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make output={self.folder}: {error.strerror}; name another folder") from error
+        write_json(self._record_path, self.record)
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """Record the end."""
+        self.record |= {"status": "finished"} | facts
+        write_json(self._record_path, self.record)
+
+    def trim_log(self, step: int) -> None:
+        """Drop the log's lines past ``step``: those steps are made again."""
+        kept = []
+        if self._log_path.exists():
+            for line in self._log_path.read_text(encoding="utf-8").splitlines():
+                try:
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line + "\n")
+                except (ValueError, KeyError, TypeError):
+                    break  # a line that a kill cut short; nothing after it counts
+        write_text(self._log_path, "".join(kept))
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Append one line to the log; it is out of this process's hands when this returns."""
+        try:
+            with self._log_path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self._log_path}: {error.strerror}; free some space and start again"
+            ) from error
+
+    def _check_same(self, recipe: dict[str, Any], identity: str) -> None:
+        try:
+            recorded, recorded_identity = self.record["config"], self.record["model"]["sha256"]
+            changed = changed_keys(recorded, recipe)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{self._record_path} is not the record of a training run; name another --output"
+            ) from error
+        if recorded_identity != identity:
+            changed.insert(0, "model (other config or weights)")
+        if changed:
+            raise UserError(
+                f"output={self.folder} holds a run with another recipe; different: {', '.join(changed)}. "
+                "Put them back to resume, name a new --output, or pass --overwrite to start anew"
+            )
+
+    def _remove(self) -> None:
+        # The record goes last: an interrupted removal still reads as a run.
+        for path in (self.model, self.checkpoints):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (self._log_path, self._record_path):
+            path.unlink(missing_ok=True)
+
+
+def model_identity(folder: Path) -> str:
+    """SHA-256 over the names and hashes of a model folder's config and weights.
+
+    Raises:
+        UserError: not a folder, or it holds no converted model.
+    """
+    if not folder.is_dir():
+        raise UserError(f"model={folder} is not a folder; name one that moh-llm convert made")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model={folder} holds no config.json; name a folder that moh-llm convert made")
+    config = read_json(folder / "config.json")
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind != "moh_llama":
+        raise UserError(f"model={folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise UserError(f"model={folder} holds no *.safetensors weights; name a folder that moh-llm convert made")
+    lines = [f"{sha256(path)} {path.name}\n" for path in [folder / "config.json", *weights]]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,0 +1,91 @@
+import pytest
+
+from moh_llm.errors import UserError
+from moh_llm.evaluation.suite import known_suites, load_suite
+
+
+def test_known_suites() -> None:
+    assert known_suites() == ["paper", "scratch", "smoke"]
+
+
+def test_paper_suite_is_the_papers_table() -> None:
+    suite = load_suite("paper")
+    assert len(suite.benchmarks) == 14
+    assert round(suite.published_average("LLaMA3-8B") or 0, 1) == 61.6
+    assert round(suite.published_average("MoH-LLaMA3-8B") or 0, 1) == 64.0
+    assert suite.published_average("LLaMA3-8B stage 1") is None  # C-Eval is not given
+    shots = {benchmark.name: benchmark.shots for benchmark in suite.benchmarks}
+    assert shots == {
+        "MMLU": 5,
+        "C-Eval": 5,
+        "CMMLU": 5,
+        "GSM8K": 8,
+        "TruthfulQA": 0,
+        "HellaSwag": 10,
+        "LogiQA": 0,
+        "BoolQ": 32,
+        "LAMBADA": 0,
+        "SciQ": 0,
+        "PIQA": 0,
+        "WinoGrande": 0,
+        "Natural Questions": 32,
+        "ARC-Challenge": 25,
+    }
+    tasks = {benchmark.name: len(benchmark.expand()) for benchmark in suite.benchmarks}
+    assert (tasks["MMLU"], tasks["C-Eval"], tasks["CMMLU"], tasks["TruthfulQA"]) == (57, 52, 67, 2)
+    assert all("inferred" in benchmark.note for benchmark in suite.benchmarks)
+
+
+def test_scratch_suite_is_zero_shot() -> None:
+    suite = load_suite("scratch")
+    assert [b.name for b in suite.benchmarks] == ["SciQ", "PIQA", "WinoGrande", "OpenBookQA", "LogiQA", "TruthfulQA"]
+    assert all(benchmark.shots == 0 for benchmark in suite.benchmarks)
+
+
+def test_smoke_suite_counts_its_items() -> None:
+    suite = load_suite("smoke")
+    folder = suite.data_folder(None)
+    assert folder is not None
+    for benchmark in suite.benchmarks:
+        file = folder / "moh-llm__smoke" / benchmark.config / "test.jsonl"
+        assert len(file.read_text(encoding="utf-8").splitlines()) == benchmark.items
+
+
+def test_unknown_suite_lists_the_known() -> None:
+    with pytest.raises(UserError, match=r"papers: unknown; known are paper, scratch, smoke"):
+        load_suite("papers")
+
+
+GOOD = """
+name: mine
+title: Mine
+benchmarks:
+  - {name: A, shots: 0, metric: acc, task: a, stock: a.yaml, dataset: a/b, config: c, eval_split: test, items: 3}
+"""
+
+
+def test_own_suite_by_path(tmp_path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD)
+    assert load_suite(str(path)).benchmarks[0].expand()[0].definition == "a.yaml"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("metric: acc", "metrik: acc", r"unknown key 'metrik'; did you mean 'metric'\?"),
+        ("metric: acc, ", "", r"benchmark 1: key 'metric' is missing"),
+        ("shots: 0", "shots: none", r"shots='none' must be int"),
+        ("shots: 0", "shots: 5", r"shots=5 does not go with"),
+        ("stock: a.yaml", "stock: a.yaml, definition: b.yaml", r"one of `stock`"),
+        ("items: 3", "items: 3, published: {X: 1}", r"column 'X' is not in `columns`"),
+        ("items: 3", "items: 3, average: sum", r"must be 'items' or 'parts'"),
+        ("name: mine", "name: [", r"cannot be read as YAML"),
+        ("title: Mine", "titel: Mine", r"unknown key 'titel'; did you mean 'title'\?"),
+    ],
+)
+def test_bad_suites_are_named(tmp_path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(GOOD.replace(old, new))
+    with pytest.raises(UserError, match=message):
+        load_suite(str(path))

@@ -1,0 +1,117 @@
+"""From suite to lm-eval tasks: data that is missing, damaged or whole."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moh_llm.errors import UserError
+from moh_llm.evaluation.suite import load_suite
+from moh_llm.evaluation.tasks import check_data, load_tasks, write_task_files
+
+pytest.importorskip("lm_eval")
+
+
+@pytest.fixture
+def own_smoke(tmp_path: Path) -> Path:
+    """A copy of the smoke suite whose data may be damaged."""
+    suites = Path(__file__).resolve().parents[2] / "moh_llm" / "evaluation" / "suites"
+    shutil.copytree(suites / "smoke", tmp_path / "smoke")
+    shutil.copy(suites / "smoke.yaml", tmp_path / "own.yaml")
+    return tmp_path
+
+
+def test_missing_data_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "allenai__sciq" / "default").mkdir(parents=True)
+    (tmp_path / "allenai__sciq" / "default" / "test.jsonl").write_text("{}\n")
+    with pytest.raises(UserError) as caught:
+        check_data(load_suite("paper"), tmp_path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "MMLU (cais__mmlu/abstract_algebra/test.jsonl and 113 more)" in message
+    assert "Natural Questions (google-research-datasets__nq_open/default/validation.jsonl and 1 more)" in message
+    assert "SciQ" not in message  # the one split that 0-shot needs is there
+
+
+def test_data_dir_must_be_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a folder"):
+        check_data(load_suite("paper"), tmp_path / "nowhere")
+
+
+def test_wrong_fields_are_named(own_smoke: Path, tmp_path: Path) -> None:
+    file = own_smoke / "smoke" / "moh-llm__smoke" / "facts" / "test.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    file.write_text("".join(json.dumps({"text": row["sentence"]}) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"1 benchmark.*mend the files: Facts \(moh-llm/smoke: .*sentence"):
+        load_tasks(load_suite(str(own_smoke / "own.yaml")), tmp_path / "tasks", None)
+
+
+def test_broken_json_and_too_few_examples_are_named_together(own_smoke: Path, tmp_path: Path) -> None:
+    data = own_smoke / "smoke" / "moh-llm__smoke"
+    (data / "facts" / "test.jsonl").write_text('{"sentence": "The end is mis\n')
+    stories = data / "stories" / "train.jsonl"
+    stories.write_text(stories.read_text(encoding="utf-8").splitlines()[0] + "\n")
+    with pytest.raises(UserError, match=r"Facts \(.*Stories \(moh_smoke_stories has 1 examples in train, 2 are shown"):
+        load_tasks(load_suite(str(own_smoke / "own.yaml")), tmp_path / "tasks", None)
+
+
+def test_task_file_that_lm_eval_lacks_is_named(own_smoke: Path, tmp_path: Path) -> None:
+    suite = own_smoke / "own.yaml"
+    suite.write_text(suite.read_text(encoding="utf-8").replace("definition: smoke/facts.yaml", "stock: no/such.yaml"))
+    with pytest.raises(UserError, match=r"Facts: task file no/such.yaml is not in"):
+        load_tasks(load_suite(str(suite)), tmp_path / "tasks", None)
+
+
+def test_without_data_dir_the_hub_paths_stay(tmp_path: Path) -> None:
+    import yaml
+
+    write_task_files(load_suite("paper"), tmp_path, None)
+    assert len(list(tmp_path.glob("*.yaml"))) == 188
+    gsm8k = yaml.safe_load((tmp_path / "gsm8k.yaml").read_text(encoding="utf-8"))
+    assert gsm8k["num_fewshot"] == 8
+    assert "dataset_path" not in gsm8k
+
+
+def test_script_dataset_on_the_hub_points_to_data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def refuse(path: str, **_: object) -> None:
+        raise RuntimeError(f"Dataset scripts are no longer supported, but found {path}.py")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(UserError, match=r"--data-dir: SciQ .*LogiQA \(EleutherAI/logiqa: a script dataset"):
+        load_tasks(load_suite("scratch"), tmp_path, None)
+
+
+def test_unreachable_hub_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def refuse(path: str, **_: object) -> None:
+        asked.append(path)
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(UserError, match=r"reach the Hub; give the data as files with --data-dir"):
+        load_tasks(load_suite("scratch"), tmp_path, None)
+    assert asked == ["allenai/sciq"]
+
+
+@pytest.mark.parametrize("name", ["paper", "scratch"])
+def test_every_task_reads_local_data_and_builds_a_prompt(name: str, tmp_path: Path, shared_benchmarks: Path) -> None:
+    suite = load_suite(name)
+    for loaded in load_tasks(suite, tmp_path, shared_benchmarks):
+        benchmark = loaded.benchmark
+        assert [task.config.task for task in loaded.tasks] == [part.task for part in benchmark.expand()]
+        for task in loaded.tasks:
+            assert task.config.num_fewshot == benchmark.shots
+            assert benchmark.metric in task.aggregation()
+            task.set_fewshot_seed(1234)
+            task.build_all_requests(limit=1, rank=0, world_size=1)
+            prompt = task.instances[0].args[0]
+            assert prompt.strip()
+            if benchmark.shots:
+                shown = task.fewshot_cfg.split or task.config.training_split
+                assert shown == benchmark.fewshot_split

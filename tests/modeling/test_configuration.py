@@ -1,0 +1,49 @@
+"""Head plans: what is accepted, what is refused and in which words."""
+
+import pytest
+
+from moh_llm.modeling import MoHLlamaConfig
+
+SIZE = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 2}
+
+
+def test_defaults_are_the_papers():
+    config = MoHLlamaConfig(hidden_size=32, num_attention_heads=32, num_hidden_layers=2)
+    assert (config.num_shared_heads, config.num_active_heads) == (16, 24)
+    assert (config.router_type, config.router_score, config.router_aux_loss_coef) == ("query_norm", "quantized", 0.01)
+
+
+def test_per_layer_counts_and_ids_survive_saving(tmp_path):
+    config = MoHLlamaConfig(
+        **SIZE, num_shared_heads=[1, 2], num_active_heads=[9, 4], shared_heads=[[8], [3, 0]], router_type="linear"
+    )
+    config.save_pretrained(tmp_path)
+    again = MoHLlamaConfig.from_pretrained(tmp_path)
+    assert again.active_heads_per_layer == [9, 4]
+    assert again.shared_heads_per_layer == [[8], [0, 3]]
+    assert again.router_type == "linear"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_active_heads": 10}, "num_active_heads=10 must lie between num_shared_heads=4 and num_attention_heads=9"),
+        ({"num_shared_heads": 5, "num_active_heads": 4}, r"num_active_heads=4 must lie between num_shared_heads=5"),
+        ({"num_shared_heads": 10}, "num_shared_heads=10 must lie between 0 and num_attention_heads=9"),
+        ({"num_shared_heads": 0, "num_active_heads": 0}, "num_active_heads=0 must lie between 1 and"),
+        ({"num_active_heads": [7, 3]}, r"num_active_heads=3 must lie .* \(layer 1\)"),
+        ({"num_active_heads": [7]}, "num_active_heads has 1 entries for num_hidden_layers=2"),
+        ({"shared_heads": [[0]]}, "shared_heads has 1 entries for num_hidden_layers=2"),
+        (
+            {"num_shared_heads": 1, "shared_heads": [[0], [9]]},
+            r"shared_heads=\[9\] must be 1 different head ids below num_attention_heads=9 \(layer 1\)",
+        ),
+        ({"num_shared_heads": 2, "shared_heads": [[0, 0], [1, 2]]}, r"shared_heads=\[0, 0\] must be 2 different"),
+        ({"router_type": "norm"}, "router_type='norm' must be one of query_norm, linear, two_stage"),
+        ({"router_score": "soft"}, "router_score='soft' must be one of quantized, weighted"),
+        ({"router_type": "two_stage", "num_shared_heads": 0}, "needs at least one shared and one routed head"),
+    ],
+)
+def test_impossible_plans_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MoHLlamaConfig(**SIZE, **fields)

@@ -1,0 +1,147 @@
+"""Gradients of the gate, the load-balance loss, recorded router logits, and the head budget at run time."""
+
+import pytest
+import torch
+
+from moh_llm.modeling import MoHLlamaConfig, MoHRouter, load_balancing_loss
+from moh_llm.modeling.routing_moh import select_top_k, straight_through
+
+
+def make_router(score: str, router_type: str = "linear") -> MoHRouter:
+    config = MoHLlamaConfig(
+        hidden_size=12,
+        num_attention_heads=6,
+        num_hidden_layers=1,
+        num_shared_heads=2,
+        num_active_heads=4,
+        router_type=router_type,
+        router_score=score,
+    )
+    torch.manual_seed(0)
+    return MoHRouter(config, 0).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_quantized_gate_is_exactly_zero_or_one(dtype):
+    soft = torch.rand(1000, 7, dtype=dtype, requires_grad=True)
+    hard = select_top_k(soft.detach(), 3)
+    gate = straight_through(hard, soft)
+    assert torch.equal(gate, hard)
+    assert (hard.sum(-1) == 3).all()
+
+
+@pytest.mark.parametrize("router_type", ["linear", "query_norm", "two_stage"])
+def test_straight_through_gradient_is_the_real_valued_scores_gradient(router_type):
+    x = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
+    queries = torch.randn(2, 5, 6, 2, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 5, 6, dtype=torch.float64)
+    router = make_router("quantized", router_type)
+
+    def real_valued(x: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """All heads' real-valued scores, written out again from the equations."""
+        if router_type == "query_norm":
+            norms = queries[:, :, 2:].pow(2).sum(-1).sqrt()
+            routed = (norms / norms.std(-1, keepdim=True)).softmax(-1)
+            return torch.cat([torch.ones(2, 5, 2, dtype=x.dtype), routed], -1)
+        routed = (x @ router.routed.weight.T + (0 if router.routed.bias is None else router.routed.bias)).softmax(-1)
+        if router_type == "linear":
+            return torch.cat([torch.ones(2, 5, 2, dtype=x.dtype), routed], -1)
+        stage = (x @ router.stage.weight.T).softmax(-1)
+        shared = (x @ router.shared.weight.T).softmax(-1)
+        return torch.cat([stage[..., :1] * shared, stage[..., 1:] * routed], -1)
+
+    inputs = [x, queries, *router.parameters()]
+    _, gate = router(x, queries)
+    assert set(gate.unique().tolist()) == {0.0, 1.0}
+    got = torch.autograd.grad((gate * weight).sum(), inputs, allow_unused=True)
+    expected = torch.autograd.grad((real_valued(x, queries) * weight).sum(), inputs, allow_unused=True)
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-10)
+
+
+def test_balance_loss_is_the_equation():
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(2, 7, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
+    mask = torch.ones(2, 7)
+    mask[0, :3] = 0
+    expected = []
+    for layer, k in zip(logits, (1, 2, 5), strict=True):
+        tokens = [layer[b, t] for b in range(2) for t in range(7) if mask[b, t]]
+        p = torch.stack([token.softmax(-1) for token in tokens]).mean(0)
+        f = torch.zeros(5, dtype=torch.float64)
+        for token in tokens:
+            for head in token.argsort(descending=True)[:k]:
+                f[head] += 1 / len(tokens)
+        expected.append((p * f).sum())
+    got = load_balancing_loss(logits, (1, 2, 5), mask)
+    torch.testing.assert_close(got, torch.stack(expected).mean())
+
+
+def test_balance_loss_of_even_load_is_k_over_r():
+    # Every token prefers another head, all to the same degree.
+    logits = torch.eye(4).repeat(1, 3, 1)
+    torch.testing.assert_close(load_balancing_loss([logits], [1]), torch.tensor(0.25))
+
+
+def test_balance_loss_without_routed_heads_is_zero():
+    assert load_balancing_loss([torch.zeros(1, 3, 0)], [0]) == 0
+
+
+def test_router_logits_are_recorded_on_demand(make_pair, ids):
+    _, moh = make_pair(num_shared_heads=[1, 4], num_active_heads=[2, 4], router_type="linear")
+    with torch.no_grad():
+        assert moh(ids).get("router_logits") is None
+        output = moh(ids, output_router_logits=True, labels=ids)
+        plain = moh(ids, labels=ids)
+    assert [tuple(layer.shape) for layer in output.router_logits] == [(3, 24, 3), (3, 24, 0)]
+    torch.testing.assert_close(output.aux_loss, load_balancing_loss(output.router_logits, [1, 0]))
+    torch.testing.assert_close(output.loss, plain.loss + 0.01 * output.aux_loss)
+
+
+@pytest.mark.parametrize("router_type", ["query_norm", "linear", "two_stage"])
+def test_balance_loss_and_gradient_survive_checkpointing(make_pair, ids, router_type):
+    _, moh = make_pair(num_shared_heads=1, num_active_heads=2, router_type=router_type)
+    moh.train()
+
+    def gradients() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        moh.zero_grad()
+        output = moh(ids, labels=ids, output_router_logits=True, use_cache=False)
+        (output.loss + 10 * output.aux_loss).backward()
+        return output.aux_loss.detach(), {n: p.grad.clone() for n, p in moh.named_parameters() if p.grad is not None}
+
+    loss, expected = gradients()
+    moh.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again, got = gradients()
+    assert torch.equal(loss, again)
+    assert expected.keys() == got.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, msg=name)
+    name = "model.layers.0.self_attn." + ("q_proj.weight" if router_type == "query_norm" else "router.routed.weight")
+    assert got[name].abs().sum() > 0
+
+
+def test_active_heads_at_run_time(make_pair, ids):
+    _, moh = make_pair(num_shared_heads=1, num_active_heads=2, router_type="query_norm")
+    with torch.no_grad():
+        two = moh(ids).logits
+        moh.set_active_heads([3, 2])
+        assert not torch.equal(moh(ids).logits, two)
+        assert [router.num_active for router in moh.routers] == [3, 2]
+        with moh.all_heads_active():
+            assert [router.num_active for router in moh.routers] == [4, 4]
+        assert [router.num_active for router in moh.routers] == [3, 2]
+        moh.set_active_heads(None)
+        assert torch.equal(moh(ids).logits, two)
+    with pytest.raises(ValueError, match=r"num_active_heads=5 must lie between .* \(layer 0\)"):
+        moh.set_active_heads(5)
+
+
+def test_bfloat16_routes_like_float32(make_pair, ids):
+    """Scores are float32 in a bfloat16 model; only its rounded inputs may flip a close call."""
+    _, moh = make_pair(dtype=torch.bfloat16, num_shared_heads=1, num_active_heads=2, router_type="linear")
+    logits, gate = moh.routers[0](torch.randn(1, 9, 32).bfloat16(), torch.randn(1, 9, 4, 8).bfloat16())
+    assert logits.dtype == gate.dtype == torch.float32
+    with torch.no_grad():
+        assert moh(ids).logits.dtype == torch.bfloat16

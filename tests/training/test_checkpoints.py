@@ -1,0 +1,115 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from moh_llm.errors import UserError
+from moh_llm.training.checkpoints import RECORD, load_checkpoint, newest_checkpoint, save_checkpoint
+
+
+def network(seed: int) -> tuple[dict[str, torch.Tensor], torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    return dict(layer.named_parameters()), optimizer
+
+
+def save(folder: Path, *steps: int, keep_last: int = 9) -> None:
+    weights, optimizer = network(0)
+    for step in steps:
+        save_checkpoint(folder, step, 1.5, weights, optimizer, keep_last)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_brings_back_weights_optimiser_and_generator(tmp_path: Path) -> None:
+    weights, optimizer = network(0)
+    folder = save_checkpoint(tmp_path, 3, 1.5, weights, optimizer, 2)
+    drawn = torch.rand(3)
+    others, other_optimizer = network(1)
+    load_checkpoint(folder, others, other_optimizer)
+    assert torch.equal(torch.rand(3), drawn)
+    for name, weight in weights.items():
+        assert torch.equal(others[name], weight)
+    states = [o.state_dict()["state"] for o in (optimizer, other_optimizer)]
+    for number, state in states[0].items():
+        assert all(torch.equal(states[1][number][name], value) for name, value in state.items())
+
+
+def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10, 15, keep_last=2)
+    assert names(tmp_path) == ["step-000010", "step-000015"]
+    # A run that went back to an earlier step leaves no later checkpoint behind.
+    save(tmp_path, 12, keep_last=2)
+    assert names(tmp_path) == ["step-000010", "step-000012"]
+
+
+def test_the_newest_is_found(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert newest_checkpoint(tmp_path / "none", said.append) is None
+    save(tmp_path, 5, 10)
+    found = newest_checkpoint(tmp_path, said.append)
+    assert found is not None and found[0].name == "step-000010" and found[1]["step"] == 10
+    assert said == []
+
+
+def shorten(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-4])
+
+
+def flip_a_bit(folder: Path) -> None:
+    content = bytearray((folder / "optimizer.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "optimizer.pt").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (shorten, "model.safetensors has"),
+        (flip_a_bit, "the bytes of optimizer.pt are not those that were written"),
+        (lambda folder: (folder / "random.pt").unlink(), "random.pt is missing"),
+        (lambda folder: (folder / RECORD).unlink(), "checkpoint.json does not exist"),
+        (lambda folder: (folder / RECORD).write_text("{"), "cannot be read as JSON"),
+        (lambda folder: (folder / RECORD).write_text("[]"), "lacks the step or the list of files"),
+    ],
+)
+def test_a_damaged_one_is_skipped_with_the_reason(tmp_path: Path, damage, reason: str) -> None:
+    save(tmp_path, 5, 10)
+    damage(tmp_path / "step-000010")
+    said: list[str] = []
+    found = newest_checkpoint(tmp_path, said.append)
+    assert found is not None and found[0].name == "step-000005"
+    assert len(said) == 1 and "step-000010" in said[0] and reason in said[0]
+
+
+def test_an_interrupted_save_is_cleared_away(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    (tmp_path / ".step-000010.123.tmp").mkdir()
+    said: list[str] = []
+    found = newest_checkpoint(tmp_path, said.append)
+    assert found is not None and found[0].name == "step-000005"
+    assert names(tmp_path) == ["step-000005"] and "interrupted" in said[0]
+
+
+def test_a_failed_save_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 5)
+
+    def full(*_: object) -> None:
+        raise RuntimeError("PytorchStreamWriter failed writing file data.pkl: file write failed")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match=r"step-000010.*earlier checkpoints are untouched"):
+        save(tmp_path, 10)
+    assert names(tmp_path) == ["step-000005"]
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    weights, optimizer = network(0)
+    with pytest.raises(UserError, match="of another model: extra"):
+        load_checkpoint(tmp_path / "step-000005", weights | {"extra": torch.zeros(1)}, optimizer)

@@ -1,0 +1,118 @@
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from moh_llm.errors import UserError
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.training import networks
+
+
+def some_batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 200, (2, 16), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(6), torch.arange(10)]).expand(2, -1)  # two documents a block
+    return {"input_ids": ids, "position_ids": positions, "labels": ids}
+
+
+def dense_logits(folder: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits of the plain LLaMA with the converted model's weights."""
+    model = MoHLlamaForCausalLM.from_pretrained(folder)
+    names = LlamaConfig().to_dict().keys()
+    config = LlamaConfig(**{name: value for name, value in model.config.to_dict().items() if name in names})
+    llama = LlamaForCausalLM(config)
+    llama.load_state_dict({name: w for name, w in model.state_dict().items() if ".router." not in name})
+    with torch.no_grad():
+        return llama.eval()(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+        ).logits.clone()
+
+
+def changed_lora_student(configure) -> tuple:
+    """A student whose adapters and routers have been moved away from their start."""
+    config = configure(**{"lora.rank": 4, "lora.dropout": 0.5})
+    network = networks.load_network(config.model, torch.float32)
+    model = networks.add_lora(network, config.lora).train()
+    with torch.no_grad():
+        for weight in networks.trained_weights(model).values():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    return config, network, model
+
+
+def test_the_lora_teacher_is_the_base_exactly(configure, model_folder: Path) -> None:
+    config, network, model = changed_lora_student(configure)
+    batch = some_batch()
+    teacher = networks.make_teacher(config, Accelerator(), model)
+    dense = dense_logits(model_folder, batch)
+    assert torch.equal(teacher(batch), dense)
+    # The student is as it was before the teacher spoke: adapters on, two heads active, training.
+    assert [router.num_active for router in network.routers] == [2, 2]
+    assert model.training
+    assert not torch.allclose(networks.evaluation_logits(model)(batch), dense, atol=0.1)
+
+
+def test_the_frozen_teacher_is_the_base_exactly(configure, model_folder: Path) -> None:
+    config = configure()
+    model = networks.load_network(config.model, torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.5)
+    batch = some_batch()
+    teacher = networks.make_teacher(config, Accelerator(), model)
+    assert torch.equal(teacher(batch), dense_logits(model_folder, batch))
+
+
+def test_lora_trains_adapters_and_routers_only(configure) -> None:
+    _, _, model = changed_lora_student(configure)
+    trained = networks.trained_weights(model)
+    assert all("lora_" in name or ".router." in name for name in trained)
+    assert any(".router." in name for name in trained) and any("lora_" in name for name in trained)
+
+
+def test_merging_keeps_the_function(configure, tmp_path: Path) -> None:
+    config, _, model = changed_lora_student(configure)
+    batch = some_batch()
+    before = networks.evaluation_logits(model)(batch)
+    networks.save_network(model, networks.load_tokenizer(config.model), config, tmp_path / "merged")
+    merged = networks.load_network(tmp_path / "merged", torch.float32)
+    torch.testing.assert_close(networks.evaluation_logits(merged)(batch), before, atol=2e-3, rtol=1e-4)
+
+
+def test_decay_acts_on_matrices_and_routers_have_their_rate(configure) -> None:
+    config = configure()
+    model = networks.load_network(config.model, torch.float32)
+    optimizer = networks.make_optimizer(model, config)
+    networks.set_learning_rates(optimizer, config, 1)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    routers = {id(weight) for router in model.routers for weight in router.parameters()}
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            assert group["weight_decay"] == (0.1 if weight.ndim == 2 else 0.0)
+            assert group["lr"] == pytest.approx(1e-2 if id(weight) in routers else 1e-3)
+
+
+@pytest.mark.parametrize(("save_dtype", "expected"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
+def test_the_saved_folder_is_complete(configure, tmp_path: Path, save_dtype, expected) -> None:
+    config = configure(save_dtype=save_dtype)
+    tokenizer = networks.load_tokenizer(config.model)
+    networks.save_network(networks.load_network(config.model, torch.float32), tokenizer, config, tmp_path / "saved")
+    assert MoHLlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto").dtype == expected
+    assert (tmp_path / "saved" / "modeling_moh_llama.py").is_file()
+    assert networks.load_tokenizer(tmp_path / "saved")("a day")["input_ids"] == tokenizer("a day")["input_ids"]
+
+
+def test_an_unknown_lora_target_is_refused(configure) -> None:
+    config = configure(**{"lora.target_modules": ["q_proj", "query"]})
+    with pytest.raises(UserError, match=r"no 'query'; it has down_proj, gate_proj, k_proj"):
+        networks.add_lora(networks.load_network(config.model, torch.float32), config.lora)
+
+
+def test_weighted_scores_have_no_teacher(configure) -> None:
+    config = configure()
+    model = networks.load_network(config.model, torch.float32)
+    model.config.router_score = "weighted"
+    with pytest.raises(UserError, match="router_score=weighted"):
+        networks.make_teacher(config, Accelerator(), model)
+    cross_entropy = configure(**{"objective.kind": "cross_entropy"})
+    assert networks.make_teacher(cross_entropy, Accelerator(), model) is None

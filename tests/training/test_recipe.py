@@ -1,0 +1,123 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moh_llm.cli import main
+from moh_llm.errors import UserError
+from moh_llm.training.config import LoraConfig, TrainConfig, changed_keys
+from moh_llm.training.recipe import load_config, recipe_keys
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_load_and_explain_every_key(path: Path) -> None:
+    config = load_config(path)
+    assert isinstance(config, TrainConfig)
+    text = path.read_text()
+    known = {name for name in recipe_keys() if config.lora is not None or not name.startswith("lora.")}
+    assert set(flatten(yaml.safe_load(text))) == known
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if line and not line.lstrip().startswith("#"):
+            assert lines[number - 1].lstrip().startswith("#"), f"no comment above {line!r}"
+
+
+def flatten(content: dict, prefix: str = "") -> list[str]:
+    names = []
+    for name, value in content.items():
+        names.append(prefix + name)
+        names += flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else []
+    return names
+
+
+def test_overrides_come_after_the_recipe(recipe: Path) -> None:
+    config = load_config(recipe, ["--max-steps", "9", "--optimizer.learning_rate=1e-2", "--data.mixture", "12"])
+    assert (config.max_steps, config.optimizer.learning_rate, config.data.mixture) == (9, 1e-2, "12")
+    assert config.data.block_length == 32  # the rest of the group is the recipe's
+
+
+def test_lora_is_switched_on_and_off(recipe: Path) -> None:
+    assert load_config(recipe).lora is None
+    assert load_config(recipe, ["--lora.rank", "4"]).lora == LoraConfig(rank=4)
+    assert load_config(recipe, ["--lora", "{rank: 4}"]).lora == LoraConfig(rank=4)
+    assert load_config(recipe, ["--lora.rank", "4", "--lora", "null"]).lora is None
+    named = load_config(recipe, ["--lora.target_modules", "[q_proj, v_proj]"]).lora
+    assert named is not None and named.target_modules == ("q_proj", "v_proj")
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("model: m\noutput: o\nmax_steps: 3\nmixed_precision: no\noptimizer: {learning_rate: 1e-4}\n")
+    config = load_config(path)
+    assert (config.optimizer.learning_rate, config.mixed_precision) == (1e-4, "no")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max_step", "3"], "unknown key 'max_step'; the nearest known key is 'max_steps'"),
+        (["--learning_rate", "3"], "unknown key 'learning_rate'; the nearest known key is 'optimizer.learning_rate'"),
+        (["--data.block_lenght", "3"], "the nearest known key is 'data.block_length'"),
+        (["--max_steps", "many"], "command line: max_steps=many must be a whole number"),
+        (["--max_steps", "2.5"], "max_steps=2.5 must be a whole number"),
+        (["--max_steps", "0"], "max_steps=0 must be at least 1"),
+        (["--gradient_checkpointing", "1"], "gradient_checkpointing=1 must be true or false"),
+        (["--optimizer.betas", "[0.9]"], "optimizer.betas=[0.9] must be a list of 2 numbers"),
+        (["--optimizer.learning_rate", "nan"], "optimizer.learning_rate=nan must be above 0"),
+        (["--mixed_precision", "fp16"], "mixed_precision=fp16 must be no or bf16"),
+        (["--data", "3"], "data=3 must be a group of keys"),
+        (["--seed"], "--seed has no value"),
+        (["seed", "3"], "'seed' follows no --key"),
+        (["--data.batch_size", "3"], "data.batch_size=3 must be a multiple of data.micro_batch_size=2"),
+        (["--schedule.warmup_steps", "7"], "schedule.warmup_steps=7 must not exceed max_steps=6"),
+        (["--optimizer.learning_rate", "1e-5"], "must not exceed optimizer.learning_rate=1e-05"),
+        (["--lora.target_modules", "[]"], "lora.target_modules is empty"),
+    ],
+)
+def test_bad_overrides_name_key_value_and_rule(recipe: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(recipe, arguments)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_stps: 3\n", "unknown key 'max_stps'; the nearest known key is 'max_steps'"),
+        ("data: {mixtures: x}\n", "unknown key 'data.mixtures'; the nearest known key is 'data.mixture'"),
+        ("model: m\noutput: o\n", "max_steps is missing"),
+        ("max_steps: [3\n", "is not YAML"),
+        ("- 3\n", "must hold `key: value` lines"),
+        ("model: null\n", "model=null must be text"),
+        (None, "does not exist"),
+    ],
+)
+def test_bad_recipes_end_in_one_line_and_status_2(tmp_path: Path, capsys, text: str | None, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert main(["train", str(path)]) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1
+    assert message in stderr
+    assert "bad.yaml" in stderr or "missing" in stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["recipe.yaml", "--help"]])
+def test_help_lists_the_recipe_keys(capsys, arguments: list[str]) -> None:
+    try:
+        assert main(["train", *arguments]) == 0
+    except SystemExit as stop:
+        assert stop.code == 0
+    text = capsys.readouterr().out
+    for name, found in recipe_keys().items():
+        assert name in text and found.meaning in text
+
+
+def test_changed_keys_are_those_that_change_the_curve() -> None:
+    old = {"max_steps": 3, "model": "a", "data": {"batch_size": 4}, "lora": None, "evaluation": {"every": 1}}
+    new = {"max_steps": 3, "model": "b", "data": {"batch_size": 8}, "lora": {"rank": 4}, "evaluation": {"every": 2}}
+    assert changed_keys(old, new) == ["data.batch_size", "lora"]

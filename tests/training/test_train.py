@@ -1,0 +1,213 @@
+"""Whole runs at toy size, one of them killed and resumed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moh_llm.cli import main
+from moh_llm.errors import UserError
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.training.loop import train
+
+ROOT = Path(__file__).parents[2]
+
+
+def read_log(folder: Path) -> list[dict]:
+    """A run's log, without what may differ between two equal runs."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "timing"} for line in lines]
+
+
+def test_distillation_brings_the_model_nearer_to_its_base(configure) -> None:
+    config = configure(max_steps=40, **{"evaluation.every": 0, "checkpoint.every": 40})
+    record = train(config)
+    log = read_log(Path(config.output))
+    assert len(log) == 40
+    start, end = (sum(line["kl"] for line in part) / 4 for part in (log[:4], log[-4:]))
+    assert end < 0.6 * start
+    assert record["status"] == "finished" and record["tokens"] == 40 * 4 * 32
+    assert record["evaluation"]["kl"] < 0.75 * start  # held-out text
+    assert record["evaluation"]["reference_perplexity"] > 1
+
+
+def test_cross_entropy_learns_the_text(configure) -> None:
+    config = configure(max_steps=20, **{"objective.kind": "cross_entropy", "evaluation.every": 20})
+    train(config)
+    log = read_log(Path(config.output))
+    assert log[-1]["cross_entropy"] < 0.95 * log[1]["cross_entropy"]
+    assert log[-1]["loss"] == pytest.approx(log[-1]["cross_entropy"] + 0.01 * log[-1]["balance_loss"])
+    assert "kl" not in log[-1]
+    assert log[-1]["validation"]["perplexity"] < 0.7 * log[0]["validation"]["perplexity"]
+
+
+def test_a_lora_run_ends_in_a_merged_model(configure) -> None:
+    config = configure(max_steps=20, **{"lora.rank": 8, "lora.dropout": 0.1, "evaluation.every": 10})
+    record = train(config)
+    log = read_log(Path(config.output))
+    assert log[-1]["validation"]["kl"] < log[0]["validation"]["kl"]
+    saved = load_file(Path(config.output) / "model" / "model.safetensors")
+    assert not any("lora" in name for name in saved)
+    assert record["parameters"]["trained"] < record["parameters"]["total"]
+    # What was scored is what was saved.
+    assert record["evaluation"]["kl"] == pytest.approx(log[-1]["validation"]["kl"], rel=1e-3)
+
+
+def test_mixed_precision_keeps_float32_weights(configure) -> None:
+    # In a process of its own: Accelerate fixes the precision once per process.
+    config = configure()
+    recipe = Path(config.output).parent / "recipe.yaml"
+    command = [sys.executable, "train.py", str(recipe), "--mixed_precision", "bf16", "--max_steps", "2"]
+    subprocess.run(command, cwd=ROOT, check=True, env=environment(), stdout=subprocess.DEVNULL)
+    weights = load_file(Path(config.output) / "checkpoints" / "step-000002" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert any(tensor.bfloat16().float().ne(tensor).any() for tensor in weights.values())
+
+
+def test_the_log_has_one_line_per_step(configure) -> None:
+    config = configure()
+    train(config)
+    log = read_log(Path(config.output))
+    assert [line["step"] for line in log] == list(range(7))
+    assert [line["step"] for line in log if "validation" in line] == [0, 3, 6]
+    assert [line["tokens"] for line in log[1:]] == [step * 128 for step in range(1, 7)]
+    assert {line["active_heads"] for line in log[1:]} == {2.0}
+    for line in log[1:]:
+        assert line["loss"] == pytest.approx(line["kl"] + 0.01 * line["balance_loss"])
+        assert line["gradient_norm"] > 0
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
+    overrides: dict[str, object] = {"max_steps": 60, "checkpoint.every": 7, "evaluation.every": 20}
+    if method == "lora":
+        overrides |= {"lora.rank": 4, "lora.dropout": 0.2}  # dropout draws from the generator
+    unbroken = configure(**overrides)
+    train(unbroken)
+
+    output = Path(unbroken.output).parent / "killed"
+    command = [sys.executable, "train.py", str(output.parent / "recipe.yaml"), "--output", str(output)]
+    command += [f"--{name}={value}" for name, value in overrides.items()]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    # A few steps past a checkpoint, so that there is something to do again.
+    while not ((output / "log.jsonl").exists() and len((output / "log.jsonl").read_text().splitlines()) > 18):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert json.loads((output / "run.json").read_text())["status"] == "running"
+
+    done = subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
+    assert "resumed from" in done.stdout
+    assert read_log(output) == read_log(Path(unbroken.output))
+    for name in ("model/model.safetensors", "checkpoints/step-000060/model.safetensors"):
+        mine, other = load_file(output / name), load_file(Path(unbroken.output) / name)
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(tensor, other[key]) for key, tensor in mine.items())
+
+
+def interrupt(folder: Path, step: int) -> None:
+    """Make a finished run look like one that stopped right after `step`."""
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record | {"status": "running"}))
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+
+
+def test_a_corrupt_checkpoint_is_passed_over(configure) -> None:
+    config = configure()
+    train(config)
+    folder = Path(config.output)
+    log, weights = read_log(folder), load_file(folder / "model" / "model.safetensors")
+    interrupt(folder, 6)
+    (folder / "checkpoints" / "step-000006" / "optimizer.pt").write_bytes(b"")
+    (folder / "log.jsonl").open("a").write('{"step": 7, "lo')  # a line that a kill cut short
+    said: list[str] = []
+    train(config, say=said.append)
+    assert "skipped checkpoint" in said[0] and "optimizer.pt has 0 bytes" in said[0]
+    assert "resumed from" in said[1] and "step-000004" in said[1]
+    assert read_log(folder) == log
+    again = load_file(folder / "model" / "model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
+
+
+def test_a_finished_run_is_left_alone(configure) -> None:
+    config = configure(max_steps=1)
+    record, said = train(config), []
+    assert train(config, say=said.append) == record
+    assert "nothing to do" in said[0]
+
+
+def test_another_recipe_does_not_resume(configure, mixture_file: Path, model_folder: Path, tmp_path: Path) -> None:
+    train(configure())
+    interrupt(tmp_path / "run", 4)
+    with pytest.raises(UserError, match=r"different: max_steps, optimizer.learning_rate\."):
+        train(configure(max_steps=8, **{"optimizer.learning_rate": 2e-3}))
+
+    other = tmp_path / "other"
+    shutil.copytree(model_folder, other)
+    model = MoHLlamaForCausalLM.from_pretrained(other)
+    model.lm_head.weight.data[0] += 1
+    model.save_pretrained(other)
+    with pytest.raises(UserError, match=r"different: model \(other config or weights\)"):
+        train(configure(model=str(other)))
+
+    lines = (mixture_file.parent / "one.jsonl").read_text()
+    try:
+        (mixture_file.parent / "one.jsonl").write_text(lines.replace("April", "March"))
+        with pytest.raises(UserError, match="is not what the run in"):
+            train(configure())
+    finally:
+        (mixture_file.parent / "one.jsonl").write_text(lines)
+
+    # Where things go and how often they are looked at may change; --overwrite starts anew.
+    said: list[str] = []
+    train(configure(**{"checkpoint.every": 1, "evaluation.every": 0}), say=said.append)
+    assert "step-000004" in said[0]
+    train(configure(max_steps=2, **{"schedule.warmup_steps": 1}), overwrite=True)
+    assert [line["step"] for line in read_log(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Path, tmp_path: Path, capsys) -> None:
+    dense, bare, cut, taken = (tmp_path / name for name in ("dense", "bare", "cut", "taken"))
+    dense.mkdir()
+    (dense / "config.json").write_text('{"model_type": "llama"}')
+    bare.mkdir()
+    shutil.copy(model_folder / "config.json", bare)
+    shutil.copytree(model_folder, cut)
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    taken.mkdir()
+    (taken / "mine.txt").write_text("keep")
+    cases = [
+        (["--model", "nowhere"], "model=nowhere is not a folder"),
+        (["--model", str(dense)], "model_type=llama, not moh_llama"),
+        (["--model", str(bare)], "no *.safetensors weights"),
+        (["--model", str(cut)], "cannot be read"),
+        (["--output", str(taken)], "is not empty and holds no run.json"),
+        (["--output", str(recipe)], "is a file"),
+        (["--data.mixture", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["--data.block_length", "100000"], "training tokens, fewer than one block"),
+        (["--lora.target_modules", "[query]"], "no 'query'"),
+    ]
+    for arguments, message in cases:
+        assert main(["train", str(recipe), *arguments]) == 2, arguments
+        stderr = capsys.readouterr().err
+        line = stderr.splitlines()[-1]
+        assert line.startswith("error: ") and message in line, stderr
+    assert not (tmp_path / "run").exists()
+    assert [path.name for path in taken.iterdir()] == ["mine.txt"]
