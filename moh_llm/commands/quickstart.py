@@ -15,8 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry it out and print the table."""
+    from moh_llm.errors import UserError
     from moh_llm.files import check_output_folder
 
+    if args.steps < 1:
+        raise UserError(f"--steps {args.steps} must be at least 1")
     check_output_folder(args.output, args.overwrite)
     if args.output.exists():
         shutil.rmtree(args.output)
@@ -24,9 +27,10 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from moh_llm.cli import main
     from moh_llm.quickstart.run import quickstart
 
-    record = quickstart(args.output, args.base, args.steps)
+    record = quickstart(args.output, args.base, args.steps, command=main)
     rows = record["held_out"]
     table = Table(title=f"{record['base']} on {rows[0]['tokens']} held-out tokens")
     table.add_column("model")

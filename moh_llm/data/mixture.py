@@ -2,6 +2,8 @@
 
 import difflib
 import glob
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +52,8 @@ def load_mixture(path_or_name: str | Path) -> Mixture:
     """Read a mixture file, or the built-in mixture ``embedded``.
 
     The file is YAML: ``name``, ``validation_share`` and ``sources``, a map from a source's name to
-    ``weight`` and either ``files`` (paths or globs, relative to the mixture file) or ``builtin``
+    ``weight`` and either ``files`` (paths or globs, relative to the mixture file; ``$NAME`` is
+    replaced by the environment variable) or ``builtin``
     (one of `BUILTIN_SOURCES`), and optionally ``text_field``. Weights are normalised to sum to 1.
 
     Raises:
@@ -113,7 +116,10 @@ def _source(name: str, fields: Any, path: Path) -> Source:
 def _existing(patterns: Sequence[str], root: Path, where: str) -> tuple[str, ...]:
     found: list[str] = []
     for pattern in patterns:
-        absolute = str(root / Path(pattern).expanduser())
+        expanded = os.path.expandvars(pattern)
+        if unset := re.search(r"\$\{?(\w+)", expanded):
+            raise UserError(f"{where}: {pattern} needs the environment variable {unset[1]}; set it to a folder")
+        absolute = str(root / Path(expanded).expanduser())
         matches = sorted(glob.glob(absolute, recursive=True)) if glob.has_magic(absolute) else [absolute]
         matches = [match for match in matches if Path(match).is_file()]
         if not matches:

