@@ -1,7 +1,7 @@
 """How near a model's predictions are to a reference model's, on the same text."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +43,7 @@ def logits_of(model: torch.nn.Module) -> LogitsOf:
 
 @torch.no_grad()
 def compare_to_reference(
-    candidates: Mapping[str, LogitsOf], reference: LogitsOf, batches: Sequence[Batch]
+    candidates: Mapping[str, LogitsOf], reference: LogitsOf, batches: Iterable[Batch]
 ) -> dict[str, Comparison]:
     """Compare several models with one reference, whose logits are computed once a batch.
 

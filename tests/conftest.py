@@ -24,6 +24,12 @@ def save_byte_tokenizer(folder: Path) -> int:
 
 
 @pytest.fixture(scope="session")
+def byte_tokenizer() -> Callable[[Path], int]:
+    """`save_byte_tokenizer`, for the folders below."""
+    return save_byte_tokenizer
+
+
+@pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of real data that some workplaces hold beside the checkout."""
     folder = ROOT.parent / "shared"

@@ -54,7 +54,9 @@ def test_readme_names_only_flags_that_exist(capsys):
             main([command, "--help"])
         known += capsys.readouterr().out
     blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    calls = [line for line in "\n".join(blocks).replace("\\\n", " ").splitlines() if "moh-llm" in line or ".py " in line]
+    calls = [
+        line for line in "\n".join(blocks).replace("\\\n", " ").splitlines() if "moh-llm" in line or ".py " in line
+    ]
     assert calls
     for flag in re.findall(r"(--[a-z][\w.-]*)", "\n".join(call for call in calls if "benchmarks/" not in call)):
         assert flag in known, flag

@@ -1,1 +1,1 @@
-"""A LLaMA checkpoint to a MoH one: base (read), plan (which heads), calibrate (the router), checkpoint (write), verify."""
+"""A LLaMA checkpoint to a MoH one: read the base, plan the heads, calibrate the router, write, verify."""

@@ -6,9 +6,7 @@ from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import read_json, sha256
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+from moh_llm.weights import INDEX_NAME, may_be_hub_id, read_weight_map
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ def open_base(name: str, revision: str | None = None) -> BaseCheckpoint:
     folder, commit = _locate(name, revision)
     config = read_json(folder / "config.json")
     _check_architecture(config, name)
-    shards, weight_map = _read_weight_map(folder)
+    shards, weight_map = read_weight_map(folder)
     _check_tensors(config, weight_map, name)
     index = folder / INDEX_NAME
     return BaseCheckpoint(
@@ -68,7 +66,7 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
         return folder, None
     if folder.exists():
         raise UserError(f"{name} is a file; name the folder that holds config.json and the weights")
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if not may_be_hub_id(name):
         raise UserError(f"folder {name} does not exist")
 
     from huggingface_hub import snapshot_download
@@ -91,34 +89,6 @@ def _check_architecture(config: dict[str, Any], name: str) -> None:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown method")
         raise UserError(f"{name}: its weights are quantised ({method}); convert the full-precision checkpoint")
-
-
-def _read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
-
-    if (folder / INDEX_NAME).exists():
-        weight_map = read_json(folder / INDEX_NAME)["weight_map"]
-        shards = [folder / file for file in sorted(set(weight_map.values()))]
-    elif (folder / SINGLE_NAME).exists():
-        shards, weight_map = [folder / SINGLE_NAME], {}
-    elif pickled := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):
-        raise UserError(f"{folder} has weights only as {pickled[0].name}; save them as safetensors first")
-    else:
-        raise UserError(f"{folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
-
-    for shard in shards:
-        if shard.parent.resolve() != folder.resolve() or not shard.exists():
-            raise UserError(f"{folder / INDEX_NAME} names {shard.name}, which is not there; download it again")
-        try:
-            with safe_open(shard, framework="pt") as file:
-                held = list(file.keys())
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{shard} is damaged or truncated ({error}); download it again") from error
-        if len(shards) == 1 and not weight_map:
-            weight_map = dict.fromkeys(held, shard.name)
-        if absent := [t for t, file in weight_map.items() if file == shard.name and t not in set(held)]:
-            raise UserError(f"{folder / INDEX_NAME} places {absent[0]} in {shard.name}, which does not hold it")
-    return shards, weight_map
 
 
 def _check_tensors(config: dict[str, Any], weight_map: dict[str, str], name: str) -> None:

@@ -81,7 +81,7 @@ def convert(options: ConversionOptions) -> dict[str, Any]:
     with new_folder(options.output, options.overwrite) as folder:
         config.dtype = model.dtype
         write_checkpoint(folder, base, config, _router_tensors(config, statistics, model.dtype), options.dtype)
-        converted = MoHLlamaForCausalLM.from_pretrained(folder, dtype=model.dtype)
+        converted = MoHLlamaForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device).eval()
         record = {
             "moh_llm": moh_llm.__version__,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from moh_llm.conversion.plan import paper_router
 from moh_llm.errors import UserError
@@ -50,7 +51,8 @@ def compare_routers(
 ) -> tuple[Comparison, Comparison]:
     """The converted model, and the same head counts under the paper's router, against the base."""
     candidates = {"model": logits_of(model), "paper": by_paper_router(model)}
-    found = compare_to_reference(candidates, logits_of(base), batches)
+    progress = tqdm(batches, desc="compare with the base", unit="batch", leave=False)
+    found = compare_to_reference(candidates, logits_of(base), progress)
     return found["model"], found["paper"]
 
 

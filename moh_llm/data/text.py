@@ -35,7 +35,7 @@ def _read_file(file: str, text_field: str | None) -> Iterator[str]:
 
     name = file.lower()
     if not name.endswith(_JSON_ENDINGS + _TEXT_ENDINGS):
-        known = ", ".join(_JSON_ENDINGS[:3] + (".jsonl.zst", ".txt"))
+        known = ", ".join((".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt"))
         raise UserError(f"{file}: format not known by its ending; known are {known}")
     compression = {"gz": "gzip", "zst": "zstd", "zstd": "zstd"}.get(name.rsplit(".", 1)[-1])
     try:

@@ -1,11 +1,11 @@
 """Looking at a model before it is loaded: is it there, is it whole, what is it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import read_json
+from moh_llm.weights import may_be_hub_id, read_weight_map
 
 # Records that the other commands leave beside the weights.
 RECORDS = ("conversion.json", "run.json")
@@ -26,7 +26,7 @@ def check_model(model: str) -> None:
         return
     if folder.exists():
         raise UserError(f"{model} is a file; name the model's folder")
-    if not _may_be_hub_id(model):
+    if not may_be_hub_id(model):
         raise UserError(f"{model} does not exist; name a model's folder or a Hub id such as owner/name")
     from transformers import AutoConfig
 
@@ -57,16 +57,6 @@ def describe_model(model: str) -> dict[str, Any]:
     return about
 
 
-def _may_be_hub_id(model: str) -> bool:
-    """Whether an absent folder's name is worth asking the Hub: ``name`` or ``owner/name``, no folder ``owner`` here.
-
-    Without this a mistyped path would wait for the network first.
-    """
-    owner, slash, name = model.partition("/")
-    plain = all(part and not part.startswith((".", "~", "-")) for part in ((owner, name) if slash else (owner,)))
-    return plain and "/" not in name and not (slash and Path(owner).exists())
-
-
 def _check_folder(folder: Path) -> None:
     config = read_json(folder / "config.json")
     if not isinstance(config, dict) or "model_type" not in config:
@@ -75,35 +65,4 @@ def _check_folder(folder: Path) -> None:
         raise UserError(
             f"{folder} has no tokenizer (none of {', '.join(_TOKENIZERS)}); save the base's beside the model"
         )
-    for weights in _weight_files(folder):
-        if not weights.is_file():
-            raise UserError(f"{weights} is missing, though the weights' index names it; copy the folder again")
-        if weights.suffix == ".safetensors":
-            _check_safetensors(weights)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The weight files of a folder, by its index if it has one. Raises UserError when there are none."""
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (folder / index).is_file():
-            return [folder / name for name in sorted(set(read_json(folder / index)["weight_map"].values()))]
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return [folder / name]
-    raise UserError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin, whole or with an index)")
-
-
-def _check_safetensors(path: Path) -> None:
-    """Raise UserError when the file is shorter or longer than its header says."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= size else None
-    except ValueError:
-        header = None
-    if not isinstance(header, dict):
-        raise UserError(f"{path} is not a safetensors file, or its beginning is damaged; copy it again")
-    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    if size != 8 + length + end:
-        raise UserError(f"{path} has {size} bytes where its header says {8 + length + end}; copy it again")
+    read_weight_map(folder)

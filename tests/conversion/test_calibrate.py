@@ -9,9 +9,7 @@ from moh_llm.conversion.calibrate import RIDGE, LayerStatistics, collect_statist
 
 def test_contribution_is_the_norm_of_what_a_head_adds():
     heads, o_proj = torch.randn(11, 3, 4, dtype=torch.float64), torch.randn(20, 12, dtype=torch.float64)
-    expected = torch.stack(
-        [(heads[:, h] @ o_proj[:, 4 * h : 4 * h + 4].T).norm(dim=-1) ** 2 for h in range(3)], dim=1
-    )
+    expected = torch.stack([(heads[:, h] @ o_proj[:, 4 * h : 4 * h + 4].T).norm(dim=-1) ** 2 for h in range(3)], dim=1)
     torch.testing.assert_close(squared_contributions(heads, o_proj), expected)
 
 
@@ -52,7 +50,8 @@ def test_statistics_see_every_layers_input_and_heads(make_llama):
     torch.testing.assert_close(second.gram, 2 * x.T @ x)
     weight = layer.o_proj.weight.detach()
     norms = torch.stack(
-        [(captured["heads"][..., 8 * h : 8 * h + 8] @ weight[:, 8 * h : 8 * h + 8].T).norm(dim=-1) for h in range(4)], -1
+        [(captured["heads"][..., 8 * h : 8 * h + 8] @ weight[:, 8 * h : 8 * h + 8].T).norm(dim=-1) for h in range(4)],
+        -1,
     )
     torch.testing.assert_close(second.energy, 2 * (norms**2).sum((0, 1)).double(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(second.cross, 2 * x.T @ norms.flatten(0, 1).log().double(), rtol=1e-4, atol=1e-4)

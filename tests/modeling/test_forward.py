@@ -23,7 +23,12 @@ PLANS = {
         "router_type": "two_stage",
         "router_score": "weighted",
     },
-    "linear weighted": {"num_shared_heads": 1, "num_active_heads": 3, "router_type": "linear", "router_score": "weighted"},
+    "linear weighted": {
+        "num_shared_heads": 1,
+        "num_active_heads": 3,
+        "router_type": "linear",
+        "router_score": "weighted",
+    },
     "no shared head": {"num_shared_heads": 0, "num_active_heads": 2, "router_type": "linear"},
     "per layer": {"num_shared_heads": [1, 4], "num_active_heads": [2, 4], "router_type": "linear"},
     "one routed head": {"num_shared_heads": 3, "num_active_heads": 3, "router_type": "query_norm"},

@@ -8,38 +8,27 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.recipe import load_config
 
-EOS = "<end>"
 WORDS = ["a", "bright", "cold", "day", "in", "April", "clocks", "were", "striking", "thirteen", "over", "an", "square"]
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Sums are split over threads, so equal bits need equal numbers of them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def equal_bits(one_thread: None) -> None:
+    """Every test here compares runs bit for bit, or may."""
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Callable[[Path], int]) -> Path:
     """A random model of 2 layers and 4 heads (2 KV heads) that uses 2 of them, with linear routers."""
     folder = tmp_path_factory.mktemp("model")
-    alphabet = [EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS).save_pretrained(folder)
+    vocab_size = byte_tokenizer(folder)
     torch.manual_seed(0)
     config = MoHLlamaConfig(
-        vocab_size=len(alphabet),
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,

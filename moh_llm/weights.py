@@ -1,0 +1,57 @@
+"""The weights of a model folder: which files hold them, and whether these are whole. Headers only."""
+
+from pathlib import Path
+
+from moh_llm.errors import UserError
+from moh_llm.files import read_json
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The safetensors files of `folder`, in order, and a map from each tensor's name to its file's name.
+
+    Raises:
+        UserError: there are none (pickled weights are not read), one is missing, damaged or
+            truncated, or the index names a tensor that its file does not hold.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if (folder / INDEX_NAME).exists():
+        try:
+            weight_map = dict(read_json(folder / INDEX_NAME)["weight_map"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{folder / INDEX_NAME} has no weight_map; download it again") from error
+        shards = [folder / file for file in sorted(set(weight_map.values()))]
+    elif (folder / SINGLE_NAME).exists():
+        shards, weight_map = [folder / SINGLE_NAME], {}
+    elif pickled := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):
+        raise UserError(f"{folder} has weights only as {pickled[0].name}; save them as safetensors first")
+    else:
+        raise UserError(f"{folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+
+    for shard in shards:
+        # A name in an index that came from elsewhere must not lead out of the folder.
+        if shard.parent.resolve() != folder.resolve() or not shard.exists():
+            raise UserError(f"{folder / INDEX_NAME} names {shard.name}, which is not there; download it again")
+        try:
+            with safe_open(shard, framework="np") as file:
+                held = set(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{shard} is damaged or truncated ({error}); download it again") from error
+        if not weight_map:
+            weight_map = dict.fromkeys(sorted(held), shard.name)
+        if absent := [name for name, file in weight_map.items() if file == shard.name and name not in held]:
+            raise UserError(f"{folder / INDEX_NAME} places {absent[0]} in {shard.name}, which does not hold it")
+    return shards, weight_map
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether to ask the Hub for a name that is no folder: ``name`` or ``owner/name``, and no folder ``owner`` here.
+
+    Without this a mistyped path would wait for the network first.
+    """
+    owner, slash, rest = name.partition("/")
+    plain = all(part and not part.startswith((".", "~", "-")) for part in ((owner, rest) if slash else (owner,)))
+    return plain and "/" not in rest and not (slash and Path(owner).exists())
