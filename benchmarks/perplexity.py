@@ -36,10 +36,8 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     base = LlamaForCausalLM.from_pretrained(args.base, dtype=dtype).to(device).eval()
     model = MoHLlamaForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
-    active = model.config.active_heads_per_layer
-    print(
-        f"{args.model}: {sum(active) / len(active):g} of {model.config.num_attention_heads} heads, {args.dtype}, {device}"
-    )
+    heads, active = model.config.num_attention_heads, model.config.active_heads_per_layer
+    print(f"{args.model}: {sum(active) / len(active):g} of {heads} heads, {args.dtype}, {device}")
     print(f"{'text':<48} {'tokens':>7} {'base ppl':>9} {'x base':>7} {'KL':>7} {'paper x':>8} {'paper KL':>8}")
 
     rows = []
