@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from moh_llm.data.mixture import load_mixture
@@ -65,6 +66,8 @@ def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], Non
 
     # ---- networks
     set_seed(config.seed)
+    # An earlier run in this process may have used another precision, and the state is a singleton.
+    AcceleratorState._reset_state()
     accelerator = Accelerator(mixed_precision=config.mixed_precision)
     model = networks.load_network(Path(config.model), torch.float32)  # master weights are float32 always
     if config.gradient_checkpointing:

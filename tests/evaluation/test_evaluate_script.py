@@ -38,7 +38,7 @@ def test_import_from_the_root_gives_the_library(path: str) -> None:
     result = python("-c", look, PYTHONPATH=path)
     assert result.returncode == 0, result.stderr
     file, *facts = result.stdout.split()
-    assert Path(file).parent.name == "evaluate" and ROOT not in Path(file).parents
+    assert Path(file).parent.name == "evaluate" and Path(file) != ROOT / "evaluate.py"
     assert facts == ["True", "True"]
 
 

@@ -211,3 +211,9 @@ def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Pat
         assert line.startswith("error: ") and message in line, stderr
     assert not (tmp_path / "run").exists()
     assert [path.name for path in taken.iterdir()] == ["mine.txt"]
+
+
+def test_two_runs_in_one_process_may_differ_in_precision(configure, tmp_path):
+    for precision in ("no", "bf16"):
+        config = configure(max_steps=1, output=str(tmp_path / precision), mixed_precision=precision)
+        assert train(config)["status"] == "finished"
