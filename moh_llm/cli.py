@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -25,8 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, main=main)
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
+    args.command_line = shlex.join(["moh-llm", *argv])  # for the records that a command writes
     # Progress of our own steps is shown; the libraries' bars for loading weights only add noise.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

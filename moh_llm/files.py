@@ -13,7 +13,7 @@ from typing import Any
 from moh_llm.errors import UserError
 
 # What the disk answers when the fault is the place to write to, not the program.
-_DISK_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_DISK_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def write_text(path: Path, text: str) -> None:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.evaluation.runner import score
 
     scores = score(models, suite, args.data_dir, args.limit, args.batch_size, args.dtype, args.device)
-    report = build_report(suite, scores, args.limit, args.batch_size, args.data_dir)
+    report = build_report(suite, scores, args.limit, args.batch_size, args.data_dir, args.command_line)
     with new_folder(args.output, args.overwrite) as folder:
         write_report(folder, report)
 

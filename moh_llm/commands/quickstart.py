@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry it out and print the table."""
+    """Carry it out and print the table. `args.main` runs another command, given its arguments."""
     from moh_llm.errors import UserError
     from moh_llm.files import check_output_folder
 
@@ -27,10 +27,9 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from moh_llm.cli import main
     from moh_llm.quickstart.run import quickstart
 
-    record = quickstart(args.output, args.base, args.steps, command=main)
+    record = quickstart(args.output, args.base, args.steps, command=args.main)
     rows = record["held_out"]
     table = Table(title=f"{record['base']} on {rows[0]['tokens']} held-out tokens")
     table.add_column("model")

@@ -4,12 +4,13 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 import moh_llm.modeling
 from moh_llm.conversion.base import BaseCheckpoint
+from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.weights import INDEX_NAME, SINGLE_NAME
@@ -47,7 +48,7 @@ def write_checkpoint(
             _cast_shard(shard, folder / renamed[shard.name], dtype)
     weight_map = {tensor: renamed[file] for tensor, file in base.weight_map.items()}
     if router_tensors:
-        save_file(router_tensors, folder / names[-1], metadata={"format": "pt"})
+        _save(router_tensors, folder / names[-1])
         weight_map |= dict.fromkeys(router_tensors, names[-1])
     if count > 1:
         total = sum(_tensor_bytes(folder / name) for name in names)
@@ -67,7 +68,14 @@ def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> None:
     with safe_open(source, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    save_file(cast, target, metadata={"format": "pt"})
+    _save(cast, target)
+
+
+def _save(tensors: dict[str, torch.Tensor], target: Path) -> None:
+    try:
+        save_file(tensors, target, metadata={"format": "pt"})
+    except SafetensorError as error:  # how the library reports a full disk
+        raise UserError(f"cannot write {target.name} ({error}); free some space or name another place") from error
 
 
 def _tensor_bytes(shard: Path) -> int:

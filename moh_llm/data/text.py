@@ -1,6 +1,7 @@
 """Reading documents: JSON lines (plain, gzip, zstandard), plain text, and what Python itself ships."""
 
 import ast
+import importlib.util
 import json
 import sysconfig
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ def _read_file(file: str, text_field: str | None) -> Iterator[str]:
         known = ", ".join((".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt"))
         raise UserError(f"{file}: format not known by its ending; known are {known}")
     compression = {"gz": "gzip", "zst": "zstd", "zstd": "zstd"}.get(name.rsplit(".", 1)[-1])
+    if compression == "zstd" and importlib.util.find_spec("zstandard") is None:
+        raise UserError(f'{file}: reading it needs zstandard; pip install "moh-llm[data]"')
     try:
         with fsspec.open(file, "rt", encoding="utf-8", compression=compression) as lines:
             if name.endswith(_TEXT_ENDINGS):

@@ -2,8 +2,6 @@
 
 import datetime
 import platform
-import shlex
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,14 @@ Record = dict[str, Any]
 def build_report(
     suite: Suite,
     scores: dict[str, ModelScores],
-    limit: int | None = None,
-    batch_size: int | str = 8,
-    data_dir: Path | None = None,
-    command: list[str] | None = None,
+    limit: int | None,
+    batch_size: int | str,
+    data_dir: Path | None,
+    command: str,
 ) -> Record:
     """Put what `score` returned, labelled "model" and optionally "base", into one JSON-ready record.
 
-    ``command`` is the argument list that started the run (default: this process's).
+    ``limit``, ``batch_size`` and ``data_dir`` are those of the run, ``command`` the line that repeats it.
     """
     rows = [_row(benchmark, scores) for benchmark in suite.benchmarks]
     source = "Hugging Face Hub" if data_dir is None else str(data_dir)
@@ -49,7 +47,7 @@ def build_report(
         "batch_size": batch_size,
         "seeds": dict(SEEDS),
         "versions": _versions(),
-        "command": shlex.join(sys.argv if command is None else command),
+        "command": command,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

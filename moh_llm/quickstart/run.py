@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from moh_llm.conversion.convert import BATCH, WINDOW
@@ -90,6 +91,7 @@ def compare(base_name: str, converted: Path, tuned: Path) -> list[dict[str, Any]
     base = LlamaForCausalLM.from_pretrained(base_name).to(device).eval()
     moh, moh_tuned = (MoHLlamaForCausalLM.from_pretrained(f).to(device).eval() for f in (converted, tuned))
     length = min(WINDOW, base.config.max_position_embeddings)
+    batches = validation_batches(sources, length, HELD_OUT_TOKENS, BATCH)
     found = compare_to_reference(
         {
             "dense": logits_of(base),
@@ -98,7 +100,7 @@ def compare(base_name: str, converted: Path, tuned: Path) -> list[dict[str, Any]
             "tuned": logits_of(moh_tuned),
         },
         logits_of(base),
-        validation_batches(sources, length, HELD_OUT_TOKENS, BATCH),
+        tqdm(batches, desc="compare on held-out text", unit="batch"),
     )
     heads, active = moh.config.num_attention_heads, moh.config.active_heads_per_layer
     return [

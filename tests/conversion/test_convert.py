@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 from moh_llm.cli import main
 from moh_llm.modeling import MoHLlamaForCausalLM
 
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = "The river was high that spring, and the boats lay tied to the poplars below the mill. " * 40
 
 
@@ -246,6 +247,24 @@ def test_overwrite_replaces_only_a_finished_conversion(make_llama, text, tmp_pat
     assert convert(base, tmp_path / "moh", text, "--overwrite") == 0
     assert not (tmp_path / "moh" / "mine.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["moh"]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"], ids=["copied", "cast"])
+def test_a_disk_that_refuses_leaves_nothing(make_llama, text, tmp_path, dtype):
+    """A real refusal: the kernel lets no file of the child grow beyond 30 kB, less than the weights."""
+    flags = ["--dtype", dtype] if dtype else []
+    command = ["convert", str(make_llama()), "--output", str(tmp_path / "moh"), "--calibration", str(text), *flags]
+    code = (
+        "import resource, sys\n"
+        "from moh_llm.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))\n"
+        f"sys.exit(main({[*command, '--heldout-tokens', '256']!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    error = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2, done.stderr
+    assert error.startswith("error: cannot write") and "free some space" in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_stories_reproduce_the_golden_logits(shared, tmp_path):

@@ -134,7 +134,9 @@ def test_report_markdown(report_folder: Path) -> None:
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     evaluate.add_arguments(parser)
-    return parser.parse_args(list(words))
+    parsed = parser.parse_args(list(words))
+    parsed.command_line = " ".join(["moh-llm", "evaluate", *words])  # as the command line would set it
+    return parsed
 
 
 def test_a_failed_benchmark_does_not_lose_the_others(

@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_naive_loop(make_pair, ids, plan, implementation
     with torch.no_grad():
         got = moh(ids).logits.numpy()
     for row, sequence in enumerate(ids.numpy()):
-        # 1e-6: the model's rotary tables and norms are float32 whatever its dtype.
+        # The model's rotary tables and norms are float32 whatever its dtype, hence the tolerance.
         np.testing.assert_allclose(got[row], naive.logits(moh.config, weights, sequence), atol=1e-4, rtol=1e-5)
 
 
@@ -95,8 +95,28 @@ def test_all_heads_active_is_the_base_bit_for_bit(make_pair, ids, dtype, impleme
         assert not torch.equal(moh(ids).logits, dense(ids).logits)  # heads were off outside the block
 
 
-def test_config_with_all_heads_active_is_the_base(make_pair, ids):
-    dense, moh = make_pair(num_shared_heads=2, num_active_heads=4, router_type="query_norm")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"attention_bias": True, "mlp_bias": True},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 1},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ],
+    ids=["plain", "biases", "tied", "one KV head", "llama3 rope"],
+)
+def test_config_with_all_heads_active_is_the_base(make_pair, ids, fields):
+    dense, moh = make_pair(num_shared_heads=2, num_active_heads=4, router_type="query_norm", **fields)
     with torch.no_grad():
         assert torch.equal(moh(ids).logits, dense(ids).logits)
 

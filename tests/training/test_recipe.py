@@ -42,7 +42,10 @@ def test_lora_is_switched_on_and_off(recipe: Path) -> None:
     assert load_config(recipe).lora is None
     assert load_config(recipe, ["--lora.rank", "4"]).lora == LoraConfig(rank=4)
     assert load_config(recipe, ["--lora", "{rank: 4}"]).lora == LoraConfig(rank=4)
+    assert load_config(recipe, ["--lora", "{}"]).lora == LoraConfig()
+    assert load_config(recipe, ["--lora.rank", "4", "--lora", "{alpha: 2}"]).lora == LoraConfig(rank=4, alpha=2.0)
     assert load_config(recipe, ["--lora.rank", "4", "--lora", "null"]).lora is None
+    assert load_config(recipe, ["--lora.rank", "4", "--lora=null", "--lora.alpha=2"]).lora == LoraConfig(alpha=2.0)
     named = load_config(recipe, ["--lora.target_modules", "[q_proj, v_proj]"]).lora
     assert named is not None and named.target_modules == ("q_proj", "v_proj")
 
@@ -52,6 +55,14 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
     path.write_text("model: m\noutput: o\nmax_steps: 3\nmixed_precision: no\noptimizer: {learning_rate: 1e-4}\n")
     config = load_config(path)
     assert (config.optimizer.learning_rate, config.mixed_precision) == (1e-4, "no")
+
+
+def test_the_environment_sets_no_key(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = load_config(recipe)
+    monkeypatch.setattr("sys.argv", ["moh-llm"])
+    monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
+    monkeypatch.setenv("MOH_LLM_SEED", "no number")
+    assert load_config(recipe) == expected
 
 
 @pytest.mark.parametrize(
@@ -65,9 +76,25 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
         (["--max_steps", "0"], "max_steps=0 must be at least 1"),
         (["--gradient_checkpointing", "1"], "gradient_checkpointing=1 must be true or false"),
         (["--optimizer.betas", "[0.9]"], "optimizer.betas=[0.9] must be a list of 2 numbers"),
-        (["--optimizer.learning_rate", "nan"], "optimizer.learning_rate=nan must be above 0"),
+        (["--optimizer.learning_rate", "nan"], "command line: optimizer.learning_rate=nan must be a number"),
+        (["--optimizer.learning_rate", ".nan"], "optimizer.learning_rate=nan must be above 0"),
+        (["--optimizer.max_gradient_norm", "x"], "optimizer.max_gradient_norm=x must be a number or null"),
         (["--mixed_precision", "fp16"], "mixed_precision=fp16 must be no or bf16"),
+        (["--save_dtype", "x"], "save_dtype=x must be float32 or bfloat16 or float16 or null"),
+        (["--seed", "null"], "command line: seed=null must be a whole number"),
+        (["--seed", "a\nb"], "seed=a b must be a whole number"),
         (["--data", "3"], "data=3 must be a group of keys"),
+        (["--data", "null"], "data=null must be a group of keys"),
+        (["--data", str(RECIPES[0])], f"data={RECIPES[0]} must be a group of keys"),
+        (["--data", "{mixtures: x}"], "unknown key 'data.mixtures'; the nearest known key is 'data.mixture'"),
+        (["--lora", "{rank"], "lora={rank must be a group of keys or null"),
+        (["--lora", "os.path"], "lora=os.path must be a group of keys or null"),
+        (["--lora.rank", "x"], "command line: lora.rank=x must be a whole number"),
+        (["--lora.rank", "0"], "lora.rank=0 must be at least 1"),
+        (["--lora.class_path", "os.path"], "unknown key 'lora.class_path'"),
+        (["--config", str(RECIPES[0])], "unknown key 'config'"),
+        (["--print_config", "x"], "unknown key 'print_config'"),
+        (["--help"], "--help has no value"),
         (["--seed"], "--seed has no value"),
         (["seed", "3"], "'seed' follows no --key"),
         (["--data.batch_size", "3"], "data.batch_size=3 must be a multiple of data.micro_batch_size=2"),
@@ -91,7 +118,13 @@ def test_bad_overrides_name_key_value_and_rule(recipe: Path, arguments: list[str
         ("model: m\noutput: o\n", "max_steps is missing"),
         ("max_steps: [3\n", "is not YAML"),
         ("- 3\n", "must hold `key: value` lines"),
-        ("model: null\n", "model=null must be text"),
+        ("", "model is missing"),
+        ("model: null\n", "bad.yaml: model=null must be text"),
+        ("model: 12\n", "bad.yaml: model=12 must be text"),
+        ("seed: null\n", "bad.yaml: seed=null must be a whole number"),
+        ("lora: {rank: null}\n", "bad.yaml: lora.rank=null must be a whole number"),
+        ("lora: {target_modules: [1]}\n", "bad.yaml: lora.target_modules=[1] must be a list of names"),
+        ("data: other.yaml\n", "bad.yaml: data=other.yaml must be a group of keys"),
         (None, "does not exist"),
     ],
 )
