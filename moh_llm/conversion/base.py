@@ -76,7 +76,7 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
         patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"]
         path = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns="original/*"))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = str(error).strip().splitlines()[0]
         raise UserError(f"{name} is neither a folder here nor a model that the Hub gives ({reason})") from error
     return path, path.name  # a snapshot's folder is named by its commit
 

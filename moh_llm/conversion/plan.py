@@ -61,7 +61,8 @@ def head_counts(options: PlanOptions, num_heads: int) -> tuple[int, int]:
         shared = num_heads // 2 if shared is None else shared
         return shared, max(1, shared, num_heads // 2 + num_heads // 4) if active is None else active
     active = max(1, shared or 0, num_heads * 3 // 4) if active is None else active
-    return math.ceil(0.4 * active) if shared is None else shared, active
+    # At most all heads: were too many asked to be active, that is what the error should name.
+    return math.ceil(0.4 * min(active, num_heads)) if shared is None else shared, active
 
 
 def build_config(

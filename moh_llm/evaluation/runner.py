@@ -140,7 +140,8 @@ def _load_model(model: str, batch_size: int | str, dtype: str, device: str) -> "
     try:
         # A path, not a model object: with an object lm-eval makes every process repeat all the work.
         # Safetensors only: a pickle from elsewhere could run anything.
-        return HFLM(pretrained=model, device=device, dtype=dtype, batch_size=batch_size, use_safetensors=True)
+        # The backend is named because lm-eval does not know our model type.
+        return HFLM(model, "causal", device=device, dtype=dtype, batch_size=batch_size, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{model} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
 

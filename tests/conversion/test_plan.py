@@ -36,5 +36,5 @@ def test_importance_shares_the_highest():
 
 def test_impossible_counts_are_named():
     base = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "model_type": "llama"}
-    with pytest.raises(UserError, match="impossible head plan: num_active_heads=9 must lie between"):
-        build_config(base, PlanOptions(num_active_heads=9))
+    with pytest.raises(UserError, match="impossible head plan: num_active_heads=99 must lie between"):
+        build_config(base, PlanOptions(num_active_heads=99))
