@@ -71,3 +71,12 @@ def test_new_folder_keeps_the_old_on_failure(tmp_path):
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in output.iterdir()] == ["a.json"]
+
+
+def test_public_names_are_imported_on_use():
+    import moh_llm
+    from moh_llm.modeling import MoHLlamaForCausalLM
+
+    assert moh_llm.MoHLlamaForCausalLM is MoHLlamaForCausalLM
+    with pytest.raises(AttributeError, match="has no attribute 'MoHLlama'"):
+        _ = moh_llm.MoHLlama
