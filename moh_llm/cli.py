@@ -19,7 +19,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 2 for bad input (with one line on stderr)."""
+    """Run one command; returns the exit status: 0, 2 for bad input (one line on stderr), 130 when interrupted."""
     parser = argparse.ArgumentParser(prog="moh-llm", description="Turn a pretrained LLM into a Mixture-of-Head model.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing half-written was left in place of a result", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

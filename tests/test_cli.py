@@ -80,3 +80,12 @@ def test_public_names_are_imported_on_use():
     assert moh_llm.MoHLlamaForCausalLM is MoHLlamaForCausalLM
     with pytest.raises(AttributeError, match="has no attribute 'MoHLlama'"):
         _ = moh_llm.MoHLlama
+
+
+def test_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(COMMANDS["convert"][0], "run", interrupt)
+    assert main(["convert", "base", "--output", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err == "interrupted; nothing half-written was left in place of a result\n"
