@@ -8,6 +8,9 @@ from moh_llm.errors import UserError
 from moh_llm.files import read_json, sha256
 from moh_llm.weights import INDEX_NAME, may_be_hub_id, read_weight_map
 
+# Without these a config would silently describe a LLaMA of another size.
+_NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+
 
 @dataclass(frozen=True)
 class BaseCheckpoint:
@@ -41,13 +44,14 @@ def open_base(name: str, revision: str | None = None) -> BaseCheckpoint:
 
     Raises:
         UserError: no such folder or model; no safetensors weights; a truncated or missing shard; a
-            tensor that LLaMA needs is missing; an architecture other than LLaMA; quantised weights.
+            tensor that LLaMA needs is missing or has another shape; an architecture other than LLaMA;
+            quantised weights.
     """
     folder, commit = _locate(name, revision)
     config = read_json(folder / "config.json")
     _check_architecture(config, name)
     shards, weight_map = read_weight_map(folder)
-    _check_tensors(config, weight_map, name)
+    _check_tensors(config, shards, name)
     index = folder / INDEX_NAME
     return BaseCheckpoint(
         name=name,
@@ -82,24 +86,44 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
 
 
 def _check_architecture(config: dict[str, Any], name: str) -> None:
-    kind = config.get("model_type")
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind == "llama" and (absent := [key for key in _NEEDED if not isinstance(config.get(key), int)]):
+        raise UserError(f"{name}: its config.json gives no number for {', '.join(absent)}")
     if kind != "llama":
-        architecture = ", ".join(config.get("architectures") or []) or "no architecture named"
+        named = config.get("architectures") if isinstance(config, dict) else None
+        architecture = ", ".join(named or ["no architecture named"])
         raise UserError(f"{name}: model_type {kind!r} ({architecture}) cannot be converted; only 'llama' models can")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown method")
         raise UserError(f"{name}: its weights are quantised ({method}); convert the full-precision checkpoint")
 
 
-def _check_tensors(config: dict[str, Any], weight_map: dict[str, str], name: str) -> None:
-    """Every tensor that LLaMA needs must be there: transformers would fill a gap with random numbers."""
+def _check_tensors(config: dict[str, Any], shards: list[Path], name: str) -> None:
+    """Every tensor that LLaMA needs must be there, in the config's shape.
+
+    transformers would fill a gap with random numbers, and stop at a wrong shape with a traceback.
+    """
     import torch
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import safe_open
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    with torch.device("meta"):
-        needed = set(LlamaForCausalLM(LlamaConfig(**config)).state_dict())
+    try:
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig(**config))
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"{name}: its config.json makes no LLaMA model ({' '.join(str(error).split())})") from error
+    needed = {tensor: list(value.shape) for tensor, value in model.state_dict().items()}
     if config.get("tie_word_embeddings"):
-        needed.discard("lm_head.weight")
-    if missing := sorted(needed - set(weight_map)):
+        needed.pop("lm_head.weight", None)
+    for shard in shards:
+        with safe_open(shard, framework="np") as file:
+            for tensor in file.keys():  # noqa: SIM118 (not a dict)
+                shape = file.get_slice(tensor).get_shape()
+                if needed.pop(tensor, shape) != shape:
+                    raise UserError(
+                        f"{name}: {tensor} in {shard.name} has shape {shape}, which config.json contradicts"
+                    )
+    if missing := sorted(needed):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"{name}: the weights lack {missing[0]}{more}; is it a LLaMA causal language model?")

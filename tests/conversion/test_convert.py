@@ -174,6 +174,30 @@ def _missing_tensor(base: Path, tmp_path: Path) -> list[str]:
     return []
 
 
+def _other_size(base: Path, tmp_path: Path) -> list[str]:
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    return []
+
+
+def _no_head_count(base: Path, tmp_path: Path) -> list[str]:
+    config = json.loads((base / "config.json").read_text())
+    del config["num_attention_heads"]
+    (base / "config.json").write_text(json.dumps(config))
+    return []
+
+
+def _config_is_a_list(base: Path, tmp_path: Path) -> list[str]:
+    (base / "config.json").write_text("[]")
+    return []
+
+
+def _odd_hidden_size(base: Path, tmp_path: Path) -> list[str]:
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"num_attention_heads": 5}))
+    return []
+
+
 def _no_tokenizer(base: Path, tmp_path: Path) -> list[str]:
     for path in base.glob("tokenizer*"):
         path.unlink()
@@ -206,6 +230,10 @@ BAD_INPUT = {
     "architecture": (_other_architecture, "model_type 'gpt2' (GPT2LMHeadModel) cannot be converted"),
     "quantised": (_quantised, "weights are quantised (gptq)"),
     "missing tensor": (_missing_tensor, "the weights lack model.layers.1.mlp.up_proj.weight"),
+    "other size": (_other_size, "mlp.down_proj.weight in model.safetensors has shape [32, 64], which config.json"),
+    "no head count": (_no_head_count, "config.json gives no number for num_attention_heads"),
+    "config is a list": (_config_is_a_list, "model_type None (no architecture named) cannot be converted"),
+    "odd hidden size": (_odd_hidden_size, "hidden size (32) is not a multiple of the number of attention heads (5)"),
     "no tokenizer": (_no_tokenizer, "has no tokenizer that loads"),
     "empty text": (_empty_text, "holds no text"),
     "short text": (_short_text, "fewer than one window"),
