@@ -136,8 +136,8 @@ class MoHRouter(nn.Module):
         norms = routed.norm(dim=-1)
         if self.num_routed < 2:
             return norms  # one head has no spread to divide by, and nothing to compete with
-        # A token whose queries all have one norm has no spread: any finite quotient routes it.
-        return norms / norms.std(dim=-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
+        # Heads that are copies of one another have no spread: the quotient must stay finite all the same.
+        return norms / norms.std(dim=-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).eps)
 
     @staticmethod
     def _project(linear: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:

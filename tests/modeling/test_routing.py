@@ -61,6 +61,15 @@ def test_straight_through_gradient_is_the_real_valued_scores_gradient(router_typ
             torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.parametrize("norm", [0.0, 1.0, 1e4])
+def test_heads_of_equal_norm_are_routed(norm):
+    """Copied heads, as in an upcycled model: no spread to divide by, and still a clean choice."""
+    router = make_router("quantized", "query_norm").float()
+    logits, gate = router(torch.randn(1, 3, 12), torch.full((1, 3, 6, 2), norm))
+    assert logits.isfinite().all()
+    assert set(gate.unique().tolist()) == {0.0, 1.0} and (gate.sum(-1) == 4).all()
+
+
 def test_balance_loss_is_the_equation():
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(2, 7, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
@@ -138,8 +147,7 @@ def test_active_heads_at_run_time(make_pair, ids):
         moh.set_active_heads(5)
 
 
-def test_bfloat16_routes_like_float32(make_pair, ids):
-    """Scores are float32 in a bfloat16 model; only its rounded inputs may flip a close call."""
+def test_scores_are_float32_in_a_bfloat16_model(make_pair, ids):
     _, moh = make_pair(dtype=torch.bfloat16, num_shared_heads=1, num_active_heads=2, router_type="linear")
     logits, gate = moh.routers[0](torch.randn(1, 9, 32).bfloat16(), torch.randn(1, 9, 4, 8).bfloat16())
     assert logits.dtype == gate.dtype == torch.float32
