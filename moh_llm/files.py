@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,23 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_output_folder(output: Path, overwrite: bool) -> None:
-    """Raise UserError unless ``output`` can be made: absent, an empty folder, or ``overwrite``."""
+def check_holds_none(output: Path, reads: Iterable[str | Path]) -> None:
+    """Raise UserError if ``output`` holds one of the job's own inputs; names that are no local path are passed over."""
+    for read in map(Path, reads):
+        if read.exists() and read.resolve().is_relative_to(output.resolve()):
+            raise UserError(f"--output {output} would replace {read}, which is read; name another folder")
+
+
+def check_output_folder(output: Path, overwrite: bool, reads: Iterable[str | Path] = ()) -> None:
+    """Raise UserError unless ``output`` can be made: absent, an empty folder, or ``overwrite``.
+
+    A folder that holds the working folder, or one of the job's own inputs ``reads``, is never replaced.
+    """
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file; name a folder")
+    if Path.cwd().is_relative_to(output.resolve()):
+        raise UserError(f"--output {output} would replace the working folder; name a folder in it")
+    check_holds_none(output, reads)
     if output.exists() and any(output.iterdir()) and not overwrite:
         raise UserError(f"--output {output} exists and is not empty; pass --overwrite or name another folder")
 
@@ -77,10 +90,10 @@ def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
         os.replace(temporary, output)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        if old.exists() and not output.exists():
-            os.replace(old, output)
         if error.errno not in _DISK_REFUSALS:
             raise
         raise UserError(f"cannot write {output}: {error.strerror}; free some space or name another place") from error
     finally:
+        if old.exists() and not output.exists():  # stopped between the two renames
+            os.replace(old, output)
         shutil.rmtree(temporary, ignore_errors=True)

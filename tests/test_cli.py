@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from moh_llm.cli import COMMANDS, main
-from moh_llm.files import new_folder, write_json
+from moh_llm.errors import UserError
+from moh_llm.files import check_output_folder, new_folder, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -89,3 +90,12 @@ def test_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(COMMANDS["convert"][0], "run", interrupt)
     assert main(["convert", "base", "--output", str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err == "interrupted; nothing half-written was left in place of a result\n"
+
+
+def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for output in (".", "..", str(tmp_path)):
+        with pytest.raises(UserError, match="would replace the working folder"):
+            check_output_folder(Path(output), overwrite=True)
+    check_output_folder(Path("below"), overwrite=False)

@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
 
     # What can be refused is refused before anything slow begins.
     suite = load_suite(args.suite)
-    check_output_folder(args.output, args.overwrite)
+    reads = [path for path in (args.model, args.base, args.data_dir) if path]
+    check_output_folder(args.output, args.overwrite, reads)
     check_data(suite, args.data_dir)
     require_lm_eval()
     models = {"base": args.base, "model": args.model} if args.base else {"model": args.model}

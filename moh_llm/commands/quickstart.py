@@ -4,13 +4,26 @@ import argparse
 import shutil
 from pathlib import Path
 
+MADE = ("base", "moh", "recovery", "report", "recipe.yaml", "quickstart.json")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.add_argument("--base", help="folder or Hub id of a LLaMA checkpoint (default: SmolLM2-135M)")
     parser.add_argument("--steps", type=int, default=16, help="steps of self-distillation, 2048 tokens each")
     parser.add_argument("--output", type=Path, default=Path("out/quickstart"), help="folder for all that is made")
-    parser.add_argument("--overwrite", action="store_true", help="empty the output folder first if it is not")
+    parser.add_argument("--overwrite", action="store_true", help="remove what an earlier quick start left there")
+
+
+def clear(output: Path) -> None:
+    """Remove what an earlier quick start made in `output`. Raises UserError if anything else is there."""
+    from moh_llm.errors import UserError
+
+    # `.moh.123.tmp` is what a killed quick start leaves of `moh`.
+    names = sorted(path.name for path in output.iterdir())
+    if foreign := [n for n in names if not any(n == made or n.startswith(f".{made}.") for made in MADE)]:
+        raise UserError(f"--output {output} holds {foreign[0]}, which no quick start made; name another folder")
+    shutil.rmtree(output)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.steps < 1:
         raise UserError(f"--steps {args.steps} must be at least 1")
-    check_output_folder(args.output, args.overwrite)
+    check_output_folder(args.output, args.overwrite, reads=[args.base] if args.base else [])
     if args.output.exists():
-        shutil.rmtree(args.output)
+        clear(args.output)
 
     from rich.console import Console
     from rich.table import Table

@@ -6,7 +6,7 @@ from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import read_json, sha256
-from moh_llm.weights import INDEX_NAME, may_be_hub_id, read_weight_map
+from moh_llm.model_folder import INDEX_NAME, may_be_hub_id, read_weight_map
 
 # Without these a config would silently describe a LLaMA of another size.
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
@@ -71,7 +71,7 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
     if folder.exists():
         raise UserError(f"{name} is a file; name the folder that holds config.json and the weights")
     if not may_be_hub_id(name):
-        raise UserError(f"folder {name} does not exist")
+        raise UserError(f"folder {name} does not exist; name a LLaMA's folder or a Hub id such as owner/name")
 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

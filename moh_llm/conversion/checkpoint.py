@@ -12,8 +12,8 @@ import moh_llm.modeling
 from moh_llm.conversion.base import BaseCheckpoint
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
+from moh_llm.model_folder import INDEX_NAME, SINGLE_NAME
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.weights import INDEX_NAME, SINGLE_NAME
 
 REMOTE_CODE = ("configuration_moh_llama.py", "modeling_moh_llama.py", "routing_moh.py")
 # Tokenizer, generation settings and licence go along; weights in other formats and records do not.

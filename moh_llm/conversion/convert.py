@@ -61,7 +61,8 @@ def convert(options: ConversionOptions) -> dict[str, Any]:
         UserError: bad input, at the earliest step that can tell; the output folder is then as before.
     """
     started = time.perf_counter()
-    check_output_folder(options.output, options.overwrite)
+    texts = [file for source in options.calibration.sources for file in source.files]
+    check_output_folder(options.output, options.overwrite, reads=[options.base, *texts])
     base = open_base(options.base, options.revision)
     config = build_config(base.config, options.plan)  # impossible counts fail before anything runs
     model = _load_base(base, options.dtype)

@@ -67,7 +67,8 @@ def verify(model: MoHLlamaForCausalLM, base: nn.Module, batches: Sequence[Batch]
     Raises:
         UserError: with all heads on the logits differ from the base's.
     """
-    if not all_heads_equal(model, base, batches[:1]):
+    equal = all_heads_equal(model, base, batches[:1])
+    if not equal:
         raise UserError(
             "the converted model with all heads on does not equal the base; nothing was written. "
             "Please report this with the base's name"
@@ -75,7 +76,7 @@ def verify(model: MoHLlamaForCausalLM, base: nn.Module, batches: Sequence[Batch]
     converted, paper = compare_routers(model, base, batches)
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
-        "all_heads_active": {"logits_equal_base": True, "tokens": batches[0]["input_ids"].numel()},
+        "all_heads_active": {"logits_equal_base": equal, "tokens": batches[0]["input_ids"].numel()},
         "held_out_tokens": converted.tokens,
         "base_perplexity": converted.reference_perplexity,
         "converted": _figures(converted),

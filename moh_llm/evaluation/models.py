@@ -5,7 +5,7 @@ from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import read_json
-from moh_llm.weights import may_be_hub_id, read_weight_map
+from moh_llm.model_folder import may_be_hub_id, read_weight_map
 
 # Records that the other commands leave beside the weights.
 RECORDS = ("conversion.json", "run.json")

@@ -17,7 +17,7 @@ from typing import Any
 
 from moh_llm import __version__
 from moh_llm.errors import UserError
-from moh_llm.files import read_json, sha256, write_json, write_text
+from moh_llm.files import check_holds_none, read_json, sha256, write_json, write_text
 from moh_llm.training.config import TrainConfig, changed_keys
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")
@@ -47,6 +47,8 @@ class Run:
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"output={self.folder} is a file; name a folder")
         if overwrite:
+            # `--model RUN/model --output RUN` would remove the model before it is read.
+            check_holds_none(self.folder, [config.model])
             self._remove()
         if self._record_path.exists():
             self.record: dict[str, Any] = read_json(self._record_path)

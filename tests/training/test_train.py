@@ -62,11 +62,8 @@ def test_a_lora_run_ends_in_a_merged_model(configure) -> None:
 
 
 def test_mixed_precision_keeps_float32_weights(configure) -> None:
-    # In a process of its own: Accelerate fixes the precision once per process.
-    config = configure()
-    recipe = Path(config.output).parent / "recipe.yaml"
-    command = [sys.executable, "train.py", str(recipe), "--mixed_precision", "bf16", "--max_steps", "2"]
-    subprocess.run(command, cwd=ROOT, check=True, env=environment(), stdout=subprocess.DEVNULL)
+    config = configure(mixed_precision="bf16", max_steps=2)
+    train(config)
     weights = load_file(Path(config.output) / "checkpoints" / "step-000002" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert any(tensor.bfloat16().float().ne(tensor).any() for tensor in weights.values())
@@ -217,3 +214,13 @@ def test_two_runs_in_one_process_may_differ_in_precision(configure, tmp_path):
     for precision in ("no", "bf16"):
         config = configure(max_steps=1, output=str(tmp_path / precision), mixed_precision=precision)
         assert train(config)["status"] == "finished"
+
+
+def test_overwriting_a_run_keeps_the_model_that_is_read(configure, recipe, capsys):
+    config = configure(max_steps=1)
+    train(config)
+    model = Path(config.output) / "model"
+    command = ["train", str(recipe), "--model", str(model), "--max_steps", "1", "--overwrite"]
+    assert main(command) == 2
+    assert f"would replace {model}, which is read" in capsys.readouterr().err
+    assert (model / "model.safetensors").exists()

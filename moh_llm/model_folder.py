@@ -1,4 +1,4 @@
-"""The weights of a model folder: which files hold them, and whether these are whole. Headers only."""
+"""A model's folder: whether a name may mean something else, which files hold the weights, whether these are whole."""
 
 from pathlib import Path
 
