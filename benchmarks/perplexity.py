@@ -1,4 +1,4 @@
-"""How far a converted model is from its base on given text, beside the paper's router.
+"""How far a converted model is from its base on given text, beside the paper's layer.
 
     python benchmarks/perplexity.py out/moh --base BASE c4/validation.jsonl book/validation.jsonl
 
@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moh_llm.conversion.verify import compare_routers
+from moh_llm.conversion.verify import compare_with_paper
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.stream import fixed_batches
 from moh_llm.data.tokenize import tokenize_mixture
@@ -34,7 +34,7 @@ def main() -> int:
     dtype = getattr(torch, args.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.base)
-    base = LlamaForCausalLM.from_pretrained(args.base, dtype=dtype).to(device).eval()
+    base = AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).to(device).eval()
     model = MoHLlamaForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
     heads, active = model.config.num_attention_heads, model.config.active_heads_per_layer
     print(f"{args.model}: {sum(active) / len(active):g} of {heads} heads, {args.dtype}, {device}")
@@ -44,7 +44,7 @@ def main() -> int:
     for text in args.text:
         (source,) = tokenize_mixture(mixture_from_files([text], validation_share=0), tokenizer)
         batches = fixed_batches([source.train], [1.0], 512, min(args.tokens, len(source.train)), 4)
-        found, paper = compare_routers(model, base, batches)
+        found, paper = compare_with_paper(model, base, batches)
         rows.append(
             {
                 "text": text,

@@ -5,7 +5,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
+import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,12 +78,14 @@ def check_output_folder(output: Path, overwrite: bool, reads: Iterable[str | Pat
 def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside ``output`` that becomes ``output`` when the block ends well.
 
-    On any exception the temporary folder is removed and ``output`` stays as it was. Raises
+    On any exception the temporary folder is removed and ``output`` stays as it was; what a killed
+    process left is removed by the next one that makes the same folder on that machine. Raises
     UserError when ``output`` is in the way (see `check_output_folder`) or the disk refuses.
     """
+    _clear_leftovers(output)
     check_output_folder(output, overwrite)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    old = output.with_name(f".{output.name}.{os.getpid()}.old")
+    mark = f".{output.name}.{_host()}.{os.getpid()}"
+    temporary, old = output.with_name(f"{mark}.tmp"), output.with_name(f"{mark}.old")
     try:
         temporary.mkdir(parents=True)
         yield temporary
@@ -97,3 +101,32 @@ def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
         if old.exists() and not output.exists():  # stopped between the two renames
             os.replace(old, output)
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+
+
+def _clear_leftovers(output: Path) -> None:
+    """Remove the temporary folders that killed processes of this machine left beside ``output``."""
+    pattern = re.compile(re.escape(f".{output.name}.{_host()}.") + r"(\d+)\.(tmp|old)")
+    if not output.parent.is_dir():
+        return
+    for path in output.parent.iterdir():
+        found = pattern.fullmatch(path.name)
+        if found is None or _is_running(int(found[1])):
+            continue
+        if found[2] == "old" and not output.exists():  # killed between the two renames
+            os.replace(path, output)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

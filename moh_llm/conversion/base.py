@@ -1,67 +1,77 @@
 """The checkpoint to convert: found, checked, and identified before anything is computed."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moh_llm.errors import UserError
-from moh_llm.files import read_json, sha256
-from moh_llm.model_folder import INDEX_NAME, may_be_hub_id, read_weight_map
+from transformers import PreTrainedConfig
 
-# Without these a config would silently describe a LLaMA of another size.
+from moh_llm.conversion.families import base_config, check_family
+from moh_llm.errors import UserError
+from moh_llm.files import read_json
+from moh_llm.model_folder import may_be_hub_id, read_weight_map
+from moh_llm.modeling import is_routing_weight
+
+# Without these a config would silently describe a model of another size.
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
 
 
 @dataclass(frozen=True)
 class BaseCheckpoint:
-    """A LLaMA checkpoint on disk.
+    """A dense checkpoint on disk, or the dense part of a MoH one.
 
     Attributes:
         name: path or Hub id as the user gave it.
         folder: where its files lie.
         revision: commit hash on the Hub; None for a local folder.
-        config: its config.json.
-        shards: its safetensors files, in order.
-        weight_map: tensor name -> shard's file name.
-        weights_sha256: hash of the weights index, or of the weights where one file holds all.
+        is_moh: whether it is a MoH model already.
+        config: the dense model's config.
+        shards: the safetensors files that hold dense tensors, in order.
+        weight_map: dense tensor's name -> shard's file name.
+        routing_tensors: names of the tensors that a MoH model has beside these.
+        fingerprint: SHA-256 over its shards' sizes, headers and evenly spaced samples of their bytes.
     """
 
     name: str
     folder: Path
     revision: str | None
-    config: dict[str, Any]
+    is_moh: bool
+    config: PreTrainedConfig
     shards: list[Path]
     weight_map: dict[str, str]
-    weights_sha256: str
+    routing_tensors: frozenset[str]
+    fingerprint: str
 
     def identity(self) -> dict[str, Any]:
         """What a record needs to tell this base from any other."""
-        return {"name": self.name, "revision": self.revision, "weights_sha256": self.weights_sha256}
+        return {"name": self.name, "revision": self.revision, "fingerprint": self.fingerprint}
 
 
-def open_base(name: str, revision: str | None = None) -> BaseCheckpoint:
+def open_base(name: str, revision: str | None = None, paper_preset: bool = False) -> BaseCheckpoint:
     """Find a base by local folder or Hub id and check that it can be converted.
 
     Raises:
         UserError: no such folder or model; no safetensors weights; a truncated or missing shard; a
-            tensor that LLaMA needs is missing or has another shape; an architecture other than LLaMA;
-            quantised weights.
+            tensor that the architecture needs is missing or has another shape; an architecture that
+            cannot be converted; quantised weights.
     """
     folder, commit = _locate(name, revision)
-    config = read_json(folder / "config.json")
-    _check_architecture(config, name)
+    fields = read_json(folder / "config.json")
+    check_family(fields, name, paper_preset)
+    if absent := [key for key in _NEEDED if not isinstance(fields.get(key), int)]:
+        raise UserError(f"{name}: its config.json gives no number for {', '.join(absent)}")
+    config = _dense_config(fields, name)
     shards, weight_map = read_weight_map(folder)
-    _check_tensors(config, shards, name)
-    index = folder / INDEX_NAME
-    return BaseCheckpoint(
-        name=name,
-        folder=folder,
-        revision=commit,
-        config=config,
-        shards=shards,
-        weight_map=weight_map,
-        weights_sha256=sha256(index if index.exists() else shards[0]),
-    )
+    routing = frozenset(filter(is_routing_weight, weight_map))
+    weight_map = {tensor: file for tensor, file in weight_map.items() if tensor not in routing}
+    shards = [shard for shard in shards if shard.name in set(weight_map.values())]
+    _check_tensors(config, shards, routing, name)
+    is_moh = fields["model_type"] == "moh_llama"
+    mark = _fingerprint(shards)
+    return BaseCheckpoint(name, folder, commit, is_moh, config, shards, weight_map, routing, mark)
 
 
 def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
@@ -85,45 +95,55 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
     return path, path.name  # a snapshot's folder is named by its commit
 
 
-def _check_architecture(config: dict[str, Any], name: str) -> None:
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind == "llama" and (absent := [key for key in _NEEDED if not isinstance(config.get(key), int)]):
-        raise UserError(f"{name}: its config.json gives no number for {', '.join(absent)}")
-    if kind != "llama":
-        named = config.get("architectures") if isinstance(config, dict) else None
-        architecture = ", ".join(named or ["no architecture named"])
-        raise UserError(f"{name}: model_type {kind!r} ({architecture}) cannot be converted; only 'llama' models can")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown method")
-        raise UserError(f"{name}: its weights are quantised ({method}); convert the full-precision checkpoint")
+def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        return base_config(fields)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"{name}: its config.json makes no model ({' '.join(str(error).split())})") from error
 
 
-def _check_tensors(config: dict[str, Any], shards: list[Path], name: str) -> None:
-    """Every tensor that LLaMA needs must be there, in the config's shape.
+def _check_tensors(config: PreTrainedConfig, shards: Sequence[Path], extra: frozenset[str], name: str) -> None:
+    """Every tensor that the architecture needs must be there, in the config's shape.
 
     transformers would fill a gap with random numbers, and stop at a wrong shape with a traceback.
     """
     import torch
-    from huggingface_hub.errors import StrictDataclassError
     from safetensors import safe_open
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = LlamaForCausalLM(LlamaConfig(**config))
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{name}: its config.json makes no LLaMA model ({' '.join(str(error).split())})") from error
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{name}: its config.json makes no model ({' '.join(str(error).split())})") from error
     needed = {tensor: list(value.shape) for tensor, value in model.state_dict().items()}
-    if config.get("tie_word_embeddings"):
+    if config.tie_word_embeddings:
         needed.pop("lm_head.weight", None)
     for shard in shards:
         with safe_open(shard, framework="np") as file:
             for tensor in file.keys():  # noqa: SIM118 (not a dict)
                 shape = file.get_slice(tensor).get_shape()
-                if needed.pop(tensor, shape) != shape:
+                if tensor not in extra and needed.pop(tensor, shape) != shape:
                     raise UserError(
                         f"{name}: {tensor} in {shard.name} has shape {shape}, which config.json contradicts"
                     )
     if missing := sorted(needed):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{name}: the weights lack {missing[0]}{more}; is it a LLaMA causal language model?")
+        raise UserError(f"{name}: the weights lack {missing[0]}{more}; is it a {config.model_type} causal LM?")
+
+
+def _fingerprint(shards: Sequence[Path]) -> str:
+    """Tells weights apart without reading them all, which would take as long as copying them."""
+    digest = hashlib.sha256()
+    for shard in shards:
+        size = shard.stat().st_size
+        digest.update(f"{size}\n".encode())
+        with shard.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(header))
+            for sample in range(_SAMPLES):
+                file.seek(8 + header + (size - 8 - header) * sample // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,120 +1,195 @@
-"""A router in closed form: ridge regression of each head's log contribution on the layer's input.
+"""Calibration: two sweeps over the base's layers on disk, one layer in memory at a time.
 
-For a token, head h adds H_h W_O^h to the layer's output; its contribution is the norm of that,
-c_h = ||H_h W_O^h||. A linear map of the layer's input x fitted to log c_h ranks heads by what they
-would add, before any of them is computed. Fitted values are router logits: their softmax is each
-head's share of the contributions.
-
-Shapes: N tokens, C hidden size, H query heads, D head size.
+Forward, each layer's input is written beside the output to be. Backward, each layer is run again
+and the gradient of -log p(y), with y drawn from the model itself, is carried through it: that tells
+what each direction of an attention output is worth to the model's predictions, for all layers at
+the price of one backward pass. Each layer is fitted on the way (see `fit.py`).
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from tqdm import tqdm
 
-RIDGE = 1e-3  # of the mean diagonal of X^T X
+from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
+from moh_llm.conversion.layers import LayerwiseModel, run_layer
+from moh_llm.metrics import Batch
+
+HELD_OUT = 4  # every fourth window measures costs and is not fitted on
+_HEAD_ROWS = 256  # tokens whose distribution over the vocabulary is held at once
 
 
-@dataclass
-class LayerStatistics:
-    """Sums over calibration tokens that the fit of one layer needs, all float64.
+@dataclass(frozen=True)
+class LayerCalibration:
+    """What calibration found for one layer.
 
     Attributes:
-        gram: X^T X with x extended by a constant 1, `[C + 1, C + 1]`.
-        cross: X^T log c, `[C + 1, H]`.
-        energy: sum of c^2, `[H]`.
-        tokens: N.
+        shared_heads: ids of the shared heads.
+        importance: per head, the estimated KL (nats per token) of always dropping it alone.
+        fits: number of dropped heads -> router and stand-ins; empty where nothing is fitted.
     """
 
-    gram: torch.Tensor
-    cross: torch.Tensor
-    energy: torch.Tensor
-    tokens: int = 0
-
-    @classmethod
-    def zeros(cls, hidden_size: int, num_heads: int, device: torch.device) -> "LayerStatistics":
-        """Empty sums."""
-        size, kwargs = hidden_size + 1, {"dtype": torch.float64, "device": device}
-        return cls(
-            torch.zeros(size, size, **kwargs), torch.zeros(size, num_heads, **kwargs), torch.zeros(num_heads, **kwargs)
-        )
-
-    def add(self, inputs: torch.Tensor, contributions: torch.Tensor) -> None:
-        """Add tokens: attention inputs `[N, C]` and squared contributions c^2 `[N, H]`, both float64."""
-        extended = torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)
-        # A head whose output is exactly zero gets a log that is low but finite.
-        log_contribution = 0.5 * contributions.clamp_min(1e-24).log()
-        self.gram += extended.T @ extended
-        self.cross += extended.T @ log_contribution
-        self.energy += contributions.sum(0)
-        self.tokens += len(inputs)
+    shared_heads: list[int]
+    importance: list[float]
+    fits: dict[int, RoutingFit]
 
     @property
-    def importance(self) -> list[float]:
-        """Mean of c_h^2 per head."""
-        return (self.energy / max(self.tokens, 1)).tolist()
+    def costs(self) -> dict[int, float]:
+        """Number of dropped heads -> estimated KL, in nats per token."""
+        return {dropped: fit.cost for dropped, fit in self.fits.items()}
 
 
-def squared_contributions(head_outputs: torch.Tensor, o_proj: torch.Tensor) -> torch.Tensor:
-    """c_h^2 = ||H_h W_O^h||^2 for head outputs `[N, H, D]` and `o_proj` weight `[C, H * D]`; returns `[N, H]`.
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """What to fit in each layer.
 
-    Goes through the D x D Gram matrix of each head's slice, so that nothing of width C is formed.
+    Attributes:
+        num_shared_heads: shared heads, the first ones or, `by_importance`, those that cost most.
+        by_importance: see there.
+        drops: the numbers of dropped heads to fit a router for; may be empty.
+        stand_in: whether dropped heads get stand-ins.
     """
-    heads, size = head_outputs.shape[1:]
-    slices = o_proj.view(-1, heads, size)
-    gram = torch.einsum("chd,che->hde", slices, slices)
-    return torch.einsum("nhd,hde,nhe->nh", head_outputs, gram, head_outputs).clamp_min(0)
+
+    num_shared_heads: int
+    by_importance: bool
+    drops: Sequence[int]
+    stand_in: bool
 
 
-@torch.no_grad()
-def collect_statistics(model: nn.Module, batches: Sequence[dict[str, torch.Tensor]]) -> list[LayerStatistics]:
-    """Run a dense LLaMA over batches of `input_ids` and `position_ids` `[B, T]`; statistics per layer."""
-    config, device = model.config, next(model.parameters()).device
-    statistics = [
-        LayerStatistics.zeros(config.hidden_size, config.num_attention_heads, device) for _ in model.model.layers
-    ]
+def calibrate(
+    base: LayerwiseModel, batches: Sequence[Batch], plan: CalibrationPlan, scratch: Path, seed: int = 0
+) -> list[LayerCalibration]:
+    """Fit every layer of a dense base on batches of `input_ids` and `position_ids` `[B, T]`.
+
+    Args:
+        base: the dense model, layer by layer.
+        batches: calibration text.
+        plan: what to fit.
+        scratch: a folder for the hidden states: tokens x hidden size x layers numbers.
+        seed: draws the labels y.
+    """
+    positions = [batch["position_ids"] for batch in batches]
     tokens = sum(batch["input_ids"].numel() for batch in batches)
-    with _recording(model, statistics), tqdm(total=tokens, desc="calibrate", unit="token", unit_scale=True) as bar:
-        for batch in batches:
-            ids, positions = batch["input_ids"].to(device), batch["position_ids"].to(device)
-            model.model(input_ids=ids, position_ids=positions, use_cache=False)
-            bar.update(ids.numel())
-    return statistics
+    with tqdm(total=2 * tokens * len(base), desc="calibrate", unit="token", unit_scale=True) as bar:
+        hidden = base.embed(batch["input_ids"] for batch in batches)
+        with torch.no_grad():
+            for number in range(len(base)):
+                save_file({str(i): states for i, states in enumerate(hidden)}, _states_file(scratch, number))
+                layer = base.layer(number)
+                for i, states in enumerate(hidden):
+                    hidden[i] = run_layer(layer, states, positions[i])
+                    bar.update(positions[i].numel())
+                del layer
+        gradients = _sampled_gradients(base.head(), hidden, seed)
+        order, fitted = _fitted_first(batches)
+        found: list[LayerCalibration] = []
+        for number in reversed(range(len(base))):
+            file = _states_file(scratch, number)
+            sample = _backward(base, number, file, positions, gradients, order, fitted, bar)
+            file.unlink()
+            shared = plan.num_shared_heads if plan.by_importance else list(range(plan.num_shared_heads))
+            fitter = LayerFitter(sample, shared, plan.stand_in)
+            fits = {drops: fitter.fit(drops) for drops in plan.drops}
+            found.append(LayerCalibration(fitter.shared_heads, fitter.importance, fits))
+    return found[::-1]
 
 
-def fit_router(
-    statistics: LayerStatistics, routed_heads: Sequence[int], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight `[R, C]` and bias `[R]` of the ridge regression for the given heads; the bias is not shrunk."""
-    gram = statistics.gram.clone()
-    size = len(gram) - 1
-    gram.diagonal()[:size] += RIDGE * gram.diagonal()[:size].mean()
-    solution = torch.linalg.solve(gram, statistics.cross[:, list(routed_heads)])
-    return solution[:size].T.contiguous().to(dtype), solution[size].contiguous().to(dtype)
+def _states_file(scratch: Path, number: int) -> Path:
+    return scratch / f"hidden-states-{number}.safetensors"
+
+
+def _sampled_gradients(head: nn.Module, hidden: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Gradient by the last hidden states of the summed -log p(y), y drawn from p itself."""
+    generator = torch.Generator(hidden[0].device).manual_seed(seed)
+    gradients = []
+    for states in hidden:
+        rows = []
+        for part in states.flatten(0, 1).split(_HEAD_ROWS):
+            part = part.detach().requires_grad_(True)
+            with torch.enable_grad():
+                logits = head(part).float()
+                drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+                loss = nn.functional.cross_entropy(logits, drawn, reduction="sum")
+            rows.append(torch.autograd.grad(loss, part)[0])
+        gradients.append(torch.cat(rows).view_as(states))
+    return gradients
+
+
+def _fitted_first(batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
+    """An order of all tokens with the held-out ones last, and how many come before them."""
+    windows = [len(row) for batch in batches for row in batch["input_ids"]]
+    if len(windows) < HELD_OUT:
+        total = sum(windows)
+        return torch.arange(total), total - total // HELD_OUT
+    ends = torch.tensor(windows).cumsum(0).tolist()
+    spans = [torch.arange(end - length, end) for length, end in zip(windows, ends, strict=True)]
+    held_out = [span for i, span in enumerate(spans) if i % HELD_OUT == HELD_OUT - 1]
+    fitted = [span for i, span in enumerate(spans) if i % HELD_OUT != HELD_OUT - 1]
+    return torch.cat([*fitted, *held_out]), sum(map(len, fitted))
+
+
+def _backward(
+    base: LayerwiseModel,
+    number: int,
+    file: Path,
+    positions: Sequence[torch.Tensor],
+    gradients: list[torch.Tensor],
+    order: torch.Tensor,
+    fitted: int,
+    bar: tqdm,
+) -> LayerSample:
+    """Run a layer again on its stored input; replaces `gradients` by those of its input."""
+    layer = base.layer(number)
+    attention = layer.layers[0].self_attn
+    seen: dict[str, list[torch.Tensor]] = {"inputs": [], "heads": [], "values": [], "gradients": []}
+    with _recording(attention, seen), safe_open(file, framework="pt", device=str(base.device)) as stored:
+        for i, position_ids in enumerate(positions):
+            states = stored.get_tensor(str(i)).clone().requires_grad_(True)
+            with torch.enable_grad():
+                output = run_layer(layer, states, position_ids)
+            gradients[i] = torch.autograd.grad(output, states, gradients[i])[0]
+            bar.update(position_ids.numel())
+    heads, size = base.config.num_attention_heads, attention.head_dim
+
+    def by_head(name: str) -> torch.Tensor:
+        rows = torch.cat(seen.pop(name))[order].unflatten(-1, (-1, size)).transpose(0, 1)
+        return rows.repeat_interleave(heads // len(rows), dim=0).float().contiguous()
+
+    gradient = torch.cat(seen.pop("gradients")).float()
+    return LayerSample(
+        inputs=torch.cat(seen.pop("inputs"))[order].float(),
+        heads=by_head("heads"),
+        values=by_head("values"),
+        sensitivity=gradient.T @ gradient / len(gradient),
+        o_proj=attention.o_proj.weight.float(),
+        fitted=fitted,
+    )
 
 
 @contextmanager
-def _recording(model: nn.Module, statistics: Sequence[LayerStatistics]) -> Iterator[None]:
-    """Feed each layer's attention input and head outputs into its statistics."""
-    handles = []
-    for layer, sums in zip(model.model.layers, statistics, strict=True):
-        attention = layer.self_attn
-        inputs: list[torch.Tensor] = []
+def _recording(attention: nn.Module, seen: dict[str, list[torch.Tensor]]) -> Iterator[None]:
+    """Keep the attention's input, head outputs, values, and the gradient by its output, a row per token."""
 
-        def keep_input(module, args, kwargs, inputs=inputs):
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            inputs.append(hidden.flatten(0, -2).double())
+    def keep(name: str, tensor: torch.Tensor) -> None:
+        seen[name].append(tensor.detach().flatten(0, -2))
 
-        def add(module, args, attention=attention, sums=sums, inputs=inputs):
-            heads = args[0].flatten(0, -2).unflatten(-1, (-1, attention.head_dim)).double()
-            sums.add(inputs.pop(), squared_contributions(heads, module.weight.double()))
+    def keep_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        keep("inputs", kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
-        handles.append(attention.register_forward_pre_hook(keep_input, with_kwargs=True))
-        handles.append(attention.o_proj.register_forward_pre_hook(add))
+    handles = [
+        attention.register_forward_pre_hook(keep_input, with_kwargs=True),
+        attention.v_proj.register_forward_hook(lambda module, args, output: keep("values", output)),
+        attention.o_proj.register_forward_pre_hook(lambda module, args: keep("heads", args[0])),
+        attention.o_proj.register_forward_hook(
+            lambda module, args, output: output.register_hook(lambda gradient: keep("gradients", gradient)) and None
+        ),
+    ]
     try:
         yield
     finally:

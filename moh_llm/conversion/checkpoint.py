@@ -1,19 +1,24 @@
-"""Writing the converted folder: the base's shards as they are, one shard of router tensors, an index."""
+"""Writing checkpoints: the base's shards as they are, one shard of routing tensors, an index; and the way back.
 
+At most one shard's tensors are in memory, and none where shards are copied or linked.
+"""
+
+import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
+from transformers import PreTrainedConfig
 
 import moh_llm.modeling
 from moh_llm.conversion.base import BaseCheckpoint
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.model_folder import INDEX_NAME, SINGLE_NAME
-from moh_llm.modeling import MoHLlamaConfig
 
 REMOTE_CODE = ("configuration_moh_llama.py", "modeling_moh_llama.py", "routing_moh.py")
 # Tokenizer, generation settings and licence go along; weights in other formats and records do not.
@@ -22,53 +27,80 @@ _KEPT_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 _REPLACED = {"config.json", INDEX_NAME, "conversion.json"}
 
 
-def write_checkpoint(
+def write_weights(
     folder: Path,
     base: BaseCheckpoint,
-    config: MoHLlamaConfig,
-    router_tensors: dict[str, torch.Tensor],
+    routing: dict[str, torch.Tensor],
     dtype: torch.dtype | None = None,
-) -> None:
-    """Fill `folder` with a checkpoint that `from_pretrained` loads.
+    link: bool = False,
+) -> dict[str, str]:
+    """Write the weights of a converted model, or of the dense base where there is no routing tensor.
 
     Args:
-        folder: an empty folder.
-        base: where the weights come from; without `dtype` its files are copied byte for byte.
-        config: the converted model's config.
-        router_tensors: the learned router's tensors by name; may be empty.
+        folder: where to.
+        base: where the dense weights come from; without `dtype` its files are copied byte for byte.
+        routing: the routers' and stand-ins' tensors by name; may be empty.
         dtype: cast floating-point weights to it, one shard at a time.
+        link: hard-link files rather than copy them.
+
+    Returns:
+        The index: tensor name -> file name. `write_description` writes it, last.
+
+    Raises:
+        UserError: the disk refuses.
     """
-    count = len(base.shards) + bool(router_tensors)
+    count = len(base.shards) + bool(routing)
     names = [SINGLE_NAME] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     renamed = {shard.name: name for shard, name in zip(base.shards, names, strict=False)}
-    for shard in tqdm(base.shards, desc="copy weights", unit="shard", leave=False):
-        if dtype is None:
-            shutil.copyfile(shard, folder / renamed[shard.name])
+    for shard in tqdm(base.shards, desc="write weights", unit="shard", leave=False):
+        target = folder / renamed[shard.name]
+        with safe_open(shard, framework="np") as file:
+            mixed = not base.routing_tensors.isdisjoint(file.keys())
+        if mixed or dtype is not None:
+            _rewrite_shard(shard, target, base.routing_tensors, dtype)
+        elif link:
+            _link(shard, target)
         else:
-            _cast_shard(shard, folder / renamed[shard.name], dtype)
+            shutil.copyfile(shard, target)
     weight_map = {tensor: renamed[file] for tensor, file in base.weight_map.items()}
-    if router_tensors:
-        _save(router_tensors, folder / names[-1])
-        weight_map |= dict.fromkeys(router_tensors, names[-1])
-    if count > 1:
-        total = sum(_tensor_bytes(folder / name) for name in names)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / INDEX_NAME, index)
+    if routing:
+        _save(routing, folder / names[-1])
+        weight_map |= dict.fromkeys(routing, names[-1])
+    return weight_map
 
+
+def write_description(
+    folder: Path, base: BaseCheckpoint, config: PreTrainedConfig, weight_map: dict[str, str], remote_code: bool = True
+) -> None:
+    """Write all that is not a weight: config, tokenizer, remote code, and last the index of the shards."""
     config.save_pretrained(folder)
-    for name in REMOTE_CODE:
-        shutil.copyfile(Path(moh_llm.modeling.__file__).with_name(name), folder / name)
+    if remote_code:
+        for name in REMOTE_CODE:
+            shutil.copyfile(Path(moh_llm.modeling.__file__).with_name(name), folder / name)
     for file in base.folder.iterdir():
         kept = file.name.endswith(_KEPT_ENDINGS) or file.name.startswith(_KEPT_NAMES)
         if kept and file.is_file() and file.name not in _REPLACED:
             shutil.copyfile(file, folder / file.name)
+    files = sorted(set(weight_map.values()))
+    if files != [SINGLE_NAME]:
+        total = sum(_tensor_bytes(folder / name) for name in files)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / INDEX_NAME, index)
 
 
-def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> None:
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source.resolve(), target)  # of the file itself: a Hub snapshot holds symbolic links
+    except OSError as error:
+        raise UserError(f"cannot hard-link {source} to {target.parent} ({error.strerror}); drop --link") from error
+
+
+def _rewrite_shard(source: Path, target: Path, dropped: Collection[str], dtype: torch.dtype | None) -> None:
     with safe_open(source, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    _save(cast, target)
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name not in dropped}  # noqa: SIM118
+    if dtype is not None:
+        tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    _save(tensors, target)
 
 
 def _save(tensors: dict[str, torch.Tensor], target: Path) -> None:

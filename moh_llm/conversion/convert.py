@@ -1,5 +1,7 @@
-"""The conversion from first step to last."""
+"""From a base to a converted folder: plan, calibrate, write, verify."""
 
+import resource
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,24 +10,30 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from transformers import AutoTokenizer, LlamaForCausalLM
+from safetensors import safe_open
+from transformers import AutoTokenizer, PreTrainedConfig
 
 import moh_llm
+from moh_llm.conversion.allocate import allocate
+from moh_llm.conversion.arithmetic import arithmetic
 from moh_llm.conversion.base import BaseCheckpoint, open_base
-from moh_llm.conversion.calibrate import LayerStatistics, collect_statistics, fit_router
-from moh_llm.conversion.checkpoint import write_checkpoint
-from moh_llm.conversion.plan import PlanOptions, build_config
+from moh_llm.conversion.calibrate import CalibrationPlan, LayerCalibration, calibrate
+from moh_llm.conversion.checkpoint import write_description, write_weights
+from moh_llm.conversion.layers import LayerwiseModel
+from moh_llm.conversion.plan import PlanOptions, build_config, drops_to_fit, shared_and_active
 from moh_llm.conversion.verify import verify
 from moh_llm.data.mixture import EMBEDDED, Mixture
 from moh_llm.data.stream import fixed_batches, validation_batches
 from moh_llm.data.tokenize import TokenizedSource, tokenize_mixture
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder, write_json
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.metrics import Batch
+from moh_llm.modeling import MoHLlamaConfig
 
 WINDOW = 512  # tokens of context in calibration and verification
 BATCH = 4
+QUICK_TOKENS = 2048  # what `--verify quick` reads
+VERIFY = ("none", "quick", "full")
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,9 @@ class ConversionOptions:
         plan: which heads, which router.
         calibration: text to fit the router on and, its held-out part, to verify on.
         calibration_tokens, heldout_tokens: how much of it.
+        verify: "full" reads all held-out tokens, "quick" the first 2,048, "none" proves nothing.
         dtype: dtype of the written weights; None keeps the base's bytes.
+        link: hard-link the base's files rather than copy them.
         revision: Hub revision of the base.
         overwrite: whether a non-empty output folder may be replaced.
     """
@@ -47,58 +57,108 @@ class ConversionOptions:
     output: Path
     plan: PlanOptions = field(default_factory=PlanOptions)
     calibration: Mixture = EMBEDDED
-    calibration_tokens: int = 16384
+    calibration_tokens: int = 24576
     heldout_tokens: int = 8192
+    verify: str = "full"
     dtype: torch.dtype | None = None
+    link: bool = False
     revision: str | None = None
     overwrite: bool = False
 
 
 def convert(options: ConversionOptions) -> dict[str, Any]:
-    """Convert a LLaMA checkpoint into a MoH one and prove it; returns the record in conversion.json.
+    """Convert a checkpoint into a MoH one and prove it; returns the record in conversion.json.
 
     Raises:
         UserError: bad input, at the earliest step that can tell; the output folder is then as before.
     """
     started = time.perf_counter()
-    texts = [file for source in options.calibration.sources for file in source.files]
+    plan = options.plan
+    reads_text = plan.needs_calibration or options.verify != "none"
+    texts = [file for source in options.calibration.sources for file in source.files] if reads_text else []
     check_output_folder(options.output, options.overwrite, reads=[options.base, *texts])
-    base = open_base(options.base, options.revision)
-    config = build_config(base.config, options.plan)  # impossible counts fail before anything runs
-    model = _load_base(base, options.dtype)
-    sources = _tokenize(options, base)
-    length = min(WINDOW, config.max_position_embeddings)
-    held_out = validation_batches(sources, length, options.heldout_tokens, BATCH)
-
-    statistics, calibration = None, None
-    if options.plan.needs_calibration:
-        batches = fixed_batches(
-            [s.train for s in sources], [s.weight for s in sources], length, options.calibration_tokens, BATCH
-        )
-        statistics = collect_statistics(model, batches)
-        calibration = _calibration_record(options, sources, statistics)
-        config = build_config(base.config, options.plan, [layer.importance for layer in statistics])
+    base = open_base(options.base, options.revision, paper_preset=plan.preset == "paper")
+    shared_and_active(plan, base.config)  # impossible counts fail before anything runs
+    sources = _tokenize(options, base) if reads_text else []
+    length = min(WINDOW, base.config.max_position_embeddings)
+    held_out: list[Batch] = []
+    if options.verify != "none":
+        wanted = min(options.heldout_tokens, QUICK_TOKENS) if options.verify == "quick" else options.heldout_tokens
+        held_out = validation_batches(sources, length, wanted, BATCH)
 
     with new_folder(options.output, options.overwrite) as folder:
-        config.dtype = model.dtype
-        write_checkpoint(folder, base, config, _router_tensors(config, statistics, model.dtype), options.dtype)
-        converted = MoHLlamaForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device).eval()
-        record = {
+        record: dict[str, Any] = {
             "moh_llm": moh_llm.__version__,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             "base": base.identity(),
-            "plan": _plan_record(options.plan, config),
-            "calibration": calibration,
-            "verification": verify(converted, model, held_out),
-            "seconds": round(time.perf_counter() - started, 1),
         }
+        dtype, device = options.dtype or _stored_dtype(base), _device()
+        dense = LayerwiseModel(base.folder, base.weight_map, base.config, _computed(dtype, device), device)
+        calibrated: list[LayerCalibration] | None = None
+        if plan.needs_calibration:
+            batches = _calibration_batches(options, sources, length)
+            calibrated = calibrate(dense, batches, _calibration_plan(plan, base), folder)
+            record["calibration"] = _calibration_record(options, sources, batches, calibrated)
+        config = plan_config(plan, base.config, calibrated)
+        config.dtype = dtype
+        routing = {name: tensor.to(dtype) for name, tensor in routing_tensors(config, calibrated).items()}
+        record["plan"] = _plan_record(plan, config)
+        weight_map = write_weights(folder, base, routing, options.dtype, options.link)
+        record["arithmetic"] = arithmetic(config, _count_weights(base), [t.numel() for t in routing.values()])
+        if options.verify != "none":
+            if options.dtype is not None:  # the base to compare with is then the base cast
+                dense = LayerwiseModel(base.folder, base.weight_map, base.config, _computed(dtype, device), device)
+            converted = LayerwiseModel(folder, weight_map, config, dense.dtype, device)
+            record["verification"] = verify(dense, converted, held_out)
+        record["seconds"] = round(time.perf_counter() - started, 1)
+        record["peak_memory_mib"] = peak_memory_mib()
         write_json(folder / "conversion.json", record)
+        write_description(folder, base, config, weight_map)
     return record
 
 
-def _load_base(base: BaseCheckpoint, dtype: torch.dtype | None) -> nn.Module:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return LlamaForCausalLM.from_pretrained(base.folder, dtype=dtype or "auto").to(device).eval()
+def restore_dense(name: str, output: Path, overwrite: bool = False, link: bool = False) -> dict[str, Any]:
+    """Write the plain checkpoint inside a MoH one: its dense tensors' bytes, without routers and stand-ins.
+
+    Raises:
+        UserError: not a MoH model; bad input or output as in `convert`.
+    """
+    started = time.perf_counter()
+    check_output_folder(output, overwrite, reads=[name])
+    base = open_base(name)
+    if not base.is_moh:
+        raise UserError(f"{name} is no MoH model (model_type {base.config.model_type!r}): it is dense already")
+    with new_folder(output, overwrite) as folder:
+        config = base.config
+        config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        weight_map = write_weights(folder, base, {}, link=link)
+        write_description(folder, base, config, weight_map, remote_code=False)
+    return {
+        "base": base.identity(),
+        "model_type": config.model_type,
+        "dropped_tensors": len(base.routing_tensors),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def peak_memory_mib() -> int:
+    """The most memory that this process has held, in MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (1 << 20 if sys.platform == "darwin" else 1 << 10))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _stored_dtype(base: BaseCheckpoint) -> torch.dtype:
+    with safe_open(base.folder / base.weight_map["model.norm.weight"], framework="pt") as file:
+        return file.get_tensor("model.norm.weight").dtype
+
+
+def _computed(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What weights of `dtype` are computed in: float16 is slow, and in gradients narrow, on a CPU."""
+    return torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
 
 
 def _tokenize(options: ConversionOptions, base: BaseCheckpoint) -> list[TokenizedSource]:
@@ -109,20 +169,59 @@ def _tokenize(options: ConversionOptions, base: BaseCheckpoint) -> list[Tokenize
     return tokenize_mixture(options.calibration, tokenizer, options.calibration_tokens, options.heldout_tokens)
 
 
-def _router_tensors(
-    config: MoHLlamaConfig, statistics: Sequence[LayerStatistics] | None, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """The linear router's tensors by name, fitted; nothing for the router without weights."""
+def _calibration_batches(options: ConversionOptions, sources: Sequence[TokenizedSource], length: int) -> list[Batch]:
+    streams, shares = [s.train for s in sources], [s.weight for s in sources]
+    batches = fixed_batches(streams, shares, length, options.calibration_tokens, BATCH)
+    if not batches:
+        held = ", ".join(f"{source.name} has {len(source.train)}" for source in sources)
+        raise UserError(f"the calibration text has no window of {length} tokens: {held}")
+    return batches
+
+
+def _calibration_plan(plan: PlanOptions, base: BaseCheckpoint) -> CalibrationPlan:
+    return CalibrationPlan(
+        num_shared_heads=shared_and_active(plan, base.config)[0],
+        by_importance=plan.shared == "importance",
+        drops=drops_to_fit(plan, base.config),
+        stand_in=plan.head_stand_in != "none",
+    )
+
+
+def plan_config(
+    plan: PlanOptions, base: PreTrainedConfig, calibrated: Sequence[LayerCalibration] | None
+) -> MoHLlamaConfig:
+    """The converted model's config: even budgets, or the uneven ones of least estimated KL."""
+    shared, active = shared_and_active(plan, base)
+    heads, layers = base.num_attention_heads, base.num_hidden_layers
+    budgets = [active // layers] * layers
+    shared_heads = [list(range(shared))] * layers
+    if calibrated:
+        shared_heads = [layer.shared_heads for layer in calibrated]
+        if plan.uneven:
+            budgets = [heads - drops for drops in allocate([c.costs for c in calibrated], heads * layers - active)]
+    return build_config(base, plan, shared_heads, budgets)
+
+
+def routing_tensors(config: MoHLlamaConfig, calibrated: Sequence[LayerCalibration] | None) -> dict[str, torch.Tensor]:
+    """The fitted tensors by name, those of each layer's budget; nothing for a router without weights."""
     tensors: dict[str, torch.Tensor] = {}
-    if config.router_type != "linear" or statistics is None:
-        return tensors
-    for layer, (shared, sums) in enumerate(zip(config.shared_heads_per_layer, statistics, strict=True)):
-        routed = [head for head in range(config.num_attention_heads) if head not in shared]
-        if routed:
-            name = f"model.layers.{layer}.self_attn.router.routed"
-            weight, bias = fit_router(sums, routed, dtype)
-            tensors |= {f"{name}.weight": weight.cpu(), f"{name}.bias": bias.cpu()}
+    for number, (layer, active) in enumerate(zip(calibrated or [], config.active_heads_per_layer, strict=False)):
+        if layer.fits:
+            fit = layer.fits[max(config.num_attention_heads - active, min(layer.fits))]
+            prefix = f"model.layers.{number}.self_attn."
+            tensors |= {prefix + name: tensor.cpu().contiguous() for name, tensor in fit.tensors.items()}
     return tensors
+
+
+def _count_weights(base: BaseCheckpoint) -> int:
+    """Number of weights of the dense tensors."""
+    total = 0
+    for shard in base.shards:
+        with safe_open(shard, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                if name not in base.routing_tensors:
+                    total += torch.Size(file.get_slice(name).get_shape()).numel()
+    return total
 
 
 def _plan_record(options: PlanOptions, config: MoHLlamaConfig) -> dict[str, Any]:
@@ -130,7 +229,9 @@ def _plan_record(options: PlanOptions, config: MoHLlamaConfig) -> dict[str, Any]
         "preset": options.preset,
         "router_type": config.router_type,
         "router_score": config.router_score,
+        "head_stand_in": config.head_stand_in,
         "shared": options.shared,
+        "budgets": "uneven" if options.uneven else "even",
         "num_attention_heads": config.num_attention_heads,
         "shared_heads": config.shared_heads_per_layer,
         "active_heads": config.active_heads_per_layer,
@@ -138,15 +239,15 @@ def _plan_record(options: PlanOptions, config: MoHLlamaConfig) -> dict[str, Any]
 
 
 def _calibration_record(
-    options: ConversionOptions, sources: Sequence[TokenizedSource], statistics: Sequence[LayerStatistics]
+    options: ConversionOptions,
+    sources: Sequence[TokenizedSource],
+    batches: Sequence[Batch],
+    calibrated: Sequence[LayerCalibration],
 ) -> dict[str, Any]:
-    if not statistics[0].tokens:
-        raise UserError(
-            f"the calibration text has no window of {WINDOW} tokens: "
-            + ", ".join(f"{source.name} has {len(source.train)}" for source in sources)
-        )
+    by_drops = [{str(drops): float(f"{cost:.4g}") for drops, cost in layer.costs.items()} for layer in calibrated]
     return {
         "mixture": options.calibration.name,
         "sources": {source.name: round(source.weight, 6) for source in sources},
-        "tokens": statistics[0].tokens,
+        "tokens": sum(batch["input_ids"].numel() for batch in batches),
+        "estimated_kl_by_drops": by_drops,
     }

@@ -3,10 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from transformers import PreTrainedConfig
+
+from moh_llm.conversion.families import moh_fields
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig
+
+_MOST_FITS = 16  # numbers of dropped heads that a layer is fitted for
 
 
 @dataclass(frozen=True)
@@ -15,11 +19,14 @@ class PlanOptions:
 
     Attributes:
         preset: "paper" for the paper's layer (first half shared, three quarters active, query-norm
-            router); None for ours (linear router calibrated in closed form).
-        num_shared_heads, num_active_heads: heads per layer.
-        active_ratio: instead of `num_active_heads`, a share of the heads, rounded down.
-        router: "query_norm" or "linear".
+            router, even budgets, no stand-ins); None for ours.
+        num_shared_heads: heads per layer.
+        num_active_heads: heads per token, shared ones included; with uneven budgets the mean over layers.
+        active_ratio: instead of `num_active_heads`, a share of the heads.
+        router: "linear" or "query_norm".
         shared: "first" or "importance".
+        budgets: "uneven", by what each layer loses, or "even".
+        stand_in: "value" or "none"; see `MoHLlamaConfig.head_stand_in`.
     """
 
     preset: str | None = None
@@ -28,6 +35,12 @@ class PlanOptions:
     active_ratio: float | None = None
     router: str | None = None
     shared: str = "first"
+    budgets: str | None = None
+    stand_in: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.router_type == "query_norm" and (self.budgets == "uneven" or self.stand_in == "value"):
+            raise UserError("uneven budgets and stand-ins are fitted together with the linear router; drop query_norm")
 
     @property
     def router_type(self) -> str:
@@ -35,73 +48,113 @@ class PlanOptions:
         return self.router or ("query_norm" if self.preset == "paper" else "linear")
 
     @property
+    def uneven(self) -> bool:
+        """Whether layers may differ in their number of active heads."""
+        return (self.budgets or ("uneven" if self.fits_router else "even")) == "uneven"
+
+    @property
+    def head_stand_in(self) -> str:
+        """The config's field."""
+        return self.stand_in or ("value" if self.fits_router else "none")
+
+    @property
+    def fits_router(self) -> bool:
+        """Whether there is a router with weights to fit."""
+        return self.router_type == "linear"
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether the plan depends on running the base over text."""
-        return self.router_type == "linear" or self.shared == "importance"
+        return self.fits_router or self.shared == "importance"
 
 
-def head_counts(options: PlanOptions, num_heads: int) -> tuple[int, int]:
-    """Shared and active heads per layer for a model of `num_heads` heads.
+def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[int, int]:
+    """Shared heads per layer, and active heads of all layers together.
 
     Defaults: the paper's preset shares half of the heads and adds a quarter, each rounded down.
-    Otherwise three quarters of the heads are active and 40 % of these are shared, the least share
-    that the paper advises.
+    Otherwise three quarters are active and an eighth is shared, at least one: a fitted router
+    chooses better than a fixed set, see docs/conversion.md. An even budget is rounded down to
+    whole heads per layer, an uneven one to the nearest whole head of the model.
 
     Raises:
-        UserError: both a number and a ratio of active heads, or a ratio outside (0, 1].
+        UserError: counts that no layer can follow.
     """
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
     shared, active = options.num_shared_heads, options.num_active_heads
     if options.active_ratio is not None:
         if active is not None:
             raise UserError("give --num-active-heads or --active-ratio, not both")
         if not 0 < options.active_ratio <= 1:
             raise UserError(f"--active-ratio {options.active_ratio} must be above 0 and at most 1")
-        active = max(1, math.floor(options.active_ratio * num_heads + 1e-9))
-    if options.preset == "paper":
-        shared = num_heads // 2 if shared is None else shared
-        return shared, max(1, shared, num_heads // 2 + num_heads // 4) if active is None else active
-    active = max(1, shared or 0, num_heads * 3 // 4) if active is None else active
-    # At most all heads: were too many asked to be active, that is what the error should name.
-    return math.ceil(0.4 * min(active, num_heads)) if shared is None else shared, active
+    paper = options.preset == "paper"
+    if shared is None:
+        shared = heads // 2 if paper else min(max(1, heads // 8), active or heads)
+    if active is not None:
+        total = active * layers
+    elif options.active_ratio is None and paper:
+        total = max(1, shared, heads // 2 + heads // 4) * layers
+    else:
+        mean = (options.active_ratio or 0.75) * heads
+        total = round(mean * layers) if options.uneven else math.floor(mean + 1e-9) * layers
+        total = max(total, max(1, shared) * layers)
+    low = max(1, shared)
+    if not (0 <= shared <= heads and low * layers <= total <= heads * layers):
+        raise UserError(
+            f"impossible head plan: num_active_heads={total / layers:g} must lie between "
+            f"{'num_shared_heads=' if shared > 0 else ''}{low} and num_attention_heads={heads}"
+        )
+    return shared, total
+
+
+def drops_to_fit(options: PlanOptions, config: PreTrainedConfig) -> list[int]:
+    """The numbers of dropped heads for which a layer's router is fitted.
+
+    With uneven budgets all that a layer may get, thinned out where there are many heads. A layer
+    that drops none still gets a router, that of one dropped head, so that its budget can be lowered.
+    """
+    shared, active = shared_and_active(options, config)
+    heads = config.num_attention_heads
+    most = heads - max(1, shared)
+    if not options.fits_router or not most:
+        return []
+    if not options.uneven:
+        return [max(1, heads - active // config.num_hidden_layers)]
+    step = math.ceil(most / _MOST_FITS)
+    return sorted({1, *range(step, most + 1, step), most})
 
 
 def build_config(
-    base_config: dict[str, Any], options: PlanOptions, importance: Sequence[Sequence[float]] | None = None
+    config: PreTrainedConfig, options: PlanOptions, shared_heads: Sequence[Sequence[int]], active_heads: Sequence[int]
 ) -> MoHLlamaConfig:
-    """The converted model's config: the base's fields plus the head plan.
-
-    Args:
-        base_config: the base's config.json.
-        options: what was asked for.
-        importance: per layer, one figure per head; the highest are shared when
-            `options.shared` is "importance".
-
-    Raises:
-        UserError: head counts that no layer can follow.
-    """
-    num_shared, num_active = head_counts(options, base_config["num_attention_heads"])
-    shared_heads = None
-    if options.shared == "importance" and importance is not None:
-        ranked = [sorted(range(len(layer)), key=lambda head, layer=layer: -layer[head]) for layer in importance]
-        shared_heads = [sorted(order[: max(num_shared, 0)]) for order in ranked]
-    dropped = ("model_type", "architectures", "auto_map", "transformers_version")
-    fields = {key: value for key, value in base_config.items() if key not in dropped}
+    """The converted model's config: the base's fields plus the head plan, per layer."""
+    shared, active = [len(ids) for ids in shared_heads], list(active_heads)
+    first = all(list(ids) == list(range(len(ids))) for ids in shared_heads)
     try:
-        config = MoHLlamaConfig(
-            **fields,
-            num_shared_heads=num_shared,
-            num_active_heads=num_active,
-            shared_heads=shared_heads,
+        built = MoHLlamaConfig(
+            **moh_fields(config),
+            num_shared_heads=shared[0] if len(set(shared)) == 1 else shared,
+            num_active_heads=active[0] if len(set(active)) == 1 else active,
+            shared_heads=None if first else [list(ids) for ids in shared_heads],
             router_type=options.router_type,
             router_score="quantized",
+            head_stand_in=options.head_stand_in,
         )
     except ValueError as error:
         raise UserError(f"impossible head plan: {' '.join(str(error).split())}") from error
-    config.architectures = ["MoHLlamaForCausalLM"]
-    return config
+    built.architectures = ["MoHLlamaForCausalLM"]
+    return built
 
 
-def paper_router(config: MoHLlamaConfig) -> MoHLlamaConfig:
-    """The same head counts with the paper's choices: first heads shared, query-norm router."""
-    fields = config.to_dict() | {"router_type": "query_norm", "router_score": "quantized", "shared_heads": None}
+def paper_plan(config: MoHLlamaConfig) -> MoHLlamaConfig:
+    """The paper's layer with as many active heads on average: first half shared, query norm, the same in each layer."""
+    active = config.active_heads_per_layer
+    mean = max(1, math.floor(sum(active) / len(active) + 0.5))
+    fields = config.to_dict() | {
+        "num_shared_heads": min(config.num_attention_heads // 2, mean),
+        "num_active_heads": mean,
+        "shared_heads": None,
+        "router_type": "query_norm",
+        "router_score": "quantized",
+        "head_stand_in": "none",
+    }
     return MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})

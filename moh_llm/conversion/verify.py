@@ -1,4 +1,7 @@
-"""Proof of a conversion: all heads on equals the base; at the target, how far from it, beside the paper's router."""
+"""Proof of a conversion: all heads on equals the base; at the target, how far from it, beside the paper's layer.
+
+The base and its conversions are run side by side from disk, a layer at a time, on the same text.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,80 +11,132 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from moh_llm.conversion.plan import paper_router
+from moh_llm.conversion.layers import LayerwiseModel, run_layer
+from moh_llm.conversion.plan import paper_plan
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch, Comparison, LogitsOf, compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
 
+BASE, ALL_HEADS = "base", "all_heads_active"
 
-@contextmanager
-def routed_as(model: MoHLlamaForCausalLM, config: MoHLlamaConfig) -> Iterator[None]:
-    """Within the block the model routes by fresh routers of `config`, a router type without weights."""
-    layers = model.model.layers
-    own = [layer.self_attn.router for layer in layers]
-    for number, layer in enumerate(layers):
-        layer.self_attn.router = MoHRouter(config, number)
-    try:
-        yield
-    finally:
-        for layer, router in zip(layers, own, strict=True):
-            layer.self_attn.router = router
+
+class RandomRouter(MoHRouter):
+    """Picks each token's routed heads by chance: what any router must beat."""
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.generator = torch.Generator().manual_seed(layer_idx)
+
+    def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
+        shape = (*hidden_states.shape[:-1], self.num_routed)
+        return torch.rand(shape, generator=self.generator).to(hidden_states)
 
 
 @torch.no_grad()
-def all_heads_equal(model: MoHLlamaForCausalLM, base: nn.Module, batches: Sequence[Batch]) -> bool:
-    """Whether the model with every head on gives the base's logits bit for bit."""
-    with model.all_heads_active():
-        return all(torch.equal(logits_of(model)(batch), logits_of(base)(batch)) for batch in batches)
-
-
-def by_paper_router(model: MoHLlamaForCausalLM) -> LogitsOf:
-    """The logits of the same weights and head counts under the paper's router."""
-    config = paper_router(model.config)
-
-    def run(batch: Batch) -> torch.Tensor:
-        with routed_as(model, config):
-            return logits_of(model)(batch)
-
-    return run
-
-
-def compare_routers(
-    model: MoHLlamaForCausalLM, base: nn.Module, batches: Sequence[Batch]
-) -> tuple[Comparison, Comparison]:
-    """The converted model, and the same head counts under the paper's router, against the base."""
-    candidates = {"model": logits_of(model), "paper": by_paper_router(model)}
-    progress = tqdm(batches, desc="compare with the base", unit="batch", leave=False)
-    found = compare_to_reference(candidates, logits_of(base), progress)
-    return found["model"], found["paper"]
-
-
-def verify(model: MoHLlamaForCausalLM, base: nn.Module, batches: Sequence[Batch]) -> dict[str, Any]:
+def verify(
+    base: LayerwiseModel, converted: LayerwiseModel, batches: Sequence[Batch], progress: bool = True
+) -> dict[str, Any]:
     """The record that `conversion.json` keeps under "verification".
 
     Args:
-        model: the converted model, loaded from what was written.
-        base: the base, in the same dtype and with the same attention backend.
+        base: the dense base.
+        converted: the converted model, as it was written, in the same dtype.
         batches: held-out text.
+        progress: whether to show it.
 
     Raises:
-        UserError: with all heads on the logits differ from the base's.
+        UserError: with all heads on, a layer's output differs from the base's.
     """
-    equal = all_heads_equal(model, base, batches[:1])
-    if not equal:
-        raise UserError(
-            "the converted model with all heads on does not equal the base; nothing was written. "
-            "Please report this with the base's name"
-        )
-    converted, paper = compare_routers(model, base, batches)
+    paper = paper_plan(converted.config)
+    variants = {"converted": converted.config, "paper_router": paper, "random_heads": paper}
+    names = [BASE, ALL_HEADS, *variants]
+    states = base.embed(batch["input_ids"] for batch in batches)
+    hidden = {name: list(states if name != ALL_HEADS else states[:1]) for name in names}
+    layers = []
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    with tqdm(total=tokens * len(base), desc="verify", unit="token", unit_scale=True, disable=not progress) as bar:
+        for number in range(len(base)):
+            outputs = {}
+            outputs[BASE], hidden[BASE] = _run(base.layer(number), hidden[BASE], batches)
+            layer = converted.layer(number)
+            with layer.all_heads_active():
+                _, hidden[ALL_HEADS] = _run(layer, hidden[ALL_HEADS], batches)
+            if not torch.equal(hidden[ALL_HEADS][0], hidden[BASE][0]):
+                raise UserError(
+                    f"layer {number} with all heads on does not equal the base's; nothing was written. "
+                    "Please report this with the base's name"
+                )
+            with _gates(layer) as gates:
+                outputs["converted"], hidden["converted"] = _run(layer, hidden["converted"], batches)
+            for name in ("paper_router", "random_heads"):
+                kind = MoHRouter if name == "paper_router" else RandomRouter
+                with routed_as(layer, paper, kind, first=number):
+                    outputs[name], hidden[name] = _run(layer, hidden[name], batches)
+            layers.append(_layer_figures(outputs, torch.cat(gates)))
+            bar.update(tokens)
+    found = _compare(base.head(), hidden, list(variants), batches)
     return {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "all_heads_active": {"logits_equal_base": equal, "tokens": batches[0]["input_ids"].numel()},
-        "held_out_tokens": converted.tokens,
-        "base_perplexity": converted.reference_perplexity,
-        "converted": _figures(converted),
-        "paper_router": _figures(paper),
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "all_heads_active": {"equals_base": True, "tokens": batches[0]["input_ids"].numel()},
+        "held_out_tokens": found["converted"].tokens,
+        "base_perplexity": found["converted"].reference_perplexity,
+        **{name: _figures(found[name]) for name in variants},
+        "paper_active_heads": paper.num_active_heads,
+        "layers": layers,
     }
+
+
+def _run(
+    layer: nn.Module, hidden: Sequence[torch.Tensor], batches: Sequence[Batch]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The attention's and the layer's outputs for each batch."""
+    attention: list[torch.Tensor] = []
+    handle = layer.layers[0].self_attn.register_forward_hook(lambda module, args, output: attention.append(output[0]))
+    try:
+        return attention, [run_layer(layer, h, b["position_ids"]) for h, b in zip(hidden, batches, strict=False)]
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _gates(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The gates `[N, H]` of every call within the block."""
+    gates: list[torch.Tensor] = []
+    router = layer.layers[0].self_attn.router
+    handle = router.register_forward_hook(lambda module, args, output: gates.append(output[1].flatten(0, -2)))
+    try:
+        yield gates
+    finally:
+        handle.remove()
+
+
+def _layer_figures(outputs: dict[str, list[torch.Tensor]], gates: torch.Tensor) -> dict[str, Any]:
+    """Head load, and ||attention output - base's|| / ||base's|| over all tokens."""
+    reference = torch.cat([output.float().flatten() for output in outputs[BASE]])
+
+    def error(name: str) -> float:
+        own = torch.cat([output.float().flatten() for output in outputs[name]])
+        return ((own - reference).norm() / reference.norm().clamp_min(1e-12)).item()
+
+    return {
+        "attention_output_error": error("converted"),
+        "attention_output_error_paper": error("paper_router"),
+        "head_load": [round(load, 4) for load in gates.ne(0).double().mean(0).tolist()],
+    }
+
+
+def _compare(
+    head: nn.Module, hidden: dict[str, list[torch.Tensor]], names: Sequence[str], batches: Sequence[Batch]
+) -> dict[str, Comparison]:
+    """Logits of each variant against the base's, a window at a time: a vocabulary is wide."""
+    windows = [{"labels": labels[None]} for batch in batches for labels in batch["labels"]]
+
+    def logits_in_turn(name: str) -> LogitsOf:
+        states = (window for batch in hidden[name] for window in batch.split(1))
+        return lambda _: head(next(states))
+
+    candidates = {name: logits_in_turn(name) for name in names}
+    return compare_to_reference(candidates, logits_in_turn(BASE), windows)
 
 
 def _figures(comparison: Comparison) -> dict[str, float]:
@@ -91,3 +146,46 @@ def _figures(comparison: Comparison) -> dict[str, float]:
         "kl": comparison.kl,
         "top1_agreement": comparison.top1_agreement,
     }
+
+
+@contextmanager
+def routed_as(
+    model: nn.Module, config: MoHLlamaConfig, kind: type[MoHRouter] = MoHRouter, first: int = 0
+) -> Iterator[None]:
+    """Within the block the model's layers route by fresh routers without weights, and have no stand-ins.
+
+    Args:
+        model: a MoH model or decoder.
+        config: whose head counts and router type the routers have.
+        kind: the routers' class.
+        first: which layer of `config` the model's first one is.
+    """
+    attentions = [layer.self_attn for layer in getattr(model, "model", model).layers]
+    own = [(attention.router, attention.stand_in) for attention in attentions]
+    for number, attention in enumerate(attentions, first):
+        attention.router, attention.stand_in = kind(config, number), None
+    try:
+        yield
+    finally:
+        for attention, (router, stand_in) in zip(attentions, own, strict=True):
+            attention.router, attention.stand_in = router, stand_in
+
+
+def by_paper_plan(model: MoHLlamaForCausalLM) -> LogitsOf:
+    """The logits of the same weights as the paper's layer with as many active heads on average."""
+    config = paper_plan(model.config)
+
+    def run(batch: Batch) -> torch.Tensor:
+        with routed_as(model, config):
+            return logits_of(model)(batch)
+
+    return run
+
+
+def compare_with_paper(
+    model: MoHLlamaForCausalLM, base: nn.Module, batches: Sequence[Batch]
+) -> tuple[Comparison, Comparison]:
+    """The converted model, and its weights as the paper's layer, against the base."""
+    candidates = {"model": logits_of(model), "paper": by_paper_plan(model)}
+    found = compare_to_reference(candidates, logits_of(base), tqdm(batches, desc="compare", unit="batch", leave=False))
+    return found["model"], found["paper"]

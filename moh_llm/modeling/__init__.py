@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
 from moh_llm.modeling.modeling_moh_llama import MoHLlamaForCausalLM, MoHLlamaModel, MoHLlamaPreTrainedModel
-from moh_llm.modeling.routing_moh import MoHRouter, load_balancing_loss
+from moh_llm.modeling.routing_moh import MoHRouter, MoHStandIn, is_routing_weight, load_balancing_loss
 
 AutoConfig.register("moh_llama", MoHLlamaConfig, exist_ok=True)
 AutoModel.register(MoHLlamaConfig, MoHLlamaModel, exist_ok=True)
@@ -25,5 +25,7 @@ __all__ = [
     "MoHLlamaModel",
     "MoHLlamaPreTrainedModel",
     "MoHRouter",
+    "MoHStandIn",
+    "is_routing_weight",
     "load_balancing_loss",
 ]

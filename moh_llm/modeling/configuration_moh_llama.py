@@ -6,6 +6,7 @@ from transformers import LlamaConfig
 
 ROUTER_TYPES = ("query_norm", "linear", "two_stage")
 ROUTER_SCORES = ("quantized", "weighted")
+STAND_INS = ("none", "value")
 
 
 class MoHLlamaConfig(LlamaConfig):
@@ -30,10 +31,19 @@ class MoHLlamaConfig(LlamaConfig):
         router_score (`str`):
             `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight
             through to the real-valued score (Eq. 9 and 10); `"weighted"` multiplies by the score.
+        head_stand_in (`str`):
+            What takes the place of a routed head that is off: `"none"`, as in the paper, or
+            `"value"`, a fixed vector plus a share, linear in the layer's input, of the token's own
+            value vector. Both leave a head that is on as it is.
         router_aux_loss_coef (`float`):
             Weight beta of the load-balance loss (Eq. 8).
         output_router_logits (`bool`):
             Whether a forward pass returns router logits and the load-balance loss.
+        attention_output_bias (`bool`, *optional*):
+            Whether the output projection has a bias. Default: that of the other projections,
+            `attention_bias`. Qwen2 has biases on queries, keys and values only.
+        query_key_norm (`bool`):
+            Whether queries and keys of each head are RMS-normalised before rotary embedding (Qwen3).
 
     Raises:
         ValueError: a head plan that no model can follow; the message names the layer and the rule.
@@ -46,8 +56,11 @@ class MoHLlamaConfig(LlamaConfig):
     shared_heads: list[list[int]] | None = None
     router_type: str = "query_norm"
     router_score: str = "quantized"
+    head_stand_in: str = "none"
     router_aux_loss_coef: float = 0.01
     output_router_logits: bool = False
+    attention_output_bias: bool | None = None
+    query_key_norm: bool = False
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -88,6 +101,10 @@ class MoHLlamaConfig(LlamaConfig):
             raise ValueError(f"router_type={self.router_type!r} must be one of {', '.join(ROUTER_TYPES)}")
         if self.router_score not in ROUTER_SCORES:
             raise ValueError(f"router_score={self.router_score!r} must be one of {', '.join(ROUTER_SCORES)}")
+        if self.head_stand_in not in STAND_INS:
+            raise ValueError(f"head_stand_in={self.head_stand_in!r} must be one of {', '.join(STAND_INS)}")
+        if self.head_stand_in != "none" and self.router_score != "quantized":
+            raise ValueError(f"head_stand_in={self.head_stand_in!r} needs router_score='quantized': a gate of 0 or 1")
         for name in ("num_shared_heads", "num_active_heads"):
             if len(self._per_layer(name)) != layers:
                 raise ValueError(f"{name} has {len(self._per_layer(name))} entries for num_hidden_layers={layers}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -29,15 +30,27 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_moh_llama import MoHLlamaConfig
-from .routing_moh import MoHRouter, load_balancing_loss
+from .routing_moh import MoHRouter, MoHStandIn, load_balancing_loss
 
 
 class MoHLlamaAttention(LlamaAttention):
-    """LLaMA attention whose head outputs are gated per token: sum_i g_i H_i W_O^i (Eq. 4)."""
+    """LLaMA attention whose head outputs are gated per token: sum_i g_i H_i W_O^i (Eq. 4).
+
+    With stand-ins S_i for heads that are off: sum_i (g_i H_i + (1 - g_i) S_i) W_O^i.
+    """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
+        if config.attention_output_bias not in (None, config.attention_bias):
+            width = config.num_attention_heads * self.head_dim
+            self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_output_bias)
+        if config.query_key_norm:
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.normed = config.query_key_norm
         self.router = MoHRouter(config, layer_idx)
+        stands_in = config.head_stand_in != "none" and self.router.num_routed > 0
+        self.stand_in = MoHStandIn(config, layer_idx) if stands_in else None
 
     def forward(
         self,
@@ -52,8 +65,12 @@ class MoHLlamaAttention(LlamaAttention):
         head_shape = (*input_shape, -1, self.head_dim)
 
         queries = self.q_proj(hidden_states).view(head_shape)
-        keys = self.k_proj(hidden_states).view(head_shape).transpose(1, 2)
-        values = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+        keys = self.k_proj(hidden_states).view(head_shape)
+        if self.normed:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        keys = keys.transpose(1, 2)
+        own_values = self.v_proj(hidden_states).view(head_shape)
+        values = own_values.transpose(1, 2)
         _, gate = self.router(hidden_states, queries)
 
         cos, sin = position_embeddings
@@ -75,7 +92,11 @@ class MoHLlamaAttention(LlamaAttention):
             **kwargs,
         )
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
-        head_outputs = head_outputs.reshape(head_shape) * gate.unsqueeze(-1).to(head_outputs.dtype)
+        gate = gate.unsqueeze(-1).to(head_outputs.dtype)
+        head_outputs = head_outputs.reshape(head_shape) * gate
+        if self.stand_in is not None:
+            # Where the gate is 1 this adds an exact zero.
+            head_outputs = head_outputs + (1 - gate) * self.stand_in(hidden_states, own_values)
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
 
 
@@ -102,6 +123,12 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         "hidden_states": MoHLlamaDecoderLayer,
         "attentions": MoHLlamaAttention,
     }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, MoHStandIn):
+            init.zeros_(module.bias)
 
     @property
     def routers(self) -> list[MoHRouter]:

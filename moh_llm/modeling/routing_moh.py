@@ -13,6 +13,11 @@ from transformers.utils.generic import maybe_autocast
 from .configuration_moh_llama import MoHLlamaConfig
 
 
+def is_routing_weight(name: str) -> bool:
+    """Whether a tensor of that name is a router's or a stand-in's: what a MoH model has beside its dense base."""
+    return ".self_attn.router." in name or ".self_attn.stand_in." in name
+
+
 def select_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
     """1 at the `k` largest entries of the last dimension, else 0, in the dtype of `logits`."""
     return torch.zeros_like(logits).scatter(-1, logits.topk(k, dim=-1).indices, 1.0)
@@ -61,6 +66,12 @@ def load_balancing_loss(
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
+def order_of_heads(shared: Sequence[int], routed: Sequence[int]) -> list[int] | None:
+    """Index that brings "shared heads, then routed heads" into the model's order; None where it is that already."""
+    order = [*shared, *routed]
+    return None if order == sorted(order) else [order.index(head) for head in range(len(order))]
+
+
 class MoHRouter(nn.Module):
     """Scores the routed heads of one layer and builds the gate of all heads.
 
@@ -81,12 +92,8 @@ class MoHRouter(nn.Module):
         self.top_k = self.num_active - self.num_shared
         self.router_type, self.router_score = config.router_type, config.router_score
         # Python lists, not buffers: they need no care when weights are loaded on the meta device.
-        # Shared heads that come first need no permutation at all.
         self.routed_heads = routed
-        self.shared_first = shared == list(range(len(shared)))
-        if not self.shared_first:
-            order = shared + routed
-            self.head_order = [order.index(head) for head in range(len(order))]
+        self.head_order = order_of_heads(shared, routed)
 
         if self.router_type == "linear" and self.num_routed:
             self.routed = nn.Linear(config.hidden_size, self.num_routed)
@@ -123,16 +130,15 @@ class MoHRouter(nn.Module):
                 gate = torch.cat([shared_score, selected * routed_score], dim=-1)
             else:
                 gate = torch.cat([straight_through(1.0, shared_score), straight_through(selected, routed_score)], -1)
-            return logits, gate if self.shared_first else gate[..., self.head_order]
+            return logits, gate if self.head_order is None else gate[..., self.head_order]
 
     def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
         if self.router_type != "query_norm":
             if not self.num_routed:
                 return hidden_states[..., :0]
             return self._project(self.routed, hidden_states)
-        routed = (
-            query_states[..., self.num_shared :, :] if self.shared_first else query_states[..., self.routed_heads, :]
-        )
+        first = self.head_order is None
+        routed = query_states[..., self.num_shared :, :] if first else query_states[..., self.routed_heads, :]
         norms = routed.norm(dim=-1)
         if self.num_routed < 2:
             return norms  # one head has no spread to divide by, and nothing to compete with
@@ -145,4 +151,41 @@ class MoHRouter(nn.Module):
         return nn.functional.linear(hidden_states, linear.weight.to(hidden_states.dtype), bias)
 
 
-__all__ = ["MoHRouter", "load_balancing_loss", "select_top_k", "straight_through"]
+class MoHStandIn(nn.Module):
+    """What a routed head that is off contributes: b_h + a_h(x) v, with a_h linear in the layer's input x.
+
+    v is the token's own value vector of the head's group. A head mostly attends to a few sink
+    positions, whose mixture hardly varies (b_h), and to the token itself (a_h(x) v): this is that
+    head without its attention to other tokens. It costs what the router costs.
+
+    Args:
+        config: the model's configuration, already validated.
+        layer_idx: number of the layer.
+    """
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        super().__init__()
+        shared = config.shared_heads_per_layer[layer_idx]
+        routed = [head for head in range(config.num_attention_heads) if head not in set(shared)]
+        self.num_shared = len(shared)
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.routed_heads = routed
+        self.head_order = order_of_heads(shared, routed)
+        self.own_value = nn.Linear(config.hidden_size, len(routed))
+        self.bias = nn.Parameter(torch.zeros(len(routed), config.head_dim))
+
+    def forward(self, hidden_states: torch.Tensor, value_states: torch.Tensor) -> torch.Tensor:
+        """Stand-ins of all heads `[B, T, H, D]`, zero for shared ones.
+
+        Args:
+            hidden_states: the attention layer's input `[B, T, C]`.
+            value_states: values of these tokens `[B, T, KV, D]`.
+        """
+        values = value_states.repeat_interleave(self.groups, dim=-2)
+        values = values[..., self.num_shared :, :] if self.head_order is None else values[..., self.routed_heads, :]
+        routed = self.bias + self.own_value(hidden_states).unsqueeze(-1) * values
+        stand_in = nn.functional.pad(routed, (0, 0, self.num_shared, 0))
+        return stand_in if self.head_order is None else stand_in[..., self.head_order, :]
+
+
+__all__ = ["MoHRouter", "MoHStandIn", "is_routing_weight", "load_balancing_loss", "select_top_k", "straight_through"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moh_llm.conversion.convert import BATCH, WINDOW
-from moh_llm.conversion.verify import by_paper_router
+from moh_llm.conversion.verify import by_paper_plan
 from moh_llm.data.mixture import EMBEDDED
 from moh_llm.data.stream import validation_batches
 from moh_llm.data.tokenize import tokenize_mixture
@@ -21,7 +21,7 @@ from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.quickstart.smollm2 import make_smollm2
 
 HELD_OUT_TOKENS = 8192
-ACTIVE_RATIO = 0.78  # 7 of SmolLM2's 9 heads
+ACTIVE_RATIO = 0.7778  # 7 of SmolLM2's 9 heads
 RECIPE = """\
 # The quick start's recipe: a short self-distillation on the text that Python itself ships.
 # `moh-llm train --help` explains every key.
@@ -68,7 +68,8 @@ def quickstart(output: Path, base: str | None, steps: int, command: Callable[[li
     recipe = RECIPE.format(model=moh, output=recovery, steps=steps, warmup=min(2, steps))
     write_text(output / "recipe.yaml", recipe)
 
-    run("convert", base, "--active-ratio", str(ACTIVE_RATIO), "--heldout-tokens", "2048", "--output", str(moh))
+    flags = ["--active-ratio", str(ACTIVE_RATIO), "--calibration-tokens", "16384", "--verify", "quick"]
+    run("convert", base, *flags, "--output", str(moh))
     run("train", str(output / "recipe.yaml"))
     run("evaluate", str(recovery / "model"), "--base", base, "--suite", "smoke", "--output", str(report))
 
@@ -88,14 +89,14 @@ def compare(base_name: str, converted: Path, tuned: Path) -> list[dict[str, Any]
     tokenizer = AutoTokenizer.from_pretrained(base_name)
     sources = tokenize_mixture(EMBEDDED, tokenizer, 0, HELD_OUT_TOKENS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = LlamaForCausalLM.from_pretrained(base_name).to(device).eval()
+    base = AutoModelForCausalLM.from_pretrained(base_name).to(device).eval()
     moh, moh_tuned = (MoHLlamaForCausalLM.from_pretrained(f).to(device).eval() for f in (converted, tuned))
     length = min(WINDOW, base.config.max_position_embeddings)
     batches = validation_batches(sources, length, HELD_OUT_TOKENS, BATCH)
     found = compare_to_reference(
         {
             "dense": logits_of(base),
-            "paper's router": by_paper_router(moh),
+            "paper's layer": by_paper_plan(moh),
             "calibrated": logits_of(moh),
             "tuned": logits_of(moh_tuned),
         },

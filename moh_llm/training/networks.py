@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from moh_llm.errors import UserError
 from moh_llm.files import new_folder
 from moh_llm.metrics import Batch, LogitsOf, logits_of
-from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.schedules import learning_rates
 
@@ -53,9 +53,9 @@ def load_base(config: TrainConfig, device: torch.device) -> MoHLlamaForCausalLM:
 
 
 def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Module:
-    """Freeze the network, give it adapters, and leave its routers trainable in full.
+    """Freeze the network, give it adapters, and leave its routers and stand-ins trainable in full.
 
-    Routers are trained in place and not through peft's ``modules_to_save``: that would wrap them,
+    These are trained in place and not through peft's ``modules_to_save``: that would wrap them,
     and the head budget set on a wrapper would not reach the router inside.
 
     Raises:
@@ -65,7 +65,7 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
     from peft import get_peft_model
 
     linear = [name for name, module in network.named_modules() if isinstance(module, torch.nn.Linear)]
-    known = sorted({name.rsplit(".", 1)[-1] for name in linear if ".router." not in name} - {"lm_head"})
+    known = sorted({name.rsplit(".", 1)[-1] for name in linear if not is_routing_weight(name)} - {"lm_head"})
     for target in config.target_modules:
         if target not in known:
             raise UserError(f"lora.target_modules: the model has no {target!r}; it has {', '.join(known)}")
@@ -76,8 +76,9 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
         target_modules=list(config.target_modules),
     )
     adapted = get_peft_model(network, adapters)
-    for router in network.routers:
-        router.requires_grad_(True)
+    for name, weight in network.named_parameters():
+        if is_routing_weight(name):
+            weight.requires_grad_(True)
     return adapted
 
 
@@ -90,7 +91,7 @@ def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim
     """AdamW over up to four groups: base or router, decayed (matrices) or not (vectors)."""
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, weight in trained_weights(network).items():
-        groups.setdefault((".router." in name, weight.ndim >= 2), []).append(weight)
+        groups.setdefault((is_routing_weight(name), weight.ndim >= 2), []).append(weight)
     settings = config.optimizer
     return torch.optim.AdamW(
         [

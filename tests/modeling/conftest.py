@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 
 
 @pytest.fixture
@@ -15,7 +15,14 @@ def make_pair(make_llama, tmp_path) -> Callable[..., tuple[LlamaForCausalLM, MoH
 
     Keywords are config fields of either, and `dtype` and `attn_implementation` for loading.
     """
-    moh_fields = ("num_shared_heads", "num_active_heads", "shared_heads", "router_type", "router_score")
+    moh_fields = (
+        "num_shared_heads",
+        "num_active_heads",
+        "shared_heads",
+        "router_type",
+        "router_score",
+        "head_stand_in",
+    )
 
     def make(dtype=torch.float32, attn_implementation="sdpa", **fields):
         plan = {key: fields.pop(key) for key in moh_fields if key in fields}
@@ -25,7 +32,10 @@ def make_pair(make_llama, tmp_path) -> Callable[..., tuple[LlamaForCausalLM, MoH
         torch.manual_seed(1)
         moh = MoHLlamaForCausalLM(MoHLlamaConfig(**config, **plan))
         missing, unexpected = moh.load_state_dict(LlamaForCausalLM.from_pretrained(folder).state_dict(), strict=False)
-        assert not unexpected and all(".router." in name for name in missing)
+        assert not unexpected and all(map(is_routing_weight, missing))
+        for attention in (layer.self_attn for layer in moh.model.layers):
+            if attention.stand_in is not None:
+                torch.nn.init.normal_(attention.stand_in.bias)  # zero in a fresh model
         # Through a folder, so that dtype is handled as for a user (rotary tables stay float32).
         moh.save_pretrained(tmp_path / "moh")
         moh = MoHLlamaForCausalLM.from_pretrained(

@@ -50,6 +50,7 @@ def attention(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray)
     v = (x @ weights[prefix + "v_proj.weight"].T).reshape(len(x), kv_heads, size)
     out_weight = weights[prefix + "o_proj.weight"]
     theta = config.rope_parameters["rope_theta"]
+    routed = [head for head in range(heads) if head not in config.shared_heads_per_layer[layer]]
 
     def rotate(vector: np.ndarray, position: int) -> np.ndarray:
         half = size // 2
@@ -61,9 +62,15 @@ def attention(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray)
     for t in range(len(x)):
         gate = gates(config, weights, layer, x[t], q[t])
         for head in range(heads):
-            if gate[head] == 0:
-                continue
             group = head // (heads // kv_heads)
+            if gate[head] == 0:
+                if config.head_stand_in == "value":
+                    row = routed.index(head)
+                    share = weights[prefix + "stand_in.own_value.weight"][row] @ x[t]
+                    share += weights[prefix + "stand_in.own_value.bias"][row]
+                    stand_in = weights[prefix + "stand_in.bias"][row] + share * v[t, group]
+                    output[t] += out_weight[:, head * size : (head + 1) * size] @ stand_in
+                continue
             query = rotate(q[t, head], t)
             scores = np.array([query @ rotate(k[s, group], s) / math.sqrt(size) for s in range(t + 1)])
             head_output = softmax(scores) @ v[: t + 1, group]

@@ -41,6 +41,8 @@ def test_per_layer_counts_and_ids_survive_saving(tmp_path):
         ({"num_shared_heads": 2, "shared_heads": [[0, 0], [1, 2]]}, r"shared_heads=\[0, 0\] must be 2 different"),
         ({"router_type": "norm"}, "router_type='norm' must be one of query_norm, linear, two_stage"),
         ({"router_score": "soft"}, "router_score='soft' must be one of quantized, weighted"),
+        ({"head_stand_in": "mean"}, "head_stand_in='mean' must be one of none, value"),
+        ({"head_stand_in": "value", "router_score": "weighted"}, "head_stand_in='value' needs router_score='quantized'"),
         ({"router_type": "two_stage", "num_shared_heads": 0}, "needs at least one shared and one routed head"),
     ],
 )

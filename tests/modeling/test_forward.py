@@ -31,6 +31,19 @@ PLANS = {
     },
     "no shared head": {"num_shared_heads": 0, "num_active_heads": 2, "router_type": "linear"},
     "per layer": {"num_shared_heads": [1, 4], "num_active_heads": [2, 4], "router_type": "linear"},
+    "stand-ins": {
+        "num_shared_heads": [1, 4],
+        "num_active_heads": [2, 4],
+        "router_type": "linear",
+        "head_stand_in": "value",
+    },
+    "stand-ins, explicit ids": {
+        "num_shared_heads": 2,
+        "num_active_heads": 3,
+        "shared_heads": [[1, 3], [0, 2]],
+        "router_type": "linear",
+        "head_stand_in": "value",
+    },
     "one routed head": {"num_shared_heads": 3, "num_active_heads": 3, "router_type": "query_norm"},
     "explicit ids": {
         "num_shared_heads": 2,
@@ -78,10 +91,19 @@ def test_head_layouts_agree_with_the_naive_loop(make_pair, ids, heads, router_ty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("router_type", ["query_norm", "linear", "two_stage"])
-def test_all_heads_active_is_the_base_bit_for_bit(make_pair, ids, dtype, implementation, router_type):
+@pytest.mark.parametrize(
+    "routing",
+    [
+        {"router_type": "query_norm"},
+        {"router_type": "linear"},
+        {"router_type": "linear", "head_stand_in": "value"},
+        {"router_type": "two_stage"},
+    ],
+    ids=lambda routing: " ".join(routing.values()),
+)
+def test_all_heads_active_is_the_base_bit_for_bit(make_pair, ids, dtype, implementation, routing):
     dense, moh = make_pair(
-        dtype=dtype, attn_implementation=implementation, num_shared_heads=1, num_active_heads=2, router_type=router_type
+        dtype=dtype, attn_implementation=implementation, num_shared_heads=1, num_active_heads=2, **routing
     )
     with torch.no_grad(), moh.all_heads_active():
         assert torch.equal(moh(ids).logits, dense(ids).logits)
@@ -121,9 +143,11 @@ def test_config_with_all_heads_active_is_the_base(make_pair, ids, fields):
         assert torch.equal(moh(ids).logits, dense(ids).logits)
 
 
+@pytest.mark.parametrize("stand_in", ["none", "value"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_decoding_with_a_cache_gives_one_full_pass(make_pair, ids, implementation):
-    _, moh = make_pair(attn_implementation=implementation, num_shared_heads=1, num_active_heads=2, router_type="linear")
+def test_decoding_with_a_cache_gives_one_full_pass(make_pair, ids, implementation, stand_in):
+    plan = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_stand_in": stand_in}
+    _, moh = make_pair(attn_implementation=implementation, **plan)
     with torch.no_grad():
         full = moh(ids).logits
         past, steps = None, []

@@ -1,0 +1,193 @@
+"""How near conversions of one base come to it without any training, over budgets and kinds of plan.
+
+    python benchmarks/quality.py BASE --calibration mixture.yaml --budgets 8 7 6 5 \\
+        --text c4/validation.jsonl book/validation.jsonl arxiv/validation.jsonl --json quality.json
+
+The base is calibrated once for each way of choosing shared heads; every plan is cut from that. Each
+row is a model, each text a column: perplexity / base perplexity on windows of 512 tokens with
+documents isolated, and the mean KL(base || model) in nats per token over all texts. The oracle rows
+drop, with the same budgets and stand-ins, the heads whose true contribution is least: what a
+perfect router of this kind would reach.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moh_llm.conversion.base import open_base
+from moh_llm.conversion.calibrate import CalibrationPlan, LayerCalibration, calibrate
+from moh_llm.conversion.convert import BATCH, WINDOW, peak_memory_mib, plan_config, routing_tensors
+from moh_llm.conversion.layers import LayerwiseModel
+from moh_llm.conversion.plan import PlanOptions, drops_to_fit, shared_and_active
+from moh_llm.conversion.verify import routed_as
+from moh_llm.data.mixture import mixture_from_arguments, mixture_from_files
+from moh_llm.data.stream import fixed_batches
+from moh_llm.data.tokenize import tokenize_mixture
+from moh_llm.metrics import Batch, LogitsOf, compare_to_reference, logits_of
+from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
+from moh_llm.modeling.routing_moh import select_top_k
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", help="folder or Hub id of the dense model")
+    parser.add_argument("--calibration", nargs="+", required=True, help="text files or a mixture, as for convert")
+    parser.add_argument("--calibration-tokens", type=int, default=24576)
+    parser.add_argument("--text", nargs="+", required=True, help="text files, each a column of the table")
+    parser.add_argument("--tokens", type=int, default=1 << 40, help="read at most this many tokens of each text")
+    parser.add_argument("--budgets", nargs="+", type=int, default=[8, 7, 6, 5], help="mean active heads")
+    parser.add_argument("--even", nargs="*", type=int, default=[7, 6], help="budgets to try evenly, too")
+    parser.add_argument("--shared", nargs="+", default=["first:1"], help="KIND:NUMBER, as first:1 or importance:3")
+    parser.add_argument("--stand-in", nargs="+", default=["value"], choices=["value", "none"])
+    parser.add_argument("--oracle", action="store_true", help="add the oracle rows")
+    parser.add_argument("--paper", action="store_true", help="add the paper's layer at each budget")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    args = parser.parse_args()
+
+    dtype, device = getattr(torch, args.dtype), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    base = open_base(args.base)
+    tokenizer = AutoTokenizer.from_pretrained(base.folder)
+    dense = AutoModelForCausalLM.from_pretrained(base.folder, dtype=dtype).to(device).eval()
+    texts = {}
+    for name in args.text:
+        (source,) = tokenize_mixture(mixture_from_files([name], validation_share=0), tokenizer)
+        length = min(WINDOW, base.config.max_position_embeddings)
+        wanted = min(args.tokens, len(source.train))
+        texts[name] = fixed_batches([source.train], [1.0], length, wanted, BATCH)
+    mixture = mixture_from_arguments(args.calibration)
+    sources = tokenize_mixture(mixture, tokenizer, args.calibration_tokens, 0)
+    streams, shares = [s.train for s in sources], [s.weight for s in sources]
+    batches = fixed_batches(streams, shares, length, args.calibration_tokens, BATCH)
+
+    candidates: dict[str, LogitsOf] = {}
+    for shared in args.shared:
+        kind, number = shared.split(":")
+        for stand_in in args.stand_in:
+            plan = PlanOptions(num_shared_heads=int(number), shared=kind, stand_in=stand_in)
+            started = time.perf_counter()
+            calibrated = _calibrate(base, plan, batches, dtype, device)
+            print(f"calibrated {shared}, stand-in {stand_in}: {time.perf_counter() - started:.0f} s", flush=True)
+            for budget, budgets in [(b, "uneven") for b in args.budgets] + [(b, "even") for b in args.even]:
+                plan = dataclasses.replace(plan, num_active_heads=budget, budgets=budgets)
+                model = _model(base, dense, plan, calibrated, dtype)
+                label = f"{budget} {budgets}, {shared}, {stand_in}"
+                candidates[label] = logits_of(model)
+                if args.oracle:
+                    candidates[f"{label}, oracle"] = _by_oracle(model)
+                print(f"{label}: {model.config.active_heads_per_layer}", flush=True)
+    if args.paper:
+        for budget in args.budgets:
+            plan = PlanOptions(preset="paper", num_active_heads=budget, num_shared_heads=min(budget, 4))
+            candidates[f"{budget} paper"] = logits_of(_model(base, dense, plan, None, dtype))
+
+    found = {}
+    for name, batches in texts.items():
+        progress = tqdm(batches, desc=name[-40:], unit="batch")
+        found[name] = compare_to_reference(candidates, logits_of(dense), progress)
+        some = next(iter(found[name].values()))
+        print(f"{name}: {some.tokens} tokens, base perplexity {some.reference_perplexity:.2f}", flush=True)
+    rows = []
+    for label in candidates:
+        ratios = {name: found[name][label].perplexity_ratio for name in texts}
+        kl = sum(found[name][label].kl for name in texts) / len(texts)
+        mean = sum(ratios.values()) / len(ratios)
+        rows.append({"model": label, "ratios": ratios, "mean_ratio": mean, "kl": kl})
+        print(f"{label:<38} {' '.join(f'{r:.4f}' for r in ratios.values())}  mean {mean:.4f}  KL {kl:.4f}")
+    print(f"peak memory {peak_memory_mib()} MiB")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def _calibrate(base, plan: PlanOptions, batches: list[Batch], dtype, device) -> list[LayerCalibration]:
+    model = LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device)
+    every = CalibrationPlan(
+        num_shared_heads=shared_and_active(plan, base.config)[0],
+        by_importance=plan.shared == "importance",
+        drops=drops_to_fit(plan, base.config),
+        stand_in=plan.head_stand_in != "none",
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        return calibrate(model, batches, every, Path(scratch))
+
+
+def _model(base, dense, plan: PlanOptions, calibrated, dtype) -> MoHLlamaForCausalLM:
+    """The conversion that `convert` would write, in memory."""
+    config = plan_config(plan, base.config, calibrated)
+    model = MoHLlamaForCausalLM(config).to(dtype)
+    weights = dense.state_dict() | routing_tensors(config, calibrated)
+    model.load_state_dict(weights)
+    return model.to(dense.device).eval()
+
+
+def _by_oracle(model: MoHLlamaForCausalLM) -> LogitsOf:
+    def run(batch: Batch) -> torch.Tensor:
+        with _oracle(model):
+            return logits_of(model)(batch)
+
+    return run
+
+
+@contextmanager
+def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
+    """Within the block each token drops the heads whose replacement by their stand-in changes the output least."""
+    handles, layers = [], model.model.layers
+    for layer in layers:
+        attention, state = layer.self_attn, {}
+
+        def keep(module, args, kwargs, state=state):
+            state["x"] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+        def values(module, args, output, state=state):
+            state["v"] = output
+
+        def drop(module, args, attention=attention, state=state):
+            shape = args[0].shape
+            heads = args[0].unflatten(-1, (-1, attention.head_dim))
+            stand_in = torch.zeros_like(heads)
+            if state["stand_in"] is not None:
+                stand_in = state["stand_in"](state["x"], state["v"].unflatten(-1, (-1, attention.head_dim)))
+            slices = module.weight.unflatten(-1, (-1, attention.head_dim)).float()
+            gram = torch.einsum("chd,che->hde", slices, slices)
+            residual = (heads - stand_in).float()
+            cost = torch.einsum("...hd,hde,...he->...h", residual, gram, residual)
+            router = state["router"]
+            cost[..., [h for h in range(cost.shape[-1]) if h not in router.routed_heads]] = torch.inf
+            gate = select_top_k(cost, router.num_active).to(heads.dtype)[..., None]
+            return ((heads * gate + stand_in * (1 - gate)).reshape(shape),)
+
+        state["stand_in"], state["router"] = attention.stand_in, attention.router
+        handles += [
+            attention.register_forward_pre_hook(keep, with_kwargs=True),
+            attention.v_proj.register_forward_hook(values),
+            attention.o_proj.register_forward_pre_hook(drop),
+        ]
+    try:
+        with routed_as(model, model.config, _AllOn):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _AllOn(MoHRouter):
+    """A gate of ones, so that the oracle's hook sees every head's output."""
+
+    def forward(self, hidden_states, query_states):
+        gate = hidden_states.new_ones(*hidden_states.shape[:-1], self.num_shared + self.num_routed)
+        return gate[..., self.num_shared :], gate
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""One layer's router and stand-ins in closed form, for every number of heads that it might drop.
+
+Writing o_h = H_h W_O^h for what head h adds to the layer's output, s_h = S_h W_O^h for what its
+stand-in would, and M for the layer's sensitivity (the mean of g g^T, with g the gradient of
+-log p(y), y drawn from the model, by the attention output), dropping the heads D of a token costs
+about
+
+    1/2 e^T M e  nats of KL,  e = sum_{h in D} (o_h - s_h)
+
+The fit alternates two least-squares problems: the stand-in of each head on the tokens that drop it,
+and the router, a ridge regression of log c_h on the layer's input, c_h^2 = (o_h - s_h)^T M (o_h - s_h);
+a token drops the heads of lowest fitted value.
+
+Shapes: N tokens, C hidden size, H query heads, D head size, R routed heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+RIDGE = 1e-3  # of the mean variance of the inputs
+_EVERYWHERE = 0.02  # weight in a stand-in's fit of the tokens that keep the head: ties down heads never dropped
+_ROUNDS = 2
+
+_StandIn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # share [H], level [H], fixed part [H, D]
+
+
+@dataclass
+class LayerSample:
+    """What calibration text shows of one layer, all float32.
+
+    Attributes:
+        inputs: the attention layer's input x, `[N, C]`.
+        heads: head outputs H_h, `[H, N, D]`.
+        values: each head's value vector of the token itself, `[H, N, D]`.
+        sensitivity: M, `[C, C]`.
+        o_proj: weight of the output projection, `[C, H * D]`.
+        fitted: how many tokens, the first ones, are fitted on; the others measure what that cost.
+    """
+
+    inputs: torch.Tensor
+    heads: torch.Tensor
+    values: torch.Tensor
+    sensitivity: torch.Tensor
+    o_proj: torch.Tensor
+    fitted: int
+
+
+@dataclass(frozen=True)
+class RoutingFit:
+    """Router and stand-ins of one layer at one number of dropped heads.
+
+    Attributes:
+        dropped: how many routed heads each token drops.
+        cost: estimate of the KL it costs, in nats per token, on held-out tokens.
+        tensors: by name within the attention layer: `router.routed.*`, `stand_in.*`.
+    """
+
+    dropped: int
+    cost: float
+    tensors: dict[str, torch.Tensor]
+
+
+class Ridge:
+    """Ridge regression on fixed inputs `[N, C]` with a bias that is not shrunk; normal equations in float64."""
+
+    def __init__(self, inputs: torch.Tensor):
+        self.mean = inputs.mean(0)
+        self.centred = inputs - self.mean
+        covariance = (self.centred.T @ self.centred).double() / len(inputs)
+        # Never zero, so that inputs that do not vary give a zero weight and not an error.
+        covariance.diagonal().add_(RIDGE * covariance.diagonal().mean() + torch.finfo(torch.float32).tiny)
+        self.factor = torch.linalg.cholesky(covariance)
+
+    def __call__(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight `[K, C]` and bias `[K]` for targets `[N, K]`."""
+        mean = targets.mean(0)
+        cross = (self.centred.T @ (targets - mean)).double() / len(targets)
+        weight = torch.cholesky_solve(cross, self.factor).T.to(targets.dtype)
+        return weight.contiguous(), mean - weight @ self.mean
+
+
+class LayerFitter:
+    """Fits of one layer.
+
+    Args:
+        sample: the layer's calibration sample.
+        shared_heads: ids of the shared heads, or how many to pick by importance: those that cost
+            most when their stand-in takes their place.
+        stand_in: whether dropped heads get a stand-in.
+    """
+
+    def __init__(self, sample: LayerSample, shared_heads: Sequence[int] | int, stand_in: bool):
+        self.sample, self.stand_in = sample, stand_in
+        self.ridge = Ridge(sample.inputs[: sample.fitted])
+        # Views: the fitted tokens come first.
+        self.heads, self.values = sample.heads[:, : sample.fitted], sample.values[:, : sample.fitted]
+        self.metric = sample.o_proj.T @ sample.sensitivity @ sample.o_proj / 2  # [H * D, H * D]
+        heads, size = len(sample.heads), sample.heads.shape[-1]
+        blocks = self.metric.view(heads, size, heads, size)
+        self.own_metric = torch.stack([blocks[head, :, head] for head in range(heads)])  # [H, D, D]
+        if stand_in:
+            self._fit_own_share()
+        residual = self._residual(self._fit_stand_in(self._weights()), slice(sample.fitted))
+        # Mean of c_h^2 / 2 where the head is always dropped.
+        self.importance: list[float] = self._costs(residual).mean(0).tolist()
+        if isinstance(shared_heads, int):
+            ranked = sorted(range(heads), key=lambda head: -self.importance[head])
+            shared_heads = sorted(ranked[:shared_heads])
+        self.shared_heads = list(shared_heads)
+        self.routed_heads = [head for head in range(heads) if head not in self.shared_heads]
+
+    def fit(self, dropped: int) -> RoutingFit:
+        """Router and stand-ins for tokens that drop `dropped` of the routed heads."""
+        sample, routed = self.sample, self.routed_heads
+        drops = None
+        for _ in range(_ROUNDS if self.stand_in else 1):
+            stand_in = self._fit_stand_in(self._weights(drops))
+            costs = self._costs(self._residual(stand_in, slice(sample.fitted)))[:, routed]
+            # A head whose residual is exactly zero gets a log that is low but finite.
+            weight, bias = self.ridge(0.5 * costs.clamp_min(1e-24).log())
+            logits = sample.inputs @ weight.T + bias
+            drops = torch.zeros_like(logits).scatter(1, logits.topk(dropped, 1, largest=False).indices, 1.0)
+        tensors = {"router.routed.weight": weight, "router.routed.bias": bias}
+        if stand_in is not None:
+            share, level, fixed = stand_in
+            tensors |= {
+                "stand_in.own_value.weight": share[routed, None] * self.share_weight[routed],
+                "stand_in.own_value.bias": level[routed] + share[routed] * self.share_bias[routed],
+                "stand_in.bias": fixed[routed],
+            }
+        held_out = slice(sample.fitted, None)
+        cost = self._set_cost(self._residual(stand_in, held_out), drops[held_out])
+        return RoutingFit(dropped, cost, tensors)
+
+    def _weights(self, drops: torch.Tensor | None = None) -> torch.Tensor:
+        """How much each fitted token counts in each head's stand-in `[H, N']`: those that drop it, if known."""
+        weights = torch.ones_like(self.heads[..., 0])
+        if drops is not None:
+            weights.fill_(_EVERYWHERE)
+            weights[self.routed_heads] += drops[: self.sample.fitted].T
+        return weights
+
+    def _set_cost(self, residual: torch.Tensor, drops: torch.Tensor) -> float:
+        """Mean of 1/2 e^T M e over tokens, given residuals `[H, N, D]` and drops `[N, R]`."""
+        masked = torch.zeros_like(residual)
+        masked[self.routed_heads] = residual[self.routed_heads] * drops.T[..., None]
+        error = masked.transpose(0, 1).flatten(1)
+        return ((error @ self.metric) * error).sum(1).mean().item()
+
+    def _costs(self, residual: torch.Tensor) -> torch.Tensor:
+        """c_h^2 / 2 for residuals `[H, N, D]`; returns `[N, H]`."""
+        return (torch.bmm(residual, self.own_metric) * residual).sum(-1).T
+
+    def _fit_own_share(self) -> None:
+        """Regress a_h = <H_h - mean, v> / <v, v>, the share of a head that its own value explains, on x."""
+        heads, values = self.heads, self.values
+        share = ((heads - self._plain_offset(heads, values)) * values).sum(-1) / values.square().sum(-1).clamp_min(1e-6)
+        # A value vector next to zero makes the quotient wild; an attention weight lies in [0, 1].
+        self.share_weight, self.share_bias = self.ridge(share.clamp(-2, 2).T)
+        self.shares = (self.sample.inputs @ self.share_weight.T + self.share_bias).T  # [H, N]
+
+    @staticmethod
+    def _plain_offset(heads: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """b_h `[H, 1, D]` of the least-squares fit H_h = b_h + a_h v with one number a_h per head."""
+        head_mean, value_mean = heads.mean(1, keepdim=True), values.mean(1, keepdim=True)
+        spread = ((values - value_mean) ** 2).sum((1, 2)).clamp_min(1e-12)
+        slope = ((heads - head_mean) * (values - value_mean)).sum((1, 2)) / spread
+        return head_mean - slope[:, None, None] * value_mean
+
+    def _fit_stand_in(self, weights: torch.Tensor) -> _StandIn | None:
+        """Weighted least squares of H_h = b_h + (level_h + share_h a_h(x)) v over fitted tokens.
+
+        Args:
+            weights: per head and fitted token, `[H, N']`.
+
+        Returns:
+            share `[H]`, level `[H]`, b `[H, D]`; None without stand-ins.
+        """
+        if not self.stand_in:
+            return None
+        heads, values, shares = self.heads, self.values, self.shares[:, : self.sample.fitted]
+        total = weights.sum(1)
+
+        def mean(factor: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(factor[:, None], vectors)[:, 0] / total[:, None]
+
+        head_mean, value_mean, shared_mean = mean(weights, heads), mean(weights, values), mean(weights * shares, values)
+        value_value, head_value = values.square().sum(-1), (heads * values).sum(-1)
+
+        def moment(factor: torch.Tensor, products: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return (weights * factor * products).sum(1) / total - (a * b).sum(1)
+
+        ones = torch.ones_like(shares)
+        vv = moment(ones, value_value, value_mean, value_mean)
+        vs = moment(shares, value_value, value_mean, shared_mean)
+        ss = moment(shares * shares, value_value, shared_mean, shared_mean)
+        hv = moment(ones, head_value, head_mean, value_mean)
+        hs = moment(shares, head_value, head_mean, shared_mean)
+        normal = torch.stack([torch.stack([vv, vs], -1), torch.stack([vs, ss], -1)], -2).double()
+        ridge = 1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1) + 1e-12
+        normal = normal + ridge[:, None, None] * torch.eye(2, dtype=normal.dtype, device=normal.device)
+        solution = torch.linalg.solve(normal, torch.stack([hv, hs], -1).double()).to(heads.dtype)
+        level, share = solution.unbind(-1)
+        return share, level, head_mean - level[:, None] * value_mean - share[:, None] * shared_mean
+
+    def _residual(self, stand_in: _StandIn | None, tokens: slice) -> torch.Tensor:
+        """H_h minus its stand-in, `[H, N, D]`, for some tokens."""
+        if stand_in is None:
+            return self.sample.heads[:, tokens]
+        share, level, fixed = stand_in
+        factor = level[:, None] + share[:, None] * self.shares[:, tokens]
+        return self.sample.heads[:, tokens] - fixed[:, None] - factor[..., None] * self.sample.values[:, tokens]

@@ -1,0 +1,114 @@
+"""A checkpoint on disk as a sequence of layers, of which one is in memory at a time.
+
+Hidden states of some text are carried through it from layer to layer, so that a model far larger
+than memory can be run, forward and backward.
+"""
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModel, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from moh_llm.errors import UserError
+from moh_llm.modeling import MoHLlamaConfig
+
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+class LayerwiseModel:
+    """The parts of a causal language model, read when asked for.
+
+    Args:
+        folder: where the safetensors files lie.
+        weight_map: tensor name -> file name.
+        config: the model's config: LLaMA's, one like it, or `MoHLlamaConfig`.
+        dtype: what the weights are cast to and computed in.
+        device: where they are computed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        weight_map: dict[str, str],
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.folder, self.weight_map, self.config = folder, weight_map, config
+        self.dtype, self.device = dtype, device
+
+    def __len__(self) -> int:
+        return self.config.num_hidden_layers
+
+    def embed(self, batches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Embeddings `[B, T, C]` of batches of token ids `[B, T]`."""
+        table = self._read([_EMBEDDING])[_EMBEDDING]
+        return [nn.functional.embedding(ids.to(self.device), table) for ids in batches]
+
+    def layer(self, number: int) -> nn.Module:
+        """A model of that layer alone; `run_layer` runs it.
+
+        It is the family's own model class with one layer, so that masks, rotary embedding and
+        attention are the family's, too.
+        """
+        config = copy.deepcopy(self.config)
+        config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 1, None
+        if getattr(config, "layer_types", None):
+            config.layer_types = [config.layer_types[number]]
+        if isinstance(config, MoHLlamaConfig):
+            shared = self.config.shared_heads_per_layer[number]
+            config.shared_heads, config.num_shared_heads = [shared], [len(shared)]
+            config.num_active_heads = [self.config.active_heads_per_layer[number]]
+        with init_empty_weights(include_buffers=False):
+            model = AutoModel.from_config(config)
+        model.embed_tokens, model.norm = None, nn.Identity()
+        prefix = f"model.layers.{number}."
+        tensors = self._read([name for name in self.weight_map if name.startswith(prefix)])
+        weights = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        # Old LLaMA checkpoints store this buffer, which the model computes.
+        weights.pop("self_attn.rotary_emb.inv_freq", None)
+        model.layers[0].load_state_dict(weights, assign=True)
+        return model.to(self.device).eval().requires_grad_(False)
+
+    def head(self) -> nn.Module:
+        """Final norm and language-modelling head: hidden states `[..., C]` to logits `[..., V]`."""
+        head_name = _EMBEDDING if self.config.tie_word_embeddings else _HEAD
+        tensors = self._read([_NORM, head_name])
+        with init_empty_weights(include_buffers=False):
+            norm = LlamaRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)
+            linear = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        norm.load_state_dict({"weight": tensors[_NORM]}, assign=True)
+        linear.load_state_dict({"weight": tensors[head_name]}, assign=True)
+        return nn.Sequential(norm, linear).to(self.device).eval().requires_grad_(False)
+
+    def _read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Tensors by name, cast and checked.
+
+        Raises:
+            UserError: a weight that is not a finite number.
+        """
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.weight_map[name], []).append(name)
+        tensors = {}
+        for file_name, inside in by_file.items():
+            with safe_open(self.folder / file_name, framework="pt") as file:
+                for name in inside:
+                    # A copy, since a view of the mapped file would keep all of it mapped.
+                    tensor = file.get_tensor(name).to(device=self.device, dtype=self.dtype, copy=True)
+                    if not torch.isfinite(tensor).all():
+                        raise UserError(f"{self.folder / file_name}: {name} holds NaN or infinity; download it again")
+                    tensors[name] = tensor
+        return tensors
+
+
+def run_layer(layer: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """One layer on hidden states `[B, T, C]`; documents are isolated where positions `[B, T]` restart."""
+    positions = position_ids.to(hidden_states.device)
+    return layer(inputs_embeds=hidden_states, position_ids=positions, use_cache=False).last_hidden_state
