@@ -67,6 +67,8 @@ def check_output_folder(output: Path, overwrite: bool, reads: Iterable[str | Pat
     """
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file; name a folder")
+    if file := next((parent for parent in output.parents if parent.is_file()), None):
+        raise UserError(f"--output {output} lies below {file}, which is a file; name another folder")
     if Path.cwd().is_relative_to(output.resolve()):
         raise UserError(f"--output {output} would replace the working folder; name a folder in it")
     check_holds_none(output, reads)
@@ -114,7 +116,8 @@ def _clear_leftovers(output: Path) -> None:
         return
     for path in output.parent.iterdir():
         found = pattern.fullmatch(path.name)
-        if found is None or _is_running(int(found[1])):
+        # Our own number on one is that of an earlier process: in a container numbers recur.
+        if found is None or (int(found[1]) != os.getpid() and _is_running(int(found[1]))):
             continue
         if found[2] == "old" and not output.exists():  # killed between the two renames
             os.replace(path, output)

@@ -1,6 +1,7 @@
 """A model's folder: whether a name may mean something else, which files hold the weights, whether these are whole."""
 
 from pathlib import Path
+from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import read_json
@@ -45,6 +46,17 @@ def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
         if absent := [name for name, file in weight_map.items() if file == shard.name and name not in held]:
             raise UserError(f"{folder / INDEX_NAME} places {absent[0]} in {shard.name}, which does not hold it")
     return shards, weight_map
+
+
+def save_tensors(tensors: dict[str, Any], path: Path) -> None:
+    """Write torch tensors as safetensors. Raises UserError when the disk refuses."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how the library reports a full disk
+        raise UserError(f"cannot write {path.name} ({error}); free some space or name another place") from error
 
 
 def may_be_hub_id(name: str) -> bool:

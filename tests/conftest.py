@@ -1,5 +1,6 @@
 """What all tests share: tiny random LLaMAs with a byte tokenizer, made in temporary folders."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,15 +40,22 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Write a random LLaMA with a byte tokenizer and return its folder; keywords are config fields.
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Write a random model of a config class with a byte tokenizer and return its folder; keywords are config fields.
 
-    `dtype` and `max_shard_size` go to saving. Weights are drawn wide, so that a head that is off is felt.
+    `dtype` and `max_shard_size` go to saving. Weights are drawn wide, so that a head that is off is
+    felt, and with `vectors` biases and norms, too, so that one that is lost is.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-    def make(dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **fields: object) -> Path:
-        folder = tmp_path_factory.mktemp("llama")
+    def make(
+        config_class: type[PreTrainedConfig],
+        dtype: torch.dtype = torch.float32,
+        max_shard_size: str = "1GB",
+        vectors: bool = True,
+        **fields: object,
+    ) -> Path:
+        folder = tmp_path_factory.mktemp(config_class.model_type)
         vocab_size = save_byte_tokenizer(folder)
         defaults = {
             "vocab_size": vocab_size,
@@ -62,11 +70,56 @@ def make_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             "eos_token_id": 0,
         }
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**(defaults | fields)))
+        model = AutoModelForCausalLM.from_config(config_class(**(defaults | fields)))
+        if vectors:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() == 1:
+                        parameter += 0.2 * torch.randn_like(parameter)
         model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_llama(make_model: Callable[..., Path]) -> Callable[..., Path]:
+    """`make_model` of a LLaMA whose norms are all ones."""
+    from transformers import LlamaConfig
+
+    return lambda **fields: make_model(LlamaConfig, vectors=False, **fields)
+
+
+@pytest.fixture(scope="session")
+def river(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text file."""
+    text = "The river was high that spring, and the boats lay tied to the poplars below the mill. " * 40
+    path = tmp_path_factory.mktemp("text") / "river.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i}. {text}"}) + "\n" for i in range(48)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def convert(river: Path) -> Callable[..., int]:
+    """`moh-llm convert BASE --output OUTPUT FLAGS` on little text; returns the exit status."""
+    from moh_llm.cli import main
+
+    def run(base: Path, output: Path, *flags: str) -> int:
+        small = ["--calibration", str(river), "--calibration-tokens", "1024", "--heldout-tokens", "256"]
+        return main(["convert", str(base), "--output", str(output), *small, *flags])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def read_tensors() -> Callable[[Path], dict[str, torch.Tensor]]:
+    """All tensors of a model's folder by name."""
+    from safetensors.torch import load_file
+
+    def read(folder: Path) -> dict[str, torch.Tensor]:
+        return {name: t for shard in folder.glob("*.safetensors") for name, t in load_file(shard).items()}
+
+    return read
 
 
 @pytest.fixture

@@ -60,7 +60,11 @@ def run(args: argparse.Namespace) -> int:
     if args.dtype and args.link:
         raise UserError("--link keeps the base's bytes and --dtype changes them; drop one")
     if args.to_dense:
-        restored = restore_dense(args.base, args.output, args.overwrite, args.link)
+        plan = ("preset", "num_shared_heads", "num_active_heads", "active_ratio", "router", "budgets", "stand_in")
+        for flag in (*plan, "dtype"):
+            if getattr(args, flag) is not None:
+                raise UserError(f"--to-dense copies the dense weights as they are; drop --{flag.replace('_', '-')}")
+        restored = restore_dense(args.base, args.output, args.overwrite, args.link, args.revision)
         print(
             f"{args.base}: {restored['dropped_tensors']} routing tensors dropped, all others byte for byte; "
             f"a {restored['model_type']} model in {args.output}, {restored['seconds']:.1f} s"

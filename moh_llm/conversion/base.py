@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from moh_llm.conversion.families import base_config, check_family
+from moh_llm.conversion.families import base_config, check_family, check_window
 from moh_llm.errors import UserError
 from moh_llm.files import read_json
 from moh_llm.model_folder import may_be_hub_id, read_weight_map
@@ -64,6 +64,7 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
     if absent := [key for key in _NEEDED if not isinstance(fields.get(key), int)]:
         raise UserError(f"{name}: its config.json gives no number for {', '.join(absent)}")
     config = _dense_config(fields, name)
+    check_window(config, name)
     shards, weight_map = read_weight_map(folder)
     routing = frozenset(filter(is_routing_weight, weight_map))
     weight_map = {tensor: file for tensor, file in weight_map.items() if tensor not in routing}

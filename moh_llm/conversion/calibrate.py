@@ -9,20 +9,21 @@ the price of one backward pass. Each layer is fitted on the way (see `fit.py`).
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from tqdm import tqdm
 
 from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel, run_layer
 from moh_llm.metrics import Batch
+from moh_llm.model_folder import save_tensors
 
 HELD_OUT = 4  # every fourth window measures costs and is not fitted on
-_HEAD_ROWS = 256  # tokens whose distribution over the vocabulary is held at once
+_HEAD_ROWS = 128  # tokens whose distribution over the vocabulary is held at once
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,16 @@ class LayerCalibration:
 
     @property
     def costs(self) -> dict[int, float]:
-        """Number of dropped heads -> estimated KL, in nats per token."""
-        return {dropped: fit.cost for dropped, fit in self.fits.items()}
+        """Number of dropped heads -> estimated KL, in nats per token; interpolated between the fits."""
+        known = {0: 0.0} | {dropped: fit.cost for dropped, fit in sorted(self.fits.items())}
+        costs = {}
+        for (low, a), (high, b) in pairwise(known.items()):
+            costs |= {n: a + (b - a) * (n - low) / (high - low) for n in range(low + 1, high + 1)}
+        return costs
+
+    def fit_for(self, dropped: int) -> RoutingFit:
+        """The fit for that number of dropped heads, or the nearest one below it."""
+        return self.fits[max((n for n in self.fits if n <= dropped), default=min(self.fits))]
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ def calibrate(
         hidden = base.embed(batch["input_ids"] for batch in batches)
         with torch.no_grad():
             for number in range(len(base)):
-                save_file({str(i): states for i, states in enumerate(hidden)}, _states_file(scratch, number))
+                save_tensors({str(i): states for i, states in enumerate(hidden)}, _states_file(scratch, number))
                 layer = base.layer(number)
                 for i, states in enumerate(hidden):
                     hidden[i] = run_layer(layer, states, positions[i])
@@ -104,20 +113,28 @@ def _states_file(scratch: Path, number: int) -> Path:
     return scratch / f"hidden-states-{number}.safetensors"
 
 
-def _sampled_gradients(head: nn.Module, hidden: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Gradient by the last hidden states of the summed -log p(y), y drawn from p itself."""
+def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Gradient by the last hidden states of the summed -log p(y), y drawn from p itself.
+
+    Written out, softmax(logits) - onehot(y): a wide vocabulary makes autograd and `multinomial` slow.
+    """
+    norm, linear = head
     generator = torch.Generator(hidden[0].device).manual_seed(seed)
     gradients = []
     for states in hidden:
-        rows = []
-        for part in states.flatten(0, 1).split(_HEAD_ROWS):
+        rows = states.flatten(0, 1)
+        uniform = torch.rand(len(rows), 1, generator=generator, device=rows.device)
+        parts = []
+        for part, level in zip(rows.split(_HEAD_ROWS), uniform.split(_HEAD_ROWS), strict=True):
             part = part.detach().requires_grad_(True)
             with torch.enable_grad():
-                logits = head(part).float()
-                drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
-                loss = nn.functional.cross_entropy(logits, drawn, reduction="sum")
-            rows.append(torch.autograd.grad(loss, part)[0])
-        gradients.append(torch.cat(rows).view_as(states))
+                normed = norm(part)
+            gradient = linear(normed.detach()).float().softmax(-1)
+            cumulated = gradient.cumsum(-1)
+            drawn = torch.searchsorted(cumulated, level * cumulated[:, -1:]).clamp_max(gradient.shape[-1] - 1)
+            gradient.scatter_add_(-1, drawn, -torch.ones_like(level))
+            parts.append(torch.autograd.grad(normed, part, gradient.to(linear.weight.dtype) @ linear.weight)[0])
+        gradients.append(torch.cat(parts).view_as(states))
     return gradients
 
 
@@ -167,6 +184,7 @@ def _backward(
         heads=by_head("heads"),
         values=by_head("values"),
         sensitivity=gradient.T @ gradient / len(gradient),
+        gradients=gradient[order[fitted:]],
         o_proj=attention.o_proj.weight.float(),
         fitted=fitted,
     )

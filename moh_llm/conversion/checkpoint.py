@@ -9,8 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
@@ -18,7 +17,7 @@ import moh_llm.modeling
 from moh_llm.conversion.base import BaseCheckpoint
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
-from moh_llm.model_folder import INDEX_NAME, SINGLE_NAME
+from moh_llm.model_folder import INDEX_NAME, SINGLE_NAME, save_tensors
 
 REMOTE_CODE = ("configuration_moh_llama.py", "modeling_moh_llama.py", "routing_moh.py")
 # Tokenizer, generation settings and licence go along; weights in other formats and records do not.
@@ -64,7 +63,7 @@ def write_weights(
             shutil.copyfile(shard, target)
     weight_map = {tensor: renamed[file] for tensor, file in base.weight_map.items()}
     if routing:
-        _save(routing, folder / names[-1])
+        save_tensors(routing, folder / names[-1])
         weight_map |= dict.fromkeys(routing, names[-1])
     return weight_map
 
@@ -100,14 +99,7 @@ def _rewrite_shard(source: Path, target: Path, dropped: Collection[str], dtype: 
         tensors = {name: file.get_tensor(name) for name in file.keys() if name not in dropped}  # noqa: SIM118
     if dtype is not None:
         tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    _save(tensors, target)
-
-
-def _save(tensors: dict[str, torch.Tensor], target: Path) -> None:
-    try:
-        save_file(tensors, target, metadata={"format": "pt"})
-    except SafetensorError as error:  # how the library reports a full disk
-        raise UserError(f"cannot write {target.name} ({error}); free some space or name another place") from error
+    save_tensors(tensors, target)
 
 
 def _tensor_bytes(shard: Path) -> int:

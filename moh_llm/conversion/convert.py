@@ -117,7 +117,9 @@ def convert(options: ConversionOptions) -> dict[str, Any]:
     return record
 
 
-def restore_dense(name: str, output: Path, overwrite: bool = False, link: bool = False) -> dict[str, Any]:
+def restore_dense(
+    name: str, output: Path, overwrite: bool = False, link: bool = False, revision: str | None = None
+) -> dict[str, Any]:
     """Write the plain checkpoint inside a MoH one: its dense tensors' bytes, without routers and stand-ins.
 
     Raises:
@@ -125,7 +127,7 @@ def restore_dense(name: str, output: Path, overwrite: bool = False, link: bool =
     """
     started = time.perf_counter()
     check_output_folder(output, overwrite, reads=[name])
-    base = open_base(name)
+    base = open_base(name, revision)
     if not base.is_moh:
         raise UserError(f"{name} is no MoH model (model_type {base.config.model_type!r}): it is dense already")
     with new_folder(output, overwrite) as folder:
@@ -207,7 +209,7 @@ def routing_tensors(config: MoHLlamaConfig, calibrated: Sequence[LayerCalibratio
     tensors: dict[str, torch.Tensor] = {}
     for number, (layer, active) in enumerate(zip(calibrated or [], config.active_heads_per_layer, strict=False)):
         if layer.fits:
-            fit = layer.fits[max(config.num_attention_heads - active, min(layer.fits))]
+            fit = layer.fit_for(config.num_attention_heads - active)
             prefix = f"model.layers.{number}.self_attn."
             tensors |= {prefix + name: tensor.cpu().contiguous() for name, tensor in fit.tensors.items()}
     return tensors
@@ -244,7 +246,7 @@ def _calibration_record(
     batches: Sequence[Batch],
     calibrated: Sequence[LayerCalibration],
 ) -> dict[str, Any]:
-    by_drops = [{str(drops): float(f"{cost:.4g}") for drops, cost in layer.costs.items()} for layer in calibrated]
+    by_drops = [{str(drops): float(f"{fit.cost:.4g}") for drops, fit in layer.fits.items()} for layer in calibrated]
     return {
         "mixture": options.calibration.name,
         "sources": {source.name: round(source.weight, 6) for source in sources},

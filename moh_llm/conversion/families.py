@@ -48,11 +48,16 @@ def check_family(config: Any, name: str, paper_preset: bool = False) -> None:
             f"{name}: auto_map says that it runs code of its own, so it may not be a plain LLaMA; "
             "pass --preset paper if it is the paper authors' MoH model, else remove auto_map from its config.json"
         )
-    slides = config.get("sliding_window") and (kind == "mistral" or config.get("use_sliding_window"))
-    if slides or "sliding_attention" in (config.get("layer_types") or []):
+
+
+def check_window(config: PreTrainedConfig, name: str) -> None:
+    """Raise UserError for a dense model whose layers attend to a window only."""
+    window = getattr(config, "sliding_window", None)
+    slides = window and (config.model_type == "mistral" or getattr(config, "use_sliding_window", False))
+    if slides or "sliding_attention" in (getattr(config, "layer_types", None) or []):
         raise UserError(
-            f"{name}: sliding_window={config.get('sliding_window')} stands in the way: MoH layers attend to all "
-            "earlier tokens; set it to null in config.json to use the model on texts no longer than the window"
+            f"{name}: sliding_window={window} stands in the way: MoH layers attend to all earlier tokens; "
+            "set it to null in config.json to use the model on texts no longer than the window"
         )
 
 
@@ -72,5 +77,7 @@ def moh_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """The arguments of `MoHLlamaConfig` that describe the same dense model as `config`."""
     default = {key: value for key, value in LlamaConfig().to_dict().items() if key not in _FORGOTTEN}
     given = config.to_dict()
-    fields = {key: given[key] for key, value in default.items() if key in given and given[key] != value}
+    # The defaults of these two follow from other fields.
+    computed = ("head_dim", "num_key_value_heads")
+    fields = {k: given[k] for k, value in default.items() if k in given and (k in computed or given[k] != value)}
     return fields | FAMILIES[config.model_type]

@@ -1,11 +1,13 @@
 """One layer's router and stand-ins in closed form, for every number of heads that it might drop.
 
 Writing o_h = H_h W_O^h for what head h adds to the layer's output, s_h = S_h W_O^h for what its
-stand-in would, and M for the layer's sensitivity (the mean of g g^T, with g the gradient of
--log p(y), y drawn from the model, by the attention output), dropping the heads D of a token costs
-about
+stand-in would, and g for the gradient of -log p(y), y drawn from the model, by a token's attention
+output, dropping the heads D of that token costs to second order
 
-    1/2 e^T M e  nats of KL,  e = sum_{h in D} (o_h - s_h)
+    1/2 (g^T e)^2  nats of KL in expectation,  e = sum_{h in D} (o_h - s_h)
+
+The mean of that over held-out tokens is a layer's estimated cost. One draw of y is too noisy to
+choose heads by, so the fit itself uses its mean over tokens, M = mean of g g^T, and e^T M e.
 
 The fit alternates two least-squares problems: the stand-in of each head on the tokens that drop it,
 and the router, a ridge regression of log c_h on the layer's input, c_h^2 = (o_h - s_h)^T M (o_h - s_h);
@@ -36,6 +38,7 @@ class LayerSample:
         values: each head's value vector of the token itself, `[H, N, D]`.
         sensitivity: M, `[C, C]`.
         o_proj: weight of the output projection, `[C, H * D]`.
+        gradients: g of the held-out tokens, `[N - fitted, C]`.
         fitted: how many tokens, the first ones, are fitted on; the others measure what that cost.
     """
 
@@ -43,6 +46,7 @@ class LayerSample:
     heads: torch.Tensor
     values: torch.Tensor
     sensitivity: torch.Tensor
+    gradients: torch.Tensor
     o_proj: torch.Tensor
     fitted: int
 
@@ -96,10 +100,9 @@ class LayerFitter:
         self.ridge = Ridge(sample.inputs[: sample.fitted])
         # Views: the fitted tokens come first.
         self.heads, self.values = sample.heads[:, : sample.fitted], sample.values[:, : sample.fitted]
-        self.metric = sample.o_proj.T @ sample.sensitivity @ sample.o_proj / 2  # [H * D, H * D]
         heads, size = len(sample.heads), sample.heads.shape[-1]
-        blocks = self.metric.view(heads, size, heads, size)
-        self.own_metric = torch.stack([blocks[head, :, head] for head in range(heads)])  # [H, D, D]
+        slices = sample.o_proj.unflatten(1, (heads, size)).transpose(0, 1)  # [H, C, D]
+        self.metric = slices.transpose(1, 2) @ sample.sensitivity @ slices / 2  # [H, D, D]
         if stand_in:
             self._fit_own_share()
         residual = self._residual(self._fit_stand_in(self._weights()), slice(sample.fitted))
@@ -122,6 +125,10 @@ class LayerFitter:
             weight, bias = self.ridge(0.5 * costs.clamp_min(1e-24).log())
             logits = sample.inputs @ weight.T + bias
             drops = torch.zeros_like(logits).scatter(1, logits.topk(dropped, 1, largest=False).indices, 1.0)
+        # Last comes the stand-in, so that what it leaves has no mean: an error that all tokens share adds up.
+        stand_in = self._fit_stand_in(self._weights(drops))
+        # Last comes the stand-in, so that what it leaves has no mean: an error that all tokens share adds up.
+        stand_in = self._fit_stand_in(self._weights(drops))
         tensors = {"router.routed.weight": weight, "router.routed.bias": bias}
         if stand_in is not None:
             share, level, fixed = stand_in
@@ -143,15 +150,15 @@ class LayerFitter:
         return weights
 
     def _set_cost(self, residual: torch.Tensor, drops: torch.Tensor) -> float:
-        """Mean of 1/2 e^T M e over tokens, given residuals `[H, N, D]` and drops `[N, R]`."""
+        """Mean of 1/2 (g^T e)^2 over held-out tokens, given residuals `[H, N, D]` and drops `[N, R]`."""
         masked = torch.zeros_like(residual)
         masked[self.routed_heads] = residual[self.routed_heads] * drops.T[..., None]
-        error = masked.transpose(0, 1).flatten(1)
-        return ((error @ self.metric) * error).sum(1).mean().item()
+        error = masked.transpose(0, 1).flatten(1) @ self.sample.o_proj.T
+        return ((error * self.sample.gradients).sum(1).square().mean() / 2).item()
 
     def _costs(self, residual: torch.Tensor) -> torch.Tensor:
         """c_h^2 / 2 for residuals `[H, N, D]`; returns `[N, H]`."""
-        return (torch.bmm(residual, self.own_metric) * residual).sum(-1).T
+        return (torch.bmm(residual, self.metric) * residual).sum(-1).T
 
     def _fit_own_share(self) -> None:
         """Regress a_h = <H_h - mean, v> / <v, v>, the share of a head that its own value explains, on x."""

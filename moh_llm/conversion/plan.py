@@ -50,12 +50,12 @@ class PlanOptions:
     @property
     def uneven(self) -> bool:
         """Whether layers may differ in their number of active heads."""
-        return (self.budgets or ("uneven" if self.fits_router else "even")) == "uneven"
+        return (self.budgets or ("uneven" if self.fits_router and self.preset is None else "even")) == "uneven"
 
     @property
     def head_stand_in(self) -> str:
         """The config's field."""
-        return self.stand_in or ("value" if self.fits_router else "none")
+        return self.stand_in or ("value" if self.fits_router and self.preset is None else "none")
 
     @property
     def fits_router(self) -> bool:
@@ -86,6 +86,10 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
             raise UserError("give --num-active-heads or --active-ratio, not both")
         if not 0 < options.active_ratio <= 1:
             raise UserError(f"--active-ratio {options.active_ratio} must be above 0 and at most 1")
+    if shared is not None and not 0 <= shared <= heads:
+        raise UserError(
+            f"impossible head plan: num_shared_heads={shared} must lie between 0 and num_attention_heads={heads}"
+        )
     paper = options.preset == "paper"
     if shared is None:
         shared = heads // 2 if paper else min(max(1, heads // 8), active or heads)
@@ -96,9 +100,10 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
     else:
         mean = (options.active_ratio or 0.75) * heads
         total = round(mean * layers) if options.uneven else math.floor(mean + 1e-9) * layers
-        total = max(total, max(1, shared) * layers)
+        if options.active_ratio is None:  # three quarters of few heads may be fewer than are shared
+            total = max(total, max(1, shared) * layers)
     low = max(1, shared)
-    if not (0 <= shared <= heads and low * layers <= total <= heads * layers):
+    if not low * layers <= total <= heads * layers:
         raise UserError(
             f"impossible head plan: num_active_heads={total / layers:g} must lie between "
             f"{'num_shared_heads=' if shared > 0 else ''}{low} and num_attention_heads={heads}"
@@ -109,7 +114,8 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
 def drops_to_fit(options: PlanOptions, config: PreTrainedConfig) -> list[int]:
     """The numbers of dropped heads for which a layer's router is fitted.
 
-    With uneven budgets all that a layer may get, thinned out where there are many heads. A layer
+    With uneven budgets all that a layer may get, thinned out where there are many heads (others take
+    the fit of the next lower number). A layer
     that drops none still gets a router, that of one dropped head, so that its budget can be lowered.
     """
     shared, active = shared_and_active(options, config)

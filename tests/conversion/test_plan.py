@@ -1,40 +1,136 @@
-"""Head counts from options."""
+"""Head plans from options."""
 
 import pytest
+from transformers import LlamaConfig
 
-from moh_llm.conversion.plan import PlanOptions, build_config, head_counts
+from moh_llm.conversion.plan import PlanOptions, build_config, drops_to_fit, paper_plan, shared_and_active
 from moh_llm.errors import UserError
+from moh_llm.modeling import MoHLlamaConfig
+
+
+def llama(heads=4, layers=30, **fields):
+    return LlamaConfig(num_attention_heads=heads, num_hidden_layers=layers, hidden_size=8 * heads, **fields)
 
 
 @pytest.mark.parametrize(
     ("options", "heads", "expected"),
     [
-        (PlanOptions(), 9, (3, 6)),
-        (PlanOptions(num_active_heads=7), 9, (3, 7)),
-        (PlanOptions(active_ratio=0.78), 9, (3, 7)),
-        (PlanOptions(active_ratio=0.75), 32, (10, 24)),
-        (PlanOptions(active_ratio=1.0), 9, (4, 9)),
-        (PlanOptions(num_shared_heads=7), 9, (7, 7)),
-        (PlanOptions(preset="paper"), 32, (16, 24)),
-        (PlanOptions(preset="paper"), 8, (4, 6)),
-        (PlanOptions(preset="paper"), 9, (4, 6)),
-        (PlanOptions(preset="paper", num_active_heads=7), 9, (4, 7)),
-        (PlanOptions(), 1, (1, 1)),
-        (PlanOptions(preset="paper"), 1, (0, 1)),
+        (PlanOptions(), 32, (4, 720)),
+        (PlanOptions(), 9, (1, 202)),  # 202.5, half to even
+        (PlanOptions(active_ratio=7 / 9), 9, (1, 210)),
+        (PlanOptions(active_ratio=0.77), 9, (1, 208)),  # 207.9
+        (PlanOptions(active_ratio=1.0), 9, (1, 270)),
+        (PlanOptions(num_active_heads=7), 9, (1, 210)),
+        (PlanOptions(num_active_heads=2), 32, (2, 60)),
+        (PlanOptions(num_shared_heads=7), 9, (7, 210)),
+        (PlanOptions(num_shared_heads=0), 9, (0, 202)),
+        (PlanOptions(), 1, (1, 30)),
+        (PlanOptions(budgets="even"), 9, (1, 180)),
+        (PlanOptions(budgets="even", active_ratio=7 / 9), 9, (1, 210)),
+        (PlanOptions(budgets="even", active_ratio=15 / 22), 22, (2, 450)),  # the product is a little below 15
+        (PlanOptions(router="query_norm"), 9, (1, 180)),
+        (PlanOptions(preset="paper"), 32, (16, 720)),
+        (PlanOptions(preset="paper"), 8, (4, 180)),
+        (PlanOptions(preset="paper"), 9, (4, 180)),
+        (PlanOptions(preset="paper"), 1, (0, 30)),
+        (PlanOptions(preset="paper", num_active_heads=7), 9, (4, 210)),
+        (PlanOptions(preset="paper", active_ratio=0.8), 9, (4, 210)),
+        (PlanOptions(preset="paper", router="linear"), 9, (4, 180)),
     ],
 )
-def test_head_counts(options, heads, expected):
-    assert head_counts(options, heads) == expected
+def test_shared_and_active(options, heads, expected):
+    assert shared_and_active(options, llama(heads)) == expected
 
 
-def test_importance_shares_the_highest():
-    base = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "model_type": "llama"}
-    options = PlanOptions(num_shared_heads=2, num_active_heads=3, shared="importance")
-    config = build_config(base, options, [[0.1, 5.0, 0.2, 3.0], [9.0, 1.0, 2.0, 0.0]])
-    assert config.shared_heads == [[1, 3], [0, 2]]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (PlanOptions(), ("linear", True, "value", True)),
+        (PlanOptions(stand_in="none", budgets="even"), ("linear", False, "none", True)),
+        (PlanOptions(router="query_norm"), ("query_norm", False, "none", False)),
+        (PlanOptions(preset="paper"), ("query_norm", False, "none", False)),
+        (PlanOptions(preset="paper", shared="importance"), ("query_norm", False, "none", True)),
+        (PlanOptions(preset="paper", router="linear"), ("linear", False, "none", True)),
+        (PlanOptions(preset="paper", router="linear", stand_in="value"), ("linear", False, "value", True)),
+        (PlanOptions(preset="paper", router="linear", budgets="uneven"), ("linear", True, "none", True)),
+    ],
+)
+def test_what_follows_from_the_router(options, expected):
+    assert (options.router_type, options.uneven, options.head_stand_in, options.needs_calibration) == expected
 
 
-def test_impossible_counts_are_named():
-    base = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "model_type": "llama"}
-    with pytest.raises(UserError, match="impossible head plan: num_active_heads=99 must lie between"):
-        build_config(base, PlanOptions(num_active_heads=99))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_active_heads": 99}, "num_active_heads=99 must lie between num_shared_heads=1 and num_attention_heads=4"),
+        ({"num_active_heads": 0}, "num_active_heads=0 must lie between num_shared_heads=1 and"),
+        ({"num_shared_heads": 3, "num_active_heads": 2}, "num_active_heads=2 must lie between num_shared_heads=3 and"),
+        ({"num_shared_heads": 0, "num_active_heads": 0}, "num_active_heads=0 must lie between 1 and"),
+        ({"num_shared_heads": 5}, "num_shared_heads=5 must lie between 0 and num_attention_heads=4"),
+        ({"num_shared_heads": -1}, "num_shared_heads=-1 must lie between 0 and num_attention_heads=4"),
+        ({"active_ratio": 1.5}, "--active-ratio 1.5 must be above 0 and at most 1"),
+        ({"active_ratio": 0.0}, "--active-ratio 0.0 must be above 0"),
+        ({"active_ratio": 0.5, "num_active_heads": 2}, "--num-active-heads or --active-ratio, not both"),
+        ({"router": "query_norm", "budgets": "uneven"}, "fitted together with the linear router; drop query_norm"),
+        ({"preset": "paper", "stand_in": "value"}, "fitted together with the linear router; drop query_norm"),
+    ],
+)
+def test_impossible_options_are_named(options, message):
+    with pytest.raises(UserError) as error:
+        shared_and_active(PlanOptions(**options), llama())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("shared", [None, 0, 1])
+@pytest.mark.parametrize("heads", [2, 9, 16, 17, 32, 33, 40, 64, 128])
+def test_many_heads_are_fitted_at_few_numbers_of_drops(heads, shared):
+    options = PlanOptions(num_shared_heads=shared)
+    drops = drops_to_fit(options, llama(heads))
+    most = heads - max(1, shared_and_active(options, llama(heads))[0])
+    assert drops[0] == 1 and drops[-1] == most and len(drops) <= 17
+    assert drops == sorted(set(drops)) and (most > 16 or len(drops) == most)
+
+
+def test_drops_of_even_and_empty_plans():
+    assert drops_to_fit(PlanOptions(), llama(32)) == [1, *range(2, 29, 2)]
+    assert drops_to_fit(PlanOptions(budgets="even"), llama(32)) == [8]
+    assert drops_to_fit(PlanOptions(budgets="even", active_ratio=1.0), llama(32)) == [1]
+    assert drops_to_fit(PlanOptions(preset="paper"), llama(32)) == []
+    assert drops_to_fit(PlanOptions(), llama(1)) == []
+    assert drops_to_fit(PlanOptions(num_shared_heads=4), llama(4)) == []
+
+
+def test_config_holds_ids_and_budgets_of_each_layer():
+    base = llama(4, 2, rope_parameters={"rope_type": "default", "rope_theta": 7.0}, num_key_value_heads=2)
+    config = build_config(base, PlanOptions(shared="importance"), [[1, 3], [0]], [2, 4])
+    assert (config.shared_heads, config.num_shared_heads, config.num_active_heads) == ([[1, 3], [0]], [2, 1], [2, 4])
+    assert (config.router_type, config.router_score, config.head_stand_in) == ("linear", "quantized", "value")
+    assert (config.hidden_size, config.num_key_value_heads, config.rope_parameters["rope_theta"]) == (32, 2, 7.0)
+    assert config.architectures == ["MoHLlamaForCausalLM"]
+
+    first = build_config(base, PlanOptions(preset="paper"), [[0, 1], [0, 1]], [3, 3])
+    assert (first.shared_heads, first.num_shared_heads, first.num_active_heads) == (None, 2, 3)
+    assert (first.router_type, first.head_stand_in) == ("query_norm", "none")
+
+    with pytest.raises(UserError, match=r"impossible head plan: .*num_active_heads=5 must lie between"):
+        build_config(base, PlanOptions(), [[0], [0]], [4, 5])
+
+
+@pytest.mark.parametrize(
+    ("active", "expected"),
+    [([2, 3], (2, 3)), ([2, 2], (2, 2)), ([1, 1], (1, 1)), ([4, 4], (2, 4)), ([1, 2], (2, 2))],
+)
+def test_paper_plan_has_as_many_active_heads_on_average(active, expected):
+    converted = MoHLlamaConfig(
+        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2},
+        **{"num_shared_heads": 1, "shared_heads": [[3], [2]], "num_active_heads": active},
+        **{"router_type": "linear", "head_stand_in": "value", "query_key_norm": True, "attention_bias": True},
+        attention_output_bias=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 7.0},
+    )
+    paper = paper_plan(converted)
+    assert (paper.num_shared_heads, paper.num_active_heads, paper.shared_heads) == (*expected, None)
+    assert (paper.router_type, paper.router_score, paper.head_stand_in) == ("query_norm", "quantized", "none")
+    plan = {"num_shared_heads", "num_active_heads", "shared_heads", "router_type", "head_stand_in"}
+    before, after = ({k: v for k, v in c.to_dict().items() if k not in plan} for c in (converted, paper))
+    assert before == after

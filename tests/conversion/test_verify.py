@@ -1,59 +1,155 @@
-"""The proof can fail, and the paper's router beside it is the paper's."""
+"""The proof can fail, and its figures are those of whole models."""
 
+import json
 import shutil
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlamaForCausalLM
 
 from moh_llm.cli import main
-from moh_llm.conversion.plan import paper_router
-from moh_llm.conversion.verify import all_heads_equal, by_paper_router, verify
+from moh_llm.conversion import convert as convert_module
+from moh_llm.conversion.layers import LayerwiseModel
+from moh_llm.conversion.plan import paper_plan
+from moh_llm.conversion.verify import RandomRouter, by_paper_plan, compare_with_paper, routed_as, verify
 from moh_llm.errors import UserError
-from moh_llm.metrics import logits_of
-from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.metrics import compare_to_reference, logits_of
+from moh_llm.model_folder import read_weight_map
+from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
 
 
-@pytest.fixture
-def pair(make_llama, tmp_path):
-    """A base, its conversion with a linear router, and one batch."""
-    folder = make_llama()
-    (tmp_path / "text.txt").write_text("A heron stood in the shallow water and did not move. " * 100)
-    flags = ["--calibration", str(tmp_path / "text.txt"), "--calibration-tokens", "512", "--heldout-tokens", "128"]
-    assert main(["convert", str(folder), "--output", str(tmp_path / "moh"), "--shared", "importance", *flags]) == 0
-    ids = torch.randint(1, 257, (2, 32), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "position_ids": torch.arange(32).expand(2, -1), "labels": ids}
-    base = LlamaForCausalLM.from_pretrained(folder).eval()
-    return base, MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").eval(), batch
+@pytest.fixture(scope="module")
+def folders(make_llama, convert, tmp_path_factory):
+    """A base of three layers and its conversion, with uneven budgets and stand-ins."""
+    base, moh = make_llama(num_hidden_layers=3), tmp_path_factory.mktemp("out") / "moh"
+    assert convert(base, moh, "--shared", "importance", "--active-ratio", "0.7", "--verify", "none") == 0
+    assert len(set(AutoConfig.from_pretrained(moh).active_heads_per_layer)) > 1
+    return base, moh
 
 
-def test_one_changed_weight_is_found(pair):
-    base, moh, batch = pair
-    assert verify(moh, base, [batch])["all_heads_active"]["logits_equal_base"] is True
-    with torch.no_grad():
-        moh.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
-    assert not all_heads_equal(moh, base, [batch])
-    with pytest.raises(UserError, match="does not equal the base"):
-        verify(moh, base, [batch])
+@pytest.fixture(scope="module")
+def batches():
+    """Two batches of packed documents."""
+    ids = torch.randint(1, 257, (3, 32), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(32).repeat(3, 1)
+    positions[:, 11:] -= 11
+    labels = ids.clone()
+    labels[:, [0, 11]] = -100
+    parts = zip(ids.split(2), positions.split(2), labels.split(2), strict=True)
+    return [{"input_ids": i, "position_ids": p, "labels": t} for i, p, t in parts]
 
 
-def test_paper_router_is_a_model_of_that_config(pair):
-    _, moh, batch = pair
-    paper = MoHLlamaForCausalLM(paper_router(moh.config)).eval()
-    paper.load_state_dict({name: tensor for name, tensor in moh.state_dict().items() if ".router." not in name})
-    with torch.no_grad():
+def layerwise(folder):
+    config, cpu = AutoConfig.from_pretrained(folder), torch.device("cpu")
+    return LayerwiseModel(folder, read_weight_map(folder)[1], config, torch.float32, cpu)
+
+
+def change_one_weight(folder, name):
+    file = folder / read_weight_map(folder)[1][name]
+    tensors = load_file(file)
+    tensors[name].view(-1)[5] += 1e-3
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+# Of the layers only: no other tensor is read twice.
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        *((1, f"self_attn.{letter}_proj") for letter in "qkvo"),
+        *((2, f"mlp.{part}_proj") for part in ("gate", "up", "down")),
+        (0, "input_layernorm"),
+        (2, "post_attention_layernorm"),
+    ],
+)
+def test_one_changed_weight_is_found(folders, batches, tmp_path, one_thread, layer, name):
+    base, moh = folders
+    shutil.copytree(moh, tmp_path / "moh")
+    change_one_weight(tmp_path / "moh", f"model.layers.{layer}.{name}.weight")
+    with pytest.raises(UserError, match=f"layer {layer} with all heads on does not equal the base's"):
+        verify(layerwise(base), layerwise(tmp_path / "moh"), batches, progress=False)
+
+
+def test_figures_are_those_of_whole_models(folders, batches, one_thread):
+    base, moh = folders
+    proof = verify(layerwise(base), layerwise(moh), batches, progress=False)
+    assert (proof["dtype"], proof["all_heads_active"]) == ("float32", {"equals_base": True, "tokens": 64})
+
+    dense = LlamaForCausalLM.from_pretrained(base).eval()
+    converted = MoHLlamaForCausalLM.from_pretrained(moh).eval()
+    paper = MoHLlamaForCausalLM.from_pretrained(moh, config=paper_plan(converted.config)).eval()
+    chance = MoHLlamaForCausalLM.from_pretrained(moh).eval()
+    candidates = {"converted": converted, "paper_router": paper, "random_heads": chance}
+    with routed_as(chance, paper.config, RandomRouter):
+        runs = {name: logits_of(model) for name, model in candidates.items()}
+        found = compare_to_reference(runs, logits_of(dense), batches)
+    for name, comparison in found.items():
+        for figure, value in proof[name].items():
+            assert value == pytest.approx(getattr(comparison, figure), rel=1e-5), (name, figure)
+    assert len({proof[name]["kl"] for name in candidates}) == 3
+    assert proof["held_out_tokens"] == found["converted"].tokens == 3 * 30
+    assert proof["base_perplexity"] == pytest.approx(found["converted"].reference_perplexity)
+    assert proof["paper_active_heads"] == paper.config.num_active_heads
+
+    model, beside = compare_with_paper(converted, dense, batches)
+    assert (model.kl, beside.kl) == (found["converted"].kl, found["paper_router"].kl)
+
+
+@torch.no_grad()
+def test_layer_figures(folders, batches, one_thread):
+    base, moh = folders
+    proof = verify(layerwise(base), layerwise(moh), batches, progress=False)
+    config = AutoConfig.from_pretrained(moh)
+    outputs = {}
+    for name, model in (("base", LlamaForCausalLM), ("moh", MoHLlamaForCausalLM), ("paper", MoHLlamaForCausalLM)):
+        fields = {"config": paper_plan(config)} if name == "paper" else {}
+        model = model.from_pretrained(base if name == "base" else moh, **fields).eval()
+        outputs[name] = [[] for _ in model.model.layers]
+        for layer, rows in zip(model.model.layers, outputs[name], strict=True):
+            layer.self_attn.register_forward_hook(lambda m, args, out, rows=rows: rows.append(out[0].flatten()))
+        for batch in batches:
+            logits_of(model)(batch)
+    for number, figures in enumerate(proof["layers"]):
+        expected, own, paper = (torch.cat(outputs[name][number]).double() for name in ("base", "moh", "paper"))
+        assert figures["attention_output_error"] == pytest.approx(float((own - expected).norm() / expected.norm()))
+        error = float((paper - expected).norm() / expected.norm())
+        assert figures["attention_output_error_paper"] == pytest.approx(error)
+        load = figures["head_load"]
+        assert sum(load) == pytest.approx(config.active_heads_per_layer[number], abs=2e-4)
+        assert all(load[head] == 1 for head in config.shared_heads_per_layer[number])
+
+
+@torch.no_grad()
+def test_paper_variant_is_a_model_of_that_config(folders, batches, one_thread):
+    moh = MoHLlamaForCausalLM.from_pretrained(folders[1]).eval()
+    paper = MoHLlamaForCausalLM(paper_plan(moh.config)).eval()
+    paper.load_state_dict({name: tensor for name, tensor in moh.state_dict().items() if not is_routing_weight(name)})
+    for batch in batches:
         own = logits_of(moh)(batch)
-        assert torch.equal(by_paper_router(moh)(batch), logits_of(paper)(batch))
+        assert torch.equal(by_paper_plan(moh)(batch), logits_of(paper)(batch))
         assert not torch.equal(own, logits_of(paper)(batch))
-        assert torch.equal(logits_of(moh)(batch), own)  # its own routers are back
+        assert torch.equal(logits_of(moh)(batch), own)  # its own routers and stand-ins are back
 
 
-def test_a_failed_proof_leaves_no_folder(make_llama, tmp_path, monkeypatch, capsys):
-    from moh_llm.conversion import verify as module
+def test_nothing_is_lost_with_all_heads_active(make_llama, convert, tmp_path):
+    assert convert(make_llama(), tmp_path / "moh", "--active-ratio", "1") == 0
+    proof = json.loads((tmp_path / "moh" / "conversion.json").read_text())["verification"]
+    for layer in proof["layers"]:
+        assert layer == {"attention_output_error": 0, "attention_output_error_paper": 0, "head_load": [1, 1, 1, 1]}
+    assert (proof["converted"]["kl"], proof["converted"]["perplexity_ratio"]) == (0, 1)
 
-    monkeypatch.setattr(module, "all_heads_equal", lambda *_: False)
-    assert main(["convert", str(make_llama()), "--preset", "paper", "--output", str(tmp_path / "moh")]) == 2
-    assert "nothing was written" in capsys.readouterr().err
+
+def test_a_failed_proof_leaves_no_folder(make_llama, convert, tmp_path, monkeypatch, capsys):
+    def write_badly(folder, *args):
+        weight_map = write_weights(folder, *args)
+        change_one_weight(folder, "model.layers.1.mlp.up_proj.weight")
+        return weight_map
+
+    write_weights = convert_module.write_weights
+    monkeypatch.setattr(convert_module, "write_weights", write_badly)
+    assert convert(make_llama(), tmp_path / "moh", "--preset", "paper") == 2
+    error = capsys.readouterr().err
+    assert "layer 1 with all heads on does not equal the base's; nothing was written" in error
     assert list(tmp_path.iterdir()) == []
 
 

@@ -42,7 +42,7 @@ def test_per_layer_counts_and_ids_survive_saving(tmp_path):
         ({"router_type": "norm"}, "router_type='norm' must be one of query_norm, linear, two_stage"),
         ({"router_score": "soft"}, "router_score='soft' must be one of quantized, weighted"),
         ({"head_stand_in": "mean"}, "head_stand_in='mean' must be one of none, value"),
-        ({"head_stand_in": "value", "router_score": "weighted"}, "head_stand_in='value' needs router_score='quantized'"),
+        ({"head_stand_in": "value", "router_score": "weighted"}, "head_stand_in=.value. needs router_score"),
         ({"router_type": "two_stage", "num_shared_heads": 0}, "needs at least one shared and one routed head"),
     ],
 )

@@ -1,0 +1,183 @@
+"""Time and memory of conversion, on random checkpoints of LLaMA's shapes.
+
+    python benchmarks/conversion.py WORKDIR --size 1b 3b 8b                  # copying and converting
+    python benchmarks/conversion.py WORKDIR --size 1b --calibrate 16384      # and calibration
+
+Each job runs in a process of its own, whose peak resident memory is read. "convert" is `--preset
+paper --verify none`, which reads no text; its peer is a plain copy of the same files, in turn with
+it, and the seconds are those of the work itself, without starting Python. "calibrate" adds the fit
+of routers, stand-ins and budgets on N tokens; its peer is one forward pass of the loaded model over
+as many tokens in windows of 512. WORKDIR needs twice the checkpoint's size, and keeps it.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SIZES = {  # hidden, intermediate, layers, heads, KV heads, head size, tied
+    "tiny": (256, 512, 4, 8, 2, 32, True),
+    "1b": (2048, 8192, 16, 32, 8, 64, True),  # LLaMA-3.2-1B
+    "3b": (3072, 8192, 28, 24, 8, 128, True),  # LLaMA-3.2-3B
+    "8b": (4096, 14336, 32, 32, 8, 128, False),  # LLaMA-3-8B
+}
+VOCABULARY = 128256
+SHARD_BYTES = 1 << 30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workdir", type=Path)
+    parser.add_argument("--size", nargs="+", choices=list(SIZES), default=["1b"])
+    parser.add_argument("--repeats", type=int, default=3, help="of copying and converting; medians are shown")
+    parser.add_argument("--calibrate", type=int, metavar="N", help="calibrate on N tokens, too")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--job", choices=list(JOBS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        print(json.dumps(JOBS[args.job](args.workdir, args.size[0], args.calibrate) | {"mib": _peak_memory_mib()}))
+        return 0
+    rows = []
+    for size in args.size:
+        base = args.workdir / size
+        if not (base / "config.json").exists():
+            _job("make", args.workdir, size)
+        row = {"size": size, "gib": round(sum(f.stat().st_size for f in base.iterdir()) / (1 << 30), 2)}
+        copies, conversions = [], []
+        for _ in range(args.repeats):
+            copies.append(_job("copy", args.workdir, size)["seconds"])
+            done = _job("convert", args.workdir, size)
+            conversions.append(done["seconds"])
+        row |= {"copy_s": statistics.median(copies), "convert_s": statistics.median(conversions)}
+        row |= {"convert_x": round(row["convert_s"] / row["copy_s"], 3), "convert_mib": done["mib"]}
+        if args.calibrate:
+            forward = _job("forward", args.workdir, size, args.calibrate)
+            calibrated = _job("calibrate", args.workdir, size, args.calibrate)
+            row |= {"tokens": args.calibrate, "forward_s": forward["seconds"], "forward_mib": forward["mib"]}
+            row |= {"calibrate_s": calibrated["seconds"], "calibrate_mib": calibrated["mib"]}
+            row["calibrate_x"] = round(calibrated["seconds"] / forward["seconds"], 2)
+        rows.append(row)
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def _job(name: str, workdir: Path, size: str, tokens: int | None = None) -> dict:
+    """Run a job of this script in a process of its own, after the disk has come to rest."""
+    os.sync()
+    command = [sys.executable, __file__, str(workdir), "--size", size, "--job", name]
+    command += ["--calibrate", str(tokens)] if tokens else []
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    shutil.rmtree(workdir / f"{size}-out", ignore_errors=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _make(workdir: Path, size: str, tokens: int | None) -> dict:
+    """A random checkpoint of that shape, shard by shard, with a byte tokenizer."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    hidden, intermediate, layers, heads, kv_heads, head_dim, tied = SIZES[size]
+    folder = workdir / size
+    folder.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=tied,
+        max_position_embeddings=8192,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    if tied:
+        del shapes["lm_head.weight"]
+    groups, held = [{}], 0
+    for name, shape in shapes.items():
+        if held > SHARD_BYTES:
+            groups, held = [*groups, {}], 0
+        groups[-1][name], held = shape, held + 2 * shape.numel()
+    torch.manual_seed(0)
+    weight_map = {}
+    for number, group in enumerate(groups):
+        file = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+        tensors = {
+            name: torch.ones(shape, dtype=torch.bfloat16)
+            if "norm" in name
+            else torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
+            for name, shape in group.items()
+        }
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(group, file)
+    alphabet = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return {}
+
+
+def _copy(workdir: Path, size: str, tokens: int | None) -> dict:
+    started = time.perf_counter()
+    shutil.copytree(workdir / size, workdir / f"{size}-out")
+    return {"seconds": round(time.perf_counter() - started, 2)}
+
+
+def _convert(workdir: Path, size: str, tokens: int | None) -> dict:
+    from moh_llm.conversion.convert import ConversionOptions, convert
+    from moh_llm.conversion.plan import PlanOptions
+
+    plan = PlanOptions() if tokens else PlanOptions(preset="paper")
+    options = ConversionOptions(
+        base=str(workdir / size),
+        output=workdir / f"{size}-out",
+        plan=plan,
+        calibration_tokens=tokens or 1,
+        heldout_tokens=1,
+        verify="none",
+    )
+    started = time.perf_counter()
+    convert(options)
+    return {"seconds": round(time.perf_counter() - started, 2)}
+
+
+def _forward(workdir: Path, size: str, tokens: int | None) -> dict:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(workdir / size).eval()
+    windows = torch.randint(1, 256, (tokens // 512, 512), generator=torch.Generator().manual_seed(0))
+    started = time.perf_counter()
+    with torch.inference_mode():
+        for batch in windows.split(4):
+            model(batch, use_cache=False, logits_to_keep=1)
+    return {"seconds": round(time.perf_counter() - started, 2)}
+
+
+def _peak_memory_mib() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+JOBS = {"make": _make, "copy": _copy, "convert": _convert, "calibrate": _convert, "forward": _forward}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

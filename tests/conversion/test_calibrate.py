@@ -1,0 +1,147 @@
+"""The two sweeps over layers on disk against hooks and autograd on the whole model."""
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaForCausalLM
+
+from moh_llm.conversion import calibrate as module
+from moh_llm.conversion.calibrate import CalibrationPlan, LayerCalibration, calibrate
+from moh_llm.conversion.fit import LayerFitter, RoutingFit
+from moh_llm.conversion.layers import LayerwiseModel
+from moh_llm.model_folder import read_weight_map
+
+PLAN = CalibrationPlan(num_shared_heads=1, by_importance=True, drops=[1, 3], stand_in=True)
+LENGTH = 96
+
+
+def make_batches(*rows):
+    """Batches of so many windows, in each of which a second document starts somewhere."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for count in rows:
+        positions = torch.arange(LENGTH).repeat(count, 1)
+        for row in range(count):
+            positions[row, 20 + row :] -= 20 + row
+        ids = torch.randint(1, 257, (count, LENGTH), generator=generator)
+        batches.append({"input_ids": ids, "position_ids": positions})
+    return batches
+
+
+@pytest.fixture
+def run(make_llama, tmp_path, monkeypatch):
+    """Calibrate a tiny LLaMA: its folder, the function, and the samples that its layers were fitted on."""
+    folder = make_llama(num_attention_heads=4, num_key_value_heads=2)
+    samples = []
+
+    class Recorder(LayerFitter):
+        def __init__(self, sample, *args):
+            samples.append(sample)
+            super().__init__(sample, *args)
+
+    def run(batches, plan=PLAN, seed=0):
+        samples.clear()
+        weight_map, config = read_weight_map(folder)[1], AutoConfig.from_pretrained(folder)
+        base = LayerwiseModel(folder, weight_map, config, torch.float32, torch.device("cpu"))
+        found = calibrate(base, batches, plan, tmp_path, seed)
+        assert list(tmp_path.iterdir()) == []
+        return found
+
+    monkeypatch.setattr(module, "LayerFitter", Recorder)
+    return folder, run, samples
+
+
+def observe(folder, batches, seed):
+    """Per layer what passes through the attention, rows by token in the order of the text, by hooks and autograd."""
+    model = LlamaForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    seen = [{"inputs": [], "heads": [], "values": [], "outputs": []} for _ in model.model.layers]
+    for layer, rows in zip(model.model.layers, seen, strict=True):
+        attention = layer.self_attn
+        attention.q_proj.register_forward_hook(lambda m, args, out, rows=rows: rows["inputs"].append(args[0]))
+        attention.v_proj.register_forward_hook(lambda m, args, out, rows=rows: rows["values"].append(out))
+        attention.o_proj.register_forward_hook(lambda m, args, out, rows=rows: rows["heads"].append(args[0]))
+        attention.o_proj.register_forward_hook(lambda m, args, out, rows=rows: rows["outputs"].append(out))
+    gradients = [[] for _ in seen]
+    for batch in batches:
+        embeddings = model.model.embed_tokens(batch["input_ids"]).requires_grad_(True)
+        logits = model(inputs_embeds=embeddings, position_ids=batch["position_ids"], use_cache=False).logits
+        logits = logits.flatten(0, 1)
+        below = logits.detach().softmax(-1).cumsum(-1) < torch.rand(len(logits), 1, generator=generator)
+        loss = -logits.log_softmax(-1).gather(1, below.sum(-1, keepdim=True)).sum()
+        found = torch.autograd.grad(loss, [rows["outputs"][-1] for rows in seen])
+        for rows, gradient in zip(gradients, found, strict=True):
+            rows.append(gradient.flatten(0, 1))
+    return [
+        {name: torch.cat([t.detach().flatten(0, 1) for t in rows[name]]) for name in ("inputs", "heads", "values")}
+        | {"gradients": torch.cat(own)}
+        for rows, own in zip(seen, gradients, strict=True)
+    ], model
+
+
+@pytest.mark.parametrize(
+    ("rows", "held_out", "seed"),
+    [
+        ((3, 4, 2), [*range(3 * LENGTH, 4 * LENGTH), *range(7 * LENGTH, 8 * LENGTH)], 0),
+        ((1, 3), range(3 * LENGTH, 4 * LENGTH), 1),
+        ((2, 1), range(3 * LENGTH - 3 * LENGTH // 4, 3 * LENGTH), 0),
+    ],
+    ids=["every fourth window", "four windows", "few windows: the last quarter"],
+)
+def test_samples_are_what_the_whole_model_shows(run, rows, held_out, seed):
+    folder, calibrated, samples = run
+    batches = make_batches(*rows)
+    calibrated(batches, seed=seed)
+    expected, model = observe(folder, batches, seed)
+    total = sum(rows) * LENGTH
+    order = [token for token in range(total) if token not in held_out] + list(held_out)
+    assert len(samples) == 2
+    for sample, layer, own in zip(samples[::-1], expected, model.model.layers, strict=True):
+        assert sample.fitted == total - len(held_out)
+        torch.testing.assert_close(sample.inputs, layer["inputs"][order], rtol=1e-4, atol=1e-4)
+        heads = layer["heads"][order].view(total, 4, 8)
+        values = layer["values"][order].view(total, 2, 8)
+        for head in range(4):
+            torch.testing.assert_close(sample.heads[head], heads[:, head], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(sample.values[head], values[:, head // 2], rtol=1e-4, atol=1e-4)
+        sensitivity = sum(torch.outer(g, g) for g in layer["gradients"].double()) / total
+        torch.testing.assert_close(sample.sensitivity.double(), sensitivity, rtol=1e-4, atol=1e-4 * sensitivity.max())
+        own_gradients = layer["gradients"][list(held_out)]
+        torch.testing.assert_close(sample.gradients, own_gradients, rtol=1e-4, atol=1e-4 * own_gradients.abs().max())
+        assert torch.equal(sample.o_proj, own.self_attn.o_proj.weight)
+
+
+def test_first_layer_comes_first_with_its_fits(run):
+    _, calibrated, samples = run
+    found = calibrated(make_batches(4))
+    for layer, sample in zip(found, samples[::-1], strict=True):
+        fitter = LayerFitter(sample, 1, True)
+        assert (layer.shared_heads, layer.importance) == (fitter.shared_heads, fitter.importance)
+        assert {n: fit.cost for n, fit in layer.fits.items()} == {n: fitter.fit(n).cost for n in (1, 3)}
+    assert found[0].costs != found[1].costs
+
+
+def test_numbers_between_fits_are_interpolated_and_take_the_lower_fit():
+    fits = {drops: RoutingFit(drops, cost, {}) for drops, cost in ((2, 0.4), (3, 1.0), (7, 2.0))}
+    layer = LayerCalibration([0], [], fits)
+    assert layer.costs == pytest.approx({1: 0.2, 2: 0.4, 3: 1.0, 4: 1.25, 5: 1.5, 6: 1.75, 7: 2.0})
+    assert [layer.fit_for(drops).dropped for drops in range(9)] == [2, 2, 2, 3, 3, 3, 3, 7, 7]
+    assert LayerCalibration([0], [], {}).costs == {}
+
+
+def test_the_same_seed_gives_the_same_fits(run, one_thread):
+    _, calibrated, _ = run
+    one, two, other = (calibrated(make_batches(2, 2), seed=seed) for seed in (5, 5, 6))
+    for a, b in zip(one, two, strict=True):
+        assert a.costs == b.costs
+        assert all(torch.equal(a.fits[3].tensors[name], tensor) for name, tensor in b.fits[3].tensors.items())
+    assert one[0].costs != other[0].costs
+
+
+def test_plan_is_followed(run):
+    _, calibrated, _ = run
+    first = CalibrationPlan(num_shared_heads=2, by_importance=False, drops=[], stand_in=False)
+    for layer in calibrated(make_batches(4), first):
+        assert (layer.shared_heads, layer.fits) == ([0, 1], {}) and len(layer.importance) == 4
+    for layer in calibrated(make_batches(4), CalibrationPlan(2, True, [2], False)):
+        assert layer.shared_heads == sorted(sorted(range(4), key=lambda head: -layer.importance[head])[:2])
+        assert layer.fits[2].tensors.keys() == {"router.routed.weight", "router.routed.bias"}

@@ -1,0 +1,172 @@
+"""A conversion that is killed, or that the disk refuses, leaves nothing that the next one trips over."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moh_llm.errors import UserError
+from moh_llm.files import new_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+HOST = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+
+
+@pytest.fixture(scope="module")
+def dead_process() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@contextlib.contextmanager
+def child(code: str) -> Iterator[subprocess.Popen]:
+    """A Python process, slow for want of an accelerator, that is gone after the block."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(pattern: str, folder: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not list(folder.glob(pattern)):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read().decode()
+        time.sleep(0.005)
+
+
+# When: as soon as there is a folder; while the layers' inputs are written; while layers are fitted.
+@pytest.mark.parametrize(
+    ("sign", "delay"),
+    [(".moh.*.tmp", 0), (".moh.*.tmp/hidden-states-3.safetensors", 0.3), (".moh.*.tmp", 1)],
+    ids=["at once", "0.3 s", "1 s"],
+)
+def test_killed_and_run_again(make_llama, convert, river, tmp_path, sign, delay):
+    base = make_llama(num_hidden_layers=8, num_attention_heads=8, hidden_size=128)
+    text = ["--calibration", str(river), "--calibration-tokens", "65536"]
+    command = ["convert", str(base), "--output", str(tmp_path / "moh"), *text]
+    with child(f"import sys; from moh_llm.cli import main; sys.exit(main({command!r}))") as process:
+        wait_for(sign, tmp_path, process)
+        time.sleep(delay)
+        assert process.poll() is None, "it ended before it could be killed"
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert not (tmp_path / "moh").exists()
+    assert len(list(tmp_path.iterdir())) == 1  # what the killed process left
+    assert convert(base, tmp_path / "moh") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["moh"]
+    assert (tmp_path / "moh" / "conversion.json").exists()
+
+
+def test_overwriting_killed_keeps_the_old_folder(make_llama, convert, river, tmp_path):
+    base = make_llama(num_hidden_layers=8, num_attention_heads=8, hidden_size=128)
+    (tmp_path / "moh").mkdir()
+    (tmp_path / "moh" / "mine.txt").write_text("keep me")
+    text = ["--calibration", str(river), "--calibration-tokens", "65536"]
+    command = ["convert", str(base), "--output", str(tmp_path / "moh"), "--overwrite", *text]
+    with child(f"import sys; from moh_llm.cli import main; sys.exit(main({command!r}))") as process:
+        wait_for(".moh.*.tmp/hidden-states-0.safetensors", tmp_path, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert [path.name for path in (tmp_path / "moh").iterdir()] == ["mine.txt"]
+
+
+def test_leftovers_of_a_living_process_are_not_touched(tmp_path):
+    with child("import time; time.sleep(600)") as process:
+        theirs = tmp_path / f".moh.{HOST}.{process.pid}.tmp"
+        theirs.mkdir()
+        with new_folder(tmp_path / "moh"):
+            assert theirs.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [theirs.name, "moh"]
+
+
+def test_leftovers_of_another_machine_or_folder_are_not_touched(tmp_path, dead_process):
+    others = {f".moh.elsewhere.{dead_process}.tmp", f".moh2.{HOST}.{dead_process}.tmp", f".moh.{HOST}.x.tmp"}
+    for name in others:
+        (tmp_path / name).mkdir()
+    with new_folder(tmp_path / "moh"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "moh"}
+
+
+def test_leftovers_under_this_processs_own_number_are_cleared(tmp_path):
+    """In a container the process that was killed and the one that runs again often have the same number."""
+    left = tmp_path / f".moh.{HOST}.{os.getpid()}.tmp"
+    left.mkdir()
+    (left / "half.safetensors").write_text("half")
+    with new_folder(tmp_path / "moh") as folder:
+        (folder / "new.txt").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["moh"]
+    assert [path.name for path in (tmp_path / "moh").iterdir()] == ["new.txt"]
+
+
+def test_a_killed_swap_is_undone(tmp_path, dead_process):
+    """Killed between the two renames: the old folder has gone aside and the new one has not come."""
+    output, mark = tmp_path / "moh", f".moh.{HOST}.{dead_process}"
+    for ending in ("old", "tmp"):
+        (tmp_path / f"{mark}.{ending}").mkdir()
+        (tmp_path / f"{mark}.{ending}" / f"{ending}.txt").write_text(ending)
+    with pytest.raises(UserError, match="exists and is not empty"), new_folder(output):
+        pytest.fail("the old folder is back, and in the way")
+    assert [path.name for path in tmp_path.iterdir()] == ["moh"]
+    assert [path.name for path in output.iterdir()] == ["old.txt"]
+    with new_folder(output, overwrite=True) as folder:
+        (folder / "new.txt").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["moh"]
+    assert [path.name for path in output.iterdir()] == ["new.txt"]
+
+
+def test_an_old_folder_beside_a_finished_swap_goes(tmp_path, dead_process):
+    """Killed after both renames, before the old folder was removed."""
+    output, old = tmp_path / "moh", tmp_path / f".moh.{HOST}.{dead_process}.old"
+    for folder in (output, old):
+        folder.mkdir()
+        (folder / "name.txt").write_text(folder.name)
+    with new_folder(output, overwrite=True):
+        assert not old.exists()
+        assert (output / "name.txt").read_text() == "moh"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--preset", "paper", "--verify", "none"],
+        ["--preset", "paper", "--verify", "none", "--dtype", "bfloat16"],
+        ["--verify", "none"],
+    ],
+    ids=["copied", "cast", "scratch"],
+)
+def test_a_disk_that_refuses_leaves_nothing(make_llama, river, tmp_path, flags):
+    """A real refusal: the kernel lets no file of the child grow beyond 30 kB, less than the weights."""
+    base = make_llama()
+    text = ["--calibration", str(river), "--calibration-tokens", "2048"]
+    command = ["convert", str(base), "--output", str(tmp_path / "moh"), *text, *flags]
+    code = (
+        "import resource, sys\n"
+        "from moh_llm.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))\n"
+        f"sys.exit(main({command!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    error = done.stderr.strip().splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+    assert done.returncode == 2, done.stderr
+    assert error.startswith("error: cannot write") and "free some space" in error

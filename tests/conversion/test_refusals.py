@@ -1,0 +1,225 @@
+"""What conversion refuses: one line that names the fault, exit status 2, and nothing left behind."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moh_llm.cli import main
+
+INDEX = "model.safetensors.index.json"
+
+
+def edit_config(**fields: object) -> Callable[[Path, Path], list[str]]:
+    """Changes fields of the base's config."""
+
+    def edit(base: Path, tmp_path: Path) -> list[str]:
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | fields))
+        return []
+
+    return edit
+
+
+def flags(*given: str) -> Callable[[Path, Path], list[str]]:
+    """Changes nothing but how the command is called."""
+    return lambda base, tmp_path: list(given)
+
+
+def calibration(name: str, content: str | None = None) -> Callable[[Path, Path], list[str]]:
+    """Calibrates on a file of that content; None makes no file."""
+
+    def give(base: Path, tmp_path: Path) -> list[str]:
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        return ["--calibration", str(tmp_path / name)]
+
+    return give
+
+
+def broken_weight(name: str, value: float) -> Callable[[Path, Path], list[str]]:
+    """Writes `value` into one place of a tensor."""
+
+    def spoil(base: Path, tmp_path: Path) -> list[str]:
+        tensors = load_file(base / "model.safetensors")
+        tensors[name].view(-1)[7] = value
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+        return []
+
+    return spoil
+
+
+def index(places: dict[str, str]) -> Callable[[Path, Path], list[str]]:
+    """Adds an index to a single file that puts tensors elsewhere."""
+
+    def write(base: Path, tmp_path: Path) -> list[str]:
+        weight_map = dict.fromkeys(load_file(base / "model.safetensors"), "model.safetensors")
+        (base / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map | places}))
+        return []
+
+    return write
+
+
+def _drop_weights(base: Path, tmp_path: Path) -> list[str]:
+    (base / "model.safetensors").unlink()
+    return []
+
+
+def _drop_shard(base: Path, tmp_path: Path) -> list[str]:
+    next(base.glob("model-00002-of-*.safetensors")).unlink()
+    return []
+
+
+def _truncate(base: Path, tmp_path: Path) -> list[str]:
+    data = (base / "model.safetensors").read_bytes()
+    (base / "model.safetensors").write_bytes(data[: len(data) // 2])
+    return []
+
+
+def _drop_tensor(base: Path, tmp_path: Path) -> list[str]:
+    tensors = load_file(base / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    return []
+
+
+def _config_is_a_list(base: Path, tmp_path: Path) -> list[str]:
+    (base / "config.json").write_text("[]")
+    return []
+
+
+def _drop_tokenizer(base: Path, tmp_path: Path) -> list[str]:
+    for path in base.glob("tokenizer*"):
+        path.unlink()
+    return []
+
+
+def _output_in_the_way(base: Path, tmp_path: Path) -> list[str]:
+    (tmp_path / "moh").mkdir()
+    (tmp_path / "moh" / "mine.txt").write_text("keep me")
+    return []
+
+
+def _output_is_a_file(base: Path, tmp_path: Path) -> list[str]:
+    (tmp_path / "moh").write_text("keep me")
+    return []
+
+
+def _output_below_a_file(base: Path, tmp_path: Path) -> list[str]:
+    (tmp_path / "file").write_text("keep me")
+    return ["--output", str(tmp_path / "file" / "moh")]
+
+
+GPT2 = edit_config(model_type="gpt2", architectures=["GPT2LMHeadModel"])
+MISTRAL = edit_config(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64)
+# MistralConfig's own default, 4096, holds where config.json says nothing.
+OLD_MISTRAL = edit_config(model_type="mistral", architectures=["MistralForCausalLM"])
+QWEN2 = edit_config(
+    model_type="qwen2",
+    architectures=["Qwen2ForCausalLM"],
+    use_sliding_window=True,
+    sliding_window=64,
+    max_window_layers=0,
+)
+REMOTE = edit_config(auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"})
+Q_PROJ, LM_HEAD = "model.layers.1.self_attn.q_proj.weight", "lm_head.weight"
+
+BAD_INPUT = {
+    "no weights": (_drop_weights, "has no weights"),
+    "truncated": (_truncate, "model.safetensors is damaged or truncated"),
+    "missing shard": (_drop_shard, "which is not there; download it again"),
+    "index names no shard": (index({LM_HEAD: "extra.safetensors"}), f"{INDEX} names extra.safetensors, which is not"),
+    "index names no tensor": (
+        index({"model.extra.weight": "model.safetensors"}),
+        "places model.extra.weight in model.safetensors, which does not hold it",
+    ),
+    "missing tensor": (_drop_tensor, "the weights lack model.layers.1.mlp.up_proj.weight"),
+    "NaN": (broken_weight(Q_PROJ, torch.nan), f"model.safetensors: {Q_PROJ} holds NaN or infinity"),
+    "infinity": (broken_weight(LM_HEAD, torch.inf), f"model.safetensors: {LM_HEAD} holds NaN or infinity"),
+    "other size": (
+        edit_config(intermediate_size=96),
+        "mlp.down_proj.weight in model.safetensors has shape [32, 64], which config.json",
+    ),
+    "no head count": (edit_config(num_attention_heads=None), "config.json gives no number for num_attention_heads"),
+    "config is a list": (_config_is_a_list, "its config.json is not an object"),
+    "odd hidden size": (
+        edit_config(num_attention_heads=5),
+        "hidden size (32) is not a multiple of the number of attention heads (5)",
+    ),
+    "architecture": (GPT2, "model_type 'gpt2' (GPT2LMHeadModel) cannot be converted; these can: llama, mistral"),
+    "no architecture": (edit_config(model_type=None, architectures=None), "model_type None (no architecture named)"),
+    "quantised": (edit_config(quantization_config={"quant_method": "gptq"}), "weights are quantised (gptq)"),
+    "sliding window": (MISTRAL, "sliding_window=64 stands in the way"),
+    "sliding window by default": (OLD_MISTRAL, "sliding_window=4096 stands in the way"),
+    "sliding window in use": (QWEN2, "sliding_window=64 stands in the way"),
+    "code of its own": (REMOTE, "auto_map says that it runs code of its own"),
+    "dense already": (flags("--to-dense"), "is no MoH model (model_type 'llama'): it is dense already"),
+    "no tokenizer": (_drop_tokenizer, "has no tokenizer that loads"),
+    "empty text": (calibration("empty.jsonl", ""), "holds no text"),
+    "short text": (calibration("short.txt", "A few words."), "fewer than one window"),
+    "missing text": (calibration("nowhere.jsonl"), "no file at"),
+    "no tokens": (flags("--calibration-tokens", "0"), "--calibration-tokens 0 must be at least 1"),
+    "no held-out tokens": (flags("--heldout-tokens", "-1"), "--heldout-tokens -1 must be at least 1"),
+    "output in the way": (_output_in_the_way, "exists and is not empty; pass --overwrite"),
+    "output is a file": (_output_is_a_file, "is a file; name a folder"),
+    "output below a file": (_output_below_a_file, "lies below"),
+    "cast links": (flags("--dtype", "bfloat16", "--link"), "--link keeps the base's bytes and --dtype changes them"),
+    "too many active": (flags("--num-active-heads", "5"), "num_active_heads=5 must lie between"),
+    "none active": (flags("--num-active-heads", "0"), "num_active_heads=0 must lie between"),
+    "too many shared": (flags("--num-shared-heads", "5"), "num_shared_heads=5 must lie between 0 and num_attention_heads=4"),
+    "fewer than none shared": (flags("--num-shared-heads", "-1"), "num_shared_heads=-1"),
+    "fewer active than shared": (
+        flags("--num-shared-heads", "3", "--num-active-heads", "2"),
+        "num_active_heads=2 must lie between num_shared_heads=3",
+    ),
+    "ratio": (flags("--active-ratio", "1.5"), "--active-ratio 1.5 must be above 0 and at most 1"),
+    "ratio and number": (flags("--active-ratio", "1", "--num-active-heads", "3"), "not both"),
+    "query norm, uneven": (flags("--router", "query_norm", "--budgets", "uneven"), "linear router; drop query_norm"),
+    "query norm, stand-ins": (flags("--router", "query_norm", "--stand-in", "value"), "linear router; drop query_norm"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_line_and_leaves_nothing(make_llama, convert, tmp_path, capsys, case):
+    spoil, message = BAD_INPUT[case]
+    base = make_llama(max_shard_size="20KB" if case == "missing shard" else "1GB")
+    given = spoil(base, tmp_path)
+    before = [sorted(folder.rglob("*")) for folder in (base, tmp_path)]
+    assert convert(base, tmp_path / "moh", *given) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and message in error, error
+    assert [sorted(folder.rglob("*")) for folder in (base, tmp_path)] == before
+
+
+def test_missing_folder(tmp_path, capsys):
+    assert main(["convert", str(tmp_path / "nowhere"), "--output", str(tmp_path / "moh")]) == 2
+    assert f"error: folder {tmp_path / 'nowhere'} does not exist" in capsys.readouterr().err
+
+
+def test_an_output_that_may_not_be_made(make_llama, convert, tmp_path, capsys):
+    """Root may write to any folder of a disk, but the kernel lets nobody make one in /sys."""
+    parent = Path("/sys")
+    if os.geteuid() != 0:
+        parent = tmp_path / "theirs"
+        parent.mkdir(mode=0o500)
+    elif not parent.is_dir():
+        pytest.skip("root, and no /sys here")
+    before = sorted(parent.iterdir())
+    assert convert(make_llama(), parent / "moh") == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"error: cannot write {parent / 'moh'}: "), error
+    assert sorted(parent.iterdir()) == before
+
+
+def test_routing_flags_do_not_go_with_the_way_back(make_llama, convert, tmp_path, capsys):
+    """Flags that --to-dense cannot follow are refused, not passed over."""
+    assert convert(make_llama(), tmp_path / "moh", "--preset", "paper", "--verify", "none") == 0
+    arguments = ["convert", str(tmp_path / "moh"), "--to-dense", "--output", str(tmp_path / "dense")]
+    assert main([*arguments, "--dtype", "bfloat16"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and "--dtype" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["moh"]
