@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 SIZES = {  # hidden, intermediate, layers, heads, KV heads, head size, tied
@@ -36,17 +37,24 @@ def main() -> int:
     parser.add_argument("--size", nargs="+", choices=list(SIZES), default=["1b"])
     parser.add_argument("--repeats", type=int, default=3, help="of copying and converting; medians are shown")
     parser.add_argument("--calibrate", type=int, metavar="N", help="calibrate on N tokens, too")
+    parser.add_argument("--layers", type=int, metavar="N", help="cut the shapes to N layers")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--job", choices=list(JOBS), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.layers:
+        for size in args.size:
+            hidden, intermediate, _, *others = SIZES[size]
+            SIZES[size] = (hidden, intermediate, args.layers, *others)
     if args.job:
-        print(json.dumps(JOBS[args.job](args.workdir, args.size[0], args.calibrate) | {"mib": _peak_memory_mib()}))
+        done = JOBS[args.job](args.workdir, args.size[0], args.calibrate)
+        print(json.dumps(done | {"mib": _peak_memory_mib()}))
         return 0
     rows = []
     for size in args.size:
         base = args.workdir / size
+        extra = ["--layers", str(args.layers)] if args.layers else []
         if not (base / "config.json").exists():
-            _job("make", args.workdir, size)
+            _job("make", args.workdir, size, None, extra)
         row = {"size": size, "gib": round(sum(f.stat().st_size for f in base.iterdir()) / (1 << 30), 2)}
         copies, conversions = [], []
         for _ in range(args.repeats):
@@ -68,10 +76,10 @@ def main() -> int:
     return 0
 
 
-def _job(name: str, workdir: Path, size: str, tokens: int | None = None) -> dict:
+def _job(name: str, workdir: Path, size: str, tokens: int | None = None, extra: Sequence[str] = ()) -> dict:
     """Run a job of this script in a process of its own, after the disk has come to rest."""
     os.sync()
-    command = [sys.executable, __file__, str(workdir), "--size", size, "--job", name]
+    command = [sys.executable, __file__, str(workdir), "--size", size, "--job", name, *extra]
     command += ["--calibrate", str(tokens)] if tokens else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     shutil.rmtree(workdir / f"{size}-out", ignore_errors=True)

@@ -93,7 +93,7 @@ def convert(options: ConversionOptions) -> dict[str, Any]:
             "base": base.identity(),
         }
         dtype, device = options.dtype or _stored_dtype(base), _device()
-        dense = LayerwiseModel(base.folder, base.weight_map, base.config, _computed(dtype, device), device)
+        dense = LayerwiseModel(base.folder, base.weight_map, base.config, _computed(dtype), device)
         calibrated: list[LayerCalibration] | None = None
         if plan.needs_calibration:
             batches = _calibration_batches(options, sources, length)
@@ -107,7 +107,7 @@ def convert(options: ConversionOptions) -> dict[str, Any]:
         record["arithmetic"] = arithmetic(config, _count_weights(base), [t.numel() for t in routing.values()])
         if options.verify != "none":
             if options.dtype is not None:  # the base to compare with is then the base cast
-                dense = LayerwiseModel(base.folder, base.weight_map, base.config, _computed(dtype, device), device)
+                dense = LayerwiseModel(base.folder, base.weight_map, base.config, _computed(dtype), device)
             converted = LayerwiseModel(folder, weight_map, config, dense.dtype, device)
             record["verification"] = verify(dense, converted, held_out)
         record["seconds"] = round(time.perf_counter() - started, 1)
@@ -158,9 +158,9 @@ def _stored_dtype(base: BaseCheckpoint) -> torch.dtype:
         return file.get_tensor("model.norm.weight").dtype
 
 
-def _computed(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What weights of `dtype` are computed in: float16 is slow, and in gradients narrow, on a CPU."""
-    return torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
+def _computed(dtype: torch.dtype) -> torch.dtype:
+    """What weights of `dtype` are computed in: float16 is too narrow for gradients, and slow on a CPU."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _tokenize(options: ConversionOptions, base: BaseCheckpoint) -> list[TokenizedSource]:

@@ -37,8 +37,8 @@ class LayerSample:
         heads: head outputs H_h, `[H, N, D]`.
         values: each head's value vector of the token itself, `[H, N, D]`.
         sensitivity: M, `[C, C]`.
-        o_proj: weight of the output projection, `[C, H * D]`.
         gradients: g of the held-out tokens, `[N - fitted, C]`.
+        o_proj: weight of the output projection, `[C, H * D]`.
         fitted: how many tokens, the first ones, are fitted on; the others measure what that cost.
     """
 

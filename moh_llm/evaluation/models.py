@@ -11,7 +11,15 @@ from moh_llm.model_folder import may_be_hub_id, read_weight_map
 RECORDS = ("conversion.json", "run.json")
 
 # The part of a MoH config that a reader of the report wants to see.
-_HEADS = ("num_attention_heads", "num_shared_heads", "num_active_heads", "shared_heads", "router_type", "router_score")
+_HEADS = (
+    "num_attention_heads",
+    "num_shared_heads",
+    "num_active_heads",
+    "shared_heads",
+    "router_type",
+    "router_score",
+    "head_stand_in",
+)
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 

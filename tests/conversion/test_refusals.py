@@ -170,7 +170,7 @@ BAD_INPUT = {
     "cast links": (flags("--dtype", "bfloat16", "--link"), "--link keeps the base's bytes and --dtype changes them"),
     "too many active": (flags("--num-active-heads", "5"), "num_active_heads=5 must lie between"),
     "none active": (flags("--num-active-heads", "0"), "num_active_heads=0 must lie between"),
-    "too many shared": (flags("--num-shared-heads", "5"), "num_shared_heads=5 must lie between 0 and num_attention_heads=4"),
+    "too many shared": (flags("--num-shared-heads", "5"), "num_shared_heads=5 must lie between 0"),
     "fewer than none shared": (flags("--num-shared-heads", "-1"), "num_shared_heads=-1"),
     "fewer active than shared": (
         flags("--num-shared-heads", "3", "--num-active-heads", "2"),

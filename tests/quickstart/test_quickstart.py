@@ -17,9 +17,9 @@ def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys):
     printed = capsys.readouterr().out
     record = json.loads((output / "quickstart.json").read_text())
     rows = {row["model"]: row for row in record["held_out"]}
-    assert list(rows) == ["dense", "paper's router", "calibrated", "tuned"]
+    assert list(rows) == ["dense", "paper's layer", "calibrated", "tuned"]
     assert rows["dense"]["ratio"] == 1 and rows["dense"]["kl"] == 0 and rows["dense"]["active_heads"] == 4
-    for name in ("paper's router", "calibrated", "tuned"):
+    for name in ("paper's layer", "calibrated", "tuned"):
         assert rows[name]["active_heads"] == 3 and rows[name]["kl"] > 0
         assert f"{rows[name]['perplexity']:.2f}" in printed
     assert rows["tuned"]["kl"] != rows["calibrated"]["kl"]
