@@ -139,16 +139,19 @@ def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed
 
 
 def _fitted_first(batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
-    """An order of all tokens with the held-out ones last, and how many come before them."""
-    windows = [len(row) for batch in batches for row in batch["input_ids"]]
-    if len(windows) < HELD_OUT:
-        total = sum(windows)
-        return torch.arange(total), total - total // HELD_OUT
-    ends = torch.tensor(windows).cumsum(0).tolist()
-    spans = [torch.arange(end - length, end) for length, end in zip(windows, ends, strict=True)]
-    held_out = [span for i, span in enumerate(spans) if i % HELD_OUT == HELD_OUT - 1]
-    fitted = [span for i, span in enumerate(spans) if i % HELD_OUT != HELD_OUT - 1]
-    return torch.cat([*fitted, *held_out]), sum(map(len, fitted))
+    """An order of tokens with the held-out ones last, and how many come before them.
+
+    Documents' first tokens are left out: their heads are their values, and nothing is to be fitted.
+    """
+    positions = torch.cat([batch["position_ids"].flatten() for batch in batches])
+    length = batches[0]["input_ids"].shape[1]
+    window = torch.arange(len(positions)) // length
+    held_out = window % HELD_OUT == HELD_OUT - 1
+    if len(positions) < HELD_OUT * length:
+        held_out = torch.arange(len(positions)) >= len(positions) - len(positions) // HELD_OUT
+    counted = positions != 0
+    fitted = (counted & ~held_out).nonzero()[:, 0]
+    return torch.cat([fitted, (counted & held_out).nonzero()[:, 0]]), len(fitted)
 
 
 def _backward(

@@ -95,8 +95,10 @@ class MoHLlamaAttention(LlamaAttention):
         gate = gate.unsqueeze(-1).to(head_outputs.dtype)
         head_outputs = head_outputs.reshape(head_shape) * gate
         if self.stand_in is not None:
+            # Position 0 is where nothing is rotated, not even by the fastest frequency.
+            stand_in = self.stand_in(hidden_states, own_values, is_first=sin[..., 0] == 0)
             # Where the gate is 1 this adds an exact zero.
-            head_outputs = head_outputs + (1 - gate) * self.stand_in(hidden_states, own_values)
+            head_outputs = head_outputs + (1 - gate) * stand_in
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
 
 

@@ -156,7 +156,9 @@ class MoHStandIn(nn.Module):
 
     v is the token's own value vector of the head's group. A head mostly attends to a few sink
     positions, whose mixture hardly varies (b_h), and to the token itself (a_h(x) v): this is that
-    head without its attention to other tokens. It costs what the router costs.
+    head without its attention to other tokens. It costs what the router costs. A document's first
+    token attends to nothing but itself: its heads are v, and so are its stand-ins. What it passes
+    on, and what later tokens use as a sink, is thereby the base's, bit for bit.
 
     Args:
         config: the model's configuration, already validated.
@@ -174,16 +176,18 @@ class MoHStandIn(nn.Module):
         self.own_value = nn.Linear(config.hidden_size, len(routed))
         self.bias = nn.Parameter(torch.zeros(len(routed), config.head_dim))
 
-    def forward(self, hidden_states: torch.Tensor, value_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, value_states: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor:
         """Stand-ins of all heads `[B, T, H, D]`, zero for shared ones.
 
         Args:
             hidden_states: the attention layer's input `[B, T, C]`.
             value_states: values of these tokens `[B, T, KV, D]`.
+            is_first: whether a token stands at position 0, `[B or 1, T]`.
         """
         values = value_states.repeat_interleave(self.groups, dim=-2)
         values = values[..., self.num_shared :, :] if self.head_order is None else values[..., self.routed_heads, :]
         routed = self.bias + self.own_value(hidden_states).unsqueeze(-1) * values
+        routed = torch.where(is_first[..., None, None], values, routed)
         stand_in = nn.functional.pad(routed, (0, 0, self.num_shared, 0))
         return stand_in if self.head_order is None else stand_in[..., self.head_order, :]
 

@@ -68,7 +68,7 @@ def attention(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray)
                     row = routed.index(head)
                     share = weights[prefix + "stand_in.own_value.weight"][row] @ x[t]
                     share += weights[prefix + "stand_in.own_value.bias"][row]
-                    stand_in = weights[prefix + "stand_in.bias"][row] + share * v[t, group]
+                    stand_in = weights[prefix + "stand_in.bias"][row] + share * v[t, group] if t else v[t, group]
                     output[t] += out_weight[:, head * size : (head + 1) * size] @ stand_in
                 continue
             query = rotate(q[t, head], t)

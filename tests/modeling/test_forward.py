@@ -235,3 +235,16 @@ def test_golden_logits_of_the_authors_code(shared, implementation):
     with torch.no_grad():
         got = moh.eval()(torch.from_numpy(golden["input_ids"])).logits
     np.testing.assert_allclose(got.numpy(), golden["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_first_tokens_of_documents_are_the_bases(make_pair, ids, dtype, implementation):
+    """They attend to nothing but themselves, which is what their stand-ins do."""
+    plan = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_stand_in": "value"}
+    dense, moh = make_pair(dtype=dtype, attn_implementation=implementation, **plan)
+    positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(3, -1)
+    with torch.no_grad():
+        expected, got = (m(ids, position_ids=positions, use_cache=False).logits for m in (dense, moh))
+    assert torch.equal(got[:, [0, 10]], expected[:, [0, 10]])
+    assert not torch.equal(got[:, [1, 11]], expected[:, [1, 11]])
