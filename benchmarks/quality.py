@@ -148,6 +148,7 @@ def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
 
         def keep(module, args, kwargs, state=state):
             state["x"] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            state["first"] = kwargs["position_embeddings"][1][..., 0] == 0
 
         def values(module, args, output, state=state):
             state["v"] = output
@@ -157,7 +158,8 @@ def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
             heads = args[0].unflatten(-1, (-1, attention.head_dim))
             stand_in = torch.zeros_like(heads)
             if state["stand_in"] is not None:
-                stand_in = state["stand_in"](state["x"], state["v"].unflatten(-1, (-1, attention.head_dim)))
+                own_values = state["v"].unflatten(-1, (-1, attention.head_dim))
+                stand_in = state["stand_in"](state["x"], own_values, state["first"])
             slices = module.weight.unflatten(-1, (-1, attention.head_dim)).float()
             gram = torch.einsum("chd,che->hde", slices, slices)
             residual = (heads - stand_in).float()
