@@ -2,7 +2,7 @@
 
     OUTPUT/checkpoints/step-000010/model.safetensors      the weights that are trained, float32
                                    optimizer.safetensors  AdamW's two moments of each
-                                   checkpoint.json        step, seconds, tokens read, hash of each file
+                                   checkpoint.json        step, updates, seconds, tokens read, hash of each file
 
 They are whole tensors, however training is distributed (see `moh_llm.training.gathering`), so a run
 can go on with another number of processes or another way of distributing. Data and generators need
@@ -104,8 +104,8 @@ def load_checkpoint(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     weights: Mapping[str, torch.Tensor],
-) -> None:
-    """Put a checkpoint's weights and moments into place.
+) -> int:
+    """Put a checkpoint's weights and moments into place; return how many updates they have seen.
 
     Args:
         folder: a checkpoint that `newest_checkpoint` gave.
@@ -118,8 +118,9 @@ def load_checkpoint(
     saved, moments = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
     if different := saved.keys() ^ weights.keys():
         raise UserError(f"{folder} is of another model: {sorted(different)[0]} is on one side only; use a new --output")
-    steps = read_json(folder / RECORD)["step"]
-    scatter_state(accelerator, model, optimizer, weights, saved, moments, steps)
+    updates = read_json(folder / RECORD)["updates"]
+    scatter_state(accelerator, model, optimizer, weights, saved, moments, updates)
+    return updates
 
 
 def _steps(checkpoints: Path) -> list[int]:

@@ -97,11 +97,20 @@ class ObjectiveConfig:
     balance_coefficient: float | None = key(
         "weight beta of the load-balance loss; null: the model's router_aux_loss_coef", None
     )
+    layer_coefficient: float = key(
+        "distillation: weight of the layers' squared distance to the base's, relative to their size; 0: none", 0.0
+    )
 
     def __post_init__(self) -> None:
         _require(0 < self.temperature < math.inf, f"objective.temperature={self.temperature} must be above 0")
         beta = self.balance_coefficient
         _require(beta is None or 0 <= beta < math.inf, f"objective.balance_coefficient={beta} must not be negative")
+        layer = self.layer_coefficient
+        _require(0 <= layer < math.inf, f"objective.layer_coefficient={layer} must not be negative")
+        _require(
+            layer == 0 or self.kind == "distillation",
+            f"objective.layer_coefficient={layer} needs the base to compare with: set objective.kind to distillation",
+        )
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,26 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class DivergenceConfig:
+    """What is done about a step whose loss or gradient is not finite, or whose loss jumps."""
+
+    action: Literal["stop", "skip", "roll_back"] = key(
+        "stop: end the run; skip: drop the step; roll_back: also go back to the last checkpoint's weights", "stop"
+    )
+    spike_factor: float | None = key(
+        "a loss above this times the median of recent steps is a spike; null: only what is not finite counts", None
+    )
+    window: int = key("recent steps that the median is taken of; there are no spikes before there are as many", 50)
+    most_in_a_row: int = key("end the run after this many steps in a row were dropped", 5)
+
+    def __post_init__(self) -> None:
+        factor = self.spike_factor
+        _require(factor is None or 1 < factor < math.inf, f"divergence.spike_factor={factor} must be above 1")
+        for name in ("window", "most_in_a_row"):
+            _require(getattr(self, name) >= 1, f"divergence.{name}={getattr(self, name)} must be at least 1 step")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One training run."""
 
@@ -182,6 +211,13 @@ class TrainConfig:
     )
     checkpoint: CheckpointConfig = field(
         default_factory=CheckpointConfig, metadata={"meaning": "checkpoints to resume from"}
+    )
+    divergence: DivergenceConfig = field(
+        default_factory=DivergenceConfig, metadata={"meaning": "what is done when the loss is not finite or jumps"}
+    )
+    trackers: tuple[str, ...] = key(
+        "where curves go beside log.jsonl: tensorboard, wandb, trackio, or another that accelerate knows",
+        ("tensorboard",),
     )
 
     def __post_init__(self) -> None:
@@ -216,7 +252,7 @@ class TrainConfig:
 # Keys (or groups) whose change leaves every number of the training curve as it was: where things
 # are written, what is only looked at, and recomputation, which repeats the same operations. `model`
 # and the mixture are here because the run record holds hashes of what they name, which are compared.
-_HARMLESS = {"model", "output", "save_dtype", "gradient_checkpointing", "checkpoint"}
+_HARMLESS = {"model", "output", "save_dtype", "gradient_checkpointing", "checkpoint", "trackers"}
 _HARMLESS |= {"evaluation.every", "evaluation.batch_size", "data.mixture", "data.num_workers"}
 
 

@@ -60,7 +60,7 @@ def scatter_state(
     weights: Mapping[str, torch.Tensor],
     saved: Mapping[str, torch.Tensor],
     moments: Mapping[str, torch.Tensor],
-    steps: int,
+    updates: int,
 ) -> None:
     """Put gathered weights and moments into place.
 
@@ -68,12 +68,12 @@ def scatter_state(
         accelerator, model, optimizer: what was prepared.
         weights: the trained parameters by name.
         saved, moments: what `gathered_weights` and `gathered_moments` gave, on every process.
-        steps: optimiser steps made, AdamW's own count.
+        updates: how often the weights were updated, AdamW's own count.
     """
     if _by_deepspeed(accelerator):
         import deepspeed
 
-        _make_states(model, steps)
+        _make_states(model, updates)
         for name, weight in weights.items():
             value = saved[name].to(accelerator.device)
             _set_in_zero(weight, value, None)
@@ -86,7 +86,7 @@ def scatter_state(
     for name, weight in weights.items():
         weight.copy_(_like(saved[name], weight))
         state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in MOMENTS}
-        optimizer.state[weight] = {"step": torch.tensor(float(steps))} | state
+        optimizer.state[weight] = {"step": torch.tensor(float(updates))} | state
 
 
 def _set_in_zero(weight: torch.Tensor, value: torch.Tensor, moment: str | None) -> None:
@@ -107,13 +107,13 @@ def _set_in_zero(weight: torch.Tensor, value: torch.Tensor, moment: str | None) 
     part[: mine.numel()].copy_(mine)
 
 
-def _make_states(model: torch.nn.Module, steps: int) -> None:
+def _make_states(model: torch.nn.Module, updates: int) -> None:
     """Give ZeRO's flat partitions the states that AdamW would make at its first step."""
     zero = model.optimizer
     stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
     for flat in zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups:
         moments = {moment: torch.zeros_like(flat) for moment in MOMENTS}
-        zero.optimizer.state[flat] = {"step": torch.tensor(float(steps))} | moments
+        zero.optimizer.state[flat] = {"step": torch.tensor(float(updates))} | moments
     _link_states(model)
 
 

@@ -6,11 +6,13 @@ therefore needs nothing but weights and moments to go on exactly as if it had ne
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from accelerate import Accelerator
 
 from moh_llm.data.receipt import make_receipt
 from moh_llm.data.shards import TokenizedSource
@@ -22,15 +24,17 @@ from moh_llm.training import networks
 from moh_llm.training.card import model_card
 from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from moh_llm.training.config import TrainConfig
+from moh_llm.training.divergence import DivergenceWatch
 from moh_llm.training.gathering import gathered_weights
 from moh_llm.training.interruption import Interruption
-from moh_llm.training.objectives import StepLosses
-from moh_llm.training.parallel import end_distribution, make_accelerator, seed_step
+from moh_llm.training.log import show_scores, step_line
+from moh_llm.training.parallel import end_distribution, make_accelerator, seed_step, sum_over_processes
 from moh_llm.training.passes import accumulate_gradients, evaluate, score_saved
 from moh_llm.training.progress import ProgressLine
 from moh_llm.training.runs import Run
 from moh_llm.training.schedules import annealed_heads
 from moh_llm.training.step import TrainingStep
+from moh_llm.training.tracking import check_trackers, start_trackers, track
 
 
 def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -44,6 +48,7 @@ def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], Non
     Raises:
         UserError: an input cannot be used, the loss is no longer finite, or the disk refuses.
     """
+    check_trackers(config.trackers)
     accelerator = make_accelerator(config)
     main = accelerator.is_main_process
     if not main:
@@ -85,15 +90,19 @@ def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], Non
     # ---- where to begin
     facts = {"device": str(accelerator.device), "processes": accelerator.num_processes, "parameters": counts}
     run.begin(describe_data(sources), {"tokens_in": token_folder} | facts)
-    done, seconds = 0, 0.0
+    done, updates, seconds = 0, 0, 0.0
     with accelerator.main_process_first():
         found = newest_checkpoint(run.checkpoints, say)
+    # What the routers do before any step is what later changes are measured by, on resume too.
+    start_scores, start_routing = evaluate(accelerator, model, held_out) if config.evaluation.every else ({}, None)
     if found:
         folder, state = found
-        load_checkpoint(folder, accelerator, model, optimizer, weights)
+        updates = load_checkpoint(folder, accelerator, model, optimizer, weights)
         done, seconds = state["step"], state["seconds"]
         say(f"resumed from {folder}, {config.max_steps - done} steps to go")
-    run.trim_log(done if done else -1)
+    reduce = partial(sum_over_processes, accelerator)
+    watch = DivergenceWatch(config.divergence, run.trim_log(done if found else -1))
+    start_trackers(accelerator, config, done)
     say(
         f"{counts['trained']:,} of {counts['total']:,} weights are trained on {accelerator.num_processes} x "
         f"{accelerator.device.type}; {config.max_steps} steps x {config.data.batch_size} blocks x "
@@ -107,11 +116,9 @@ def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], Non
     batches = step_loader(part, steps, config.data.num_workers)
     line_of_progress = ProgressLine(done, config.max_steps) if main else contextlib.nullcontext()
     with line_of_progress as progress, Interruption(accelerator) as interruption:
-        if done == 0 and config.evaluation.every:
-            scores = evaluate(accelerator, model, held_out)
-            run.log({"step": 0, "validation": scores})
-            if progress:
-                progress.say(f"step 0: {_show(scores)}")
+        if start_routing is not None and not found:
+            line = {"step": 0, "validation": start_scores, "routing": start_routing.health(None, reduce)}
+            _report(line, run, accelerator, progress)
         for step, batch in zip(steps, batches, strict=True):
             began = time.perf_counter()
             seed_step(config, step, accelerator)
@@ -119,29 +126,27 @@ def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], Non
             heads = annealed_heads(budgets, network.config.num_attention_heads, step - 1, config.schedule.anneal_steps)
             network.set_active_heads(heads)
             losses, norm = accumulate_gradients(accelerator, model, batch, config, beta)
-            # Checked before the weights are touched: the last checkpoint stays good.
-            if not math.isfinite(losses.task + beta * losses.balance + norm):
-                raise UserError(
-                    f"step {step}: the loss or its gradient is not finite; lower optimizer.learning_rate "
-                    f"(currently {config.optimizer.learning_rate}) and pass --overwrite"
-                )
-            optimizer.step()
+            # Judged before the weights are touched (DeepSpeed has touched them): checkpoints are of good steps only.
+            fault = watch.judge(step, losses.total(beta, config.objective.layer_coefficient), norm)
+            if fault is None:
+                optimizer.step()
+                updates += 1
+            elif config.divergence.action == "roll_back":
+                updates = _roll_back(run, step, fault, say, (accelerator, model, optimizer, weights))
             optimizer.zero_grad()
-            line = _log_line(step, losses, beta, rates, norm, config, heads, began)
+            line = step_line(step, losses, beta, rates, norm, config, heads, began)
+            if fault is not None:
+                line["dropped"] = fault
             receipt = make_receipt(stream, step * config.data.batch_size)
             line["tokens_of_source"] = {name: entry["tokens"] for name, entry in receipt.items()}
             seconds += line["timing"]["seconds"]
             if config.evaluation.every and step % config.evaluation.every == 0:
-                network.set_active_heads(None)  # the model's own budgets, wherever annealing is
-                line["validation"] = evaluate(accelerator, model, held_out)
-                if progress:
-                    progress.say(f"step {step}: {_show(line['validation'])}")
-            run.log(line)
-            if progress:
-                progress.step(line)
+                line["validation"], routing = evaluate(accelerator, model, held_out)
+                line["routing"] = routing.health(start_routing, reduce)
+            _report(line, run, accelerator, progress)
             stop = interruption.asked() and step < config.max_steps
             if stop or step % config.checkpoint.every == 0 or step == config.max_steps:
-                facts = {"seconds": round(seconds, 3), "data": receipt}
+                facts = {"updates": updates, "seconds": round(seconds, 3), "data": receipt}
                 save_checkpoint(run.checkpoints, step, facts, accelerator, model, optimizer, weights, config.checkpoint)
             if stop:
                 say(f"stopped by a signal after step {step}, which is saved; give the same command again to go on")
@@ -159,11 +164,30 @@ def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], Non
     if main:
         networks.save_network(config, tuned, tokenizer, card, run.model)
         facts["evaluation"] = score_saved(config, run.model, accelerator.device, held_out)
-        say(f"{run.model}: {_show(facts['evaluation'])}")
+        say(f"{run.model}: {show_scores(facts['evaluation'])}")
         say(f"{config.max_steps} steps, {tokens:,} tokens, {seconds:.0f} s of training")
     run.finish(facts)
     accelerator.end_training()
     return run.record
+
+
+def _report(line: dict[str, Any], run: Run, accelerator: Accelerator, progress: ProgressLine | None) -> None:
+    """Write a line of the log, and show it."""
+    run.log(line)
+    track(accelerator, line)
+    if progress:
+        progress.step(line)
+
+
+def _roll_back(run: Run, step: int, fault: str, say: Callable[[str], None], prepared: tuple[Any, ...]) -> int:
+    """Put the newest checkpoint's weights and moments back; return the updates that they have seen."""
+    found = newest_checkpoint(run.checkpoints, say)
+    if found is None:
+        raise UserError(
+            f"step {step}: {fault}, and there is no checkpoint yet to go back to; lower optimizer.learning_rate or "
+            "checkpoint.every and pass --overwrite"
+        )
+    return load_checkpoint(found[0], *prepared)
 
 
 def describe_data(sources: list[TokenizedSource]) -> dict[str, Any]:
@@ -181,38 +205,3 @@ def describe_data(sources: list[TokenizedSource]) -> dict[str, Any]:
 
 def _silent(_: str) -> None:
     """What processes other than the main one say."""
-
-
-def _log_line(
-    step: int,
-    losses: StepLosses,
-    beta: float,
-    rates: tuple[float, float],
-    gradient_norm: float,
-    config: TrainConfig,
-    heads: list[int],
-    began: float,
-) -> dict[str, Any]:
-    """One line of the log. All but ``timing`` is the same however often the run was interrupted."""
-    seconds = time.perf_counter() - began
-    kl = {"kl": losses.task} if config.objective.kind == "distillation" else {}
-    return {
-        "step": step,
-        "loss": losses.task + beta * losses.balance,
-        **kl,
-        "cross_entropy": losses.cross_entropy,
-        "balance_loss": losses.balance,
-        "learning_rate": rates[0],
-        "router_learning_rate": rates[1],
-        "gradient_norm": gradient_norm,
-        "tokens": step * config.tokens_per_step,
-        "active_heads": sum(heads) / len(heads),
-        "timing": {"seconds": round(seconds, 4), "tokens_per_second": round(config.tokens_per_step / seconds, 1)},
-    }
-
-
-def _show(scores: dict[str, float]) -> str:
-    text = f"perplexity {scores['perplexity']:.3f} on {scores['tokens']} held-out tokens"
-    if "kl" in scores:
-        text += f", base {scores['reference_perplexity']:.3f}, KL to it {scores['kl']:.4f}"
-    return text

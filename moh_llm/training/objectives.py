@@ -1,6 +1,6 @@
-"""What a training step minimises: KL to the base or cross-entropy, plus the load-balance loss.
+"""What a training step minimises: KL to the base or cross-entropy, plus the load-balance loss, plus layer matching.
 
-Shapes: B blocks, L positions, R routed heads. The token losses themselves are in `token_losses`.
+Shapes: B blocks, L positions, C hidden size, R routed heads. The token losses themselves are in `token_losses`.
 
 Every sum is divided by a count over the whole step, not over one forward pass, so that 8 passes
 of 1 block and 1 pass of 8 blocks have the same loss and gradient. That holds for the load-balance
@@ -8,6 +8,7 @@ loss too, because it is taken per block: a product of means over tokens is not a
 passes, and the mean over blocks is.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,15 +20,21 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class StepLosses:
-    """Means over one optimiser step; the loss that was minimised is ``task + beta * balance``.
+    """Means over one optimiser step.
 
     ``task`` is the KL or the cross-entropy, ``cross_entropy`` the one to the text, both in nats per
-    predicted token; ``balance`` is the load-balance loss of Eq. 7 per block.
+    predicted token; ``balance`` is the load-balance loss of Eq. 7 per block; ``layers`` is the
+    layers' distance to the base's per predicted token.
     """
 
     task: float
     cross_entropy: float
     balance: float
+    layers: float
+
+    def total(self, beta: float, layer_coefficient: float) -> float:
+        """The loss that was minimised."""
+        return self.task + beta * self.balance + layer_coefficient * self.layers
 
 
 def next_token_targets(labels_BL: torch.Tensor) -> torch.Tensor:
@@ -46,3 +53,20 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
     blocks = range(router_logits[0].shape[0])
     per_block = [load_balancing_loss([logits[b : b + 1] for logits in router_logits], top_k) for b in blocks]
     return torch.stack(per_block).sum()
+
+
+def layer_distance_sum(
+    own: Sequence[torch.Tensor], base: Sequence[torch.Tensor], counted: torch.Tensor
+) -> torch.Tensor:
+    """How far the layers' outputs x are from the base's y: |x - y|^2 / |y|^2, mean over layers, summed over positions.
+
+    Args:
+        own, base: per layer `[B, L, C]`; the base's get no gradient.
+        counted: which positions count, `[B, L]`.
+    """
+    total = torch.zeros((), device=counted.device)
+    for mine, other in zip(own, base, strict=True):
+        wanted = other[counted].float()
+        distance = (mine[counted].float() - wanted).square().sum(-1)
+        total = total + (distance / wanted.square().sum(-1)).sum() / len(own)
+    return total

@@ -6,6 +6,7 @@ the means that each way of distributing takes of gradients, makes the curve the 
 
 import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,17 +18,19 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    ProjectConfiguration,
 )
 
 from moh_llm.errors import UserError
 from moh_llm.training.config import TrainConfig
+from moh_llm.training.runs import TRACKERS
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator of a run, set up from the environment that the launcher made.
 
     Raises:
-        UserError: the blocks of a step cannot be dealt out evenly.
+        UserError: the blocks of a step cannot be dealt out evenly, or DeepSpeed is asked to skip steps.
     """
     # An earlier run in this process may have used another precision, and the state is a singleton.
     AcceleratorState._reset_state()
@@ -41,6 +44,11 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     passes = config.data.batch_size // per_pass
     kwargs: dict[str, Any] = {}
     if _asked_for("DEEPSPEED"):
+        if config.divergence.action == "skip":
+            raise UserError(
+                "divergence.action=skip: DeepSpeed has made its step before the gradient is known; "
+                "take roll_back or stop, or another strategy"
+            )
         plugin = DeepSpeedPlugin(
             gradient_accumulation_steps=passes, gradient_clipping=config.optimizer.max_gradient_norm
         )
@@ -52,7 +60,11 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
     accumulation = GradientAccumulationPlugin(passes, sync_with_dataloader=False)
     accelerator = Accelerator(
-        mixed_precision=config.mixed_precision, gradient_accumulation_plugin=accumulation, **kwargs
+        mixed_precision=config.mixed_precision,
+        gradient_accumulation_plugin=accumulation,
+        log_with=list(config.trackers) or None,
+        project_config=ProjectConfiguration(config.output, logging_dir=str(Path(config.output) / TRACKERS)),
+        **kwargs,
     )
     if _asked_for("FSDP") and not torch.cuda.is_available():
         _shard_on_cpu(accelerator)

@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType
 from moh_llm.metrics import Batch
 from moh_llm.training import networks
 from moh_llm.training.config import TrainConfig
+from moh_llm.training.health import RoutingCounts
 from moh_llm.training.objectives import IGNORED, StepLosses, next_token_targets
 from moh_llm.training.parallel import clip_gradients, deepspeed_norm, loss_scale, sum_over_processes
 from moh_llm.training.step import TrainingStep
@@ -20,9 +21,9 @@ def accumulate_gradients(
 ) -> tuple[StepLosses, float]:
     """Add the gradient of one step's loss to the weights, one forward pass at a time.
 
-    The loss is (sum of token losses) / (predicted tokens of the whole step) + ``beta`` * (sum of
-    the blocks' load-balance losses) / (blocks of the step), both over all processes, so it depends
-    neither on ``config.data.micro_batch_size`` nor on their number.
+    The loss is (sum of token losses and weighted layer distances) / (predicted tokens of the whole
+    step) + ``beta`` * (sum of the blocks' load-balance losses) / (blocks of the step), both over all
+    processes, so it depends neither on ``config.data.micro_batch_size`` nor on their number.
 
     Args:
         accelerator: the one that prepared ``model``.
@@ -39,13 +40,15 @@ def accumulate_gradients(
     predicted = (targets != IGNORED).sum().to(accelerator.device)
     tokens = max(1, int(sum_over_processes(accelerator, predicted)))
     blocks, scale = config.data.batch_size, loss_scale(accelerator)
-    sums = torch.zeros(3, device=accelerator.device)
+    weight = config.objective.layer_coefficient
+    sums = torch.zeros(4, device=accelerator.device)
     for rows in torch.arange(len(targets)).split(config.data.micro_batch_size):
         with accelerator.accumulate(model):
             inputs = (batch["input_ids"][rows], batch["position_ids"][rows], targets[rows])
-            task, cross_entropy, balance = model(*(tensor.to(accelerator.device) for tensor in inputs))
-            accelerator.backward(scale * (task / tokens + beta * balance / blocks))
-            sums += torch.stack([task.detach() / tokens, cross_entropy.detach() / tokens, balance.detach() / blocks])
+            found = model(*(tensor.to(accelerator.device) for tensor in inputs))
+            task, _, balance, layers = found
+            accelerator.backward(scale * ((task + weight * layers) / tokens + beta * balance / blocks))
+            sums += found.detach() / sums.new_tensor([tokens, tokens, blocks, tokens])
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         norm = deepspeed_norm(model)
     else:
@@ -54,26 +57,36 @@ def accumulate_gradients(
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator | None, model: torch.nn.Module, batches: list[Batch]) -> dict[str, float]:
-    """Perplexity on held-out blocks and, given a teacher, its own, KL to it in nats per token, and equal top-1.
+def evaluate(
+    accelerator: Accelerator | None, model: torch.nn.Module, batches: list[Batch]
+) -> tuple[dict[str, float], RoutingCounts]:
+    """Score held-out blocks with the model's own head budgets.
 
     The processes share the blocks; without an accelerator this one scores all of them.
+
+    Returns:
+        Perplexity and, given a teacher, its own, KL to it in nats per token, and equal top-1; and
+        what the routers did on this process's part.
     """
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     step = accelerator.unwrap_model(model) if accelerator else model
+    step.network.set_active_heads(None)
+    top_k = [router.top_k for router in step.network.routers]
     device = next(model.parameters()).device
     mine = range(rank, len(batches), world)
     rounds = -(-len(batches) // world)
-    sums = torch.zeros(5, dtype=torch.float64, device=device)
+    sums, routing = torch.zeros(5, dtype=torch.float64, device=device), RoutingCounts()
     model.eval()
     for number in range(rounds):
         # Every process takes part in every pass: some ways of distributing gather weights in each.
         batch = batches[mine[number] if number < len(mine) else 0]
         targets = next_token_targets(batch["labels"])
         inputs = (batch["input_ids"], batch["position_ids"], targets)
-        found = model(*(tensor.to(device) for tensor in inputs), compare=True)
-        if number < len(mine):
+        found, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
+        counts = number < len(mine)
+        if counts:
             sums += torch.cat([found, (targets != IGNORED).sum().to(found)[None]])
+        routing.add([logits if counts else logits[:0] for logits in router_logits], top_k)
     model.train()
     sums = sum_over_processes(accelerator, sums) if accelerator else sums
     cross_entropy, reference, kl, agreement, tokens = sums.tolist()
@@ -81,7 +94,7 @@ def evaluate(accelerator: Accelerator | None, model: torch.nn.Module, batches: l
     if step.has_teacher:
         scores["reference_perplexity"] = math.exp(reference / tokens)
         scores |= {"kl": kl / tokens, "top1_agreement": agreement / tokens}
-    return scores
+    return scores, routing
 
 
 def score_saved(config: TrainConfig, folder: Path, device: torch.device, batches: list[Batch]) -> dict[str, float]:
@@ -92,4 +105,4 @@ def score_saved(config: TrainConfig, folder: Path, device: torch.device, batches
     base = networks.load_base(config, device)
     saved = networks.load_network(folder, base.dtype).to(device)
     teacher = base if base.config.router_score == "quantized" else None
-    return evaluate(None, TrainingStep(saved, teacher, config.objective), batches)
+    return evaluate(None, TrainingStep(saved, teacher, config.objective), batches)[0]

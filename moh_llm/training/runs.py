@@ -4,6 +4,8 @@ OUTPUT/run.json      recipe, model, data, versions; when finished also tokens, s
        log.jsonl     one line per step; everything but ``timing`` repeats exactly on resume
        checkpoints/  see `moh_llm.training.checkpoints`
        model/        the tuned model
+       tensorboard/  see `moh_llm.training.tracking`
+       report/       what `moh-llm report` makes
 """
 
 import hashlib
@@ -20,6 +22,7 @@ from moh_llm.errors import UserError
 from moh_llm.files import check_holds_none, read_json, sha256, write_json, write_text
 from moh_llm.training.config import TrainConfig, changed_keys
 
+TRACKERS = "tensorboard"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")
 
 
@@ -101,19 +104,20 @@ class Run:
         if self._writes:
             write_json(self._record_path, self.record)
 
-    def trim_log(self, step: int) -> None:
-        """Drop the log's lines past ``step``: those steps are made again."""
-        if not self._writes:
-            return
+    def trim_log(self, step: int) -> list[dict[str, Any]]:
+        """Drop the log's lines past ``step``, since those steps are made again, and return the others."""
         kept = []
         if self._log_path.exists():
-            for line in self._log_path.read_text(encoding="utf-8").splitlines():
+            for text in self._log_path.read_text(encoding="utf-8").splitlines():
                 try:
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line + "\n")
+                    line = json.loads(text)
+                    if line["step"] <= step:
+                        kept.append(line)
                 except (ValueError, KeyError, TypeError):
                     break  # a line that a kill cut short; nothing after it counts
-        write_text(self._log_path, "".join(kept))
+        if self._writes:
+            write_text(self._log_path, "".join(json.dumps(line) + "\n" for line in kept))
+        return kept
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to the log; it is out of this process's hands when this returns."""
@@ -145,7 +149,7 @@ class Run:
 
     def _remove(self) -> None:
         # The record goes last: an interrupted removal still reads as a run.
-        for path in (self.model, self.checkpoints):
+        for path in (self.model, self.checkpoints, self.folder / TRACKERS, self.folder / "report"):
             shutil.rmtree(path, ignore_errors=True)
         for path in (self._log_path, self._record_path):
             path.unlink(missing_ok=True)

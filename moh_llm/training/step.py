@@ -8,13 +8,14 @@ Shapes: B blocks, L positions, C hidden size, N positions with a target.
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.training.config import ObjectiveConfig
-from moh_llm.training.objectives import IGNORED, balance_loss_sum
+from moh_llm.training.objectives import IGNORED, balance_loss_sum, layer_distance_sum
 from moh_llm.training.token_losses import comparison_sums, token_losses
 
 COMPARISON = ("cross_entropy", "reference_cross_entropy", "kl", "agreement")
@@ -53,7 +54,7 @@ class TrainingStep(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, targets: torch.Tensor, compare: bool = False
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Sums over the blocks.
 
         Args:
@@ -62,33 +63,37 @@ class TrainingStep(nn.Module):
             compare: score instead of train.
 
         Returns:
-            In training task loss and cross-entropy in nats, and the load-balance losses of the
-            blocks, `[3]`; the first and the last carry a gradient. With `compare` the sums of
-            `COMPARISON`, `[4]`; without a teacher all but the first are zero.
+            In training task loss and cross-entropy in nats, the load-balance losses of the blocks,
+            and the layers' distances to the base's (`layer_distance_sum`), `[4]`; all but the
+            second carry a gradient. With `compare` the sums of `COMPARISON`, `[4]` (without a
+            teacher all but the first are zero), and the router logits of each layer, `[N, R]`.
         """
         counted = targets != IGNORED
+        matching = self.objective.layer_coefficient > 0 and not compare
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "output_hidden_states": matching}
         # The teacher goes first: it may be the same network with other heads on.
         wanted = compare or self.objective.kind == "distillation"
-        reference = self._reference(input_ids, position_ids, counted) if wanted and self.has_teacher else (None, None)
+        reference, base_layers = self._reference(inputs, counted) if wanted and self.has_teacher else ((None, None), ())
         # No mask and no cache: with positions that restart, documents do not see one another.
-        output = self.network.model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, output_router_logits=True
-        )
+        output = self.network.model(**inputs, use_cache=False, output_router_logits=True)
         hidden, head = output.last_hidden_state[counted], self.network.lm_head.weight
         if compare:
-            return comparison_sums(hidden, head, targets[counted], *reference)
+            router_logits = tuple(logits[counted] for logits in output.router_logits)
+            return comparison_sums(hidden, head, targets[counted], *reference), router_logits
         task, cross_entropy = token_losses(hidden, head, targets[counted], *reference, self.objective.temperature)
         balance = balance_loss_sum(output.router_logits, self.network.routers)
-        return torch.stack([task, cross_entropy, balance.to(task.dtype)])
+        layers = layer_distance_sum(output.hidden_states[1:], base_layers, counted) if matching else 0 * task.detach()
+        return torch.stack([task, cross_entropy, balance.to(task.dtype), layers.to(task.dtype)])
 
     @torch.no_grad()
     def _reference(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, counted: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The base's last hidden states `[N, C]` and its head `[V, C]`."""
+        self, inputs: dict[str, Any], counted: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """The base's last hidden states `[N, C]` and its head `[V, C]`; its layers' outputs, if asked for."""
         with self._as_base() as base:
-            output = base.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-            return output.last_hidden_state[counted], base.lm_head.weight.detach()
+            output = base.model(**inputs, use_cache=False)
+            layers = output.hidden_states[1:] if inputs["output_hidden_states"] else ()
+            return (output.last_hidden_state[counted], base.lm_head.weight.detach()), layers
 
     @contextlib.contextmanager
     def _as_base(self) -> Iterator[MoHLlamaForCausalLM]:

@@ -24,7 +24,7 @@ def save(folder: Path, *steps: int, keep_last: int = 9, milestone_every: int = 0
     keep = CheckpointConfig(every=1, keep_last=keep_last, milestone_every=milestone_every)
     layer, weights, optimizer = network(0)
     for step in steps:
-        save_checkpoint(folder, step, {"seconds": 1.5}, Accelerator(), layer, optimizer, weights, keep)
+        save_checkpoint(folder, step, {"updates": step, "seconds": 1.5}, Accelerator(), layer, optimizer, weights, keep)
 
 
 def names(folder: Path) -> list[str]:
@@ -34,7 +34,7 @@ def names(folder: Path) -> list[str]:
 def test_a_checkpoint_brings_back_weights_and_optimiser(tmp_path: Path) -> None:
     layer, weights, optimizer = network(2)
     folder = save_checkpoint(
-        tmp_path, 3, {"seconds": 1.5}, Accelerator(), layer, optimizer, weights, CheckpointConfig()
+        tmp_path, 3, {"updates": 3, "seconds": 1.5}, Accelerator(), layer, optimizer, weights, CheckpointConfig()
     )
     layer, others, other_optimizer = network(1)
     load_checkpoint(folder, Accelerator(), layer, other_optimizer, others)

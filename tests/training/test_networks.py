@@ -43,7 +43,7 @@ def changed_lora_student(configure) -> tuple:
 
 def base_states(step: TrainingStep, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     everywhere = torch.ones_like(batch["input_ids"], dtype=torch.bool)
-    hidden, head = step._reference(batch["input_ids"], batch["position_ids"], everywhere)
+    (hidden, head), _ = step._reference(batch | {"output_hidden_states": False}, everywhere)
     return (hidden @ head.T).view(*everywhere.shape, -1)
 
 
