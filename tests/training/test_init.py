@@ -1,0 +1,297 @@
+"""Models from scratch: what `moh-llm init` writes, the paper's sizes, and that both twins learn."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from moh_llm.cli import main
+from moh_llm.data.tokenizer import TextTokenizer
+from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.training.initial import architecture_keys, read_architecture
+from moh_llm.training.loop import train
+
+ARCHITECTURES = Path(__file__).parents[2] / "recipes" / "architectures"
+# The heads of the shipped S models, each of size 4.
+TOY = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 4}
+# Large enough that heads and routers are felt.
+TOY |= {"max_position_embeddings": 64, "initializer_range": 0.2}
+IDS = torch.arange(1, 41)[None]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Callable[[Path], int]) -> Path:
+    """A tokenizer of 257 ids and nothing else."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def initialise(tokenizer_folder: Path, tmp_path: Path) -> Callable[..., Path]:
+    """`initialise("llm_s", "name", "--seed", "1", head_dim=8)`: a shipped architecture at toy size, as a folder."""
+
+    def make(architecture: str, name: str, *flags: str, **values: object) -> Path:
+        content = yaml.safe_load((ARCHITECTURES / f"{architecture}.yaml").read_text())
+        path = tmp_path / f"{architecture}.yaml"
+        path.write_text(yaml.safe_dump(content | TOY | values))
+        output = tmp_path / name
+        command = ["init", str(path), "--tokenizer", str(tokenizer_folder), "--output", str(output), *flags]
+        assert main(command) == 0
+        return output
+
+    return make
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model.eval()(IDS).logits
+
+
+def test_the_papers_sizes() -> None:
+    def dense(layers: int, hidden: int, mlp: int) -> int:
+        embeddings, attention, norms = 2 * 65536 * hidden, 4 * hidden * hidden, 2 * hidden
+        return embeddings + layers * (attention + 3 * hidden * mlp + norms) + hidden
+
+    # Eq. 5 and 6: a row for each shared and each routed head, and two that weigh these groups.
+    expected = {
+        "llm_s": (dense(12, 768, 2048), 0, 186),
+        "moh_llm_s": (dense(12, 768, 2048), 12 * 768 * (12 + 2), 186),
+        "llm_b": (dense(24, 1536, 4096), 0, 881),
+        "moh_llm_b": (dense(24, 1536, 4096), 24 * 1536 * (16 + 2), 882),
+    }
+    assert expected.keys() == {path.stem for path in ARCHITECTURES.glob("*.yaml")}
+    for name, (base, routing, millions) in expected.items():
+        with torch.device("meta"):
+            model = MoHLlamaForCausalLM(read_architecture(ARCHITECTURES / f"{name}.yaml"))
+        counts = {weight: tensor.numel() for weight, tensor in model.named_parameters()}
+        assert sum(n for weight, n in counts.items() if is_routing_weight(weight)) == routing
+        assert sum(counts.values()) == base + routing
+        assert round((base + routing) / 1e6) == millions
+
+
+@pytest.mark.parametrize("size", ["s", "b"])
+def test_twins_differ_in_their_heads_only_and_every_key_is_explained(size: str) -> None:
+    texts = [(ARCHITECTURES / f"{name}_{size}.yaml").read_text() for name in ("llm", "moh_llm")]
+    for text in texts:
+        lines = text.splitlines()
+        for above, line in zip(["", *lines], lines, strict=False):
+            assert not line or line.startswith("#") or above.startswith("#"), f"no comment above {line!r}"
+    dense, moh = map(yaml.safe_load, texts)
+    plan = {"num_shared_heads", "num_active_heads", "router_type", "router_score", "router_aux_loss_coef"}
+    assert {name for name in dense if dense[name] != moh[name]} == plan
+    assert dense.keys() == moh.keys() <= architecture_keys().keys()
+    assert moh["num_active_heads"] == 0.75 * moh["num_attention_heads"]
+    assert moh["num_shared_heads"] > 0.4 * moh["num_active_heads"]
+
+
+def test_the_folder_loads_with_and_without_this_package(initialise, tokenizer_folder, tmp_path, capsys) -> None:
+    folder = initialise("moh_llm_s", "moh")
+    text = capsys.readouterr().out
+    total = 2 * 300 * 48 + 2 * (4 * 48 * 48 + 3 * 48 * 128 + 2 * 48 + 48 * 14) + 48
+    assert f"{total:,} parameters" in text and "28,800 of them in embeddings and 1,344 in routers" in text
+    assert "2 layers of 12 heads -> 9 active, 4 shared, router two_stage, scores weighted" in text
+
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 0, None)
+    tokenizer = TextTokenizer.of(AutoTokenizer.from_pretrained(folder))
+    assert tokenizer.sha256 == TextTokenizer.load(str(tokenizer_folder)).sha256
+
+    code = """
+import sys
+sys.modules["moh_llm"] = None  # importing it raises
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+with torch.no_grad():
+    torch.save(model(torch.arange(1, 41)[None]).logits, sys.argv[2])
+"""
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "logits.pt")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    mine = logits(MoHLlamaForCausalLM.from_pretrained(folder))
+    assert torch.equal(torch.load(tmp_path / "logits.pt", weights_only=True), mine)
+
+
+def test_the_seed_makes_the_bytes(initialise) -> None:
+    def content(folder: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    first = content(initialise("moh_llm_s", "first"))
+    torch.rand(5)  # whatever was drawn before
+    assert content(initialise("moh_llm_s", "same", "--seed", "0")) == first
+    other = content(initialise("moh_llm_s", "other", "--seed", "1"))
+    assert {name for name in first if other[name] != first[name]} == {"model.safetensors"}
+
+
+def test_weights_are_cast_after_they_are_drawn(initialise, read_tensors) -> None:
+    fine, coarse = (read_tensors(initialise("llm_s", name, "--dtype", name)) for name in ("float32", "bfloat16"))
+    assert all(tensor.dtype == torch.float32 for tensor in fine.values())
+    assert all(torch.equal(tensor, fine[name].bfloat16()) for name, tensor in coarse.items())
+
+
+def test_a_padding_token_of_its_own_is_the_models(initialise, tokenizer_folder, tmp_path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    for name, pad in (("own", "!"), ("shared", tokenizer.eos_token)):
+        tokenizer.pad_token = pad
+        tokenizer.save_pretrained(tmp_path / f"tokenizer_{name}")
+        folder = initialise("llm_s", name, "--tokenizer", str(tmp_path / f"tokenizer_{name}"))
+        expected = tokenizer.pad_token_id if name == "own" else None
+        model = MoHLlamaForCausalLM.from_pretrained(folder)
+        assert model.config.pad_token_id == expected
+        # The end-of-text token is embedded and learned in either case.
+        assert model.model.embed_tokens.weight[0].any()
+
+
+def test_the_dense_twin_is_a_llama(initialise, tmp_path, capsys) -> None:
+    folder = initialise("llm_s", "twin")
+    assert "2 layers of 12 heads, all of them always on: a dense LLaMA" in capsys.readouterr().out
+    twin = MoHLlamaForCausalLM.from_pretrained(folder)
+    own = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**own, num_attention_heads=12, rms_norm_eps=1e-5))
+    llama.load_state_dict(twin.state_dict())  # strict: no tensor more, none less
+    assert torch.equal(logits(twin), logits(llama))
+
+    assert main(["convert", str(folder), "--to-dense", "--output", str(tmp_path / "dense")]) == 0
+    restored = LlamaForCausalLM.from_pretrained(tmp_path / "dense")
+    assert json.loads((tmp_path / "dense" / "config.json").read_text())["model_type"] == "llama"
+    assert torch.equal(logits(twin), logits(restored))
+
+
+@pytest.mark.parametrize("architecture", ["moh_llm_s", "llm_s"])
+def test_both_twins_learn_from_scratch(initialise, configure, architecture: str) -> None:
+    folder = initialise(architecture, "initial")
+    scratch = {"objective.kind": "cross_entropy", "optimizer.router_learning_rate": "null", "evaluation.every": 20}
+    config = configure(model=str(folder), max_steps=20, **scratch, **{"optimizer.learning_rate": 3e-3})
+    record = train(config)
+    log = [json.loads(line) for line in (Path(config.output) / "log.jsonl").read_text().splitlines()]
+    assert record["status"] == "finished" and record["parameters"]["trained"] == record["parameters"]["total"]
+    assert log[-1]["cross_entropy"] < 0.8 * log[1]["cross_entropy"]
+    assert log[-1]["validation"]["perplexity"] < 0.5 * log[0]["validation"]["perplexity"]
+    assert record["evaluation"]["perplexity"] == pytest.approx(log[-1]["validation"]["perplexity"], rel=1e-4)
+    for line in log[1:]:
+        assert "kl" not in line
+        assert line["loss"] == pytest.approx(line["cross_entropy"] + 0.01 * line["balance_loss"])
+        # Even load over 8 routed heads of which 5 are picked would be 5 / 8; where none is routed it is nothing.
+        assert (0.5 < line["balance_loss"] < 2) if architecture == "moh_llm_s" else line["balance_loss"] == 0
+        assert line["active_heads"] == (9 if architecture == "moh_llm_s" else 12)
+
+    tuned = MoHLlamaForCausalLM.from_pretrained(Path(config.output) / "model").state_dict()
+    initial = MoHLlamaForCausalLM.from_pretrained(folder).state_dict()
+    assert tuned.keys() == initial.keys()
+    assert not [name for name, tensor in tuned.items() if torch.equal(tensor, initial[name])]  # all of it learned
+
+
+def refusal(capsys, *arguments: object) -> str:
+    """What `moh-llm init` says in its one line of refusal."""
+    assert main(["init", *map(str, arguments)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_shared_head: 3", "unknown key 'num_shared_head'; the nearest known key is 'num_shared_heads'"),
+        ("dtype: float32", "unknown key 'dtype'"),
+        ("eos_token_id: 3", "eos_token_id is taken from the tokenizer; remove it"),
+        ("num_shared_heads: 10", "num_active_heads=9 must lie between num_shared_heads=10 and num_attention_heads=12"),
+        ("num_active_heads: 13", "num_active_heads=13 must lie between num_shared_heads=4 and num_attention_heads=12"),
+        ("num_active_heads: [9]", "num_active_heads has 1 entries for num_hidden_layers=2"),
+        ("num_active_heads: 9.5", "num_active_heads=9.5 must be a whole number or a list (each entry a whole number)"),
+        ("num_shared_heads: 0", "a two_stage router needs at least one shared and one routed head"),
+        ("hidden_size: wide", "hidden_size='wide' must be a whole number"),
+        ("tie_word_embeddings: 1", "tie_word_embeddings=1 must be true or false"),
+        ("num_hidden_layers: true", "num_hidden_layers=True must be a whole number"),
+        ("num_hidden_layers: 0", "num_hidden_layers=0 must be above 0"),
+        ("rms_norm_eps: .nan", "rms_norm_eps=nan must be above 0"),
+        ("router_aux_loss_coef: -1", "router_aux_loss_coef=-1 must not be negative"),
+        ("num_key_value_heads: 5", "num_attention_heads=12 must be a multiple of num_key_value_heads=5"),
+        ("head_dim: 5", "head_dim=5 must be even"),
+        ("hidden_size: 50", "hidden size (50) is not a multiple of the number of attention heads (12)"),
+        ("hidden_act: quick", "hidden_act=quick is no activation"),
+        ("router_type: three_stage", "router_type='three_stage' must be one of query_norm, linear, two_stage"),
+        ("rope_parameters: 3", "rope_parameters=3 must be a map or null"),
+        ("vocab_size: 256", "vocab_size=256 is less than the 257 ids of tokenizer"),
+        ("hidden_size: [", "cannot be read: "),
+    ],
+)
+def test_architectures_that_make_no_model(tokenizer_folder, tmp_path, capsys, text: str, message: str) -> None:
+    content = yaml.safe_load((ARCHITECTURES / "moh_llm_s.yaml").read_text()) | TOY
+    content.pop(text.partition(":")[0], None)
+    path = tmp_path / "bad.yaml"
+    path.write_text(yaml.safe_dump(content) + text + "\n")
+    said = refusal(capsys, path, "--tokenizer", tokenizer_folder, "--output", tmp_path / "out")
+    assert message in said and "bad.yaml" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_refusals(tokenizer_folder, tmp_path, capsys) -> None:
+    def said(architecture: object = ARCHITECTURES / "llm_s.yaml", tokenizer: object = tokenizer_folder, output="out"):
+        return refusal(capsys, architecture, "--tokenizer", tokenizer, "--output", tmp_path / output)
+
+    assert "none.yaml does not exist; recipes/architectures has some" in said(tmp_path / "none.yaml")
+    (tmp_path / "empty.yaml").touch()
+    assert "must hold `key: value` lines" in said(tmp_path / "empty.yaml")
+    (tmp_path / "few.yaml").write_text("hidden_size: 48\nvocab_size: 300\n")
+    assert "few.yaml lacks intermediate_size, num_hidden_layers, num_attention_heads" in said(tmp_path / "few.yaml")
+
+    assert "is not a folder; name one that holds a tokenizer" in said(tokenizer=tmp_path / "none")
+    (tmp_path / "bare").mkdir()
+    assert "bare holds no tokenizer that loads" in said(tokenizer=tmp_path / "bare")
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note").touch()
+    assert "full exists and is not empty; pass --overwrite" in said(output="full")
+    assert "few.yaml is a file; name a folder" in said(output="few.yaml")
+    flags = ["--overwrite", "--tokenizer", tokenizer_folder, "--output", tokenizer_folder]
+    assert "which is read; name another folder" in refusal(capsys, ARCHITECTURES / "llm_s.yaml", *flags)
+    flags = ["--seed", "-1", "--tokenizer", tokenizer_folder, "--output", tmp_path / "out"]
+    assert "--seed -1 must lie in [0, 2**32)" in refusal(capsys, ARCHITECTURES / "llm_s.yaml", *flags)
+
+
+def test_overwrite_replaces_the_folder(initialise, tmp_path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note").touch()
+    folder = initialise("llm_s", "full", "--overwrite")
+    assert (folder / "model.safetensors").exists() and not (folder / "note").exists()
+
+
+def test_a_disk_that_refuses_leaves_nothing(tokenizer_folder, tmp_path) -> None:
+    content = yaml.safe_load((ARCHITECTURES / "llm_s.yaml").read_text()) | TOY
+    (tmp_path / "toy.yaml").write_text(yaml.safe_dump(content))
+    arguments = ["init", "toy.yaml", "--tokenizer", str(tokenizer_folder), "--output", str(tmp_path / "out" / "model")]
+    limit = (100_000, 100_000)  # bytes of a file; the weights have more
+    done = subprocess.run(
+        [sys.executable, "-m", "moh_llm.cli", *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ARCHITECTURES.parents[1]), "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: cannot write ") and done.stderr.count("\n") == 1
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path) -> None:
+    text = (ARCHITECTURES / "llm_s.yaml").read_text()
+    changed = (
+        text.replace("1.0e-5", "2e-5")
+        .replace("10000.0", "5e5")
+        .replace("initializer_range: 0.02", "initializer_range: 1")
+    )
+    (tmp_path / "a.yaml").write_text(changed)
+    config = read_architecture(tmp_path / "a.yaml")
+    assert (config.rms_norm_eps, config.rope_parameters["rope_theta"], config.initializer_range) == (2e-5, 5e5, 1.0)
