@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from moh_llm import __version__
-from moh_llm.commands import convert, evaluate, mixture, quickstart, tokenize, train
+from moh_llm.commands import convert, doctor, evaluate, init, mixture, quickstart, report, tokenize, train
 from moh_llm.errors import UserError
 
 COMMANDS = {
@@ -15,7 +15,10 @@ COMMANDS = {
     "convert": (convert, "turn a LLaMA checkpoint into a Mixture-of-Head one, with proof"),
     "mixture": (mixture, "show a data mixture: shares, tokens, epochs for a budget"),
     "tokenize": (tokenize, "turn a data mixture into token shards, once, for long or many runs"),
+    "init": (init, "make a model of random weights from an architecture file, to train from scratch"),
     "train": (train, "tune a converted model to recover the base's quality"),
+    "doctor": (doctor, "check a training job before it is started, and say what it will take"),
+    "report": (report, "draw the curves of training runs, and compare runs and seeds"),
     "evaluate": (evaluate, "score a model and its base on benchmarks and write a report"),
 }
 

@@ -1,0 +1,1 @@
+"""Curves and tables of training runs: reading their folders, grouping by recipe, pictures, the page."""

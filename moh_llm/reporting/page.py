@@ -1,0 +1,138 @@
+"""The report as a page of Markdown: comparison, pictures, and each run's figures."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from moh_llm.reporting.runs import Record
+
+# Dropped steps that are listed one by one.
+_LISTED = 10
+
+
+def to_markdown(report: Record) -> str:
+    """The page for a record made by `write_report`."""
+    runs = report["runs"]
+    title = f"Training run {runs[0]['name']}" if len(runs) == 1 else f"{len(runs)} training runs"
+    parts = [f"# {title}"]
+    if len(runs) > 1:
+        parts += ["## Comparison", *_comparison(report)]
+    parts += [
+        "## Curves",
+        *(f"{picture['title']}:\n\n![{picture['title']}]({picture['file']})" for picture in report["pictures"]),
+    ]
+    for run in runs:
+        parts += [f"## {'Figures' if len(runs) == 1 else run['name']}", *_run(run)]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    parts += [f"{versions}. {report['created']}.", f"```\n{report['command']}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _comparison(report: Record) -> list[str]:
+    keys = report["differences"]
+    rows = []
+    for group in report["groups"]:
+        runs = ", ".join(group["runs"])
+        values = [_short(by_group[group["name"]]) for by_group in keys.values()]
+        rows.append([group["name"], runs, ", ".join(map(str, group["seeds"])), *values])
+    parts = [_table(["group", "runs", "seeds", *keys], rows)]
+    if len(report["groups"]) > 1 and not keys:
+        parts.append("The groups have the same recipe, model, text and seed.")
+    elif keys:
+        parts.append(
+            "The columns after the seeds are the recipe keys that differ; those that change no curve are left out."
+        )
+    if not report["same_held_out_text"]:
+        parts.append("> **The runs were not scored on the same held-out text: compare only ratios, and with care.**")
+    if not report["comparison"]:
+        return [*parts, "No two runs have a score at the same number of tokens."]
+    head = ["tokens", "group", "runs", "perplexity / base's", "KL", "same top-1 %", "perplexity"]
+    body = []
+    for row in report["comparison"]:
+        tokens = f"{row['tokens']:,}" + (" (saved)" if row["saved_model"] else "")
+        for name, found in row["groups"].items():
+            figures = [
+                _spread(found["ratio"], "#.5g"),
+                _spread(found["kl"], "#.3g"),
+                _spread(found["top1_agreement"], ".2f", 100),
+                _spread(found["perplexity"], "#.5g"),
+            ]
+            body.append([tokens, name, str(found["n"]), *figures])
+    note = "Mean ± standard deviation over the runs of a group; (saved): the saved models, as they stand on disk."
+    return [*parts, _table(head, body, left=2), note]
+
+
+def _run(run: Record) -> list[str]:
+    objective = run["objective"]
+    # A layer coefficient of 0 says that there is no such term.
+    given = {key: value for key, value in objective.items() if key != "kind" and value is not None}
+    settings = [f"{key} {_short(value)}" for key, value in given.items() if value or key != "layer_coefficient"]
+    tuned = "all weights" if run["lora"] is None else f"LoRA of rank {run['lora']['rank']}"
+    speed = run["tokens_per_second"]
+    status = "finished" if run["status"] == "finished" else f"{run['status']}: not finished, or stopped before its end"
+    facts = {
+        "folder": f"`{run['folder']}`",
+        "status": status,
+        "model": f"`{run['model']}`",
+        "mixture": f"`{run['mixture']}`",
+        "objective": f"{objective['kind']} ({', '.join(settings)}), {tuned}, seed {run['seed']}",
+        "steps": f"{run['steps']:,} of {run['max_steps']:,}",
+        "tokens": f"{run['tokens']:,}",
+        "seconds of training": f"{run['seconds']:,.1f}",
+        "tokens per second (median)": "-" if speed is None else f"{speed:,.5g}",
+        "device": f"{run['device']}, {run['processes']} process(es)",
+    }
+    if run["loss"]:
+        facts["loss"] = ", ".join(
+            f"{which} {found['loss']:.4g} (step {found['step']:,})" for which, found in run["loss"].items()
+        )
+    if run["dropped"]:
+        listed = "; ".join(f"{step['step']:,}: {step['reason']}" for step in run["dropped"][:_LISTED])
+        facts["dropped steps"] = f"{len(run['dropped']):,} ({listed}{'; …' if len(run['dropped']) > _LISTED else ''})"
+    if run["last_log_line_cut"]:
+        facts["log"] = "the last line was cut short and is left out"
+    parts = [_table(["", ""], [[name, value] for name, value in facts.items()], left=2)]
+    return [*parts, _scores(run)] if run["scores"] or run["saved_model"] else [*parts, "No score on held-out text yet."]
+
+
+def _scores(run: Record) -> str:
+    routed = any(score["routing"] for score in run["scores"])
+    head = ["tokens", "perplexity", "base's", "ratio", "KL", "same top-1 %"]
+    head += ["dead heads", "lowest routing entropy", "tokens with other heads %"] if routed else []
+    body = []
+    saved = [run["saved_model"] | {"routing": None, "saved": True}] if run["saved_model"] else []
+    for score in [*run["scores"], *saved]:
+        tokens = f"{score['tokens']:,}" + (" (saved)" if "saved" in score else "")
+        figures = [("perplexity", "#.5g"), ("base_perplexity", "#.5g"), ("ratio", "#.5g"), ("kl", "#.3g")]
+        cells = [tokens, *(_figure(score[key], form) for key, form in figures)]
+        cells.append(_figure(score["top1_agreement"], ".2f", 100))
+        if routed:
+            health = score["routing"] or dict.fromkeys(("dead_heads", "routed_heads", "lowest_entropy", "changed"))
+            dead = "-" if health["dead_heads"] is None else f"{health['dead_heads']} of {health['routed_heads']}"
+            cells += [dead, _figure(health["lowest_entropy"], ".3f"), _figure(health["changed"], ".2f", 100)]
+        body.append(cells)
+    return _table(head, body, left=0)
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]], left: int = 99) -> str:
+    """A table; columns from ``left`` on are aligned to the right."""
+    rules = ["---" if column < left else "---:" for column in range(len(head))]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [head, rules, *body])
+
+
+def _figure(value: float | None, form: str, factor: float = 1) -> str:
+    return "-" if value is None else f"{value * factor:{form}}".rstrip(".")
+
+
+def _spread(found: Record | None, form: str, factor: float = 1) -> str:
+    if found is None:
+        return "-"
+    error = "" if found["std"] is None else f" ± {found['std'] * factor:#.2g}"
+    return _figure(found["mean"], form, factor) + error
+
+
+def _short(value: Any) -> str:
+    """A recipe's value in few characters."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "")

@@ -1,0 +1,83 @@
+"""Folders of training runs, written by hand."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Line = dict[str, Any]
+TOKENS = 2 * 16  # per step
+
+
+def _log_lines(steps: int, every: int, scale: float) -> list[Line]:
+    """A log whose numbers follow from ``scale``: a score at step 0 and every ``every`` steps."""
+    lines: list[Line] = []
+    for step in range(steps + 1):
+        line: Line = {"step": step}
+        if step:
+            kl = scale / (step + 1)
+            line |= {"loss": kl + 0.01, "kl": kl, "cross_entropy": 3 + math.sin(step * scale), "balance_loss": 1.0}
+            line |= {"learning_rate": 1e-4 / step, "router_learning_rate": 1e-3 / step, "gradient_norm": 1 + kl}
+            line |= {"tokens": step * TOKENS, "active_heads": 2.0}
+            line["timing"] = {"seconds": 0.25 * step, "tokens_per_second": 100.0 + step}
+        if step % every == 0:
+            ratio = 1 + scale / (step + 1)
+            line["validation"] = {"tokens": 512, "perplexity": 20 * ratio, "reference_perplexity": 20.0}
+            line["validation"] |= {"kl": scale / (step + 2), "top1_agreement": 1 - 0.1 * scale / (step + 1)}
+        lines.append(line)
+    return lines
+
+
+@pytest.fixture
+def log_lines() -> Callable[[int, int, float], list[Line]]:
+    """`_log_lines`, for logs that a test changes."""
+    return _log_lines
+
+
+@pytest.fixture
+def routing() -> Callable[..., Line]:
+    """Router health with given loads and changes."""
+
+    def make(load: Sequence[Sequence[float]], changed: Sequence[float] | None) -> Line:
+        return {
+            "load": load,
+            "entropy": [0.9 - 0.1 * index if layer else None for index, layer in enumerate(load)],
+            "dead_heads": [sum(share == 0 for share in layer) for layer in load],
+            "changed": changed,
+        }
+
+    return make
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Write a run's folder `tmp_path/NAME` and return it; `recipe` holds keys beside the usual ones.
+
+    `lines` replaces the log that `log_lines` would make, `tail` is put behind it, `record` adds to run.json.
+    """
+
+    def make(
+        name: str,
+        seed: int = 0,
+        steps: int = 6,
+        every: int = 3,
+        scale: float = 0.3,
+        lines: list[Line] | None = None,
+        tail: str = "",
+        recipe: Line | None = None,
+        record: Line | None = None,
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        config: Line = {"model": "out/moh", "output": str(folder), "max_steps": 6, "seed": seed}
+        config |= {"data": {"mixture": "tiny.yaml", "block_length": 16, "batch_size": 2}} | (recipe or {})
+        facts = {"status": "finished", "config": config, "model": {"sha256": "ab"}, "data": {"one": {"tokens": 9}}}
+        (folder / "run.json").write_text(json.dumps(facts | {"device": "cpu", "processes": 1} | (record or {})))
+        log = _log_lines(steps, every, scale) if lines is None else lines
+        (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log) + tail)
+        return folder
+
+    return make
