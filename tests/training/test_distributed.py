@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed"),
 ]
 STEPS = {"max_steps": 20, "data.batch_size": 8, "data.micro_batch_size": 2, "evaluation.every": 10}
-STEPS |= {"checkpoint.every": 10, "checkpoint.keep_last": 2}
+STEPS |= {"checkpoint.every": 10, "checkpoint.keep_last": 2, "objective.layer_coefficient": 0.1}
 
 
 def run(way: str, recipe: Path, output: Path) -> str:
@@ -62,10 +62,13 @@ def assert_same_run(folder: Path, other: Path) -> None:
     mine, others = read_log(folder), read_log(other)
     assert [line["step"] for line in mine] == [line["step"] for line in others] == list(range(21))
     for line, wanted in zip(mine[1:], others[1:], strict=True):
-        for name in ("loss", "kl", "cross_entropy", "balance_loss", "gradient_norm"):
+        for name in ("loss", "kl", "cross_entropy", "balance_loss", "layer_distance", "gradient_norm"):
             assert line[name] == pytest.approx(wanted[name], abs=1e-5), (line["step"], name)
         assert line["tokens_of_source"] == wanted["tokens_of_source"]
     assert mine[-1]["validation"]["kl"] == pytest.approx(others[-1]["validation"]["kl"], abs=1e-5)
+    for load, wanted in zip(mine[-1]["routing"]["load"], others[-1]["routing"]["load"], strict=True):
+        assert load == pytest.approx(wanted, abs=0.01)
+    assert mine[-1]["routing"]["changed"] == pytest.approx(others[-1]["routing"]["changed"], abs=0.01)
     a, b = (load_file(each / "model" / "model.safetensors") for each in (folder, other))
     assert a.keys() == b.keys()
     for name, weight in a.items():

@@ -1,3 +1,7 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -5,7 +9,8 @@ from moh_llm.data.stream import BlockStream
 from moh_llm.data.tokens import tokens_for
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.training import networks
-from moh_llm.training.objectives import balance_loss_sum
+from moh_llm.training.loop import train
+from moh_llm.training.objectives import balance_loss_sum, layer_distance_sum
 from moh_llm.training.parallel import make_accelerator
 from moh_llm.training.passes import accumulate_gradients
 from moh_llm.training.step import TrainingStep
@@ -17,6 +22,33 @@ def test_balance_loss_is_the_models_own_block_by_block(model_folder) -> None:
     together = model(ids, use_cache=False, output_router_logits=True)
     apart = [model(row[None], use_cache=False, output_router_logits=True).aux_loss for row in ids]
     torch.testing.assert_close(balance_loss_sum(together.router_logits, model.routers), sum(apart))
+
+
+def test_layer_distance_is_that_of_a_loop() -> None:
+    draw = torch.Generator().manual_seed(0)
+    own, base = (torch.randn(3, 2, 5, 4, generator=draw) for _ in range(2))  # 3 layers, 2 blocks of 5
+    counted = torch.rand(2, 5, generator=draw) < 0.6
+    wanted = 0.0
+    for layer in range(3):
+        for block in range(2):
+            for position in range(5):
+                if counted[block, position]:
+                    x, y = own[layer, block, position].double(), base[layer, block, position].double()
+                    wanted += float((x - y) @ (x - y) / (y @ y)) / 3
+    assert 0 < counted.sum() < 10
+    assert float(layer_distance_sum(list(own), list(base), counted)) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_layer_matching_pulls_the_layers_to_the_bases(configure) -> None:
+    ends = []
+    for coefficient in (1e-6, 100.0):  # next to nothing, but in the log; and most of the loss
+        config = configure(output=f"{configure().output}-{coefficient}", max_steps=30, **{"evaluation.every": 0})
+        config = replace(config, objective=replace(config.objective, layer_coefficient=coefficient))
+        train(config)
+        log = [json.loads(line) for line in Path(config.output, "log.jsonl").read_text().splitlines()]
+        assert log[0]["layer_distance"] > 0.5
+        ends.append(sum(line["layer_distance"] for line in log[-6:]) / 6)
+    assert ends[1] < 0.9 * ends[0]
 
 
 def student_and_batch(config, blocks: int):
@@ -31,8 +63,8 @@ def gradients_of(config, model, batch, beta: float):
     return accumulate_gradients(accelerator, accelerator.prepare(step), batch, config, beta)
 
 
-@pytest.mark.parametrize("kind", ["distillation", "cross_entropy"])
-def test_accumulation_1x8_equals_8x1(configure, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "layers"), [("distillation", 0.0), ("distillation", 1.0), ("cross_entropy", 0.0)])
+def test_accumulation_1x8_equals_8x1(configure, kind: str, layers: float) -> None:
     results = []
     for rows in (1, 2, 8):
         config = configure(
@@ -40,6 +72,7 @@ def test_accumulation_1x8_equals_8x1(configure, kind: str) -> None:
                 "data.batch_size": 8,
                 "data.micro_batch_size": rows,
                 "objective.kind": kind,
+                "objective.layer_coefficient": layers,
                 "optimizer.max_gradient_norm": None,
             }
         )
@@ -50,9 +83,9 @@ def test_accumulation_1x8_equals_8x1(configure, kind: str) -> None:
         losses, _ = gradients_of(config, model, batch, beta=1.0)
         results.append((losses, {name: weight.grad for name, weight in model.named_parameters()}))
     losses, gradients = results[0]
-    assert losses.task > 1e-2 and losses.balance > 1e-2
+    assert losses.task > 1e-2 and losses.balance > 1e-2 and (losses.layers > 1e-2) == (layers > 0)
     for other, other_gradients in results[1:]:
-        for name in ("task", "cross_entropy", "balance"):
+        for name in ("task", "cross_entropy", "balance", "layers"):
             assert getattr(other, name) == pytest.approx(getattr(losses, name), abs=1e-6)
         for name, gradient in gradients.items():
             torch.testing.assert_close(other_gradients[name], gradient, atol=1e-6, rtol=1e-5)

@@ -1,0 +1,149 @@
+"""Steps that diverge: judged one by one, and in whole runs whose losses are spoiled on purpose."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moh_llm.errors import UserError
+from moh_llm.training import loop
+from moh_llm.training.config import DivergenceConfig
+from moh_llm.training.divergence import DivergenceWatch
+from moh_llm.training.objectives import StepLosses
+from moh_llm.training.parallel import make_accelerator
+
+SKIP = DivergenceConfig(action="skip", spike_factor=2.0, window=3, most_in_a_row=2)
+
+
+def test_a_spike_is_measured_by_the_median_of_good_steps() -> None:
+    watch = DivergenceWatch(SKIP, [])
+    for step, loss in enumerate([1.0, 50.0, 1.2], start=1):  # no spikes before the window is full
+        assert watch.judge(step, loss, 1.0) is None
+    assert watch.judge(4, 2.3, 1.0) is None  # the median is 1.2
+    assert watch.judge(5, 4.7, 1.0) == "the loss jumped to 4.7 from a median of 2.3"  # of 50, 1.2, 2.3
+    assert watch.judge(6, 4.5, 1.0) is None  # a dropped step is no part of the median
+
+
+@pytest.mark.parametrize(("loss", "norm", "what"), [(math.nan, 1.0, "loss"), (1.0, math.inf, "gradient")])
+def test_what_is_not_finite_is_dropped_at_once(loss: float, norm: float, what: str) -> None:
+    assert DivergenceWatch(SKIP, []).judge(1, loss, norm) == f"the {what} is not finite"
+
+
+def test_stopping_names_the_way_out() -> None:
+    with pytest.raises(UserError, match=r"step 7: the loss is not finite; lower optimizer.learning_rate or set div"):
+        DivergenceWatch(DivergenceConfig(), []).judge(7, math.nan, 1.0)
+
+
+def test_too_many_in_a_row_end_the_run() -> None:
+    watch = DivergenceWatch(SKIP, [])
+    for _ in range(3):  # a good step between them starts the count anew
+        assert watch.judge(1, math.nan, 1.0)
+        assert watch.judge(2, 1.0, 1.0) is None
+    watch.judge(3, math.nan, 1.0)
+    with pytest.raises(UserError, match="for 2 steps in a row"):
+        watch.judge(4, math.nan, 1.0)
+
+
+def test_the_log_brings_the_memory_back() -> None:
+    losses = [1.0, 1.1, 1.2, 5.0, 1.3, 9.0]
+    whole, lines = DivergenceWatch(SKIP, []), [{"step": 0, "validation": {}}]
+    for step, loss in enumerate(losses, start=1):
+        reason = whole.judge(step, loss, 1.0)
+        lines.append({"step": step, "loss": loss} | ({"dropped": reason} if reason else {}))
+        resumed = DivergenceWatch(SKIP, lines)
+        assert list(resumed._recent) == list(whole._recent) and resumed._in_a_row == whole._in_a_row
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs whose 4th step has a gradient that is not a number."""
+    gradients, setter = loop.accumulate_gradients, loop.seed_step
+    at = {"step": 0}
+
+    def note(config, step, accelerator):
+        at["step"] = step
+        setter(config, step, accelerator)
+
+    def spoil(accelerator, model, batch, config, beta):
+        losses, norm = gradients(accelerator, model, batch, config, beta)
+        if at["step"] != 4:
+            return losses, norm
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.grad.fill_(torch.nan)
+        return StepLosses(math.nan, losses.cross_entropy, losses.balance, losses.layers), norm
+
+    monkeypatch.setattr(loop, "seed_step", note)
+    monkeypatch.setattr(loop, "accumulate_gradients", spoil)
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+
+
+def same(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
+
+
+def read_log(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "timing"} for line in lines]
+
+
+def test_a_run_stops_before_its_weights_are_touched(configure, spoiled) -> None:
+    config = configure()
+    with pytest.raises(UserError, match="step 4: the loss is not finite"):
+        loop.train(config)
+    assert [path.name for path in Path(config.output, "checkpoints").iterdir()] == ["step-000002"]
+
+
+@pytest.mark.parametrize(("action", "same_as"), [("skip", 3), ("roll_back", 2)])
+def test_a_bad_step_leaves_no_trace_in_the_weights(configure, spoiled, action: str, same_as: int) -> None:
+    every = 1 if action == "skip" else 2
+    config = configure(**{"divergence.action": action, "checkpoint.every": every, "checkpoint.keep_last": 9})
+    loop.train(config)
+    folder = Path(config.output)
+    assert same(weights(folder, 4), weights(folder, same_as))
+    assert not same(weights(folder, 6), weights(folder, 4))  # it goes on
+    assert all(tensor.isfinite().all() for tensor in weights(folder, 6).values())
+    record = json.loads((folder / "checkpoints" / "step-000006" / "checkpoint.json").read_text())
+    assert record["updates"] == (5 if action == "skip" else 4)
+    line = read_log(folder)[4]
+    assert line["dropped"] == "the loss is not finite" and line["loss"] is None and line["kl"] is None
+
+
+@pytest.mark.parametrize("action", ["skip", "roll_back"])
+def test_a_resumed_run_drops_the_same_steps(configure, spoiled, tmp_path: Path, action: str) -> None:
+    overrides = {"max_steps": 8, "divergence.action": action, "checkpoint.every": 2}
+    loop.train(configure(**overrides))
+    broken = configure(output=str(tmp_path / "broken"), **overrides)
+    with pytest.MonkeyPatch.context() as patch:  # stops after step 5: steps 5 and later are made again
+        patch.setattr(loop, "save_checkpoint", stop_at(6, loop.save_checkpoint))
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(broken)
+    loop.train(broken)
+    assert read_log(tmp_path / "broken") == read_log(tmp_path / "run")
+    assert same(weights(tmp_path / "broken", 8), weights(tmp_path / "run", 8))
+
+
+def stop_at(last: int, save):
+    def stop(checkpoints, step, *rest):
+        if step == last:
+            raise KeyboardInterrupt
+        return save(checkpoints, step, *rest)
+
+    return stop
+
+
+def test_nothing_to_roll_back_to(configure, spoiled) -> None:
+    with pytest.raises(UserError, match="step 4: the loss is not finite, and there is no checkpoint yet"):
+        loop.train(configure(**{"divergence.action": "roll_back", "checkpoint.every": 6}))
+
+
+def test_deepspeed_cannot_skip(configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match=r"divergence\.action=skip: DeepSpeed has made its step"):
+        make_accelerator(configure(**{"divergence.action": "skip"}))
