@@ -89,6 +89,7 @@ def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
         old = temporary.with_suffix(".old")
         try:
             yield temporary
+            _share(temporary)
             if output.exists():
                 os.replace(output, old)
             os.replace(temporary, output)
@@ -96,6 +97,15 @@ def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
         finally:
             if old.exists() and not output.exists():  # stopped between the two renames
                 os.replace(old, output)
+
+
+def _share(folder: Path) -> None:
+    """Give files the permissions that new files have here; safetensors makes them for their owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:  # a linked one is its base's
+            path.chmod(0o666 & ~umask)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.windows import fixed_batches, validation_batches
 from moh_llm.errors import UserError
-from moh_llm.files import check_output_folder, new_folder, write_json
+from moh_llm.files import check_output_folder, new_folder, read_json, write_json
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaConfig
 
@@ -128,6 +128,8 @@ def restore_dense(
     base = open_base(name, revision)
     if not base.is_moh:
         raise UserError(f"{name} is no MoH model (model_type {base.config.model_type!r}): it is dense already")
+    if read_json(base.folder / "config.json").get("router_score") == "weighted":
+        raise UserError(f"{name} weighs heads by their scores (router_score weighted): there is no dense model inside")
     with new_folder(output, overwrite) as folder:
         config = base.config
         config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]

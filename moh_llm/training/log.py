@@ -17,10 +17,12 @@ def step_line(
     config: TrainConfig,
     heads: list[int],
     began: float,
+    peak_rate: float | None,
 ) -> dict[str, Any]:
     """One line of the log. All but ``timing`` is the same however often the run was interrupted.
 
-    Numbers that are not finite are None.
+    Numbers that are not finite are None. ``peak_rate`` is the tokens/s that the devices would reach
+    at their peak, if it is known; the share of it that was reached is the model FLOPs utilisation.
     """
     seconds = time.perf_counter() - began
     extra = {"kl": losses.task} if config.objective.kind == "distillation" else {}
@@ -39,7 +41,10 @@ def step_line(
         "active_heads": sum(heads) / len(heads),
     }
     finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
-    timing = {"seconds": round(seconds, 4), "tokens_per_second": round(config.tokens_per_step / seconds, 1)}
+    rate = config.tokens_per_step / seconds
+    timing = {"seconds": round(seconds, 4), "tokens_per_second": round(rate, 1)}
+    if peak_rate is not None:
+        timing["mfu"] = round(rate / peak_rate, 4)
     return finite | {"timing": timing}
 
 

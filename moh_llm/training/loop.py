@@ -28,7 +28,7 @@ from moh_llm.training.divergence import DivergenceWatch
 from moh_llm.training.gathering import gathered_weights
 from moh_llm.training.interruption import Interruption
 from moh_llm.training.log import show_scores, step_line
-from moh_llm.training.parallel import end_distribution, make_accelerator, seed_step, sum_over_processes
+from moh_llm.training.parallel import end_distribution, make_accelerator, peak_rate, seed_step, sum_over_processes
 from moh_llm.training.passes import accumulate_gradients, evaluate, score_saved
 from moh_llm.training.progress import ProgressLine
 from moh_llm.training.runs import Run
@@ -86,6 +86,7 @@ def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], Non
     weights = networks.trained_weights(accelerator.unwrap_model(model).student)
     network = accelerator.unwrap_model(model).network
     budgets = network.config.active_heads_per_layer
+    fastest = peak_rate(accelerator, config, network.config)
 
     # ---- where to begin
     facts = {"device": str(accelerator.device), "processes": accelerator.num_processes, "parameters": counts}
@@ -134,7 +135,7 @@ def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], Non
             elif config.divergence.action == "roll_back":
                 updates = _roll_back(run, step, fault, say, (accelerator, model, optimizer, weights))
             optimizer.zero_grad()
-            line = step_line(step, losses, beta, rates, norm, config, heads, began)
+            line = step_line(step, losses, beta, rates, norm, config, heads, began, fastest)
             if fault is not None:
                 line["dropped"] = fault
             receipt = make_receipt(stream, step * config.data.batch_size)

@@ -131,16 +131,26 @@ def make_teacher(config: TrainConfig, student: torch.nn.Module, device: torch.de
 
     Raises:
         UserError: distillation of a model with weighted scores, whose all-heads-on form is not
-            its base.
+            its base, or of one whose heads are all on anyway.
     """
     if config.objective.kind != "distillation":
         return None
+    if all(active == student.config.num_attention_heads for active in student.config.active_heads_per_layer):
+        raise UserError(
+            f"model={config.model} has every head on: it is its own base, and distillation has nothing to teach it; "
+            "set objective.kind to cross_entropy"
+        )
     if student.config.router_score != "quantized":
         raise UserError(
             f"model={config.model} has router_score={student.config.router_score}: with all heads on it is not "
             "its base, so there is no teacher; convert with quantised scores or set objective.kind cross_entropy"
         )
     return None if config.lora is not None else load_base(config, device)
+
+
+def has_base(config: TrainConfig) -> bool:
+    """Whether ``config.model`` with all heads on is a model worth comparing with, not one of random weights."""
+    return config.objective.kind == "distillation" or (Path(config.model) / "conversion.json").is_file()
 
 
 def save_network(

@@ -21,7 +21,10 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 
+from moh_llm.devices import peak_flops
 from moh_llm.errors import UserError
+from moh_llm.flops import training_flops
+from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.runs import TRACKERS
 
@@ -83,6 +86,21 @@ def _shard_on_cpu(accelerator: Accelerator) -> None:
     for state in (AcceleratorState, PartialState):
         state._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState._shared_state["fsdp_plugin"] = plugin
+
+
+def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConfig) -> float | None:
+    """Tokens/s of training if every device did its peak FLOP/s; None where a device's peak is not known.
+
+    What is recomputed to save memory does not count as work.
+    """
+    if accelerator.device.type != "cuda":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(accelerator.device))
+    if peak is None:
+        return None
+    length, teacher = config.data.block_length, config.objective.kind == "distillation"
+    flops = training_flops(model, length, teacher, recompute=False, frozen=config.lora is not None)
+    return accelerator.num_processes * peak * length / flops
 
 
 def loss_scale(accelerator: Accelerator) -> int:

@@ -100,9 +100,10 @@ def evaluate(
 def score_saved(config: TrainConfig, folder: Path, device: torch.device, batches: list[Batch]) -> dict[str, float]:
     """Score a saved model, as it stands on disk, against its base.
 
-    With weighted scores the network with all heads on is not the base, and only perplexity is given.
+    With weighted scores the network with all heads on is not the base, and from scratch there is
+    none: then only perplexity is given.
     """
     base = networks.load_base(config, device)
     saved = networks.load_network(folder, base.dtype).to(device)
-    teacher = base if base.config.router_score == "quantized" else None
+    teacher = base if base.config.router_score == "quantized" and networks.has_base(config) else None
     return evaluate(None, TrainingStep(saved, teacher, config.objective), batches)[0]

@@ -30,10 +30,9 @@ class ProgressLine:
     Args:
         done: steps already made.
         total: steps of the run.
-        peak_rate: tokens/s of all devices at their peak FLOP/s; None where the peak is not known.
     """
 
-    def __init__(self, done: int, total: int, peak_rate: float | None = None):
+    def __init__(self, done: int, total: int):
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar = Progress(
             TextColumn("step"),
@@ -45,7 +44,6 @@ class ProgressLine:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("train", total=total, completed=done, state="")
-        self._peak_rate = peak_rate
         self._first, self._total, self._began, self._shown = done, total, time.monotonic(), float("-inf")
 
     def __enter__(self) -> "ProgressLine":
@@ -74,11 +72,10 @@ class ProgressLine:
         self.say(f"step {step}/{self._total}  {state}  {left:.0f} s left")
 
     def _state(self, line: dict[str, Any]) -> str:
-        rate = line["timing"]["tokens_per_second"]
         parts = [f"{short} {line[name]:{form}}" for name, (short, form) in _SHOWN.items() if line.get(name) is not None]
-        parts.append(f"{rate:.0f} tokens/s")
-        if self._peak_rate is not None:
-            parts.append(f"MFU {100 * rate / self._peak_rate:.1f} %")
+        parts.append(f"{line['timing']['tokens_per_second']:.0f} tokens/s")
+        if "mfu" in line["timing"]:
+            parts.append(f"MFU {100 * line['timing']['mfu']:.1f} %")
         return "  ".join(parts)
 
     def say(self, text: str) -> None:

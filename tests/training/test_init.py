@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 
 from moh_llm.cli import main
 from moh_llm.data.tokenizer import TextTokenizer
+from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.training.initial import architecture_keys, read_architecture
 from moh_llm.training.loop import train
@@ -173,6 +174,9 @@ def test_both_twins_learn_from_scratch(initialise, configure, architecture: str)
     scratch = {"objective.kind": "cross_entropy", "optimizer.router_learning_rate": "null", "evaluation.every": 20}
     config = configure(model=str(folder), max_steps=20, **scratch, **{"optimizer.learning_rate": 3e-3})
     record = train(config)
+    assert set(record["evaluation"]) == {"tokens", "perplexity"}  # random weights are no base to compare with
+    card = (Path(config.output) / "model" / "README.md").read_text()
+    assert "It was trained from scratch by cross-entropy for\n20 steps." in card and "conversion.json" not in card
     log = [json.loads(line) for line in (Path(config.output) / "log.jsonl").read_text().splitlines()]
     assert record["status"] == "finished" and record["parameters"]["trained"] == record["parameters"]["total"]
     assert log[-1]["cross_entropy"] < 0.8 * log[1]["cross_entropy"]
@@ -189,6 +193,23 @@ def test_both_twins_learn_from_scratch(initialise, configure, architecture: str)
     initial = MoHLlamaForCausalLM.from_pretrained(folder).state_dict()
     assert tuned.keys() == initial.keys()
     assert not [name for name, tensor in tuned.items() if torch.equal(tensor, initial[name])]  # all of it learned
+
+
+def test_a_model_without_a_base_has_no_teacher_and_no_dense_form(initialise, configure, tmp_path, capsys) -> None:
+    with pytest.raises(UserError, match="has every head on: it is its own base"):
+        train(configure(model=str(initialise("llm_s", "twin"))))
+    folder = initialise("moh_llm_s", "moh")
+    with pytest.raises(UserError, match="has router_score=weighted"):
+        train(configure(model=str(folder), output=str(tmp_path / "other")))
+    assert main(["convert", str(folder), "--to-dense", "--output", str(tmp_path / "dense")]) == 2
+    assert "weighs heads by their scores" in capsys.readouterr().err and not (tmp_path / "dense").exists()
+
+
+def test_others_may_read_the_weights(initialise) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in initialise("llm_s", "readable").iterdir():
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path.name
 
 
 def refusal(capsys, *arguments: object) -> str:

@@ -1,0 +1,331 @@
+"""What training costs, as ratios to peers in the same run, on CPU or, where there is one, on a CUDA device.
+
+    python benchmarks/training.py --rounds 5                  # a model of SmolLM2-135M's shape, random weights
+    python benchmarks/training.py --size tiny --processes     # and one process against two (CPU: one thread each)
+
+- step: a step of cross-entropy of the MoH model (three quarters of the heads, linear router, stand-ins; all heads are
+  computed and masked) against the dense model with the same loop; at most 1.05 is asked.
+- loop: a step of our loop against one of `transformers.Trainer`, both on the dense LLaMA with the same batch, dtype,
+  optimiser and clipping; at most 1.05 is asked.
+- checkpoint: saving and loading a checkpoint against writing and reading as many bytes (hashing included in ours).
+- loss: the most memory that cross-entropy and KL take beyond their inputs, against full logits of student and teacher.
+- processes: tokens/s of two processes (DDP) against one.
+
+Peers take turns within a round, and figures are medians over rounds.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.training import networks
+from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
+from moh_llm.training.config import CheckpointConfig, DataConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from moh_llm.training.parallel import make_accelerator, seed_step
+from moh_llm.training.passes import accumulate_gradients
+from moh_llm.training.step import TrainingStep
+from moh_llm.training.token_losses import token_losses
+
+SIZES = {
+    "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
+    "tiny": {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 8192},
+}
+HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+VOCABULARY = 128_256  # LLaMA 3's, for the loss
+Step = Callable[[], None]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="smollm2")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each peer")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a block")
+    parser.add_argument("--blocks", type=int, default=2, help="blocks of a step, in one pass")
+    parser.add_argument("--dtype", choices=["no", "bf16"], default="bf16", help="mixed precision")
+    parser.add_argument("--processes", action="store_true", help="also one process against two")
+    parser.add_argument("--only", nargs="+", choices=["step", "loop", "checkpoint", "loss"], help="not all of them")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--positions", type=int, default=2048, help="positions of the loss whose memory is measured")
+    parser.add_argument("--probe", choices=["rate", "chunked", "full"], help=argparse.SUPPRESS)  # fresh processes
+    args = parser.parse_args()
+    if args.probe in ("chunked", "full"):
+        print(probe_loss(args.probe, args.positions, SIZES[args.size]["hidden_size"]))
+        return 0
+    wanted = args.only or ["step", "loop", "checkpoint", "loss"]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    if args.probe is None:
+        print(f"{args.size}, {args.blocks} x {args.length} tokens a step, mixed precision {args.dtype}, {device}")
+    figures: dict[str, Any] = {"device": device}
+    with tempfile.TemporaryDirectory() as scratch:
+        config = recipe(args, Path(scratch))
+        if args.probe == "rate":
+            probe_rate(config, args)
+            return 0
+        if "step" in wanted:
+            figures["step"] = against_dense(config, args)
+        if "loop" in wanted:
+            figures["loop"] = against_trainer(config, args, scratch)
+        if "checkpoint" in wanted:
+            figures["checkpoint"] = checkpoint(config, args, Path(scratch))
+        if "loss" in wanted:
+            figures["loss"] = loss_memory(args)
+    if args.processes:
+        figures["processes"] = processes(args)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+def recipe(args: argparse.Namespace, scratch: Path) -> TrainConfig:
+    """The recipe of a step: cross-entropy, every weight trained."""
+    return TrainConfig(
+        model="none",
+        output=str(scratch / "run"),
+        max_steps=100,
+        mixed_precision=args.dtype,
+        data=DataConfig(block_length=args.length, batch_size=args.blocks * world(), micro_batch_size=args.blocks),
+        objective=ObjectiveConfig(kind="cross_entropy"),
+        optimizer=OptimizerConfig(),
+        trackers=(),
+    )
+
+
+def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
+    """A random model of the size: MoH at three quarters of the heads, or its dense twin, which has no router."""
+    torch.manual_seed(0)
+    heads = {"num_shared_heads": 9, "num_active_heads": 9}
+    if not dense:
+        heads = {"num_shared_heads": 1, "num_active_heads": 7, "router_type": "linear", "head_stand_in": "value"}
+    config = MoHLlamaConfig(**SIZES[args.size], **HEADS, **heads, max_position_embeddings=max(2048, args.length))
+    return MoHLlamaForCausalLM(config)
+
+
+def batch_of(args: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """One process's blocks of a step: random tokens, one document a block."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, SIZES[args.size]["vocab_size"], (args.blocks, args.length), generator=draw)
+    positions = torch.arange(args.length).expand(args.blocks, -1)
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+
+
+def our_step(config: TrainConfig, args: argparse.Namespace, model: MoHLlamaForCausalLM) -> Step:
+    """A step of the training loop: gradients, clipping, AdamW."""
+    accelerator: Accelerator = make_accelerator(config)
+    optimizer = networks.make_optimizer(model, config)
+    step, optimizer = accelerator.prepare(TrainingStep(model, None, config.objective), optimizer)
+    step.train()
+    batch = batch_of(args)
+
+    def run() -> None:
+        seed_step(config, 10, accelerator)
+        networks.set_learning_rates(optimizer, config, 10)
+        accumulate_gradients(accelerator, step, batch, config, 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def dense_step(config: TrainConfig, args: argparse.Namespace) -> Step:
+    """The same of the dense twin."""
+    return our_step(config, args, moh_model(args, dense=True))
+
+
+def against_trainer(config: TrainConfig, args: argparse.Namespace, scratch: str) -> dict[str, float]:
+    """Our step and `transformers.Trainer`'s in turn: its own loop runs, and ours steps in between."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES[args.size], **HEADS, max_position_embeddings=max(2048, args.length)))
+    ours, seconds = dense_step(config, args), {"our loop": [], "Trainer": []}
+    ours()
+
+    class Turns(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.began = now()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seconds["Trainer"].append(now() - self.began)
+            seconds["our loop"].append(timed(ours))
+
+    arguments = TrainingArguments(
+        output_dir=scratch,
+        bf16=args.dtype == "bf16",
+        use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=args.blocks,
+        max_steps=args.rounds + 1,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        optim="adamw_torch",
+        max_grad_norm=1.0,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    batch = batch_of(args)
+    rows = [{name: tensor[row] for name, tensor in batch.items()} for row in range(args.blocks)] * (args.rounds + 1)
+    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Turns()]).train()
+    return summary({name: times[1:] for name, times in seconds.items()}, args)
+
+
+def against_dense(config: TrainConfig, args: argparse.Namespace) -> dict[str, float]:
+    """Steps of the MoH model and of its dense twin in turn."""
+    peers = {"MoH (masked)": our_step(config, args, moh_model(args, dense=False)), "dense": dense_step(config, args)}
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
+    for peer in peers.values():
+        peer()
+    for _ in range(args.rounds):
+        for name, peer in peers.items():
+            seconds[name].append(timed(peer))
+    return summary(seconds, args)
+
+
+def summary(seconds: dict[str, list[float]], args: argparse.Namespace) -> dict[str, float]:
+    """Print and return medians, and the median over rounds of the first peer's time over the second's."""
+    (first, mine), (second, theirs) = seconds.items()
+    ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+    tokens = args.blocks * args.length
+    print(
+        f"{first}: {statistics.median(mine):.3f} s a step, {tokens / statistics.median(mine):.0f} tokens/s; "
+        f"{second}: {statistics.median(theirs):.3f} s; ratio {ratio:.3f} over {len(mine)} rounds",
+        flush=True,
+    )
+    return {first: statistics.median(mine), second: statistics.median(theirs), "ratio": ratio}
+
+
+def checkpoint(config: TrainConfig, args: argparse.Namespace, scratch: Path) -> dict[str, float]:
+    """Saving and loading against the bare bytes."""
+    model = moh_model(args, dense=False)
+    accelerator = make_accelerator(config)
+    optimizer = networks.make_optimizer(model, config)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    weights = networks.trained_weights(model)
+    seconds: dict[str, list[float]] = {name: [] for name in ("save", "write", "load", "read")}
+    for number in range(1, args.rounds + 1):
+        state = (accelerator, model, optimizer, weights)
+        facts, keep = {"updates": 1}, CheckpointConfig(keep_last=1)
+        seconds["save"].append(timed(save_checkpoint, scratch / "c", number, facts, *state, keep))
+        (folder,) = (scratch / "c").iterdir()
+        content = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+        seconds["write"].append(timed((scratch / "bytes").write_bytes, content))
+        seconds["read"].append(timed((scratch / "bytes").read_bytes))
+        seconds["load"].append(timed(newest_checkpoint, scratch / "c", print) + timed(load_checkpoint, folder, *state))
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    medians["save_ratio"], medians["load_ratio"] = medians["save"] / medians["write"], medians["load"] / medians["read"]
+    print(
+        f"checkpoint of {len(content) / 1e9:.2f} GB: saved in {medians['save']:.2f} s, {medians['save_ratio']:.2f} x "
+        f"writing the bytes; checked and loaded in {medians['load']:.2f} s, {medians['load_ratio']:.2f} x reading them",
+        flush=True,
+    )
+    return medians
+
+
+def loss_memory(args: argparse.Namespace) -> dict[str, float]:
+    """Peak memory of the losses of hidden states beyond them and the head, each in a fresh process."""
+    found = {}
+    for kind in ("chunked", "full"):
+        command = [sys.executable, __file__, "--probe", kind, "--positions", str(args.positions), "--size", args.size]
+        found[kind] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    print(
+        f"KL of {args.positions} positions over {VOCABULARY:,} words, forward and backward: {found['chunked']:.0f} MiB "
+        f"in chunks, {found['full']:.0f} MiB with full logits, ratio {found['chunked'] / found['full']:.3f}",
+        flush=True,
+    )
+    return found
+
+
+def probe_loss(kind: str, positions: int, hidden_size: int) -> float:
+    """MiB that one loss and its gradient take at most."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draw = torch.Generator().manual_seed(0)
+    hidden, teacher = (torch.randn(positions, hidden_size, generator=draw).to(device) for _ in range(2))
+    head = torch.randn(VOCABULARY, hidden_size, generator=draw).to(device)
+    hidden.requires_grad_(), head.requires_grad_()
+    targets = torch.zeros(positions, dtype=torch.long, device=device)
+    # What has been touched for a little one is not counted.
+    token_losses(hidden[:8], head, targets[:8], teacher[:8], head.detach())[0].backward()
+    hidden.grad = head.grad = None
+    before = peak_mib(device)
+    if kind == "chunked":
+        loss, _ = token_losses(hidden, head, targets, teacher, head.detach())
+    else:
+        own = (hidden @ head.T).log_softmax(-1)
+        other = (teacher @ head.detach().T).log_softmax(-1)
+        loss = torch.nn.functional.kl_div(own, other, log_target=True, reduction="sum")
+    loss.backward()
+    return peak_mib(device) - before
+
+
+def peak_mib(device: str) -> float:
+    """The most memory so far: of the device, or of this process."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def processes(args: argparse.Namespace) -> dict[str, float]:
+    """Tokens/s of one and of two processes, each with one thread or one GPU and the same blocks per process."""
+    if 0 < torch.cuda.device_count() < 2:
+        print("processes: this machine has one GPU, two are needed")
+        return {}
+    rates = {}
+    for world in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+        command += [__file__, "--probe", "rate", "--size", args.size, "--rounds", str(args.rounds)]
+        command += ["--length", str(args.length), "--blocks", str(args.blocks), "--dtype", args.dtype]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        if not torch.cuda.is_available():
+            environment["ACCELERATE_USE_CPU"] = "true"
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+        rates[world] = float(done.stdout.split()[-1])
+    print(f"1 process: {rates[1]:.0f} tokens/s, 2: {rates[2]:.0f}, ratio {rates[2] / rates[1]:.3f}", flush=True)
+    return {"1": rates[1], "2": rates[2], "ratio": rates[2] / rates[1]}
+
+
+def probe_rate(config: TrainConfig, args: argparse.Namespace) -> None:
+    """Print tokens/s of all processes; only the first one speaks."""
+    step = our_step(config, args, moh_model(args, dense=False))
+    step()
+    seconds = statistics.median(timed(step) for _ in range(args.rounds))
+    if os.environ.get("RANK", "0") == "0":
+        print(world() * args.blocks * args.length / seconds)
+
+
+def world() -> int:
+    """Processes of this start."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def now() -> float:
+    """Seconds, after the device has done what it was told."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(run: Callable[..., Any], *arguments: Any) -> float:
+    """Seconds that a call takes."""
+    began = now()
+    run(*arguments)
+    return now() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Lines of the log and what the progress line makes of them."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moh_llm.flops import training_flops
+from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.training import parallel
+from moh_llm.training.log import show_health, step_line
+from moh_llm.training.objectives import StepLosses
+from moh_llm.training.progress import ProgressLine
+
+
+def a_line(configure, peak_rate: float | None = None, kl: float = 0.5) -> dict:
+    config = configure(**{"objective.layer_coefficient": 2.0})
+    losses = StepLosses(task=kl, cross_entropy=3.0, balance=0.8, layers=0.25)
+    began = time.perf_counter() - 2.0
+    return step_line(4, losses, 0.1, (1e-4, 1e-3), 0.7, config, [2, 1], began, peak_rate)
+
+
+def test_a_line_holds_every_part_of_the_loss(configure) -> None:
+    line = a_line(configure)
+    assert line["loss"] == pytest.approx(0.5 + 0.1 * 0.8 + 2.0 * 0.25)
+    assert (line["kl"], line["layer_distance"], line["tokens"], line["active_heads"]) == (0.5, 0.25, 4 * 128, 1.5)
+    assert line["timing"]["tokens_per_second"] == pytest.approx(64, rel=0.05) and "mfu" not in line["timing"]
+    assert a_line(configure, peak_rate=640.0)["timing"]["mfu"] == pytest.approx(0.1, rel=0.05)
+    assert a_line(configure, kl=float("nan"))["kl"] is None
+
+
+def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
+    with ProgressLine(3, 10) as progress:
+        progress.step(a_line(configure, peak_rate=640.0))
+        progress.step(
+            {
+                "step": 5,
+                "validation": {"tokens": 9, "perplexity": 2.0},
+                "routing": {"dead_heads": [1, 2]} | {"changed": [0.5, 0.25]},
+            }
+        )
+        progress.step(a_line(configure) | {"dropped": "the loss is not finite"})
+    said = capsys.readouterr().out
+    for part in (
+        "step 4/10  loss 1.0800  ce 3.0000  kl 0.5000  layers 0.2500  balance 0.800  lr 1.0e-04",
+        "heads 1.50",
+        "norm 0.70",
+        "tokens/s  MFU 10.0 %",
+        "s left",
+        "step 4 was dropped: the loss is not finite",
+        "perplexity 2.000 on 9 held-out tokens, 3 dead heads, 37.5 % of routings changed",
+    ):
+        assert part in said, part
+
+
+def test_health_says_nothing_where_all_is_well() -> None:
+    assert show_health({"dead_heads": [0, 0], "changed": None}) == ""
+
+
+def test_the_peak_rate_is_the_devices_over_a_tokens_flops(configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model = configure(), MoHLlamaConfig(num_hidden_layers=2, num_shared_heads=4, num_active_heads=8)
+    machine = SimpleNamespace(device=torch.device("cuda"), num_processes=8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    per_token = training_flops(model, 32, teacher=True, recompute=False, frozen=False) / 32
+    assert parallel.peak_rate(machine, config, model) == pytest.approx(8 * 989e12 / per_token)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card of tomorrow")
+    assert parallel.peak_rate(machine, config, model) is None
+    assert parallel.peak_rate(SimpleNamespace(device=torch.device("cpu")), config, model) is None
