@@ -83,10 +83,21 @@ def scatter_state(
             for moment in MOMENTS:
                 _set_in_zero(weight, moments[f"{moment}.{name}"].to(accelerator.device), moment)
         return
+    _forget_whole_weights(model)
     for name, weight in weights.items():
         weight.copy_(_like(saved[name], weight))
         state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in MOMENTS}
         optimizer.state[weight] = {"step": torch.tensor(float(updates))} | state
+
+
+def _forget_whole_weights(model: torch.nn.Module) -> None:
+    """FSDP2 keeps the outermost module's weights whole after a pass without a backward one; they would stay in use."""
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _set_in_zero(weight: torch.Tensor, value: torch.Tensor, moment: str | None) -> None:

@@ -6,10 +6,12 @@ Processes of this machine, without a GPU: what is tested is the arithmetic and t
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,8 +36,8 @@ STEPS = {"max_steps": 20, "data.batch_size": 8, "data.micro_batch_size": 2, "eva
 STEPS |= {"checkpoint.every": 10, "checkpoint.keep_last": 2, "objective.layer_coefficient": 0.1}
 
 
-def run(way: str, recipe: Path, output: Path) -> str:
-    """`train.py RECIPE` on two processes; returns what the first one printed."""
+def start(way: str, recipe: Path, output: Path, largest_file: int | None = None) -> subprocess.CompletedProcess[str]:
+    """`train.py RECIPE` on two processes, which may be refused files of more than so many bytes."""
     if way.startswith("zero"):
         if importlib.util.find_spec("deepspeed") is None:
             pytest.skip("deepspeed is not installed")
@@ -48,7 +50,15 @@ def run(way: str, recipe: Path, output: Path) -> str:
     command = [*launcher, "train.py", str(recipe), "--output", str(output)]
     environment = os.environ | WAYS[way] | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     command += [f"--{name}={value}" for name, value in STEPS.items()]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    limit = None if largest_file is None else partial(resource.setrlimit, resource.RLIMIT_FSIZE, (largest_file,) * 2)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, preexec_fn=limit
+    )
+
+
+def run(way: str, recipe: Path, output: Path) -> str:
+    """The same to its good end; returns what the first process printed."""
+    done = start(way, recipe, output)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -111,3 +121,14 @@ def test_a_run_goes_on_with_other_processes(single, configure, recipe, tmp_path,
     stop_after(back, 10)
     train(configure(output=str(back), **STEPS))
     assert_same_run(back, single)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(single, recipe, tmp_path):
+    stop_after(single, 10)
+    before = {path.name: path.read_bytes() for path in (single / "checkpoints" / "step-000010").iterdir()}
+    done = start("zero2", recipe, single, largest_file=50_000)  # the weights have more
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "cannot write" in line and "step-000020" in line and "earlier checkpoints are untouched" in line
+    assert [path.name for path in (single / "checkpoints").iterdir()] == ["step-000010"]
+    assert {path.name: path.read_bytes() for path in (single / "checkpoints" / "step-000010").iterdir()} == before
