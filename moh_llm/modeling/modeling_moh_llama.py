@@ -92,13 +92,13 @@ class MoHLlamaAttention(LlamaAttention):
             **kwargs,
         )
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
-        gate = gate.unsqueeze(-1).to(head_outputs.dtype)
-        head_outputs = head_outputs.reshape(head_shape) * gate
+        gate = gate.to(head_outputs.dtype)
+        head_outputs = head_outputs.reshape(head_shape) * gate.unsqueeze(-1)
         if self.stand_in is not None:
-            # Position 0 is where nothing is rotated, not even by the fastest frequency.
-            stand_in = self.stand_in(hidden_states, own_values, is_first=sin[..., 0] == 0)
-            # Where the gate is 1 this adds an exact zero.
-            head_outputs = head_outputs + (1 - gate) * stand_in
+            # Position 0 is where nothing is rotated, not even by the fastest frequency. Where the gate is 1 this adds
+            # an exact zero.
+            is_first = sin[..., 0] == 0
+            head_outputs = self.stand_in(head_outputs, 1 - gate, hidden_states, own_values, is_first)
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
 
 

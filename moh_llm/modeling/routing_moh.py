@@ -176,20 +176,41 @@ class MoHStandIn(nn.Module):
         self.own_value = nn.Linear(config.hidden_size, len(routed))
         self.bias = nn.Parameter(torch.zeros(len(routed), config.head_dim))
 
-    def forward(self, hidden_states: torch.Tensor, value_states: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor:
-        """Stand-ins of all heads `[B, T, H, D]`, zero for shared ones.
+    def forward(
+        self,
+        head_outputs: torch.Tensor,
+        off: torch.Tensor,
+        hidden_states: torch.Tensor,
+        value_states: torch.Tensor,
+        is_first: torch.Tensor,
+    ) -> torch.Tensor:
+        """Head outputs with stand-ins added where heads are off, `[B, T, H, D]`.
 
         Args:
+            head_outputs: gated, `[B, T, H, D]`.
+            off: how far each head is off, 1 less its gate, `[B, T, H]`.
             hidden_states: the attention layer's input `[B, T, C]`.
             value_states: values of these tokens `[B, T, KV, D]`.
             is_first: whether a token stands at position 0, `[B or 1, T]`.
         """
-        values = value_states.repeat_interleave(self.groups, dim=-2)
-        values = values[..., self.num_shared :, :] if self.head_order is None else values[..., self.routed_heads, :]
-        routed = self.bias + self.own_value(hidden_states).unsqueeze(-1) * values
-        routed = torch.where(is_first[..., None, None], values, routed)
-        stand_in = nn.functional.pad(routed, (0, 0, self.num_shared, 0))
-        return stand_in if self.head_order is None else stand_in[..., self.head_order, :]
+        dtype = head_outputs.dtype
+        is_first = is_first.unsqueeze(-1)
+        # Numbers per head are made first, so that few tensors of the heads' full size are.
+        share = torch.where(is_first, 1.0, self.own_value(hidden_states).to(dtype))
+        share = self._of_all_heads(share, (self.num_shared, 0)) * off
+        level = torch.where(is_first, 0.0, off)
+        bias = self._of_all_heads(self.bias.to(dtype), (0, 0, self.num_shared, 0), dim=-2)
+        grouped = (*head_outputs.shape[:-2], -1, self.groups, head_outputs.shape[-1])
+        values = value_states.unsqueeze(-2)
+        out = torch.addcmul(head_outputs.view(grouped), share.view(*grouped[:-1], 1), values).view(head_outputs.shape)
+        return torch.addcmul(out, level.unsqueeze(-1), bias)
+
+    def _of_all_heads(self, routed: torch.Tensor, padding: tuple[int, ...], dim: int = -1) -> torch.Tensor:
+        """What the routed heads have, with zeros for the shared ones, in the model's order."""
+        padded = nn.functional.pad(routed, padding)
+        if self.head_order is None:
+            return padded
+        return padded[..., self.head_order] if dim == -1 else padded[self.head_order]
 
 
 __all__ = ["MoHRouter", "MoHStandIn", "is_routing_weight", "load_balancing_loss", "select_top_k", "straight_through"]
