@@ -34,6 +34,7 @@ pytestmark = [
 ]
 STEPS = {"max_steps": 20, "data.batch_size": 8, "data.micro_batch_size": 2, "evaluation.every": 10}
 STEPS |= {"checkpoint.every": 10, "checkpoint.keep_last": 2, "objective.layer_coefficient": 0.1}
+STEPS |= {"gradient_checkpointing": "true"}
 
 
 def start(way: str, recipe: Path, output: Path, largest_file: int | None = None) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,263 @@
+"""An estimate of the memory that each process of a run needs, by part, without loading a weight.
+
+Bytes per process, with N processes, P weights of the student (adapters included), t of them
+trained, and B of its base; c is 2 under `mixed_precision: bf16`, else 4:
+
+            weights          teacher   gradients   moments   buffers
+    one     4P               cB        4t          8t        none
+    ddp     4P               cB        8t          8t        none (half of the gradients are DDP's buckets)
+    zero1   cP + 4t/N        cB        ct          8t/N      a bucket
+    zero2   cP + 4t/N        cB        ct/N        8t/N      a bucket
+    zero3   cP/N (+ 4t/N)    cB/N      ct/N        8t/N      a bucket, gathered weights
+    fsdp2   4P/N             cB/N      4t/N        8t/N      gathered weights and their gradients
+
+DeepSpeed computes with weights in the precision asked for and keeps a float32 copy of the trained
+ones, divided (under ZeRO-3 only where that is another precision). The others hold float32 weights,
+which one process and DDP cast as they go (autocast) and FSDP2 as it gathers them. There is a
+teacher only in distillation without LoRA.
+
+To this come activations, and what is needed for a moment only: `activation_bytes`, `loss_bytes`,
+`estimate_memory`. It is an estimate: the allocator's fragments, kernels' workspaces, the libraries'
+own memory (on a GPU about 1 GiB) and the copies that processors make where numbers of two
+precisions are added are not in it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.training.config import TrainConfig
+from moh_llm.training.networks import add_lora, trained_weights
+from moh_llm.training.token_losses import CHUNK_POSITIONS
+
+STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
+
+# DeepSpeed's defaults, which recipes/accelerate leaves as they are: reduce_bucket_size, max_live_parameters.
+_BUCKET, _GATHERED = 500_000_000, 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of weights, tied ones once.
+
+    `student` and `trained` with adapters; `base` without; `layer` in the largest decoder layer;
+    `ends` outside of the layers; `linear` in the layers' linear maps, which autocast makes copies of.
+    """
+
+    student: int
+    trained: int
+    base: int
+    layer: int
+    ends: int
+    linear: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, model: MoHLlamaConfig) -> "Sizes":
+        """Count a model on the meta device. Raises UserError: ``lora`` names layers that the model has not."""
+        with torch.device("meta"):
+            network = MoHLlamaForCausalLM(model)
+            layers = [_count(layer) for layer in network.model.layers]
+            matrices = [m for m in network.model.layers.modules() if isinstance(m, nn.Linear)]
+            base, linear = _count(network), sum(matrix.weight.numel() for matrix in matrices)
+            student = network if config.lora is None else add_lora(network, config.lora)
+        trained = sum(weight.numel() for weight in trained_weights(student).values())
+        return cls(_count(student), trained, base, max(layers), base - sum(layers), linear)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process by part.
+
+    `temporary` is the most that comes on top of all others for a moment, and `moment` what that
+    is: the loss, a layer's backward pass, or AdamW's step (when activations are gone).
+    """
+
+    weights: int
+    teacher: int
+    gradients: int
+    moments: int
+    buffers: int
+    activations: int
+    temporary: int
+    moment: str
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts by name."""
+        return {name: value for name, value in vars(self).items() if name != "moment"}
+
+    @property
+    def total(self) -> int:
+        """The highest point of a step."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per number: of `products`, of the residual `stream`, and of the `teacher`'s stream."""
+
+    products: int
+    stream: int
+    teacher: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, strategy: str) -> "Precision":
+        """Under autocast (one process, DDP) the stream stays float32; else it has the weights' precision."""
+        products = 2 if config.mixed_precision == "bf16" else 4
+        stream = 4 if strategy in ("one", "ddp") else products
+        return cls(products, stream, products if config.lora is None else stream)
+
+    @property
+    def casts(self) -> bool:
+        """Whether each linear map makes copies of its input and weight."""
+        return self.stream > self.products
+
+
+def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, strategy: str, processes: int) -> Memory:
+    """The memory of each process.
+
+    The highest point is at the loss, in a layer's backward pass, or in AdamW's step, which on GPUs
+    makes a float32 copy of all that it updates.
+
+    Args:
+        config: the recipe.
+        model: the config of ``config.model``.
+        sizes: its numbers of weights.
+        strategy: one of `STRATEGIES`.
+        processes: how many there are.
+    """
+    precision = Precision.of(config, strategy)
+    zero, sharded, c = strategy.startswith("zero"), strategy in ("zero3", "fsdp2"), precision.products
+    base = sizes.base if has_teacher(config) and config.lora is None else 0
+
+    def part(numbers: int, divided: bool) -> int:
+        return -(-numbers // processes) if divided else numbers
+
+    own = part(sizes.trained, strategy not in ("one", "ddp"))  # weights that this process updates
+    weights = part(sizes.student, sharded) * (c if zero else 4)
+    if zero and (strategy != "zero3" or c < 4):
+        weights += 4 * own
+    gradients = part(sizes.trained, strategy in ("zero2", "zero3", "fsdp2")) * (c if zero else 4)
+    if strategy == "ddp":
+        gradients *= 2
+    buffers = _BUCKET * c if zero else 0
+    if strategy == "zero3":
+        buffers += min(sizes.student + base, _GATHERED) * c
+    if strategy == "fsdp2":
+        # The root's weights stay gathered; of the layers there are this one and the next.
+        both = 2 if base else 1
+        buffers += c * (both * sizes.ends + 2 * sizes.layer + (sizes.ends + sizes.layer if config.lora is None else 0))
+
+    activations, layer = activation_bytes(config, model, sizes, precision)
+    step = 4 * own + (4 * own if zero and c < 4 else 0)
+    moments = {
+        "the loss": loss_bytes(config, model, precision),
+        "a layer's backward pass": layer,
+        "AdamW's step": step - activations,
+    }
+    moment = max(moments, key=lambda name: moments[name])
+    return Memory(weights, part(base, sharded) * c, gradients, 8 * own, buffers, activations, moments[moment], moment)
+
+
+def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, precision: Precision) -> tuple[int, int]:
+    """What a forward pass over ``micro_batch_size`` blocks keeps, and what a layer's backward pass adds for a moment.
+
+    Without gradient checkpointing each layer keeps what its backward pass needs (`_layer`). With it
+    a layer keeps its input and router logits alone, and one layer at a time is recomputed. Under
+    autocast the copies of the layers' weights are kept, too: by the backward pass, and by
+    autocast's cache until the forward pass has ended. The backward pass adds the gradients of the
+    MLP's widest tensors, two at a time, and of the stream; and, where embedding and head are one,
+    the head's part of its gradient, which waits for the embedding's.
+    """
+    length, stream = config.data.block_length, precision.stream
+    tokens = config.data.micro_batch_size * length
+    # Token ids; sines and cosines; the boolean mask that keeps documents apart; the last norm.
+    kept = 8 + 2 * stream * model.head_dim + length + (4 + stream) * model.hidden_size
+    layers = []
+    for shared, active in zip(model.shared_heads_per_layer, model.active_heads_per_layer, strict=True):
+        routed, top_k = model.num_attention_heads - len(shared), active - len(shared)
+        layers.append(_layer(config, model, precision, routed, top_k))
+        kept += 8 * (routed + top_k)  # logits; the load-balance loss's softmax and chosen heads (int64)
+        kept += stream * model.hidden_size if config.gradient_checkpointing else layers[-1]
+        if config.objective.layer_coefficient:
+            kept += stream * model.hidden_size + 16  # the base's outputs, later gradients; which positions count
+    backward = tokens * (2 * precision.products * model.intermediate_size + stream * model.hidden_size)
+    if model.tie_word_embeddings and config.lora is None:
+        backward += stream * model.hidden_size * model.vocab_size
+    copies = precision.products * sizes.linear if precision.casts else 0
+    if not config.gradient_checkpointing:
+        return tokens * kept + copies, backward
+    cached = copies if config.lora is None else 0
+    recomputed = tokens * max(layers) + copies // model.num_hidden_layers
+    return tokens * kept + cached, recomputed + backward - cached
+
+
+def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, routed: int, top_k: int) -> int:
+    """Bytes per token that one layer keeps for its backward pass.
+
+    With hidden size C, queries A = heads x head size, intermediate size F, blocks of L tokens, c and
+    s bytes per number in products and in the stream: of the two norms, float32 inputs and
+    normalised outputs, 2 (4 + s) C; the linear maps' inputs, 2 c C, under autocast a copy for each;
+    queries, repeated keys and values, and the heads' outputs, 4 c A, and attention's mask, c L; the
+    output projection's input, c A; the MLP's four intermediates, 4 c F. A router takes its input in
+    float32, 4 C, or the queries, 4 A; stand-ins keep the values of the groups.
+    """
+    c, s, hidden, lora = precision.products, precision.stream, model.hidden_size, config.lora
+    heads, wide = model.num_attention_heads, model.num_attention_heads * model.head_dim
+    stands_in = model.head_stand_in != "none" and routed > 0
+    # Where dropout differs from adapter to adapter, so do their inputs.
+    separate = precision.casts or (lora is not None and lora.dropout > 0)
+    inputs = 5 + stands_in if separate else 2
+    total = 2 * (4 * hidden + 4) + inputs * c * hidden
+    total += 4 * c * wide + c * config.data.block_length + 4 * heads + c * heads
+    total += c * wide + 4 * c * model.intermediate_size + 4 * routed + 8 * top_k
+    if lora is None:
+        total += 2 * s * hidden  # normalised, for the gradient of the norm's weight
+    else:
+        total += c * lora.rank * len(lora.target_modules)
+        total += (5 * hidden + wide + model.intermediate_size) * (lora.dropout > 0)  # dropout's masks, of booleans
+    if model.router_type == "query_norm":
+        total += 4 * wide
+    elif c < 4 and routed:
+        total += 4 * hidden
+    if model.query_key_norm:
+        total += (4 + c) * (heads + model.num_key_value_heads) * model.head_dim
+    if stands_in:
+        total += 4 * c * heads
+        if model.num_key_value_heads < heads:  # else attention keeps them
+            total += c * model.num_key_value_heads * model.head_dim
+    return total
+
+
+def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision) -> int:
+    """What the loss needs beside the activations: see `moh_llm.training.token_losses`.
+
+    Hidden states of student and teacher and their gradient; the float32 gradient of the head's
+    weight, if it is trained; copies of the heads under autocast. On top either the logits of a
+    chunk of positions, in 4 float32 tensors with a teacher, in 2 without, or a product with the
+    size of the head's weight, whichever is more.
+    """
+    c, s = precision.products, precision.stream
+    tokens = config.data.micro_batch_size * config.data.block_length
+    head = model.hidden_size * model.vocab_size
+    states = tokens * model.hidden_size
+    chunk = min(tokens, CHUNK_POSITIONS) * model.vocab_size
+    trained, teacher = config.lora is None, has_teacher(config)
+    fixed = 2 * s * states + (precision.teacher * states if teacher else 0) + (4 * head if trained else 0)
+    if precision.casts:
+        fixed += c * head * (2 if teacher and config.lora is not None else 1)
+    rounded = c if c < 4 else 0  # the gradient of the logits, where that is a tensor of its own
+    product = ((12 if teacher else 4) + rounded) * chunk + (c * head if trained else 0)
+    in_chunk = max((16 if teacher else 8) * chunk, product)
+    return fixed + max(in_chunk, s * (head + states) if trained else 0)
+
+
+def has_teacher(config: TrainConfig) -> bool:
+    """Whether the base takes part: a copy of it or, under LoRA, the student without its adapters."""
+    return config.objective.kind == "distillation"
+
+
+def _count(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())

@@ -1,0 +1,210 @@
+"""What the doctor says of jobs that are fit, and every fault of versions, devices, batch, disk and memory, provoked."""
+
+import json
+import shutil
+from collections import namedtuple
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from moh_llm.cli import main
+from moh_llm.commands import doctor as command
+from moh_llm.errors import UserError
+from moh_llm.flops import training_flops
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.training.doctor import Device, check_versions, diagnose
+from moh_llm.training.memory import STRATEGIES, Sizes, estimate_memory
+from moh_llm.training.recipe import load_config
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+def of_check(diagnosis, check: str) -> list[tuple[str, str]]:
+    return [(finding.state, finding.text) for finding in diagnosis.findings if finding.check == check]
+
+
+def the_fault(diagnosis) -> tuple[str, str]:
+    """Check and text of the only fault."""
+    ((check, text),) = [(finding.check, finding.text) for finding in diagnosis.findings if finding.state == "fault"]
+    assert not diagnosis.fit and "\n" not in text
+    return check, text
+
+
+# ---- a job that is fit
+
+
+def test_a_fit_job_is_described_in_full(recipe, tmp_path, capsys):
+    record_file = tmp_path / "doctor.json"
+    # Flags may stand before the recipe and among its keys.
+    flags = ["--gpu", "H100", "--max_steps", "4", "--processes=2", "--mixed_precision", "bf16"]
+    assert main(["doctor", "--strategy", "fsdp2", str(recipe), *flags, "--json", str(record_file)]) == 0
+    record, text = json.loads(record_file.read_text()), capsys.readouterr().out
+    config = load_config(recipe, ["--max_steps", "4", "--mixed_precision", "bf16"])
+    diagnosis = diagnose(config, "fsdp2", 2, "H100")
+    given = {"recipe": str(recipe), "strategy": "fsdp2", "processes": 2, "gpu": "H100"}
+    assert record == given | diagnosis.record() and record["fit"] is True
+    assert {finding["state"] for finding in record["findings"]} == {"ok"}
+    names = ["versions", "devices", "batch", "output", "model", "tokenizer", "data", "data", "disk", "memory"]
+    assert [finding["check"] for finding in record["findings"]] == names
+    model = MoHLlamaConfig.from_pretrained(config.model)
+    memory = estimate_memory(config, model, Sizes.of(config, model), "fsdp2", 2)
+    assert record["memory_per_process"] == memory.parts | {"total": memory.total, "highest_at": memory.moment}
+    plan = record["plan"]
+    assert (plan["steps"], plan["tokens"]) == (4, 4 * 4 * 32)
+    assert plan["flops"] == 16 * training_flops(model, 32, teacher=True, recompute=False, frozen=False)
+    assert plan["days"] == pytest.approx(plan["flops"] / (2 * 0.4 * 989e12) / 86400)
+    assert "40%" in plan["assumes"] and "assumption" in plan["assumes"]
+    assert all(finding["text"] in text for finding in record["findings"])
+    assert f"{'total':12}{memory.total / 2**30:9.2f}" in text and "tokens  512" in text
+
+
+def test_only_a_known_peak_gives_days(configure):
+    assert diagnose(configure(), gpu="L4").plan.days is None  # float32
+    assert diagnose(configure(mixed_precision="bf16"), gpu="L4").plan.days > 0
+    if not torch.cuda.is_available():
+        diagnosis = diagnose(configure(mixed_precision="bf16"))
+        assert diagnosis.plan.days is None and diagnosis.fit
+        assert [state for state, _ in of_check(diagnosis, "devices")] == ["warning"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_estimated_at_toy_size(path, model_folder, tmp_path):
+    keys = {"model": model_folder, "output": tmp_path / "run", "data.mixture": tmp_path / "none"}
+    config = load_config(path, [f"--{name}={value}" for name, value in keys.items()])
+    for strategy in STRATEGIES:
+        diagnosis = diagnose(config, strategy, 1 if strategy == "one" else 2, "H100")
+        assert the_fault(diagnosis)[0] == "data"
+        assert diagnosis.memory.total > 0 and diagnosis.plan.flops > 0 and diagnosis.plan.days > 0
+        assert diagnosis.plan.tokens == config.max_steps * config.tokens_per_step
+
+
+# ---- faults
+
+
+def test_a_model_that_is_not_there_leaves_nothing_to_estimate(configure, tmp_path):
+    diagnosis = diagnose(configure(model=str(tmp_path / "none")))
+    check, text = the_fault(diagnosis)
+    assert check == "model" and "holds no config.json" in text
+    assert diagnosis.record()["memory_per_process"] is None and diagnosis.record()["plan"] is None
+    assert command.describe(diagnosis)[-1] == f"fault    model      {text}"
+
+
+def test_adapters_for_layers_that_are_not_there_are_a_fault(configure):
+    assert "the model has no 'wq'" in the_fault(diagnose(configure(**{"lora.target_modules": ["wq"]})))[1]
+
+
+def test_too_little_disk_is_a_fault(configure, model_folder, tmp_path, monkeypatch):
+    config = configure(output=str(tmp_path / "a" / "b"), **{"checkpoint.milestone_every": 4, "checkpoint.keep_last": 1})
+    weights = sum(weight.numel() for weight in MoHLlamaForCausalLM.from_pretrained(model_folder).parameters())
+    # Of steps 2, 4 and 6 the milestone 4, the newest, and the one that is written; and the float32 model.
+    needed, asked = 3 * 12 * weights + 4 * weights, []
+    usage = namedtuple("usage", "total used free")
+
+    def leave(free: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage(10**15, 0, free))
+
+    leave(needed)
+    assert diagnose(config).fit and asked == [tmp_path]
+    leave(needed - 1)
+    check, text = the_fault(diagnose(config))
+    assert check == "disk" and "3 checkpoints" in text and "free some" in text
+    assert diagnose(
+        configure(output=str(tmp_path / "c"), save_dtype="bfloat16", max_steps=4)
+    ).fit  # two, and half the model
+    # What the run has written already is paid for.
+    old = tmp_path / "a" / "b" / "checkpoints" / "step-000002"
+    old.mkdir(parents=True)
+    (old / "model.safetensors").write_bytes(b"x")
+    diagnosis = diagnose(config)
+    assert [state for state, _ in of_check(diagnosis, "disk")] == ["ok"]
+
+
+def test_a_batch_that_cannot_be_dealt_out_is_a_fault(configure):
+    assert the_fault(diagnose(configure(), "ddp", 3)) == (
+        "batch",
+        "data.batch_size=4 is no multiple of data.micro_batch_size=2 x 3 processes; change one of them",
+    )
+    assert diagnose(configure(), "ddp", 2).fit
+
+
+def test_memory_that_is_too_small_is_a_fault(configure, monkeypatch):
+    many = {"data.batch_size": 500_000, "data.micro_batch_size": 500_000, "max_steps": 1, "schedule.warmup_steps": 0}
+    diagnosis = diagnose(configure(**many), gpu="L4")
+    check, text = the_fault(diagnosis)
+    assert check == "memory" and "of 22.0 GiB" in text and diagnosis.memory.total > 22 * 2**30
+    assert diagnose(configure(**many), gpu="B200").fit
+    total = diagnose(configure()).memory.total
+    for share, state in ((1.01, "fault"), (0.95, "warning"), (0.5, "ok")):
+        device = Device("toy", round(total / share), None)
+        monkeypatch.setattr("moh_llm.training.doctor.find_device", lambda gpu, processes, device=device: device)
+        assert [found for found, _ in of_check(diagnose(configure()), "memory")] == [state]
+
+
+def test_a_device_without_bfloat16_is_a_fault(configure, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: namedtuple("p", "total_memory")(16 * 2**30))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check, text = the_fault(diagnose(configure(mixed_precision="bf16")))
+    assert check == "devices" and text == "Tesla V100-SXM2-16GB has no bfloat16; set mixed_precision to no"
+    assert of_check(diagnose(configure(), "ddp", 2), "devices") == [("ok", "2 x Tesla V100-SXM2-16GB, 16.0 GiB each")]
+    four = {"data.batch_size": 8}
+    ((state, text),) = of_check(diagnose(configure(**four), "ddp", 4), "devices")
+    assert state == "warning" and "this machine has 2" in text
+
+
+def test_versions_are_held_against_the_requirements(monkeypatch):
+    assert [finding.state for finding in check_versions("one")] == ["ok"]
+    real, old = metadata.version, {"torch": "1.13.1", "transformers": "99.0"}
+
+    def version(name: str) -> str:
+        if name == "deepspeed":
+            raise metadata.PackageNotFoundError(name)
+        return old.get(name) or real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = [(finding.state, finding.text) for finding in check_versions("zero2")]
+    assert [state for state, _ in found] == ["fault"] * 3
+    assert found[0][1] == "torch 1.13.1 is there, >=2.6 is needed" and "transformers 99.0" in found[1][1]
+    assert found[2][1].startswith('deepspeed is not there; install it (pip install "deepspeed')
+    assert not any("deepspeed" in finding.text for finding in check_versions("fsdp2"))
+    old.clear()
+    # Installed, the package itself says what it needs.
+    monkeypatch.setattr(metadata, "requires", lambda name: ["peft>=99", 'deepspeed>=0.19; extra == "deepspeed"'])
+    monkeypatch.setattr(metadata, "metadata", lambda name: {"Requires-Python": ">=3.99"})
+    texts = [finding.text for finding in check_versions("one")]
+    assert len(texts) == 2 and texts[0].endswith(">=3.99 is needed") and texts[1].endswith(">=99 is needed")
+
+
+# ---- the command
+
+
+def test_a_fault_is_status_1_and_bad_usage_status_2(recipe, capsys):
+    assert main(["doctor", str(recipe), "--processes", "3", "--strategy", "ddp"]) == 1
+    assert "fault    batch      data.batch_size=4 is no multiple" in capsys.readouterr().out
+    for flags, message in (
+        (["--gpu", "V100"], "--gpu V100 is not known; known are A10, A100"),
+        (["--processes", "2"], "--processes 2 needs a --strategy that divides the work"),
+        (["--max_step", "2"], "the nearest known key is 'max_steps'"),
+    ):
+        assert main(["doctor", str(recipe), *flags]) == 2
+        stderr = capsys.readouterr().err
+        assert stderr.startswith("error: ") and stderr.count("\n") == 1 and message in stderr
+    for flags in (["--processes", "0"], ["--strategy", "zero4"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["doctor", str(recipe), *flags])
+        assert stopped.value.code == 2
+
+
+def test_help_says_how_keys_are_overridden(recipe, capsys):
+    assert main(["doctor", str(recipe), "--help"]) == 0
+    assert "--KEY VALUE overrides a key of the recipe" in capsys.readouterr().out
+
+
+def test_the_flag_offers_the_strategies_that_are_estimated(configure):
+    assert command.STRATEGIES == STRATEGIES
+    with pytest.raises(UserError, match="--processes 2"):
+        diagnose(configure(), "one", 2)

@@ -1,0 +1,215 @@
+"""What is found about a job's model, text and output, each fault provoked."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from moh_llm.cli import main
+from moh_llm.errors import UserError
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.training.config import TrainConfig
+from moh_llm.training.inputs import Finding, check_data, check_model, check_output, read_model_config
+from moh_llm.training.loop import train
+
+
+@pytest.fixture
+def make(configure: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
+    """`configure`, of paths too."""
+    return lambda **keys: configure(
+        **{key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
+    )
+
+
+@pytest.fixture
+def model_copy(model_folder: Path, tmp_path: Path) -> Path:
+    """The tiny model, its weights in several files."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    (folder / "model.safetensors").unlink()
+    MoHLlamaForCausalLM.from_pretrained(model_folder).save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    return folder
+
+
+@pytest.fixture
+def tokens(model_folder: Path, mixture_file: Path, tmp_path: Path) -> Path:
+    """The mixture, tokenised; source two may be read twice."""
+    mixture = mixture_file.with_name("twice.yaml")
+    mixture.write_text(mixture_file.read_text().replace("weight: 0.3", "max_epochs: 2\n    weight: 0.3"))
+    folder = tmp_path / "tokens"
+    assert main(["tokenize", str(mixture), "--tokenizer", str(model_folder), "--output", str(folder)]) == 0
+    return folder
+
+
+def the_fault(findings: Iterable[Finding]) -> str:
+    """The text of the only fault."""
+    (text,) = [finding.text for finding in findings if finding.state == "fault"]
+    assert "\n" not in text
+    return text
+
+
+# ---- model
+
+
+def test_weights_that_are_not_whole_are_faults(make, model_copy):
+    config = make(model=model_copy)
+
+    def found() -> list[Finding]:
+        return list(check_model(config, read_model_config(config)))
+
+    assert [finding.state for finding in found()] == ["ok"]
+    first, second, third, *_ = sorted(model_copy.glob("model-*.safetensors"))
+    whole = third.read_bytes()
+    third.write_bytes(whole[:-4])
+    assert the_fault(found()).startswith(f"{third} is damaged or truncated")
+    third.write_bytes(whole)
+    second.rename(second.with_suffix(".away"))
+    assert f"names {second.name}, which is not there" in the_fault(found())
+    second.with_suffix(".away").rename(second)
+    # A tensor that neither the index nor a file has.
+    held, index_file = load_file(first), model_copy / "model.safetensors.index.json"
+    lost = sorted(held)[0]
+    save_file({name: tensor for name, tensor in held.items() if name != lost}, first)
+    index = json.loads(index_file.read_text())
+    del index["weight_map"][lost]
+    index_file.write_text(json.dumps(index))
+    assert f"lacks 1 weights, {lost} among them" in the_fault(found())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "llama"}, "has model_type=llama, not moh_llama; convert it first"),
+        ({"num_active_heads": 9}, "num_active_heads=9 must lie between"),
+        ({"router_score": "weighted"}, "it is not its base, so there is no teacher"),
+        ({"num_active_heads": 4}, "it is its own base; set objective.kind to cross_entropy"),
+        (None, "holds no config.json"),
+    ],
+)
+def test_models_that_cannot_be_trained_so_are_refused(make, model_copy, fields, message):
+    path = model_copy / "config.json"
+    content = json.loads(path.read_text())
+    path.unlink()
+    if fields is not None:
+        path.write_text(json.dumps(content | fields))
+    with pytest.raises(UserError) as error:
+        read_model_config(make(model=model_copy))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# ---- text
+
+
+def test_text_that_was_tokenised_is_counted_exactly(make, tokens, mixture_file):
+    record = train(make())  # which leaves the same text's tokens in the cache
+    for mixture in (tokens, mixture_file):
+        tokenizer, *sources = check_data(make(**{"data.mixture": mixture}))
+        assert (tokenizer.state, tokenizer.check) == ("ok", "tokenizer")
+        for (name, entry), finding in zip(record["data_read"].items(), sources, strict=True):
+            has = record["data"][name]["tokens"]
+            text = f"{name}: {entry['tokens']:,} tokens to be read of {has:,}, {entry['epochs']:.2f} epochs"
+            assert finding == ("ok", "data", text)
+
+
+def test_text_that_was_not_is_estimated(make, mixture_file, tokens):
+    other = mixture_file.with_name("other.yaml")  # of which nothing is in the cache
+    other.write_text(mixture_file.read_text() + "validation_share: 0.2\n")
+    _, one, two = check_data(make(**{"data.mixture": other}))
+    assert "one: 538 tokens to be read of about " in one.text and "two: 230 tokens to be read of about " in two.text
+    shards = json.loads((tokens / "mixture.json").read_text())["sources"]["one"]["shards"]
+    exact = sum(shard["tokens"] for split in shards.values() for shard in split)
+    about = int(one.text.split("about ")[1].split(", ")[0].replace(",", ""))
+    assert about == pytest.approx(0.8 * exact, rel=0.01)
+
+
+def test_too_little_text_is_a_fault(make, tokens):
+    def found(**keys: object) -> list[Finding]:
+        return list(check_data(make(**keys | {"data.mixture": tokens})))
+
+    assert "fewer than one block of 100000" in the_fault(found(**{"data.block_length": 100_000}))
+    long = found(max_steps=1, **{"data.block_length": 2000})
+    assert "no source has held-out text for one block of 2000" in the_fault(long)
+    often = found(max_steps=2000)
+    assert "source two would be read" in the_fault(often) and "max_epochs=2" in the_fault(often)
+    assert often[1].state == "warning" and "repeated so often" in often[1].text
+
+
+def test_too_little_text_is_a_fault_before_it_is_tokenised(make, mixture_file):
+    def found(max_epochs: float, **keys: object) -> list[Finding]:
+        mixture = mixture_file.with_name("estimated.yaml")
+        text = mixture_file.read_text().replace("weight: 0.3", f"max_epochs: {max_epochs}\n    weight: 0.3")
+        mixture.write_text(text + "validation_share: 0.3\n")
+        return list(check_data(make(**keys | {"data.mixture": mixture})))
+
+    short = found(2, **{"data.block_length": 100_000})
+    assert [finding.state for finding in short[1:]] == ["fault", "fault"]
+    assert "which is less than a block" in short[1].text
+    text = the_fault(found(2, max_steps=2000))
+    assert text.startswith("two: ") and "max_epochs=2; train for fewer tokens" in text
+    # Where the estimate is too near to the bound to tell, it is a warning.
+    epochs = float(text.split(" epochs")[0].rsplit(" ", 1)[1])
+    states = {factor: found(epochs * factor, max_steps=2000)[2].state for factor in (0.8, 0.95, 1.05, 1.2)}
+    assert states == {0.8: "fault", 0.95: "warning", 1.05: "warning", 1.2: "ok"}
+
+
+def test_text_that_training_would_refuse_is_a_fault(make, mixture_file, tmp_path, monkeypatch):
+    def fault(mixture: Path) -> str:
+        return the_fault(check_data(make(**{"data.mixture": mixture})))
+
+    content = yaml.safe_load(mixture_file.read_text())
+    content["sources"]["two"]["files"] = "gone.jsonl"
+    missing = mixture_file.with_name("missing.yaml")
+    missing.write_text(yaml.safe_dump(content))
+    assert "source two: no file at" in fault(missing) and "gone.jsonl" in fault(missing)
+    assert "does not exist" in fault(tmp_path / "none.yaml")
+    assert "holds no mixture.json" in fault(tmp_path)
+    content["sources"]["two"] = {"weight": 0.3, "urls": ["https://example.org/a.jsonl"]}
+    missing.write_text(yaml.safe_dump(content))
+    assert "is read over the network" in fault(missing)
+    monkeypatch.setattr("moh_llm.data.tokens.ON_THE_FLY_BYTES", 1000)
+    assert "tokenise it first" in fault(mixture_file)
+
+
+def test_shards_that_are_cut_short_are_a_fault(make, tokens):
+    shard = next(path for path in tokens.glob("two/train-*.ds") if path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert f"token shard {shard} has" in the_fault(check_data(make(**{"data.mixture": tokens})))
+
+
+def test_no_tokenizer_is_a_fault(make, model_copy):
+    for path in model_copy.glob("tokenizer*"):
+        path.unlink()
+    assert "has no tokenizer that loads" in the_fault(check_data(make(model=model_copy)))
+
+
+# ---- output
+
+
+def test_an_output_that_holds_something_is_told(make, tmp_path):
+    def found(**keys: object) -> Finding:
+        (finding,) = check_output(make(**{"max_steps": 4} | keys))
+        return finding
+
+    run = tmp_path / "run"
+    assert found() == ("ok", "output", f"{run} is new")
+    train(make(max_steps=4))
+    assert found()[::2] == ("warning", f"{run} holds this run, finished; there would be nothing to do")
+    other = found(seed=1, **{"data.batch_size": 8})
+    assert other.state == "fault" and "another recipe; different: data.batch_size, seed" in other.text
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"status": "running"}))
+    assert found()[::2] == ("ok", f"{run} holds this run; it would go on after step-000004")
+    shutil.rmtree(run / "checkpoints")
+    assert found().state == "ok" and "from its start" in found().text
+    (run / "run.json").write_text("[]")
+    assert found().state == "fault" and "is not the record of a training run" in found().text
+    (run / "run.json").unlink()
+    assert found().state == "fault" and "is not empty and holds no run.json" in found().text
+    shutil.rmtree(run)
+    run.write_text("")
+    assert found() == ("fault", "output", f"output={run} is a file; name a folder")
