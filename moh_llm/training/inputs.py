@@ -28,6 +28,7 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import TrainConfig, changed_keys
 from moh_llm.training.memory import has_teacher
 from moh_llm.training.networks import load_tokenizer
+from moh_llm.training.runs import check_converted
 
 # An estimated number of tokens is off by some percent: this far from a bound it is only a warning.
 _DOUBT = 0.1
@@ -81,12 +82,7 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
         UserError: it is no converted model, or none that can teach itself where that is the objective.
     """
     folder = Path(config.model)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"model={folder} holds no config.json; name a folder that moh-llm convert made")
-    content = read_json(folder / "config.json")
-    kind = content.get("model_type") if isinstance(content, dict) else None
-    if kind != "moh_llama":
-        raise UserError(f"model={folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+    check_converted(folder)
     try:
         model = MoHLlamaConfig.from_pretrained(folder)
     except (ValueError, TypeError) as error:

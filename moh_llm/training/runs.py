@@ -155,12 +155,8 @@ class Run:
             path.unlink(missing_ok=True)
 
 
-def model_identity(folder: Path) -> str:
-    """SHA-256 over the names and hashes of a model folder's config and weights.
-
-    Raises:
-        UserError: not a folder, or it holds no converted model.
-    """
+def check_converted(folder: Path) -> None:
+    """Raise UserError unless a folder's config is a MoH model's."""
     if not folder.is_dir():
         raise UserError(f"model={folder} is not a folder; name one that moh-llm convert made")
     if not (folder / "config.json").is_file():
@@ -169,6 +165,15 @@ def model_identity(folder: Path) -> str:
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != "moh_llama":
         raise UserError(f"model={folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+
+
+def model_identity(folder: Path) -> str:
+    """SHA-256 over the names and hashes of a model folder's config and weights.
+
+    Raises:
+        UserError: not a folder, or it holds no converted model.
+    """
+    check_converted(folder)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise UserError(f"model={folder} holds no *.safetensors weights; name a folder that moh-llm convert made")
