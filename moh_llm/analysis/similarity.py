@@ -1,0 +1,109 @@
+"""How alike the heads of a layer are (Tab. B).
+
+Shapes: B batch, T tokens, H query heads, D head size.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import normalize
+
+from moh_llm.analysis.watch import LayerPass, attention_patterns, watch
+from moh_llm.metrics import Batch
+from moh_llm.modeling import MoHLlamaPreTrainedModel
+
+
+@dataclass(frozen=True)
+class HeadSimilarity:
+    """Similarity between heads of the same layer, 1 where all are alike; None where there are no two heads.
+
+    Attributes:
+        patterns: per layer, of attention patterns, in 0..1.
+        outputs: per layer, of head outputs, in -1..1.
+        mean_patterns: mean over the layers that have one.
+        mean_outputs: likewise.
+    """
+
+    patterns: list[float | None]
+    outputs: list[float | None]
+    mean_patterns: float | None
+    mean_outputs: float | None
+
+
+@dataclass(frozen=True)
+class SimilarityTable:
+    """Tab. B of one model: `moh` as it is set, `all_heads` with every head on, its dense base."""
+
+    moh: HeadSimilarity
+    all_heads: HeadSimilarity
+
+
+def similarity_table(model: MoHLlamaPreTrainedModel, batches: Sequence[Batch]) -> SimilarityTable:
+    """Tab. B: similarity of heads in the MoH model and in its dense base.
+
+    The base is the model with all heads on. With weighted scores heads keep their factor then, so
+    that what later layers see is not quite a dense model's.
+
+    Raises:
+        UserError: there are no tokens.
+    """
+    moh = head_similarity(model, batches)
+    with model.all_heads_active():
+        return SimilarityTable(moh, head_similarity(model, batches))
+
+
+def head_similarity(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> HeadSimilarity:
+    """Similarity of attention patterns and of head outputs in each layer, of the model as it is set (Tab. B).
+
+    Patterns: 1 - 0.5 * E|A - A'|_1, the mean over pairs of heads and over query positions of all
+    texts. All heads count, whether on or off: a head that is off has a pattern, too, which no
+    router has touched. Outputs: the mean cosine between what two heads give to the output
+    projection, over tokens and those pairs of which the token has both heads on; stand-ins are
+    thereby left out, and a weighted score, a factor, changes no cosine. A document's first token
+    attends to itself only and counts like any other. Attention runs on the eager backend meanwhile.
+
+    Raises:
+        UserError: there are no tokens.
+    """
+    # Per layer: summed similarity and number of pairs, of patterns and of outputs.
+    sums = torch.zeros(len(model.routers), 4, dtype=torch.float64)
+
+    def take(seen: LayerPass) -> None:
+        found = [*_of_patterns(seen.patterns), *_of_outputs(seen.heads, seen.on)]
+        sums[seen.layer] += torch.tensor(found, dtype=torch.float64)
+
+    with attention_patterns(model):
+        watch(model, batches, take)
+    patterns, outputs = _ratios(sums[:, :2]), _ratios(sums[:, 2:])
+    return HeadSimilarity(patterns, outputs, _mean(patterns), _mean(outputs))
+
+
+def _of_patterns(patterns: torch.Tensor) -> tuple[float, float]:
+    """Summed similarity of all pairs of rows of attention weights `[B, H, T, T]`, and the number of pairs."""
+    texts, heads, length, _ = patterns.shape
+    pairs = texts * length * heads * (heads - 1) / 2
+    distance = 0.0
+    for text in patterns:  # one at a time: they are the largest tensors there are
+        rows = text.transpose(0, 1).to(torch.promote_types(text.dtype, torch.float32))  # [T, H, T]
+        # Every pair stands in the matrix [H, H] of distances twice.
+        distance += float(torch.cdist(rows, rows, p=1).sum(dtype=torch.float64)) / 2
+    return pairs - 0.5 * distance, pairs
+
+
+def _of_outputs(heads: torch.Tensor, on: torch.Tensor) -> tuple[float, float]:
+    """Summed cosine of all pairs of heads `[B, T, H, D]` that are both on `[B, T, H]`, and the number of pairs."""
+    units = normalize(heads.to(torch.promote_types(heads.dtype, torch.float32)), dim=-1) * on.unsqueeze(-1)
+    # |sum u_i|^2 = sum |u_i|^2 + 2 * the sum over pairs, which spares the pairs.
+    cosines = units.sum(-2).square().sum(dtype=torch.float64) - units.square().sum(dtype=torch.float64)
+    count = on.sum(-1).double()
+    return float(cosines) / 2, float((count * (count - 1)).sum()) / 2
+
+
+def _ratios(sums: torch.Tensor) -> list[float | None]:
+    return [total / pairs if pairs else None for total, pairs in sums.tolist()]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

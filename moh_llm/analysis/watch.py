@@ -1,0 +1,136 @@
+"""The forward pass that all analyses share, watched layer by layer.
+
+Shapes: B batch, T tokens, C hidden size, H query heads, R routed heads, D head size. Heads are in
+the model's order wherever there are H of them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from moh_llm.errors import UserError
+from moh_llm.metrics import Batch
+from moh_llm.modeling import MoHLlamaPreTrainedModel, MoHRouter
+from moh_llm.modeling.routing_moh import select_top_k
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """What one attention layer did with one batch.
+
+    Attributes:
+        layer: its number.
+        router: its router.
+        router_inputs: what that was given: the layer's input `[B, T, C]` and queries `[B, T, H, D]`.
+        logits: of the routed heads, `[B, T, R]`.
+        heads: what enters the output projection, `[B, T, H, D]`: g_i H_i of Eq. 4, plus the
+            stand-in of a head that is off, where the model has any.
+        patterns: attention weights `[B, H, T, T]`; None where the attention backend keeps them to itself.
+    """
+
+    layer: int
+    router: MoHRouter
+    router_inputs: tuple[torch.Tensor, torch.Tensor]
+    logits: torch.Tensor
+    heads: torch.Tensor
+    patterns: torch.Tensor | None
+
+    @property
+    def on(self) -> torch.Tensor:
+        """Which heads each token has on, bool `[B, T, H]`; shared ones always."""
+        on = torch.ones(self.heads.shape[:-1], dtype=torch.bool, device=self.logits.device)
+        # By selection, not by the gate: a weighted score may round to zero.
+        on[..., self.router.routed_heads] = select_top_k(self.logits, self.router.top_k).bool()
+        return on
+
+
+@torch.no_grad()
+def watch(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch], take: Callable[[LayerPass], None]) -> int:
+    """Run the decoder over batches; `take` gets each layer's pass of each batch, which nothing keeps after it.
+
+    Args:
+        model: a MoH model in evaluation mode.
+        batches: `input_ids` and `position_ids` `[B, T]`; documents are isolated where positions restart.
+        take: called once a layer and batch, first layer first.
+
+    Returns:
+        Number of tokens, every position counted.
+
+    Raises:
+        UserError: there are no tokens.
+    """
+    decoder = getattr(model, model.base_model_prefix, model)
+    device = next(decoder.parameters()).device
+    tokens = 0
+    with _hooks(decoder, take):
+        for batch in batches:
+            count = batch["input_ids"].numel()
+            if count:
+                ids, positions = batch["input_ids"].to(device), batch["position_ids"].to(device)
+                decoder(input_ids=ids, position_ids=positions, use_cache=False)
+            tokens += count
+    if not tokens:
+        raise UserError("the text to analyse has no tokens; give more text")
+    return tokens
+
+
+@contextmanager
+def _hooks(decoder: nn.Module, take: Callable[[LayerPass], None]) -> Iterator[None]:
+    handles = []
+    for number, layer in enumerate(decoder.layers):
+        attention, seen = layer.self_attn, {}
+        handles += [
+            attention.router.register_forward_hook(partial(_keep_routing, seen)),
+            attention.o_proj.register_forward_pre_hook(partial(_keep_heads, seen)),
+            attention.register_forward_hook(partial(_pass_on, seen, number, take)),
+        ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keep_routing(seen: dict, router: MoHRouter, args: tuple, output: tuple) -> None:
+    seen |= {"router": router, "router_inputs": args, "logits": output[0]}
+
+
+def _keep_heads(seen: dict, o_proj: nn.Module, args: tuple) -> None:
+    seen["heads"] = args[0]
+
+
+def _pass_on(
+    seen: dict, number: int, take: Callable[[LayerPass], None], attention: nn.Module, args: tuple, output: tuple
+) -> None:
+    seen["heads"] = seen["heads"].unflatten(-1, (-1, attention.head_dim))
+    take(LayerPass(layer=number, patterns=output[1], **seen))
+    seen.clear()
+
+
+@contextmanager
+def attention_patterns(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
+    """Within the block attention is computed by the backend that gives its weights away."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def shared_heads(router: MoHRouter) -> list[int]:
+    """Ids of a layer's shared heads, in order."""
+    routed = set(router.routed_heads)
+    return [head for head in range(router.num_shared + router.num_routed) if head not in routed]
+
+
+def last_routed_layer(model: MoHLlamaPreTrainedModel) -> int:
+    """Number of the last layer in which tokens choose among heads. Raises UserError where none is."""
+    layers = [number for number, router in enumerate(model.routers) if router.num_routed]
+    if not layers:
+        raise UserError("the model has no routed heads: every head of every layer is shared")
+    return layers[-1]

@@ -1,0 +1,80 @@
+"""Cost against a count of products, and the order and statistics of measurements with a false clock."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from moh_llm.analysis import cost
+from moh_llm.analysis.cost import flops_by_length, seconds_by_length
+from moh_llm.errors import UserError
+
+LENGTHS = [1, 7, 64]
+
+
+def count_flops(config, length: int, active: list[int], routing: bool) -> int:
+    """Two per multiply-add, product by product and token by token."""
+    total, size, hidden = 0, config.head_dim, config.hidden_size
+    for shared, on in zip(config.shared_heads_per_layer, active, strict=True):
+        for position in range(length):
+            total += 2 * hidden * size * on  # queries
+            total += 2 * 2 * hidden * size * config.num_key_value_heads  # keys and values
+            total += 2 * 2 * size * (position + 1) * on  # scores and weighted sums
+            total += 2 * size * hidden * on  # output projection
+            total += 2 * 3 * hidden * config.intermediate_size
+            if routing:
+                total += 2 * hidden * (config.num_attention_heads - len(shared))
+    return total + 2 * length * hidden * config.vocab_size
+
+
+def test_flops_are_a_count_of_products(make_moh) -> None:
+    config = make_moh(num_shared_heads=[1, 2], num_active_heads=[2, 3], router_type="linear").config
+    found = flops_by_length(config, LENGTHS)
+    assert [one.length for one in found] == LENGTHS
+    for one in found:
+        assert one.moh == count_flops(config, one.length, [2, 3], routing=True)
+        assert one.dense == count_flops(config, one.length, [4, 4], routing=False)
+    assert json.loads(json.dumps([asdict(one) for one in found])) == [asdict(one) for one in found]
+
+
+def test_without_routing_all_heads_cost_the_dense_base(make_moh) -> None:
+    for one in flops_by_length(make_moh(num_active_heads=4).config, LENGTHS):
+        assert one.moh == one.dense
+
+
+def test_seconds_are_medians_of_turns(make_moh, monkeypatch) -> None:
+    """The clock moves only while the model runs: by numbers of our choice."""
+    model = make_moh(num_shared_heads=1, num_active_heads=2)
+    # For each length a turn that is not counted, and three that are.
+    durations = iter([100.0, 200.0, 5.0, 10.0, 1.0, 30.0, 9.0, 20.0, 300.0, 400.0, 2.0, 8.0, 4.0, 7.0, 3.0, 6.0])
+    now, calls = [0.0], []
+
+    def forward(input_ids: torch.Tensor, use_cache: bool) -> None:
+        now[0] += next(durations)
+        calls.append((tuple(input_ids.shape), use_cache, [router.num_active for router in model.routers]))
+
+    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
+    found = seconds_by_length(model, [3, 5], repeats=3)
+    assert [(one.length, one.moh, one.dense) for one in found] == [(3, 5.0, 20.0), (5, 3.0, 7.0)]
+    turns = [[2, 2], [4, 4]] * 4
+    assert calls == [((1, length), False, heads) for length in (3, 5) for heads in turns]
+
+
+def test_seconds_of_a_real_pass(make_moh) -> None:
+    model = make_moh(dtype=torch.float32, num_shared_heads=1, num_active_heads=2)
+    found = seconds_by_length(model, [4, 16], repeats=1)
+    assert [one.length for one in found] == [4, 16]
+    assert all(one.moh > 0 and one.dense > 0 for one in found)
+    assert [router.num_active for router in model.routers] == [2, 2]
+
+
+def test_lengths_and_repeats_below_one_are_refused(make_moh) -> None:
+    model = make_moh()
+    with pytest.raises(UserError, match="length=0 must be at least 1"):
+        flops_by_length(model.config, [8, 0])
+    with pytest.raises(UserError, match="length=-2 must be at least 1"):
+        seconds_by_length(model, [-2])
+    with pytest.raises(UserError, match="repeats=0 must be at least 1"):
+        seconds_by_length(model, [8], repeats=0)

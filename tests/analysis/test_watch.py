@@ -1,0 +1,75 @@
+"""The watched pass: what it hands over, and what it leaves behind."""
+
+import pytest
+import torch
+
+from moh_llm.analysis.watch import attention_patterns, last_routed_layer, shared_heads, watch
+from moh_llm.errors import UserError
+
+
+def test_a_pass_holds_what_the_loops_compute(make_moh, batch, recompute, plan) -> None:
+    model = make_moh(**plan)
+    seen = []
+    with attention_patterns(model):
+        assert watch(model, [batch], seen.append) == 27
+    assert [one.layer for one in seen] == [0, 1]
+    for one, naive in zip(seen, recompute(model, [batch]), strict=True):
+        heads = model.config.num_attention_heads
+        assert one.on.flatten(0, 1).tolist() == (naive.gates != 0).tolist()
+        got = one.heads.flatten(0, 1)
+        torch.testing.assert_close(got, torch.from_numpy(naive.heads), atol=1e-5, rtol=1e-5)
+        patterns = torch.stack([torch.from_numpy(pattern) for pattern in naive.patterns]).view(3, 9, heads, 9)
+        torch.testing.assert_close(one.patterns.transpose(1, 2).double(), patterns, atol=1e-5, rtol=1e-4)
+        assert sorted([*shared_heads(one.router), *one.router.routed_heads]) == list(range(heads))
+        assert shared_heads(one.router) == model.config.shared_heads_per_layer[one.layer]
+
+
+def test_a_weighted_score_of_zero_is_still_on(make_moh, batch) -> None:
+    model = make_moh(num_shared_heads=1, num_active_heads=3, router_type="linear", router_score="weighted")
+    with torch.no_grad():
+        for router in model.routers:
+            router.routed.weight.zero_()
+            router.routed.bias.copy_(torch.tensor([9000.0, 0.0, -9000.0]))
+    seen = []
+    watch(model, [batch], seen.append)
+    for one in seen:
+        assert not one.heads[:, :, 2].any()
+        assert one.on.all((0, 1)).tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+def test_the_attention_backend_and_hooks_are_put_back(make_moh, batch, before) -> None:
+    model = make_moh()
+    model.set_attn_implementation(before)
+
+    def fail(_: object) -> None:
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"), attention_patterns(model):
+        watch(model, [batch], fail)
+    assert model.config._attn_implementation == before
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_the_decoder_alone_can_be_watched(make_moh, batch) -> None:
+    model = make_moh()
+    whole, decoder = [], []
+    watch(model, [batch], whole.append)
+    watch(model.model, [batch], decoder.append)
+    assert len(decoder) == 2
+    assert all(torch.equal(one.heads, other.heads) for one, other in zip(whole, decoder, strict=True))
+
+
+def test_text_without_tokens_is_refused(make_moh, batch) -> None:
+    model = make_moh()
+    for nothing in ([], [{name: tensor[:0] for name, tensor in batch.items()}]):
+        with pytest.raises(UserError, match="no tokens"):
+            watch(model, nothing, lambda seen: None)
+
+
+def test_the_last_layer_with_routed_heads(make_moh) -> None:
+    assert last_routed_layer(make_moh(num_shared_heads=[1, 4], num_active_heads=[2, 4])) == 0
+    assert last_routed_layer(make_moh(num_shared_heads=[1, 3], num_active_heads=[2, 3])) == 1
+    with pytest.raises(UserError, match="no routed heads"):
+        last_routed_layer(make_moh(num_shared_heads=4, num_active_heads=4))
