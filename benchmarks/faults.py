@@ -9,14 +9,15 @@ a step, and given again each time. On CPU, threads must be the same in every sta
 """
 
 import argparse
+import contextlib
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from moh_llm.files import sha256
 
@@ -38,16 +39,18 @@ def main() -> int:
         while len(killed) < args.kills:
             starts += 1
             before = lines(broken)
-            process = subprocess.Popen(
-                [*command, "--output", str(broken)], stdout=log, stderr=log, start_new_session=True
-            )
+            process = subprocess.Popen([*command, "--output", str(broken)], stdout=log, stderr=log)
             while process.poll() is None and lines(broken) <= before:
                 time.sleep(0.02)
             time.sleep(draw.random() * args.longest)
             if process.poll() is not None:
                 print(f"the run ended by itself after {len(killed)} kills: make it longer, or --longest shorter")
                 return 1
-            os.killpg(process.pid, signal.SIGKILL)
+            # torchrun puts each of its workers into a session of its own.
+            starter = psutil.Process(process.pid)
+            for one in (*starter.children(recursive=True), starter):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
             process.wait()
             killed.append(lines(broken))
         subprocess.run([*command, "--output", str(broken)], check=True, stdout=log, stderr=log)
