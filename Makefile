@@ -11,7 +11,7 @@ quickstart: $(VENV)/installed
 	$(VENV)/bin/moh-llm quickstart --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
 
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

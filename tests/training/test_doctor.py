@@ -86,7 +86,7 @@ def test_every_recipe_is_estimated_at_toy_size(path, model_folder, tmp_path):
 def test_a_model_that_is_not_there_leaves_nothing_to_estimate(configure, tmp_path):
     diagnosis = diagnose(configure(model=str(tmp_path / "none")))
     check, text = the_fault(diagnosis)
-    assert check == "model" and "holds no config.json" in text
+    assert check == "model" and "is not a folder" in text
     assert diagnosis.record()["memory_per_process"] is None and diagnosis.record()["plan"] is None
     assert command.describe(diagnosis)[-1] == f"fault    model      {text}"
 

@@ -52,7 +52,7 @@ def test_the_receipt_is_logged_and_kept(configure, tmp_path):
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "1,280 tokens of the mixture `tiny`" in card and "| one | 70.00% |" in card
-    assert "self-distillation for 10 steps" in card
+    assert "tuned by self-distillation for 10 steps" in " ".join(card.split())
 
 
 def test_too_many_epochs_are_refused_before_the_first_step(configure, mixture_file, tmp_path):
