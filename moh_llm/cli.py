@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from moh_llm import __version__
-from moh_llm.commands import convert, doctor, evaluate, init, mixture, quickstart, report, tokenize, train
+from moh_llm.commands import convert, data, doctor, evaluate, init, mixture, quickstart, report, tokenize, train
 from moh_llm.errors import UserError
 
 COMMANDS = {
@@ -19,6 +19,7 @@ COMMANDS = {
     "train": (train, "tune a converted model to recover the base's quality"),
     "doctor": (doctor, "check a training job before it is started, and say what it will take"),
     "report": (report, "draw the curves of training runs, and compare runs and seeds"),
+    "data": (data, "fetch the benchmarks of a suite, to evaluate without a network"),
     "evaluate": (evaluate, "score a model and its base on benchmarks and write a report"),
 }
 

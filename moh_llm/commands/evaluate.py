@@ -1,15 +1,27 @@
-"""`moh-llm evaluate`: score a model, and the base beside it, on a frozen suite of benchmarks."""
+"""`moh-llm evaluate`: score models, and the base beside them, on a frozen suite of benchmarks.
+
+Under `accelerate launch` or torchrun the items are shared out over the processes. What an interrupted run
+had finished lies in OUTPUT.partial; the same command takes it up.
+"""
 
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moh_llm.evaluation.kept import Kept
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub id of the model to score")
+    parser.add_argument("model", metavar="MODEL", nargs="+", help="folders or Hub ids of the models to score")
     parser.add_argument("--base", metavar="BASE", help="folder or Hub id of the base, scored in the same run")
-    parser.add_argument("--suite", default="paper", help="paper, scratch, smoke, or a YAML file (default: paper)")
+    parser.add_argument(
+        "--suite",
+        default="paper",
+        help="paper, paper_stage1, scratch, smoke, or a YAML file (default: paper)",
+    )
     parser.add_argument(
         "--data-dir",
         type=Path,
@@ -20,7 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", type=_positive, metavar="N", help="score only N items of each task, to try things out"
     )
     parser.add_argument(
-        "--batch-size", type=_batch_size, default=8, metavar="N", help='a number, or "auto" on a GPU (default: 8)'
+        "--batch-size",
+        type=_batch_size,
+        default=8,
+        metavar="N",
+        help='sequences in a pass, on each process; "auto" picks it for each benchmark from its longest prompt and '
+        "the free memory (default: 8)",
     )
     parser.add_argument(
         "--dtype",
@@ -29,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: the checkpoint's own (auto)",
     )
     parser.add_argument("--device", help="torch device, such as cuda:1 or cpu (default: the GPU if there is one)")
+    parser.add_argument(
+        "--log-samples",
+        action="store_true",
+        help="write every item's prompt, responses and score to samples/MODEL/BENCHMARK.jsonl in the output",
+    )
     parser.add_argument(
         "--output",
         type=Path,
@@ -43,32 +65,67 @@ def run(args: argparse.Namespace) -> int:
     """Score, write the report, print its table. Returns 1 when a benchmark failed, else 0."""
     # lm-eval draws a bar for each task's prompts, 57 of them for MMLU; the bars over requests stay.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    from moh_llm.evaluation.models import check_model
+    from moh_llm.evaluation.models import check_model, label_models
     from moh_llm.evaluation.suite import load_suite
     from moh_llm.evaluation.tasks import check_data, require_lm_eval
-    from moh_llm.files import check_output_folder, new_folder
+    from moh_llm.files import check_output_folder
 
     # What can be refused is refused before anything slow begins.
     suite = load_suite(args.suite)
-    reads = [path for path in (args.model, args.base, args.data_dir) if path]
-    check_output_folder(args.output, args.overwrite, reads)
+    models = label_models(args.model, args.base)
+    check_output_folder(args.output, args.overwrite, [path for path in (*models.values(), args.data_dir) if path])
     check_data(suite, args.data_dir)
     require_lm_eval()
-    models = {"base": args.base, "model": args.model} if args.base else {"model": args.model}
     for model in models.values():
         check_model(model)
 
-    from moh_llm.evaluation.report import build_report, write_report
+    from moh_llm.evaluation import processes
+    from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.report import build_report
     from moh_llm.evaluation.runner import score
 
-    scores = score(models, suite, args.data_dir, args.limit, args.batch_size, args.dtype, args.device)
-    report = build_report(suite, scores, args.limit, args.batch_size, args.data_dir, args.command_line)
-    with new_folder(args.output, args.overwrite) as folder:
-        write_report(folder, report)
+    kept = Kept.beside(args.output)
+    team = processes.join()
+    try:
+        scores = score(
+            models,
+            suite,
+            args.data_dir,
+            args.limit,
+            args.batch_size,
+            args.dtype,
+            args.device,
+            kept=kept,
+            log_samples=args.log_samples,
+        )
+    finally:
+        processes.leave()
+    report = build_report(
+        suite, scores, args.limit, args.batch_size, args.data_dir, args.command_line, processes=team.size
+    )
+    if team.rank == 0:
+        _write(args, report, kept)
+    return 1 if report["errors"] else 0
 
+
+def _write(args: argparse.Namespace, report: dict[str, Any], kept: "Kept") -> None:
+    """Write the report and print its page. What was kept goes, unless a benchmark is still to be scored."""
+    from moh_llm.evaluation.report import add_samples, write_report
+    from moh_llm.files import new_folder
+
+    with new_folder(args.output, args.overwrite) as folder:
+        if args.log_samples:
+            add_samples(folder, report, kept)
+        write_report(folder, report)
     print((args.output / "report.md").read_text(encoding="utf-8"))
     print(f"report: {args.output / 'report.md'} and report.json")
-    return 1 if report["errors"] else 0
+    if not report["errors"]:
+        kept.remove()
+    elif kept.folder.is_dir():
+        print(
+            f"what was scored is kept in {kept.folder}: the same command with --overwrite scores only "
+            f"{', '.join(dict.fromkeys(error['benchmark'] for error in report['errors']))} again"
+        )
 
 
 def _positive(text: str) -> int:

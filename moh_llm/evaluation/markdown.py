@@ -20,6 +20,10 @@ def _models(report: Record) -> str:
         ]
         facts = [about.get("model_type", ""), *known, about["dtype"], f"context {about['context']}"]
         lines.append(f"- {label}: `{about['model']}` ({', '.join(fact for fact in facts if fact)})")
+        if about["weights_sha256"]:
+            lines.append(f"  - weights: SHA-256 {about['weights_sha256']}")
+        elif about["revision"]:
+            lines.append(f"  - commit on the Hub: {about['revision']}")
         lines += [f"  - record: `{record}`" for record in about.get("records", [])]
     return "\n".join(lines)
 
@@ -43,29 +47,34 @@ def _warnings(report: Record) -> list[str]:
 
 
 def _table(report: Record) -> str:
-    with_base = "base" in report["models"]
+    labels = list(report["models"])
     columns = report["suite"]["columns"]
-    head = ["benchmark", "shots", "metric", "items", *(["base"] if with_base else []), "model"]
-    head += ["delta", "recovery %"] if with_base else []
+    head = ["benchmark", "shots", "metric", "items"]
+    for label in labels:
+        head.append(label)
+        if label != "base" and "base" in labels:
+            head += ["delta", "recovery %"]
     head += [f"paper: {column}" for column in columns]
     body = []
     for row in report["benchmarks"]:
         mark = " *" if row["note"] else ""
-        items = next((str(row[label]["items"]) for label in ("model", "base") if label in row), "-")
-        body.append([row["name"], str(row["shots"]), row["metric"] + mark, items, *_cells(row, with_base, columns)])
+        items = next((str(row[label]["items"]) for label in labels if label in row), "-")
+        body.append([row["name"], str(row["shots"]), row["metric"] + mark, items, *_cells(row, labels, columns)])
     average = report["average"]
-    label = "average" if average["over"] == average["of"] else f"average of {average['over']} of {average['of']}"
-    body.append([f"**{label}**", "", "", "", *_cells(average, with_base, columns)])
+    over = "average" if average["over"] == average["of"] else f"average of {average['over']} of {average['of']}"
+    body.append([f"**{over}**", "", "", "", *_cells(average, labels, columns)])
     rules = ["---", "---:", "---", *["---:"] * (len(head) - 3)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rules, *body])
 
 
-def _cells(row: Record, with_base: bool, columns: list[str]) -> list[str]:
-    """The figures of one row, from `base` to the published columns."""
-    cells = [_figure(row.get("base"))] if with_base else []
-    cells.append(_figure(row.get("model")))
-    if with_base:
-        cells += [_figure(row.get("delta"), "+"), _number(row.get("recovery"))]
+def _cells(row: Record, labels: list[str], columns: list[str]) -> list[str]:
+    """The figures of one row, from the first model to the published columns."""
+    cells = []
+    for label in labels:
+        cells.append(_figure(row.get(label)))
+        if label != "base" and "base" in labels:
+            figures = row.get(label, {})
+            cells += [_figure(figures.get("delta"), "+"), _number(figures.get("recovery"))]
     return cells + [_number(row["published"].get(column)) for column in columns]
 
 
@@ -98,7 +107,10 @@ def _footnotes(report: Record) -> list[str]:
                 f"{', '.join(cut)}."
             )
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    notes.append(f"Data: {report['data']}. Batch size {report['batch_size']}. {versions}. {report['created']}.")
+    processes = f" on {report['processes']} processes" if report["processes"] > 1 else ""
+    notes.append(
+        f"Data: {report['data']}. Batch size {report['batch_size']}{processes}. {versions}. {report['created']}."
+    )
     notes.append(f"```\n{report['command']}\n```")
     return notes
 

@@ -1,10 +1,13 @@
-"""Looking at a model before it is loaded: is it there, is it whole, what is it."""
+"""Looking at models before they are loaded: are they there, are they whole, what are they, what to call them."""
 
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
+from moh_llm.files import read_json, sha256
 from moh_llm.model_folder import may_be_hub_id, read_weight_map
 
 # Records that the other commands leave beside the weights.
@@ -21,6 +24,74 @@ _HEADS = (
     "head_stand_in",
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+# What besides the weights decides what a model answers.
+_SETTINGS = ("config.json", "generation_config.json", *_TOKENIZERS, "special_tokens_map.json", "added_tokens.json")
+# Names that mean something else in a report, or nothing.
+TAKEN_LABELS = {
+    *("base", "model", "delta", "recovery", "over", "of", "name", "shots", "metric", "dataset", "revision"),
+    *("eval_split", "fewshot_split", "items_in_full", "note", "published"),
+}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a model is, by its files."""
+
+    sha256: str
+    """Of all that decides its answers: weights, config, tokenizer; of a Hub's model: of its id and commit."""
+    weights: str | None
+    """SHA-256 over the names and hashes of the weight files; None for a model on the Hub."""
+    revision: str | None
+    """Commit of a model on the Hub; None for a folder."""
+
+
+def identify(model: str) -> Identity:
+    """Read all of a model's files, or the Hub's commit of it. Takes about a second per GB."""
+    folder = Path(model)
+    if not folder.is_dir():
+        from transformers import AutoConfig
+
+        register_moh()
+        commit = getattr(AutoConfig.from_pretrained(model), "_commit_hash", None)
+        return Identity(_digest([f"{model} {commit}"]), None, commit)
+    weights = _digest(_hash_files(read_weight_map(folder)[0]))
+    settings = _hash_files(folder / name for name in dict.fromkeys(_SETTINGS) if (folder / name).is_file())
+    return Identity(_digest([weights, *settings]), weights, None)
+
+
+def label_models(models: Sequence[str], base: str | None) -> dict[str, str]:
+    """Names for the models of one report, base first: "base", and "model" for a single one.
+
+    Several go by their folders' names, with as much of the path as tells them apart. Raises UserError for a
+    model that is given twice.
+    """
+    labels = {} if base is None else {"base": base}
+    if len(models) == 1:
+        return {**labels, "model": models[0]}
+    for number, model in enumerate(models):
+        if any(_same(model, other) for other in models[:number]):
+            raise UserError(f"model {model} is given twice")
+    paths = [Path(model).resolve().parts[1:] if Path(model).is_dir() else tuple(model.split("/")) for model in models]
+    for parts, model in zip(paths, models, strict=True):
+        for length in range(1, len(parts) + 1):
+            label = "-".join(parts[-length:])
+            alone = ["-".join(other[-length:]) for other in paths].count(label) == 1
+            if alone and label not in TAKEN_LABELS and label not in labels:
+                break
+        labels[label] = model
+    return labels
+
+
+def _same(one: str, other: str) -> bool:
+    return one == other or (Path(one).exists() and Path(other).exists() and Path(one).samefile(other))
+
+
+def _hash_files(files: Iterable[Path]) -> list[str]:
+    return [f"{sha256(file)} {file.name}" for file in files]
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
 
 
 def check_model(model: str) -> None:
@@ -61,7 +132,9 @@ def describe_model(model: str) -> dict[str, Any]:
     about["model_type"] = config.get("model_type")
     if config.get("model_type") == "moh_llama":
         about["heads"] = {key: config[key] for key in _HEADS if key in config}
-    about["records"] = [str(folder / name) for name in RECORDS if (folder / name).is_file()]
+    # Training leaves its record beside the tuned model's folder, not in it.
+    places = [folder / name for name in RECORDS] + ([folder.parent / "run.json"] if folder.name == "model" else [])
+    about["records"] = [str(place) for place in places if place.is_file()]
     return about
 
 

@@ -1,17 +1,18 @@
 """The report of an evaluation: a plain record (JSON) and a page to read (Markdown). Figures are in percent."""
 
 import datetime
-import platform
-from importlib import metadata
+import shutil
 from pathlib import Path
 from typing import Any
 
-from moh_llm import __version__
 from moh_llm.evaluation import statistics
+from moh_llm.evaluation.kept import Kept, file_name
 from moh_llm.evaluation.markdown import to_markdown
 from moh_llm.evaluation.models import describe_model
-from moh_llm.evaluation.runner import SEEDS, ModelScores, Score
+from moh_llm.evaluation.runner import ModelScores
+from moh_llm.evaluation.scoring import SEEDS, Score
 from moh_llm.evaluation.suite import Benchmark, Suite
+from moh_llm.evaluation.tasks import installed_versions
 from moh_llm.files import write_json, write_text
 
 Record = dict[str, Any]
@@ -24,12 +25,14 @@ def build_report(
     batch_size: int | str,
     data_dir: Path | None,
     command: str,
+    processes: int = 1,
 ) -> Record:
-    """Put what `score` returned, labelled "model" and optionally "base", into one JSON-ready record.
+    """Put what `score` returned, labelled as `label_models` does, into one JSON-ready record.
 
-    ``limit``, ``batch_size`` and ``data_dir`` are those of the run, ``command`` the line that repeats it.
+    ``limit``, ``batch_size``, ``data_dir`` and ``processes`` are those of the run, ``command`` the line that
+    repeats it.
     """
-    rows = [_row(benchmark, scores) for benchmark in suite.benchmarks]
+    rows = [_row(benchmark, scores, from_hub=suite.data_folder(data_dir) is None) for benchmark in suite.benchmarks]
     source = "Hugging Face Hub" if data_dir is None else str(data_dir)
     return {
         "suite": {"name": suite.name, "title": suite.title, "columns": list(suite.columns)},
@@ -42,11 +45,12 @@ def build_report(
             for name, error in result.errors.items()
         ],
         "limit": limit,
-        "partial_data": [row["name"] for row in rows if limit is None and _is_partial(row)],
+        "partial_data": [row["name"] for row in rows if limit is None and _is_partial(row, list(scores))],
         "data": "the suite's own" if suite.data else source,
         "batch_size": batch_size,
+        "processes": processes,
         "seeds": dict(SEEDS),
-        "versions": _versions(),
+        "versions": installed_versions(),
         "command": command,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
@@ -58,7 +62,21 @@ def write_report(folder: Path, report: Record) -> None:
     write_text(folder / "report.md", to_markdown(report))
 
 
-def _row(benchmark: Benchmark, scores: dict[str, ModelScores]) -> Record:
+def add_samples(folder: Path, report: Record, kept: Kept) -> None:
+    """Copy the logs of all scored items into ``folder`` and name each in ``report``.
+
+    Raises UserError when the disk refuses (through `new_folder`).
+    """
+    for row in report["benchmarks"]:
+        for label in report["models"]:
+            if label in row:
+                place = Path("samples") / file_name(label) / f"{file_name(row['name'])}.jsonl"
+                (folder / place).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(kept.samples_file(label, row["name"]), folder / place)
+                row[label]["samples"] = str(place)
+
+
+def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -> Record:
     """One benchmark: the figures of each model that has a score, and their paired difference."""
     found = {
         label: result.scores[benchmark.name] for label, result in scores.items() if benchmark.name in result.scores
@@ -68,24 +86,33 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores]) -> Record:
         "shots": benchmark.shots,
         "metric": benchmark.metric if benchmark.filter == "none" else f"{benchmark.metric} ({benchmark.filter})",
         "dataset": benchmark.dataset,
+        "revision": benchmark.revision if from_hub else None,
+        "eval_split": benchmark.eval_split,
+        "fewshot_split": benchmark.fewshot_split,
         "items_in_full": benchmark.items,
         "note": benchmark.note,
         "published": dict(benchmark.published),
     }
     for label, result in found.items():
         row[label] = _figures(result)
-    if "base" in found and "model" in found:
-        change = statistics.difference(found["model"].strata, found["base"].strata)
-        row["delta"] = _value_and_error(change)
-        row["recovery"] = _recovery(row["model"]["value"], row["base"]["value"])
-    return row
+        if label != "base" and "base" in found:
+            row[label]["delta"] = _value_and_error(statistics.difference(result.strata, found["base"].strata))
+            row[label]["recovery"] = _recovery(row[label]["value"], row["base"]["value"])
+    return _with_single_delta(row)
+
+
+def _with_single_delta(row: Record) -> Record:
+    """``row`` with the difference of a single model beside it, too, where records of one model have it."""
+    return row | {key: row["model"][key] for key in ("delta", "recovery") if key in row.get("model", {})}
 
 
 def _figures(result: Score) -> Record:
     return {
         **_value_and_error(result.strata),
-        "items": sum(len(values) for values in result.strata),
+        "items": result.items,
         "seconds": round(result.seconds, 2),
+        "items_per_second": _rate(result.items, result.seconds),
+        "batch_size": result.batch_size,
         "truncated": result.truncated,
         "tasks": {task: {"value": 100 * value, "items": items} for task, (value, items) in result.tasks.items()},
     }
@@ -104,15 +131,20 @@ def _average(suite: Suite, rows: list[Record], labels: list[str]) -> Record:
         "of": len(rows),
         "published": {column: suite.published_average(column) for column in suite.columns},
     }
-    for key in (*labels, "delta") if complete else ():
-        if key in complete[0]:
-            average[key] = {
-                "value": statistics.plain_mean([row[key]["value"] for row in complete]),
-                "stderr": statistics.plain_mean_error([row[key]["stderr"] for row in complete]),
-            }
-    if "delta" in average:
-        average["recovery"] = _recovery(average["model"]["value"], average["base"]["value"])
-    return average
+    for label in labels if complete else ():
+        average[label] = _plain_mean([row[label] for row in complete])
+        if label != "base" and "base" in labels:
+            average[label]["delta"] = _plain_mean([row[label]["delta"] for row in complete])
+            average[label]["recovery"] = _recovery(average[label]["value"], average["base"]["value"])
+    return _with_single_delta(average)
+
+
+def _plain_mean(figures: list[Record]) -> Record:
+    """Every benchmark counts the same."""
+    return {
+        "value": statistics.plain_mean([figure["value"] for figure in figures]),
+        "stderr": statistics.plain_mean_error([figure["stderr"] for figure in figures]),
+    }
 
 
 def _recovery(model: float, base: float) -> float | None:
@@ -120,19 +152,27 @@ def _recovery(model: float, base: float) -> float | None:
     return 100 * model / base if base > 0 else None
 
 
-def _is_partial(row: Record) -> bool:
-    return any(row[label]["items"] < row["items_in_full"] for label in ("base", "model") if label in row)
+def _rate(items: int, seconds: float) -> float | None:
+    """Items per second, to four digits."""
+    return float(f"{items / seconds:.4g}") if seconds > 0 else None
+
+
+def _is_partial(row: Record, labels: list[str]) -> bool:
+    return any(row[label]["items"] < row["items_in_full"] for label in labels if label in row)
 
 
 def _about(result: ModelScores) -> Record:
-    run = {"dtype": result.dtype, "device": result.device, "context": result.context}
-    return {**describe_model(result.model), **run}
-
-
-def _versions() -> dict[str, str]:
-    names = {"torch": "torch", "transformers": "transformers", "lm_eval": "lm-eval", "datasets": "datasets"}
+    """What is known of a model and of how it was run; speed is over all benchmarks that were scored."""
+    items = sum(score.items for score in result.scores.values())
+    seconds = sum(score.seconds for score in result.scores.values())
     return {
-        "moh_llm": __version__,
-        **{name: metadata.version(package) for name, package in names.items()},
-        "python": platform.python_version(),
+        **describe_model(result.model),
+        "weights_sha256": result.identity.weights,
+        "revision": result.identity.revision,
+        "dtype": result.dtype,
+        "device": result.device,
+        "context": result.context,
+        "seconds": round(seconds, 2),
+        "items": items,
+        "items_per_second": _rate(items, seconds),
     }

@@ -1,7 +1,8 @@
 """Suites: frozen lists of benchmarks with their shots, metrics and the paper's figures.
 
 A suite is a YAML file, either one of the package's own (``suites/*.yaml``; ``paper.yaml`` explains the
-keys) or a path. Reading one needs neither lm-eval nor torch.
+keys) or a path. Reading one needs neither lm-eval nor torch. An entry ``{from: paper, name: MMLU}`` takes
+a benchmark as the package's own suite has it.
 """
 
 import dataclasses
@@ -38,6 +39,7 @@ class Benchmark:
     config: str
     eval_split: str
     items: int
+    revision: str | None = None
     fewshot_split: str | None = None
     stock: str | None = None
     definition: str | None = None
@@ -123,12 +125,28 @@ def load_suite(name_or_path: str) -> Suite:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"suite {path} cannot be read as YAML: {' '.join(str(error).split())}") from error
     if isinstance(document, dict) and isinstance(document.get("benchmarks"), list):
+        columns = document.get("columns") or []
         document["benchmarks"] = [
-            _build(Benchmark, entry, f"suite {path}, benchmark {number}")
+            _read_benchmark(entry, columns, f"suite {path}, benchmark {number}")
             for number, entry in enumerate(document["benchmarks"], start=1)
         ]
     suite = _build(Suite, document, f"suite {path}", set_here=("folder",))
     return dataclasses.replace(suite, folder=path.resolve().parent)
+
+
+def _read_benchmark(entry: Any, columns: Any, where: str) -> Benchmark:
+    """One entry, or the benchmark of another suite that it names, with the published figures of ``columns``."""
+    if not isinstance(entry, dict) or "from" not in entry:
+        return _build(Benchmark, entry, where)
+    if set(entry) != {"from", "name"}:
+        raise UserError(f"{where}: beside `from` only `name` is read; to change a benchmark write it out")
+    if entry["from"] not in known_suites():
+        raise UserError(f"{where}: from={entry['from']!r} must be one of {', '.join(known_suites())}")
+    others = {benchmark.name: benchmark for benchmark in load_suite(entry["from"]).benchmarks if benchmark.stock}
+    if entry["name"] not in others:
+        raise UserError(f"{where}: name={entry['name']!r} must be one of {', '.join(others) or 'none'}")
+    found = others[entry["name"]]
+    return dataclasses.replace(found, published={c: v for c, v in found.published.items() if c in columns})
 
 
 def _build(cls: type, entry: Any, where: str, set_here: tuple[str, ...] = ()) -> Any:

@@ -4,17 +4,28 @@ lm-eval's full index takes about ten seconds to read, so only the files of the s
 """
 
 import contextlib
+import hashlib
+import json
 import logging
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moh_llm import __version__
 from moh_llm.errors import UserError
+from moh_llm.evaluation.converters import load_sources
+from moh_llm.evaluation.rows import find_bad_row
 from moh_llm.evaluation.suite import Benchmark, Part, Suite
+from moh_llm.files import sha256
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
+
+_TAKE_FILES = "give the data as files with --data-dir (moh-llm data fetch-benchmarks makes them)"
+_READER = "custom_dataset: !function moh_llm.evaluation.rows.read_splits\n"
 
 
 @dataclass
@@ -23,6 +34,17 @@ class Loaded:
 
     benchmark: Benchmark
     tasks: "list[ConfigurableTask]"
+    data: str
+    """SHA-256 of what was read: of the local files, or of the Hub's dataset by name, commit and contents."""
+
+    def items(self, limit: int | None) -> int:
+        """How many items are scored, of at most ``limit`` in each task."""
+        return sum(items_of(task, limit) for task in self.tasks)
+
+
+def items_of(task: "ConfigurableTask", limit: int | None) -> int:
+    """How many items of one task are scored."""
+    return len(task.task_docs) if limit is None else min(limit, len(task.task_docs))
 
 
 def require_lm_eval() -> None:
@@ -35,6 +57,16 @@ def require_lm_eval() -> None:
         raise UserError('evaluation needs lm-eval: pip install "moh-llm[eval]"') from error
 
 
+def installed_versions() -> dict[str, str]:
+    """The versions that scores depend on."""
+    names = {"torch": "torch", "transformers": "transformers", "lm_eval": "lm-eval", "datasets": "datasets"}
+    return {
+        "moh_llm": __version__,
+        **{name: metadata.version(package) for name, package in names.items()},
+        "python": platform.python_version(),
+    }
+
+
 def data_file(data_dir: Path, benchmark: Benchmark, part: Part, split: str) -> Path:
     """Where a local data folder holds one split: ``<dataset, / as __>/<config>/<split>.jsonl``."""
     return data_dir / benchmark.dataset.replace("/", "__") / part.config / f"{split}.jsonl"
@@ -43,10 +75,15 @@ def data_file(data_dir: Path, benchmark: Benchmark, part: Part, split: str) -> P
 def check_data(suite: Suite, data_dir: Path | None) -> None:
     """Raise one UserError that names every benchmark whose local data is missing or empty.
 
-    Nothing is checked when the suite reads from the Hub (no ``data_dir``, no data of its own).
+    From the Hub (no ``data_dir``, no data of the suite's own), that names those which it serves by script.
     """
     folder = suite.data_folder(data_dir)
     if folder is None:
+        if scripts := [benchmark.name for benchmark in suite.benchmarks if benchmark.dataset in load_sources()]:
+            raise UserError(
+                f"{', '.join(scripts)} cannot be read from the Hub, where a loading script serves them: "
+                "moh-llm data fetch-benchmarks DIR makes files of them and all others; then pass --data-dir DIR"
+            )
         return
     if not folder.is_dir():
         raise UserError(f"--data-dir {folder} is not a folder")
@@ -58,7 +95,9 @@ def check_data(suite: Suite, data_dir: Path | None) -> None:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             lacking.append(f"{benchmark.name} ({missing[0].relative_to(folder)}{more})")
     if lacking:
-        raise UserError(f"data folder {folder} lacks {', '.join(lacking)}")
+        raise UserError(
+            f"data folder {folder} lacks {', '.join(lacking)}; moh-llm data fetch-benchmarks makes such a folder"
+        )
 
 
 def write_task_files(suite: Suite, folder: Path, data_dir: Path | None) -> None:
@@ -90,18 +129,22 @@ def write_task_files(suite: Suite, folder: Path, data_dir: Path | None) -> None:
                 # lm-eval reads the training split even when no example is shown; this spares the file.
                 task |= {"training_split": None, "validation_split": None, "fewshot_split": None}
                 task |= {"test_split": benchmark.eval_split}
+            text = ""
             if data_folder is not None:
                 splits = {s: str(data_file(data_folder, benchmark, part, s).resolve()) for s in benchmark.splits()}
-                # The cache lies with the task files: nothing stale is read, nothing is left behind.
-                kwargs = {"data_files": splits, "cache_dir": str(folder / "cache")}
-                task |= {"dataset_path": "json", "dataset_kwargs": kwargs}
-            (folder / f"{part.task}.yaml").write_text(yaml.safe_dump(task, allow_unicode=True), encoding="utf-8")
+                task |= {"dataset_kwargs": {"data_files": splits}}
+                text = _READER
+            elif benchmark.revision is not None:
+                task |= {"dataset_kwargs": {"revision": benchmark.revision}}
+            text += yaml.safe_dump(task, allow_unicode=True)
+            (folder / f"{part.task}.yaml").write_text(text, encoding="utf-8")
 
 
-def load_tasks(suite: Suite, folder: Path, data_dir: Path | None) -> list[Loaded]:
-    """Make the suite's lm-eval tasks and read their data; ``folder`` (temporary) must outlive their use.
+def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | None = None) -> list[Loaded]:
+    """Make the suite's lm-eval tasks, read their data and look at the rows that ``limit`` leaves.
 
-    Raises one UserError that names every benchmark whose data cannot be read.
+    ``folder`` (temporary) must outlive their use. Raises one UserError that names every benchmark whose data
+    cannot be used.
     """
     require_lm_eval()
     check_data(suite, data_dir)
@@ -121,20 +164,24 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None) -> list[Loaded
         TemplateError,
         datasets.exceptions.DatasetsError,
     )
-    with _quiet_data():
+    with quiet_data():
         for benchmark in suite.benchmarks:
             try:
                 tasks = manager.load([part.task for part in benchmark.expand()])["tasks"]
+            except UserError as error:
+                failures.append(f"{benchmark.name} ({error})")
+                continue
             except unreadable as error:
                 if isinstance(error, ConnectionError):
                     # The next thirteen would each wait for the network as long as this one did.
-                    raise UserError(f"{_first_line(error)}; give the data as files with --data-dir") from error
+                    raise UserError(f"{_first_line(error)}; {_TAKE_FILES}") from error
                 failures.append(f"{benchmark.name} ({benchmark.dataset}: {_first_line(error)})")
                 continue
-            loaded.append(Loaded(benchmark, list(tasks.values())))
-            failures += [f"{benchmark.name} ({problem})" for problem in _too_few_examples(loaded[-1])]
+            loaded.append(Loaded(benchmark, list(tasks.values()), _digest(suite, benchmark, data_dir, tasks)))
+            problems = _too_few_examples(loaded[-1]) or _bad_rows(loaded[-1], limit)
+            failures += [f"{benchmark.name} ({problem})" for problem in problems[:1]]
     if failures:
-        way_out = "mend the files" if suite.data_folder(data_dir) else "give the data as files with --data-dir"
+        way_out = "mend the files" if suite.data_folder(data_dir) else _TAKE_FILES
         raise UserError(f"data of {len(failures)} benchmark(s) cannot be used; {way_out}: {', '.join(failures)}")
     return loaded
 
@@ -149,8 +196,35 @@ def _too_few_examples(loaded: Loaded) -> list[str]:
     ]
 
 
+def _bad_rows(loaded: Loaded, limit: int | None) -> list[str]:
+    """What is wrong with rows, task by task."""
+    benchmark = loaded.benchmark
+    found = (
+        (part.config, find_bad_row(task, limit)) for part, task in zip(benchmark.expand(), loaded.tasks, strict=True)
+    )
+    return [f"{config}/{benchmark.eval_split}: {problem}" for config, problem in found if problem]
+
+
+def _digest(suite: Suite, benchmark: Benchmark, data_dir: Path | None, tasks: "dict[str, ConfigurableTask]") -> str:
+    """SHA-256 of the local files of a benchmark, or of what `datasets` knows of those from the Hub."""
+    folder = suite.data_folder(data_dir)
+    if folder is None:
+        contents = [
+            [task.config.task, split, task.dataset[split]._fingerprint]
+            for task in tasks.values()
+            for split in benchmark.splits()
+        ]
+        seen: list[Any] = [benchmark.dataset, benchmark.revision, contents]
+    else:
+        files = [
+            data_file(folder, benchmark, part, split) for part in benchmark.expand() for split in benchmark.splits()
+        ]
+        seen = [[str(file.relative_to(folder)), sha256(file)] for file in files]
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+
+
 @contextlib.contextmanager
-def _quiet_data() -> Iterator[None]:
+def quiet_data() -> Iterator[None]:
     """Read data without a sound: no bars, no advice about stock files, no call home for each local file.
 
     `datasets` counts every load, local ones too, by a request to the Hub: behind a firewall that drops

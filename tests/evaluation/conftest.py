@@ -1,9 +1,54 @@
 """A tiny random LLaMA and a tiny MoH made from it, with the context that few-shot prompts need."""
 
+import argparse
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+
+@pytest.fixture(scope="session")
+def evaluate_arguments() -> Callable[..., argparse.Namespace]:
+    """The arguments of `moh-llm evaluate` from its words."""
+    from moh_llm.commands import evaluate
+
+    def parse(*words: object) -> argparse.Namespace:
+        parser = argparse.ArgumentParser()
+        evaluate.add_arguments(parser)
+        parsed = parser.parse_args([str(word) for word in words])
+        parsed.command_line = " ".join(["moh-llm", "evaluate", *map(str, words)])  # as the command line would set it
+        return parsed
+
+    return parse
+
+
+@pytest.fixture(scope="session")
+def run_evaluate(evaluate_arguments: Callable[..., argparse.Namespace]) -> Callable[..., int]:
+    """`moh-llm evaluate` in this process; returns the exit status."""
+    from moh_llm.commands import evaluate
+
+    return lambda *words: evaluate.run(evaluate_arguments(*words))
+
+
+@pytest.fixture(scope="session")
+def without_times() -> Callable[[Any], Any]:
+    """A report's record less all that may differ between two runs of the same work."""
+    varying = {"seconds", "items_per_second", "created", "command", "processes"}
+
+    def strip(record: Any) -> Any:
+        if isinstance(record, dict):
+            return {key: strip(value) for key, value in record.items() if key not in varying}
+        return [strip(value) for value in record] if isinstance(record, list) else record
+
+    return strip
+
+
+@pytest.fixture(scope="session")
+def stories(shared: Path) -> Path:
+    """A real LLaMA of 260,000 parameters among the real data beside the checkout."""
+    return shared / "data" / "checkpoints" / "stories260K-hf"
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.models import check_model, describe_model
+from moh_llm.evaluation.models import check_model, describe_model, identify, label_models
 
 
 @pytest.fixture
@@ -68,3 +68,48 @@ def test_description_names_heads_and_records(tiny_moh: Path) -> None:
     assert about["model_type"] == "moh_llama"
     assert about["heads"]["num_active_heads"] in (3, [3, 3])
     assert about["records"] == [str(tiny_moh / "conversion.json")]
+
+
+def test_identity_follows_weights_and_settings(model: Path) -> None:
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    before = identify(str(model))
+    (model / "conversion.json").write_text("{}")
+    (model / "README.md").write_text("a model")
+    assert identify(str(model)) == before
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    settings = identify(str(model))
+    assert settings.sha256 != before.sha256 and settings.weights == before.weights
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert identify(str(model)).weights != before.weights
+
+
+def test_labels_are_the_shortest_that_differ(tmp_path: Path) -> None:
+    for name in ("a/model", "b/model", "c/plain", "c/base"):
+        (tmp_path / name).mkdir(parents=True)
+    folder = str(tmp_path)
+    assert label_models([f"{folder}/c/plain"], None) == {"model": f"{folder}/c/plain"}
+    models = [f"{folder}/a/model", f"{folder}/b/model/", f"{folder}/c/plain", f"{folder}/c/base", "owner/llama"]
+    labels = label_models(models, "owner/base")
+    assert list(labels) == ["base", "a-model", "b-model", "plain", "c-base", "llama"]
+    assert list(labels.values()) == ["owner/base", *models]
+
+
+def test_a_model_given_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is given twice"):
+        label_models([str(tmp_path), f"{tmp_path}/"], None)
+
+
+def test_no_label_is_a_key_of_the_report(tiny_llama: Path, tmp_path: Path) -> None:
+    """What `label_models` keeps free is what a row of the report holds beside the models."""
+    from moh_llm.evaluation.models import TAKEN_LABELS
+    from moh_llm.evaluation.report import build_report
+    from moh_llm.evaluation.suite import load_suite
+
+    report = build_report(load_suite("smoke"), {}, None, 1, None, "")
+    assert {key for row in (*report["benchmarks"], report["average"]) for key in row} <= TAKEN_LABELS

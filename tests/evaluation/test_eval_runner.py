@@ -1,16 +1,15 @@
-"""The smoke suite end to end, against plain loops over the same items, and lm-eval's own run."""
+"""The smoke suite end to end, against plain loops over the same items."""
 
-import argparse
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moh_llm.commands import evaluate
 from moh_llm.errors import UserError
 from moh_llm.evaluation.suite import load_suite
 
@@ -114,6 +113,7 @@ def test_report_json(report_folder: Path, tiny_moh: Path) -> None:
     assert [row["name"] for row in report["benchmarks"]] == ["Facts", "Stories", "Answers"]
     for row in report["benchmarks"]:
         assert row["delta"]["value"] == pytest.approx(row["model"]["value"] - row["base"]["value"])
+        assert row["model"]["delta"] == row["delta"] and row["model"]["recovery"] == row["recovery"]
         for figures in (row["base"], row["model"]):
             (task,) = figures["tasks"].values()  # lm-eval's own figure
             assert figures["value"] == task["value"] and figures["items"] == task["items"] == row["items_in_full"]
@@ -122,7 +122,10 @@ def test_report_json(report_folder: Path, tiny_moh: Path) -> None:
     assert report["limit"] is None and report["errors"] == [] and report["partial_data"] == []
     assert set(report["versions"]) == {"moh_llm", "torch", "transformers", "lm_eval", "datasets", "python"}
     assert "--suite smoke" in report["command"]
-    assert report["models"]["model"]["records"] == [str(tiny_moh / "conversion.json")]
+    about = report["models"]["model"]
+    assert about["records"] == [str(tiny_moh / "conversion.json")]
+    assert about["items"] == 30 and about["items_per_second"] == pytest.approx(30 / about["seconds"], rel=0.1)
+    assert len(about["weights_sha256"]) == 64 != report["models"]["base"]["weights_sha256"]
 
 
 def test_report_markdown(report_folder: Path) -> None:
@@ -131,16 +134,15 @@ def test_report_markdown(report_folder: Path) -> None:
     assert "NOT COMPARABLE" not in page and "FAILED" not in page
 
 
-def arguments(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    evaluate.add_arguments(parser)
-    parsed = parser.parse_args(list(words))
-    parsed.command_line = " ".join(["moh-llm", "evaluate", *words])  # as the command line would set it
-    return parsed
+Evaluate = Callable[..., int]
 
 
 def test_a_failed_benchmark_does_not_lose_the_others(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Path,
+    tmp_path: Path,
+    run_evaluate: Evaluate,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from lm_eval.models.huggingface import HFLM
 
@@ -149,20 +151,27 @@ def test_a_failed_benchmark_does_not_lose_the_others(
 
     monkeypatch.setattr(HFLM, "generate_until", fail)
     output = tmp_path / "report"
-    status = evaluate.run(
-        arguments(str(tiny_llama), "--suite", "smoke", "--limit", "2", "--device", "cpu", "--output", str(output))
-    )
-    assert status == 1
+    words = [tiny_llama, "--suite", "smoke", "--limit", "2", "--device", "cpu", "--output", output]
+    assert run_evaluate(*words) == 1
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     assert report["errors"] == [{"model": "model", "benchmark": "Answers", "error": "RuntimeError: out of\nluck"}]
     assert (report["average"]["over"], report["average"]["of"]) == (2, 3)
     page = capsys.readouterr().out
+    assert "scores only Answers again" in page
     assert "NOT COMPARABLE: --limit 2" in page
     assert "**FAILED: Answers on model (RuntimeError: out of luck).**" in page
     assert "average of 2 of 3" in page
 
+    monkeypatch.undo()
+    assert run_evaluate(*words, "--overwrite") == 0
+    said = capsys.readouterr()
+    assert said.err.count("kept from an earlier run") == 2 and "FAILED" not in said.out
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
-def test_cut_prompts_are_reported(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+
+def test_cut_prompts_are_reported(
+    tiny_llama: Path, tmp_path: Path, run_evaluate: Evaluate, capsys: pytest.CaptureFixture[str]
+) -> None:
     import shutil
 
     short = tmp_path / "short"
@@ -170,86 +179,111 @@ def test_cut_prompts_are_reported(tiny_llama: Path, tmp_path: Path, capsys: pyte
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
     words = [str(short), "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output", str(tmp_path / "report")]
-    assert evaluate.run(arguments(*words)) == 0
+    assert run_evaluate(*words) == 0
     assert (
         "Prompts longer than model's context of 200 tokens lost their beginning in Stories" in capsys.readouterr().out
     )
 
 
-def test_what_can_be_refused_is_refused_first(tiny_llama: Path, tmp_path: Path) -> None:
+def test_what_can_be_refused_is_refused_first(tiny_llama: Path, tmp_path: Path, run_evaluate: Evaluate) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="is not empty; pass --overwrite"):
-        evaluate.run(arguments(str(tiny_llama), "--suite", "smoke", "--output", str(tmp_path / "full")))
+        run_evaluate(tiny_llama, "--suite", "smoke", "--output", tmp_path / "full")
     with pytest.raises(UserError, match=r"data folder .* lacks MMLU"):
-        evaluate.run(arguments(str(tiny_llama), "--data-dir", str(tmp_path), "--output", str(tmp_path / "out")))
+        run_evaluate(tiny_llama, "--data-dir", tmp_path, "--output", tmp_path / "out")
     with pytest.raises(UserError, match="torch cannot use it"):
-        evaluate.run(
-            arguments(str(tiny_llama), "--suite", "smoke", "--device", "gpu", "--output", str(tmp_path / "out"))
-        )
+        run_evaluate(tiny_llama, "--suite", "smoke", "--device", "gpu", "--output", tmp_path / "out")
 
 
 @pytest.mark.parametrize("words", [["--limit", "0"], ["--limit", "2.5"], ["--batch-size", "many"]])
-def test_bad_numbers_are_refused(words: list[str]) -> None:
+def test_bad_numbers_are_refused(words: list[str], evaluate_arguments: Callable[..., object]) -> None:
     with pytest.raises(SystemExit):
-        arguments("model", *words)
+        evaluate_arguments("model", *words)
 
 
-def test_several_processes_are_refused(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moh_llm.evaluation.runner import score
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="one process"):
-        score({"model": str(tiny_llama)}, load_suite("smoke"))
-
-
-def test_scores_equal_lm_evals_own_run(tiny_llama: Path, tmp_path: Path, shared_benchmarks: Path) -> None:
-    """Tasks of every kind: shots, splits and metrics as lm-eval's `simple_evaluate` runs the stock files."""
-    import dataclasses
-
-    import lm_eval
-    import yaml
-    from lm_eval.tasks import TaskManager
-
-    from moh_llm.evaluation.runner import score
-
-    names = ["MMLU", "GSM8K", "TruthfulQA", "HellaSwag", "BoolQ", "LAMBADA", "WinoGrande", "Natural Questions"]
-    suite = load_suite("paper")
-    chosen = [benchmark for benchmark in suite.benchmarks if benchmark.name in names]
-    chosen = [dataclasses.replace(b, parts=["anatomy", "virology"]) if b.name == "MMLU" else b for b in chosen]
-    suite = dataclasses.replace(suite, benchmarks=chosen)
-    ours = score({"model": str(tiny_llama)}, suite, shared_benchmarks, limit=3, device="cpu")["model"]
-    assert not ours.errors
-
-    tasks = Path(lm_eval.__file__).parent / "tasks"
-    expected = {}
-    for benchmark in chosen:
-        for part in benchmark.expand():
-            folder = shared_benchmarks / benchmark.dataset.replace("/", "__") / part.config
-            files = {file.stem: str(file) for file in folder.glob("*.jsonl")}
-            stock = {"include": str(tasks / part.definition), "dataset_path": "json"}
-            stock |= {"task": part.task, "dataset_kwargs": {"data_files": files, "cache_dir": str(tmp_path / "cache")}}
-            (tmp_path / f"{part.task}.yaml").write_text(yaml.safe_dump(stock))
-            expected[part.task] = benchmark
-    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    for task, benchmark in expected.items():
-        theirs = lm_eval.simple_evaluate(
-            "hf",
-            model_args={"pretrained": str(tiny_llama)},
-            tasks=[task],
-            num_fewshot=benchmark.shots,
-            batch_size=8,
-            device="cpu",
-            limit=3,
-            task_manager=manager,
-            bootstrap_iters=0,
-        )
-        key = f"{benchmark.metric},{benchmark.filter}"
-        assert ours.scores[benchmark.name].tasks[task] == (theirs["results"][task][key], 3)
-
-
-def test_report_may_not_replace_the_model(tiny_llama: Path) -> None:
-    words = [str(tiny_llama), "--suite", "smoke", "--output", str(tiny_llama), "--overwrite"]
+def test_report_may_not_replace_the_model(tiny_llama: Path, run_evaluate: Evaluate) -> None:
     with pytest.raises(UserError, match="which is read; name another folder"):
-        evaluate.run(arguments(*words))
+        run_evaluate(tiny_llama, "--suite", "smoke", "--output", tiny_llama, "--overwrite")
     assert (tiny_llama / "model.safetensors").exists()
+
+
+def test_several_models_and_the_log_of_items(
+    tiny_llama: Path, tiny_moh: Path, tmp_path: Path, run_evaluate: Evaluate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    copies = [tmp_path / run / "model" for run in ("one", "two")]
+    for copy in copies:
+        shutil.copytree(tiny_moh, copy)
+    (tmp_path / "two" / "run.json").write_text("{}")
+    output = tmp_path / "report"
+    words = [*copies, "--base", tiny_llama, "--suite", "smoke", "--limit", "3", "--device", "cpu", "--log-samples"]
+    assert run_evaluate(*words, "--batch-size", "auto", "--output", output) == 0
+    page = capsys.readouterr().out
+    assert "| base | one-model | delta | recovery % | two-model | delta | recovery % |" in page
+    report = json.loads((output / "report.json").read_text(encoding="utf-8"))
+    assert list(report["models"]) == ["base", "one-model", "two-model"]
+    assert report["models"]["two-model"]["records"][-1] == str(tmp_path / "two" / "run.json")
+    for row in report["benchmarks"]:
+        assert row["one-model"]["value"] == row["two-model"]["value"]  # the same files
+        assert row["two-model"]["delta"]["value"] == pytest.approx(row["two-model"]["value"] - row["base"]["value"])
+        for label in report["models"]:
+            log = [json.loads(line) for line in (output / row[label]["samples"]).read_text().splitlines()]
+            assert [item["doc_id"] for item in log] == [0, 1, 2]
+            assert sum(item["score"] for item in log) / 3 * 100 == pytest.approx(row[label]["value"])
+            assert all(item["prompt"] and len(item["prompt_hash"]) == 64 for item in log)
+    deltas = [row["two-model"]["delta"]["value"] for row in report["benchmarks"]]
+    assert report["average"]["two-model"]["delta"]["value"] == pytest.approx(sum(deltas) / 3)
+    facts, answers = (
+        json.loads((output / "samples" / "base" / f"{name}.jsonl").read_text().splitlines()[0])
+        for name in ("Facts", "Answers")
+    )
+    first = rows("facts/test.jsonl")[0]
+    assert facts["prompt"] == first["sentence"] and facts["target"] == first["answer"]
+    said = facts["responses"]
+    assert [response["continuation"].strip() for response in said] == first["choices"]
+    best = max(range(len(said)), key=lambda choice: said[choice]["log_likelihood"])
+    assert facts["score"] == float(best == first["answer"])
+    assert answers["prompt"].endswith(f"Question: {rows('answers/test.jsonl')[0]['question']}\nAnswer:")
+    assert set(answers["responses"][0]) == {"text", "answer"}
+    scorer = NaiveScorer(tiny_llama)
+    assert said[0]["log_likelihood"] == pytest.approx(
+        scorer.log_likelihood(first["sentence"], said[0]["continuation"]), abs=1e-4
+    )
+
+
+def test_scores_that_are_no_numbers_fail(tiny_llama: Path, tmp_path: Path, run_evaluate: Evaluate) -> None:
+    """A metric that is the mean of log-likelihoods, on a model whose weights are not finite."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    broken = shutil.copytree(tiny_llama, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(DATA.parent, tmp_path / "smoke")
+    definition = tmp_path / "smoke" / "facts.yaml"
+    text = (
+        definition.read_text().replace("multiple_choice", "loglikelihood").replace("metric: acc", "metric: perplexity")
+    )
+    text = text.replace('doc_to_target: "{{answer}}"', 'doc_to_target: "{{choices[answer]}}"')
+    definition.write_text(
+        text.replace('doc_to_choice: "{{choices}}"\n', "").replace("aggregation: mean", "aggregation: perplexity")
+    )
+    suite = (
+        (DATA.parents[1] / "smoke.yaml")
+        .read_text()
+        .replace("metric: acc\n    task: moh_smoke_facts", "metric: perplexity\n    task: moh_smoke_facts")
+    )
+    (tmp_path / "own.yaml").write_text(suite)
+    output = tmp_path / "report"
+    assert (
+        run_evaluate(broken, "--suite", tmp_path / "own.yaml", "--limit", "2", "--device", "cpu", "--output", output)
+        == 1
+    )
+    errors = {
+        error["benchmark"]: error["error"] for error in json.loads((output / "report.json").read_text())["errors"]
+    }
+    assert "have no number as score, item 0 first" in errors["Facts"]

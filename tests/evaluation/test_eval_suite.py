@@ -1,11 +1,14 @@
+from pathlib import Path
+
 import pytest
 
 from moh_llm.errors import UserError
+from moh_llm.evaluation.converters import load_sources
 from moh_llm.evaluation.suite import known_suites, load_suite
 
 
 def test_known_suites() -> None:
-    assert known_suites() == ["paper", "scratch", "smoke"]
+    assert known_suites() == ["paper", "paper_stage1", "scratch", "smoke"]
 
 
 def test_paper_suite_is_the_papers_table() -> None:
@@ -36,6 +39,31 @@ def test_paper_suite_is_the_papers_table() -> None:
     assert all("inferred" in benchmark.note for benchmark in suite.benchmarks)
 
 
+def test_stage1_suite_is_the_papers_other_table() -> None:
+    suite, paper = load_suite("paper_stage1"), load_suite("paper")
+    names = [benchmark.name for benchmark in suite.benchmarks]
+    assert len(names) == 14
+    assert set(names) == {b.name for b in paper.benchmarks} - {"C-Eval"} | {"ARC-Easy"}
+    assert round(suite.published_average("LLaMA3-8B stage 1") or 0, 1) == 64.7
+    assert round(suite.published_average("MoH-LLaMA3-8B") or 0, 1) == 64.8
+    assert all("inferred" in benchmark.note for benchmark in suite.benchmarks)
+
+
+@pytest.mark.parametrize("name", ["paper", "paper_stage1", "scratch"])
+def test_data_is_pinned(name: str) -> None:
+    """By commit on the Hub, or, where the Hub has a loading script, by commit and hash elsewhere."""
+    import re
+
+    sources = load_sources()
+    for benchmark in load_suite(name).benchmarks:
+        source = sources.get(benchmark.dataset)
+        assert (benchmark.revision is None) == (source is not None), benchmark.name
+        assert re.fullmatch("[0-9a-f]{40}", source["revision"] if source else benchmark.revision or "")
+        for split in benchmark.splits() if source else ():
+            assert source["revision"] in source["files"][split]["address"]
+            assert re.fullmatch("[0-9a-f]{64}", source["files"][split]["sha256"])
+
+
 def test_scratch_suite_is_zero_shot() -> None:
     suite = load_suite("scratch")
     assert [b.name for b in suite.benchmarks] == ["SciQ", "PIQA", "WinoGrande", "OpenBookQA", "LogiQA", "TruthfulQA"]
@@ -52,19 +80,29 @@ def test_smoke_suite_counts_its_items() -> None:
 
 
 def test_unknown_suite_lists_the_known() -> None:
-    with pytest.raises(UserError, match=r"papers: unknown; known are paper, scratch, smoke"):
+    with pytest.raises(UserError, match=r"papers: unknown; known are paper, paper_stage1, scratch, smoke"):
         load_suite("papers")
 
 
-GOOD = """
+ENTRY = "name: A, shots: 0, metric: acc, task: a, stock: a.yaml, dataset: a/b, config: c, eval_split: test, items: 3"
+GOOD = f"""
 name: mine
 title: Mine
 benchmarks:
-  - {name: A, shots: 0, metric: acc, task: a, stock: a.yaml, dataset: a/b, config: c, eval_split: test, items: 3}
+  - {{{ENTRY}}}
 """
 
 
-def test_own_suite_by_path(tmp_path) -> None:
+def test_a_borrowed_benchmark_keeps_the_columns_of_its_suite(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"{GOOD}  - {{from: paper, name: SciQ}}\ncolumns: [MoH-LLaMA3-8B]\n")
+    mine = load_suite(str(path)).benchmarks[1]
+    (theirs,) = [benchmark for benchmark in load_suite("paper").benchmarks if benchmark.name == "SciQ"]
+    assert mine.published == {"MoH-LLaMA3-8B": 92.2}
+    assert (mine.task, mine.shots, mine.revision) == (theirs.task, theirs.shots, theirs.revision)
+
+
+def test_own_suite_by_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(GOOD)
     assert load_suite(str(path)).benchmarks[0].expand()[0].definition == "a.yaml"
@@ -82,9 +120,13 @@ def test_own_suite_by_path(tmp_path) -> None:
         ("items: 3", "items: 3, average: sum", r"must be 'items' or 'parts'"),
         ("name: mine", "name: [", r"cannot be read as YAML"),
         ("title: Mine", "titel: Mine", r"unknown key 'titel'; did you mean 'title'\?"),
+        ("name: A, shots: 0", "from: paper, shots: 5, name: A", r"beside `from` only `name` is read"),
+        (ENTRY, "from: papers, name: MMLU", r"from='papers' must be one of paper, "),
+        (ENTRY, "from: paper, name: MLU", r"name='MLU' must be one of MMLU, "),
+        (ENTRY, "from: smoke, name: Facts", r"name='Facts' must be one of none"),
     ],
 )
-def test_bad_suites_are_named(tmp_path, old: str, new: str, message: str) -> None:
+def test_bad_suites_are_named(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(GOOD.replace(old, new))
     with pytest.raises(UserError, match=message):

@@ -73,18 +73,45 @@ def test_without_data_dir_the_hub_paths_stay(tmp_path: Path) -> None:
     assert "dataset_path" not in gsm8k
 
 
-def test_script_dataset_on_the_hub_points_to_data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hubs_commit_is_asked_for(tmp_path: Path) -> None:
+    import yaml
+
+    write_task_files(load_suite("scratch"), tmp_path, None)
+    sciq = yaml.safe_load((tmp_path / "sciq.yaml").read_text(encoding="utf-8"))
+    assert sciq["dataset_kwargs"] == {"revision": "2c94ad3e1aafab77146f384e23536f97a4849815"}
+
+
+@pytest.mark.parametrize("name", ["paper", "scratch"])
+def test_script_datasets_of_the_hub_are_refused_at_once(name: str) -> None:
+    with pytest.raises(
+        UserError, match=r"LogiQA(, CMMLU)? cannot be read from the Hub.*fetch-benchmarks DIR"
+    ) as caught:
+        check_data(load_suite(name), None)
+    assert ("CMMLU" in str(caught.value)) == (name == "paper")
+
+
+@pytest.fixture
+def hub_suite(tmp_path: Path) -> str:
+    """A suite of two benchmarks of the Hub."""
+    path = tmp_path / "hub.yaml"
+    path.write_text("name: h\ntitle: H\nbenchmarks: [{from: paper, name: SciQ}, {from: paper, name: PIQA}]\n")
+    return str(path)
+
+
+def test_refusals_of_the_hub_are_named_together(
+    hub_suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets
 
     def refuse(path: str, **_: object) -> None:
         raise RuntimeError(f"Dataset scripts are no longer supported, but found {path}.py")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(UserError, match=r"--data-dir: SciQ .*LogiQA \(EleutherAI/logiqa: a script dataset"):
-        load_tasks(load_suite("scratch"), tmp_path, None)
+    with pytest.raises(UserError, match=r"--data-dir .*: SciQ \(allenai/sciq: a script dataset.*PIQA \(baber/piqa"):
+        load_tasks(load_suite(hub_suite), tmp_path / "tasks", None)
 
 
-def test_unreachable_hub_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_asked_once(hub_suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     asked = []
@@ -95,11 +122,11 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(UserError, match=r"reach the Hub; give the data as files with --data-dir"):
-        load_tasks(load_suite("scratch"), tmp_path, None)
+        load_tasks(load_suite(hub_suite), tmp_path / "tasks", None)
     assert asked == ["allenai/sciq"]
 
 
-@pytest.mark.parametrize("name", ["paper", "scratch"])
+@pytest.mark.parametrize("name", ["paper", "paper_stage1", "scratch"])
 def test_every_task_reads_local_data_and_builds_a_prompt(name: str, tmp_path: Path, shared_benchmarks: Path) -> None:
     suite = load_suite(name)
     for loaded in load_tasks(suite, tmp_path, shared_benchmarks):

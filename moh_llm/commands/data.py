@@ -1,0 +1,33 @@
+"""``moh-llm data fetch-benchmarks DIR``: download the data of a suite, for evaluation on machines without a network."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    fetch = actions.add_parser(
+        "fetch-benchmarks", help="the benchmarks of a suite, as files for --data-dir", description=__doc__
+    )
+    fetch.add_argument("folder", metavar="DIR", type=Path, help="where the files go; what is there and whole is kept")
+    fetch.add_argument("--suite", default="paper", help="paper, paper_stage1, scratch, or a YAML file (default: paper)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fetch. Returns 1 when something could not be had, else 0; raises `UserError` for bad input."""
+    from moh_llm.evaluation.converters import load_sources
+    from moh_llm.evaluation.fetch import MANIFEST, fetch
+    from moh_llm.evaluation.suite import load_suite
+    from moh_llm.evaluation.tasks import require_lm_eval
+
+    suite = load_suite(args.suite)
+    require_lm_eval()  # its extra brings `datasets`
+    problems = fetch(suite, args.folder, load_sources(), say=lambda line: print(line, flush=True))
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if problems:
+        return 1
+    print(f"{args.folder} holds suite {suite.name}; {MANIFEST} says what and whence. Use it with --data-dir")
+    return 0

@@ -1,0 +1,119 @@
+"""Finished benchmarks of a run that may not finish: kept beside its output, taken up by the next one.
+
+OUTPUT.partial/MODEL/BENCHMARK.json            key, item scores, and how the model was run
+OUTPUT.partial/MODEL/BENCHMARK.samples.jsonl   with --log-samples
+
+A result is taken up only where its key is the new run's: the model's files, the benchmark's definition and data,
+limit, dtype, kind of device, seeds and versions. Batch size and number of processes are not in it: they change
+a score by rounding alone.
+"""
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from moh_llm.errors import UserError
+from moh_llm.evaluation.scoring import SEEDS, Sample, Score
+from moh_llm.evaluation.tasks import Loaded, installed_versions
+from moh_llm.files import read_json, write_json, write_text
+
+Key = dict[str, Any]
+
+
+def make_key(model: str, loaded: Loaded, limit: int | None, dtype: str, device: str) -> Key:
+    """What a result depends on. ``model``: SHA-256 of its files; ``device``: a torch device (its kind counts)."""
+    benchmark = dataclasses.asdict(loaded.benchmark)
+    about = {name: value for name, value in benchmark.items() if name not in ("published", "note", "items")}
+    return {
+        "model": model,
+        "benchmark": about,
+        "data": loaded.data,
+        "limit": limit,
+        "dtype": dtype,
+        "device": device.partition(":")[0],
+        "seeds": dict(SEEDS),
+        "versions": installed_versions(),
+    }
+
+
+def file_name(name: str) -> str:
+    """A benchmark's or model's name as part of a path."""
+    return re.sub(r"[^\w.-]+", "_", name)
+
+
+class Kept:
+    """The folder of finished benchmarks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def beside(cls, output: Path) -> "Kept":
+        """The folder that goes with a report's folder."""
+        return cls(output.with_name(f"{output.name}.partial"))
+
+    def take_up(self, label: str, benchmark: str, key: Key, samples: bool) -> tuple[Score, dict[str, Any]] | str | None:
+        """A kept score and how its model was run; or why it cannot be used; or None where there is none.
+
+        ``samples``: whether the log of its items must be there too.
+        """
+        path = self._path(label, benchmark)
+        if not path.is_file():
+            return None
+        try:
+            record = read_json(path)
+            if different := _differences(record["key"], key):
+                return ", ".join(different)
+            score, run = Score.from_json(record["score"]), dict(record["run"])
+        except (UserError, KeyError, TypeError, ValueError, AttributeError):
+            return f"{path} is damaged"
+        if samples and not self.samples_file(label, benchmark).is_file():
+            return "its items were not logged"
+        return score, run
+
+    def keep(
+        self, label: str, benchmark: str, key: Key, score: Score, run: dict[str, Any], samples: list[Sample] | None
+    ) -> None:
+        """Write one finished benchmark, in one step. Raises UserError when the disk refuses."""
+        path = self._path(label, benchmark)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make {path.parent}: {error.strerror}; name another --output") from error
+        if samples is not None:
+            lines = (json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in samples)
+            write_text(self.samples_file(label, benchmark), "".join(lines))
+        write_json(path, {"key": key, "run": run, "score": score.to_json()})
+
+    def samples_file(self, label: str, benchmark: str) -> Path:
+        """Where the log of a benchmark's items lies."""
+        return self._path(label, benchmark).with_suffix(".samples.jsonl")
+
+    def remove(self) -> None:
+        """Remove the folder and all that is kept."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _path(self, label: str, benchmark: str) -> Path:
+        return self.folder / file_name(label) / f"{file_name(benchmark)}.json"
+
+
+def _differences(old: Key, new: Key) -> list[str]:
+    """What differs between two keys, in words."""
+    words = {
+        "model": "the model's files differ",
+        "benchmark": "the benchmark is defined otherwise",
+        "data": "its data differ",
+    }
+    new = json.loads(json.dumps(new))
+    different = []
+    for name, value in new.items():
+        if old[name] == value:
+            continue
+        if isinstance(value, dict) and name not in words:
+            different += [f"{k} was {old[name].get(k)}, is {v}" for k, v in value.items() if old[name].get(k) != v]
+        else:
+            different.append(words.get(name) or f"{name} was {old[name]}, is {value}")
+    return different

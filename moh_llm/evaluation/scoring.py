@@ -1,0 +1,208 @@
+"""One benchmark on one loaded model, through lm-eval: the score of every item, and what was said."""
+
+import contextlib
+import logging
+import math
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from moh_llm.evaluation import statistics
+from moh_llm.evaluation.processes import Team, only_own_items
+from moh_llm.evaluation.tasks import Loaded, items_of
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
+
+# lm-eval's own defaults, written out so that the report can state them.
+SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
+
+Sample = dict[str, Any]
+
+
+class BenchmarkError(Exception):
+    """A benchmark could not be scored. The message is the error of the first process that failed."""
+
+
+@dataclass
+class Score:
+    """One benchmark on one model."""
+
+    strata: statistics.Strata
+    """Item scores from 0 to 1, one list per lm-eval task (one list in all where readings are averaged)."""
+    tasks: dict[str, tuple[float, int]]
+    """lm-eval's own figure and number of items for each task."""
+    seconds: float
+    truncated: bool
+    """Whether some prompt was longer than the model's context and lost its beginning."""
+    batch_size: int
+    """Sequences in a pass, on each process."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A record that JSON keeps exactly."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "Score":
+        """The inverse of `to_json`. Raises KeyError or TypeError for anything else."""
+        tasks = {task: (float(value), int(items)) for task, (value, items) in record["tasks"].items()}
+        return cls(**{**record, "tasks": tasks})
+
+    @property
+    def items(self) -> int:
+        """How many items were scored."""
+        return sum(len(values) for values in self.strata)
+
+
+@dataclass
+class _Share:
+    """What one process scored: for each task the items' numbers, scores and records."""
+
+    tasks: dict[str, list[tuple[int, float, Sample | None]]]
+    truncated: bool
+    batch_size: int
+
+
+def run_benchmark(
+    lm: "HFLM", loaded: Loaded, limit: int | None, team: Team, log_samples: bool = False
+) -> tuple[Score, list[Sample]]:
+    """Run one benchmark's tasks through lm-eval and keep the score of every item, and with ``log_samples`` its record.
+
+    The seeds are those of lm-eval's command, set anew for each benchmark, so a benchmark's examples and
+    numbers do not depend on which others run. Raises BenchmarkError, on every process, when one fails.
+    """
+    start = time.perf_counter()
+    share, problem = None, None
+    try:
+        share = _score_own_items(lm, loaded, limit, team, log_samples)
+    except Exception as error:
+        # One benchmark must not lose hours of the others; the traceback still reaches the screen.
+        traceback.print_exc()
+        problem = f"{type(error).__name__}: {error}"
+    handed_in = team.gather((share, problem))
+    if problems := [problem for _, problem in handed_in if problem]:
+        raise BenchmarkError(problems[0])
+    return _put_together(loaded, limit, [share for share, _ in handed_in if share], time.perf_counter() - start)
+
+
+def _score_own_items(lm: "HFLM", loaded: Loaded, limit: int | None, team: Team, log_samples: bool) -> _Share:
+    """lm-eval's run over the items of this process."""
+    # Not `simple_evaluate`: it lists the machine's packages after every call, about six seconds each.
+    from lm_eval import evaluate
+
+    _set_seeds()
+    tasks = {task.config.task: task for task in loaded.tasks if team.rank < items_of(task, limit)}
+    for task in tasks.values():
+        task.set_fewshot_seed(SEEDS["fewshot"])
+    share = _Share({task.config.task: [] for task in loaded.tasks}, False, lm.batch_size)
+    if not tasks:
+        return share
+    with only_own_items(list(tasks.values()), team), _watch_truncation() as truncated:
+        # Standard errors come from the items (`statistics`); lm-eval would bootstrap perplexities too.
+        results: Any = evaluate(lm, {"tasks": tasks, "groups": {}}, limit=limit, bootstrap_iters=0)
+    benchmark = loaded.benchmark
+    for name in tasks:
+        for sample in results["samples"][name]:
+            if sample["filter"] == benchmark.filter:
+                value = float(sample[benchmark.metric])
+                share.tasks[name].append(
+                    (sample["doc_id"], value, _record(name, sample, value) if log_samples else None)
+                )
+    share.truncated, share.batch_size = bool(truncated), lm.batch_size
+    return share
+
+
+def _put_together(
+    loaded: Loaded, limit: int | None, shares: list[_Share], seconds: float
+) -> tuple[Score, list[Sample]]:
+    """The shares of all processes as one score, items in their own order."""
+    strata: statistics.Strata = []
+    figures: dict[str, tuple[float, int]] = {}
+    samples: list[Sample] = []
+    benchmark = loaded.benchmark
+    for task in loaded.tasks:
+        name = task.config.task
+        items = sorted((item for share in shares for item in share.tasks[name]), key=lambda item: item[0])
+        if [number for number, _, _ in items] != list(range(items_of(task, limit))):
+            raise BenchmarkError(f"{name}: {len(items)} of {items_of(task, limit)} items came back")
+        values = [value for _, value, _ in items]
+        if odd := [number for number, value, _ in items if not math.isfinite(value)]:
+            raise BenchmarkError(
+                f"{name}: {len(odd)} item(s) have no number as score, item {odd[0]} first; --dtype float32 may help"
+            )
+        strata.append(values)
+        figures[name] = (float(task.aggregation()[benchmark.metric](values)), len(values))
+        samples += [sample for _, _, sample in items if sample is not None]
+    if benchmark.average == "parts":
+        strata = statistics.average_readings(strata)
+    truncated, batch_size = any(share.truncated for share in shares), min(share.batch_size for share in shares)
+    return Score(strata, figures, seconds, truncated, batch_size), samples
+
+
+def _record(task: str, sample: Any, score: float) -> Sample:
+    """What a reader of the log wants to see of one item."""
+    prompt = sample["arguments"][0][0]
+    responses = []
+    for (context, *rest), said, kept in zip(
+        sample["arguments"], sample["resps"], sample["filtered_resps"], strict=True
+    ):
+        if rest and isinstance(rest[0], str):
+            response = {"continuation": rest[0], "log_likelihood": _number(said[0][0]), "greedy": bool(said[0][1])}
+        elif rest:
+            response = {"text": said[0], "answer": kept}
+        else:
+            response = {"log_likelihood": _number(said[0])}
+        # WinoGrande and its like have a prompt for each choice.
+        responses.append(response if context == prompt else {"prompt": context, **response})
+    return {
+        "task": task,
+        "doc_id": sample["doc_id"],
+        "prompt_hash": sample["prompt_hash"],
+        "prompt": prompt,
+        "responses": responses,
+        "target": sample["target"],
+        "score": score,
+    }
+
+
+def _number(value: float) -> float | str:
+    """A number, or the word for one that JSON has no sign for."""
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def _set_seeds() -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(SEEDS["python"])
+    np.random.seed(SEEDS["numpy"])
+    torch.manual_seed(SEEDS["torch"])
+
+
+@contextlib.contextmanager
+def _watch_truncation() -> Iterator[list[str]]:
+    """Collect lm-eval's warnings about cut prompts: one line in the report, not one per item on the screen."""
+    logger = logging.getLogger("lm_eval")
+    seen: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        if "runcat" not in record.getMessage():
+            return record.levelno >= logging.ERROR
+        seen.append(record.getMessage())
+        return False
+
+    source = logging.getLogger("lm_eval.models.huggingface")
+    level, source_level = logger.level, source.level
+    source.setLevel(logging.WARNING)
+    logger.setLevel(logging.ERROR)
+    source.addFilter(keep)
+    try:
+        yield seen
+    finally:
+        source.removeFilter(keep)
+        source.setLevel(source_level)
+        logger.setLevel(level)

@@ -1,0 +1,297 @@
+"""Fetching a suite's data: from stand-ins for the Hub and for the addresses of converted datasets."""
+
+import csv
+import functools
+import hashlib
+import http.server
+import io
+import json
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moh_llm.cli import main
+from moh_llm.errors import UserError
+from moh_llm.evaluation import converters
+from moh_llm.evaluation.fetch import fetch
+from moh_llm.evaluation.suite import load_suite
+from moh_llm.evaluation.tasks import check_data, load_tasks
+
+pytest.importorskip("lm_eval")
+
+Run = Callable[[Path], int]
+LOGIQA = """
+b
+All rivers run to the sea.The Elbe is a river.
+Which follows? The share is 3.5 %.
+A.The Elbe runs uphill
+B.The Elbe runs to the sea.
+C.No river runs
+D.The sea is a river
+
+d
+Some cats are grey.
+Which is true?
+A.All cats are grey
+B.No cat is grey
+C.Only cats are grey
+D.A cat may be grey
+"""
+SUITE = """
+name: mine
+title: Mine
+benchmarks:
+  - {name: LogiQA, shots: 0, metric: acc, task: logiqa, stock: logiqa/logiqa.yaml, dataset: EleutherAI/logiqa,
+     config: logiqa, eval_split: test, items: 2}
+  - {name: CMMLU, shots: 2, metric: acc, task: "cmmlu_{part}", stock: "cmmlu/cmmlu_{part}.yaml",
+     dataset: haonan-li/cmmlu, config: "{part}", eval_split: test, fewshot_split: dev, items: 6,
+     parts: [agronomy, arts]}
+  - {name: SciQ, shots: 1, metric: acc, task: sciq, stock: sciq/sciq.yaml, dataset: allenai/sciq,
+     revision: SCIQ, config: default, eval_split: test, fewshot_split: train, items: 3}
+  - {name: ARC, shots: 0, metric: acc, task: arc_easy, stock: arc/arc_easy.yaml, dataset: allenai/ai2_arc,
+     config: ARC-Easy, eval_split: test, items: 1}
+"""
+
+
+def cmmlu_zip() -> bytes:
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w") as archive:
+        for split, count in (("dev", 2), ("test", 3)):
+            for subject in ("agronomy", "arts"):
+                text = io.StringIO()
+                lines = csv.writer(text)
+                lines.writerow(["", "Question", "A", "B", "C", "D", "Answer"])
+                for number in range(count):
+                    question = f'{subject} {split} {number}, "so\ncalled"'
+                    lines.writerow([number, question, "007", "0.50", "NA", "\u6c34", "ABCD"[number]])
+                archive.writestr(f"{split}/{subject}.csv", text.getvalue())
+                archive.writestr(f"__MACOSX/{split}/._{subject}.csv", "junk")
+    return held.getvalue()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    asked: list[str] = []  # noqa: RUF012
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        super().do_GET()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder and the address that it is served at."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    Quiet.asked.clear()
+    serve = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+    threading.Thread(target=serve.serve_forever, daemon=True).start()
+    yield folder, f"http://127.0.0.1:{serve.server_port}"
+    serve.shutdown()
+
+
+@pytest.fixture
+def sources(server: tuple[Path, str]) -> dict[str, Any]:
+    """Sources as the package has them, at the server's addresses."""
+    folder, address = server
+    contents = {"Test.txt": LOGIQA.encode(), "cmmlu.zip": cmmlu_zip()}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    files = {
+        name: {"address": f"{address}/{name}", "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
+    return {
+        "EleutherAI/logiqa": {"converter": "logiqa", "revision": "LOGI", "files": {"test": files["Test.txt"]}},
+        "haonan-li/cmmlu": {
+            "converter": "cmmlu",
+            "revision": "CMM",
+            "files": {"dev": files["cmmlu.zip"], "test": files["cmmlu.zip"]},
+        },
+    }
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """A stand-in for the Hub, read by the real library; the list is of what it was asked for."""
+    import datasets
+    import huggingface_hub
+
+    asked: list[tuple[Any, ...]] = []
+    real = datasets.load_dataset
+    sciq = {"question": "Why?", "correct_answer": "so", "support": "It is so.", "distractor1": "a", "distractor2": "b"}
+    arc = {"question": "What?", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "B"}
+    files = {
+        "allenai/sciq/test.jsonl": [sciq | {"distractor3": "\u00e9"}] * 3,
+        "allenai/sciq/train.jsonl": [sciq | {"distractor3": "\u00e9"}] * 2,
+        "allenai/ai2_arc/ARC-Easy/test.jsonl": [arc],
+        "allenai/ai2_arc/ARC-Challenge/test.jsonl": [arc] * 2,
+    }
+    for name, held in files.items():
+        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub" / name).write_text("".join(json.dumps(row) + "\n" for row in held))
+    configs = [{"config_name": name, "data_dir": name} for name in ("ARC-Challenge", "ARC-Easy")]
+    (tmp_path / "hub" / "allenai" / "ai2_arc" / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+
+    def load(path: str, name: str | None, split: list[str], revision: str) -> list[datasets.Dataset]:
+        asked.append((path, name, split, revision))
+        return real(str(tmp_path / "hub" / path), name, split=split, cache_dir=str(tmp_path / "cache"))
+
+    class Api:
+        def dataset_info(self, dataset: str) -> huggingface_hub.DatasetInfo:
+            asked.append((dataset,))
+            return huggingface_hub.DatasetInfo(id=dataset, sha="NOW")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    return asked
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> str:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SUITE)
+    return str(path)
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def run(suite: str, sources: dict[str, Any], hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`moh-llm data fetch-benchmarks` with all stand-ins; returns the exit status."""
+    monkeypatch.setattr(converters, "load_sources", lambda: sources)
+    return lambda folder: main(["data", "fetch-benchmarks", str(folder), "--suite", suite])
+
+
+def test_fetched_data_is_what_the_tasks_read(
+    run: Run, suite: str, tmp_path: Path, hub: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    assert run(data) == 0
+    assert "[5/5] allenai/ai2_arc ARC-Easy: 1 test" in capsys.readouterr().out
+    assert hub == [
+        ("allenai/sciq", None, ["test", "train"], "SCIQ"),
+        ("allenai/ai2_arc",),
+        ("allenai/ai2_arc", "ARC-Easy", ["test"], "NOW"),
+    ]
+    assert sorted(Quiet.asked) == ["/Test.txt", "/cmmlu.zip"]
+    first = rows(data / "EleutherAI__logiqa" / "logiqa" / "test.jsonl")[0]
+    assert first == {
+        "label": "b",
+        "context": "All rivers run to the sea. The Elbe is a river.",
+        "question": "Which follows? The share is 3. 5 %.",
+        "options": ["The Elbe runs uphill", "The Elbe runs to the sea.", "No river runs", "The sea is a river"],
+    }
+    assert rows(data / "haonan-li__cmmlu" / "arts" / "test.jsonl")[1] == {
+        "Question": 'arts test 1, "so\ncalled"',
+        "A": "007",
+        "B": "0.50",
+        "C": "NA",
+        "D": "\u6c34",
+        "Answer": "B",
+    }
+    entries = json.loads((data / "MANIFEST.json").read_text())["files"]
+    assert len(entries) == len(list(data.rglob("*.jsonl"))) == 8
+    for name, entry in entries.items():
+        assert entry["rows"] == len(rows(data / name))
+        assert entry["sha256"] == hashlib.sha256((data / name).read_bytes()).hexdigest()
+    commits = {entry["dataset"]: entry["revision"] for entry in entries.values()}
+    assert list(commits.values()) == ["LOGI", "NOW", "SCIQ", "CMM"]
+
+    loaded = load_tasks(load_suite(suite), tmp_path / "tasks", data)
+    for item in loaded:
+        for task in item.tasks:
+            task.set_fewshot_seed(0)
+            task.build_all_requests(limit=1, rank=0, world_size=1)
+    prompts = [item.tasks[0].instances[0].args[0] for item in loaded]
+    assert (
+        prompts[0].startswith("Passage: All rivers run to the sea. The Elbe")
+        and "\nA. The Elbe runs uphill\n" in prompts[0]
+    )
+    assert "agronomy dev 0" in prompts[1] and prompts[1].endswith("\u7b54\u6848\uff1a")
+
+
+def test_what_is_whole_is_kept(run: Run, tmp_path: Path, hub: list[Any]) -> None:
+    data = tmp_path / "data"
+    assert run(data) == 0
+    before = {file: file.read_bytes() for file in data.rglob("*.*")}
+    hub.clear()
+    Quiet.asked.clear()
+    assert run(data) == 0
+    assert (hub, Quiet.asked) == ([], [])
+    (data / "haonan-li__cmmlu" / "arts" / "dev.jsonl").write_text("{}\n")
+    (data / "allenai__sciq" / "default" / "train.jsonl").unlink()
+    assert run(data) == 0
+    assert hub == [("allenai/sciq", None, ["train"], "SCIQ")] and Quiet.asked == ["/cmmlu.zip"]
+    assert {file: file.read_bytes() for file in data.rglob("*.*")} == before
+
+
+def test_another_commit_is_fetched_again(run: Run, suite: str, tmp_path: Path, hub: list[Any]) -> None:
+    assert run(tmp_path / "data") == 0
+    hub.clear()
+    Path(suite).write_text(SUITE.replace("revision: SCIQ", "revision: LATER"))
+    assert run(tmp_path / "data") == 0
+    assert hub == [("allenai/sciq", None, ["test", "train"], "LATER")]
+
+
+def test_what_cannot_be_had_is_named_and_the_rest_is_kept(
+    run: Run, server: tuple[Path, str], suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (server[0] / "Test.txt").write_text(LOGIQA + "more")
+    (server[0] / "cmmlu.zip").unlink()
+    data = tmp_path / "data"
+    assert run(data) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 3
+    assert "EleutherAI/logiqa logiqa: " in said[0] and "is not the file that the suite goes with: SHA-256 " in said[0]
+    assert "haonan-li/cmmlu agronomy: " in said[1] and "404" in said[1]
+    assert (data / "allenai__sciq" / "default" / "test.jsonl").is_file()
+    with pytest.raises(UserError, match=r"lacks LogiQA \(EleutherAI__logiqa/logiqa/test.jsonl\), CMMLU \(.* 3 more\);"):
+        check_data(load_suite(suite), data)
+
+
+def test_fewer_items_than_the_suite_says_are_named(
+    run: Run, suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(suite).write_text(SUITE.replace("items: 6", "items: 7"))
+    assert run(tmp_path / "data") == 1
+    assert capsys.readouterr().err == "CMMLU: 6 items came, the suite says 7\n"
+
+
+def test_files_of_other_origin_are_left_alone(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "data" / "allenai__sciq" / "default" / "test.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("mine\n")
+    assert run(tmp_path / "data") == 2
+    assert "test.jsonl was not made by this command" in capsys.readouterr().err
+    assert file.read_text() == "mine\n"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "MANIFEST.json").write_text("[]")
+    assert run(tmp_path / "other") == 2
+    assert "MANIFEST.json was not made by moh-llm data" in capsys.readouterr().err
+
+
+def test_without_a_network_it_ends_at_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import datasets
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    assert run(tmp_path / "data") == 2
+    said = capsys.readouterr()
+    assert "the Hub cannot be reached" in said.err and "ai2_arc" not in said.out
+
+
+def test_a_suite_with_its_own_data_needs_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="carries its own data"):
+        fetch(load_suite("smoke"), tmp_path, {})

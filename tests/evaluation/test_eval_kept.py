@@ -1,0 +1,180 @@
+"""A run that is killed keeps what it had finished; the same command takes that up, and only that which fits."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moh_llm import __version__
+
+pytest.importorskip("lm_eval")
+
+ROOT = Path(__file__).resolve().parents[2]
+# Dies without a word in the fifth benchmark: in the second one of the second model.
+DIE = """
+import os, signal, sys
+from moh_llm.cli import main
+from moh_llm.evaluation import runner
+whole, calls = runner.run_benchmark, []
+def run(*arguments):
+    calls.append(arguments)
+    if len(calls) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(*arguments)
+runner.run_benchmark = run
+main(sys.argv[1:])
+"""
+
+
+def read(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the benchmarks that are scored from here on."""
+    from moh_llm.evaluation import runner
+
+    whole, seen = runner.run_benchmark, []
+
+    def run(lm: Any, loaded: Any, *rest: Any) -> Any:
+        seen.append(loaded.benchmark.name)
+        return whole(lm, loaded, *rest)
+
+    monkeypatch.setattr(runner, "run_benchmark", run)
+    return seen
+
+
+def test_a_killed_run_goes_on(
+    tiny_llama: Path,
+    tiny_moh: Path,
+    tmp_path: Path,
+    run_evaluate: Callable[..., int],
+    without_times: Callable[[Any], Any],
+    calls: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [tiny_moh, "--base", tiny_llama, "--suite", "smoke", "--device", "cpu", "--log-samples", "--output"]
+    command = [sys.executable, "-c", DIE, "evaluate", *map(str, words), str(tmp_path / "killed")]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    died = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True)
+    assert died.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed").exists()
+    kept = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json"))
+    assert kept == [
+        f"killed.partial/{name}.json" for name in ("base/Answers", "base/Facts", "base/Stories", "model/Facts")
+    ]
+
+    assert run_evaluate(*words, tmp_path / "killed") == 0
+    assert calls == ["Stories", "Answers"]
+    said = capsys.readouterr().err
+    assert said.count("(kept from an earlier run)") == 4 and "loading base" not in said
+    assert not (tmp_path / "killed.partial").exists()
+
+    calls.clear()
+    assert run_evaluate(*words, tmp_path / "whole") == 0
+    assert len(calls) == 6
+    assert without_times(read(tmp_path / "killed")) == without_times(read(tmp_path / "whole"))
+    logs = [
+        {file.relative_to(tmp_path / run): file.read_bytes() for file in (tmp_path / run / "samples").rglob("*.jsonl")}
+        for run in ("killed", "whole")
+    ]
+    assert logs[0] == logs[1] and len(logs[0]) == 6
+
+
+@pytest.fixture
+def one_kept(
+    tiny_llama: Path, tmp_path: Path, run_evaluate: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
+    """The words of a command whose first run left Facts and Stories behind, for a model in tmp_path/model."""
+    from lm_eval.models.huggingface import HFLM
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("not today")
+
+    shutil.copytree(tiny_llama, tmp_path / "model")
+    words = [tmp_path / "model", "--suite", "smoke", "--limit", "2", "--device", "cpu", "--output", tmp_path / "report"]
+    with monkeypatch.context() as patch:
+        patch.setattr(HFLM, "generate_until", fail)
+        assert run_evaluate(*words) == 1
+    return [*words, "--overwrite"]
+
+
+def test_only_what_fits_is_taken_up(
+    one_kept: list[Any],
+    tmp_path: Path,
+    run_evaluate: Callable[..., int],
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    saved = tmp_path / "saved"
+    shutil.copytree(tmp_path / "report.partial", saved)
+
+    def again(*more: str) -> tuple[list[str], str]:
+        """The benchmarks that another run scores, from what the first one left, and what it says."""
+        shutil.rmtree(tmp_path / "report.partial", ignore_errors=True)
+        shutil.copytree(saved, tmp_path / "report.partial")
+        calls.clear()
+        capsys.readouterr()
+        assert run_evaluate(*one_kept, *more) == 0
+        return calls[:], capsys.readouterr().err
+
+    everything = ["Facts", "Stories", "Answers"]
+    assert again("--batch-size", "3")[0] == ["Answers"]
+    scored, said = again("--limit", "3")
+    assert scored == everything and "model: Stories is scored anew: limit was 2, is 3" in said
+    scored, said = again("--dtype", "bfloat16")
+    assert scored == everything and "model: Facts is scored anew: dtype was auto, is bfloat16" in said
+    scored, said = again("--log-samples")
+    assert scored == everything and "model: Facts is scored anew: its items were not logged" in said
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moh_llm.evaluation.tasks.__version__", "9")
+        scored, said = again()
+    assert scored == everything and f"scored anew: moh_llm was {__version__}, is 9" in said
+
+
+def test_another_model_is_scored_anew(
+    one_kept: list[Any],
+    tmp_path: Path,
+    run_evaluate: Callable[..., int],
+    calls: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also when its weights are the same and only the tokenizer is not."""
+    file = tmp_path / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"note": "changed"}))
+    (tmp_path / "report.partial" / "model" / "Stories.json").write_text('{"key": ')
+    assert run_evaluate(*one_kept) == 0
+    assert calls == ["Facts", "Stories", "Answers"]
+    said = capsys.readouterr().err
+    assert "model: Facts is scored anew: the model's files differ" in said
+    assert "Stories.json is damaged" in said
+
+
+def test_other_data_is_scored_anew(
+    tiny_llama: Path, tmp_path: Path, run_evaluate: Callable[..., int], calls: list[str]
+) -> None:
+    from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.runner import score
+    from moh_llm.evaluation.suite import SUITES, load_suite
+
+    shutil.copytree(SUITES / "smoke", tmp_path / "smoke")
+    shutil.copy(SUITES / "smoke.yaml", tmp_path / "own.yaml")
+    kept, said = Kept(tmp_path / "kept"), []
+    for _ in range(2):
+        score({"model": str(tiny_llama)}, load_suite(str(tmp_path / "own.yaml")), limit=2, kept=kept, say=said.append)
+    assert calls == ["Facts", "Stories", "Answers"]
+    file = tmp_path / "smoke" / "moh-llm__smoke" / "stories" / "train.jsonl"
+    file.write_text("".join(reversed(file.read_text(encoding="utf-8").splitlines(keepends=True))))
+    score({"model": str(tiny_llama)}, load_suite(str(tmp_path / "own.yaml")), limit=2, kept=kept, say=said.append)
+    assert calls[3:] == ["Stories"]
+    assert "model: Stories is scored anew: its data differ" in said

@@ -1,0 +1,106 @@
+"""The batch size that is found: from the longest request and the free memory, halved when memory runs out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moh_llm.evaluation import memory
+
+pytest.importorskip("lm_eval")
+
+
+@pytest.fixture
+def llama() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+    )
+
+
+def choose(llama: Any, monkeypatch: pytest.MonkeyPatch, free: float, tokens: int, scored: int, kind: str) -> int:
+    monkeypatch.setattr(memory, "free_memory", lambda device: int(free))
+    return memory.choose_batch_size(llama, torch.bfloat16, torch.device(kind), tokens, scored)
+
+
+def test_batches_fit_the_free_memory(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for free in (1e9, 8e9, 60e9):
+        for tokens in (40, 500, 2000):
+            size = choose(llama, monkeypatch, free, tokens, tokens, "cuda")
+            taken = memory.bytes_per_sequence(llama, 2, tokens, tokens)
+            assert size == 1 or size * taken <= 0.6 * free
+            assert size == 64 or 2 * size * taken > 0.6 * free
+            assert size & (size - 1) == 0
+    assert choose(llama, monkeypatch, 0, 2000, 2000, "cuda") == 1
+    # Generation keeps the logits of one token only.
+    assert choose(llama, monkeypatch, 20e9, 2000, 1, "cuda") > choose(llama, monkeypatch, 20e9, 2000, 2000, "cuda")
+
+
+def test_a_cpu_gets_no_more_than_it_profits_from(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [choose(llama, monkeypatch, 1e15, tokens, tokens, "cpu") for tokens in (30, 500, 5000)] == [64, 8, 1]
+
+
+def test_estimate_covers_what_a_pass_holds(llama: Any) -> None:
+    """Logits, log-probabilities and the cache, counted by hand for one sequence."""
+    tokens = 100
+    logits = 2 * tokens * 128256 * 2
+    cache = 32 * 2 * 8 * 128 * tokens * 2
+    estimate = memory.bytes_per_sequence(llama, 2, tokens, tokens)
+    assert logits + cache < estimate < 2 * (logits + cache)
+
+
+def test_free_memory_is_shared_by_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = memory.free_memory(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert alone / 8 < memory.free_memory(torch.device("cpu")) < alone / 2
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+def test_batches_are_halved_when_memory_runs_out(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    from moh_llm.evaluation.runner import score
+    from moh_llm.evaluation.suite import load_suite
+
+    whole = HFLM._model_call
+    sizes = []
+
+    def call(self: HFLM, inputs: torch.Tensor, *rest: Any) -> Any:
+        sizes.append(len(inputs))
+        if len(inputs) > 5:
+            raise error
+        return whole(self, inputs, *rest)
+
+    suite = load_suite("smoke")
+    plain = score({"model": str(tiny_llama)}, suite, batch_size=4, device="cpu")["model"]
+    monkeypatch.setattr(HFLM, "_model_call", call)
+    found = score({"model": str(tiny_llama)}, suite, batch_size="auto", device="cpu")["model"]
+    assert not found.errors
+    assert sizes[0] > 5 and found.scores["Facts"].batch_size == 4
+    assert {n: s.strata for n, s in found.scores.items()} == {n: s.strata for n, s in plain.scores.items()}
+
+
+def test_other_errors_and_single_sequences_are_not_tried_again(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    from moh_llm.evaluation.runner import score
+    from moh_llm.evaluation.suite import load_suite
+
+    def call(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(HFLM, "_model_call", call)
+    found = score({"model": str(tiny_llama)}, load_suite("smoke"), limit=1, batch_size="auto", device="cpu")["model"]
+    assert found.errors["Facts"] == "OutOfMemoryError: CUDA out of memory"
