@@ -40,8 +40,8 @@ def make_key(model: str, loaded: Loaded, limit: int | None, dtype: str, device: 
 
 
 def file_name(name: str) -> str:
-    """A benchmark's or model's name as part of a path."""
-    return re.sub(r"[^\w.-]+", "_", name)
+    """A benchmark's or model's name as part of a path: neither hidden nor the folder above."""
+    return re.sub(r"^\.+|[^\w.-]+", "_", name)
 
 
 class Kept:

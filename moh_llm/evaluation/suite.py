@@ -58,6 +58,10 @@ class Benchmark:
             raise UserError(f"benchmark {self.name}: shots={self.shots} does not go with {self.fewshot_split=!s}")
         if self.average not in ("items", "parts"):
             raise UserError(f"benchmark {self.name}: average={self.average!r} must be 'items' or 'parts'")
+        # They become paths, of files that are also written (`fetch`).
+        for text in (self.dataset, self.config, *self.parts, *self.splits()):
+            if text.startswith("/") or ".." in text.split("/"):
+                raise UserError(f"benchmark {self.name}: {text!r} would leave the data folder; give a plain name")
 
     def expand(self) -> list[Part]:
         """The lm-eval tasks behind this benchmark, in the order of `parts`."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from moh_llm import __version__
+from moh_llm.evaluation.kept import file_name
 
 pytest.importorskip("lm_eval")
 
@@ -178,3 +179,10 @@ def test_other_data_is_scored_anew(
     score({"model": str(tiny_llama)}, load_suite(str(tmp_path / "own.yaml")), limit=2, kept=kept, say=said.append)
     assert calls[3:] == ["Stories"]
     assert "model: Stories is scored anew: its data differ" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("..", "_"), (".hidden", "_hidden"), ("a/../b", "a_.._b"), ("v1.5", "v1.5")]
+)
+def test_names_stay_below_their_folder(name: str, expected: str) -> None:
+    assert file_name(name) == expected

@@ -4,7 +4,7 @@ import pytest
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.converters import load_sources
-from moh_llm.evaluation.suite import known_suites, load_suite
+from moh_llm.evaluation.suite import Benchmark, known_suites, load_suite
 
 
 def test_known_suites() -> None:
@@ -131,3 +131,13 @@ def test_bad_suites_are_named(tmp_path: Path, old: str, new: str, message: str) 
     path.write_text(GOOD.replace(old, new))
     with pytest.raises(UserError, match=message):
         load_suite(str(path))
+
+
+@pytest.mark.parametrize(
+    "field", [{"config": "../x"}, {"dataset": "/etc"}, {"parts": ["a/../.."]}, {"eval_split": ".."}]
+)
+def test_names_that_leave_the_data_folder_are_refused(field: dict) -> None:
+    plain = {"name": "n", "shots": 0, "metric": "acc", "task": "t", "dataset": "d", "config": "c", "eval_split": "s"}
+    Benchmark(**plain, items=1, stock="x.yaml")
+    with pytest.raises(UserError, match="would leave the data folder"):
+        Benchmark(**(plain | field), items=1, stock="x.yaml")
