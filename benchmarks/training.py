@@ -168,7 +168,6 @@ def against_trainer(config: TrainConfig, args: argparse.Namespace, scratch: str)
         max_steps=args.rounds + 1,
         weight_decay=0.1,
         adam_beta2=0.95,
-        optim="adamw_torch",
         max_grad_norm=1.0,
         report_to=[],
         save_strategy="no",

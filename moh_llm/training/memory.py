@@ -30,7 +30,7 @@ from torch import nn
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.networks import add_lora, trained_weights
-from moh_llm.training.token_losses import CHUNK_POSITIONS
+from moh_llm.training.token_losses import chunk_positions
 
 STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
@@ -236,22 +236,24 @@ def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision)
 
     Hidden states of student and teacher and their gradient; the float32 gradient of the head's
     weight, if it is trained; copies of the heads under autocast. On top either the logits of a
-    chunk of positions, in 4 float32 tensors with a teacher, in 2 without, or a product with the
-    size of the head's weight, whichever is more.
+    chunk of positions, in 3 float32 tensors with a teacher, in 2 without, and as the product left
+    them, or a product with the size of the head's weight, whichever is more.
     """
     c, s = precision.products, precision.stream
     tokens = config.data.micro_batch_size * config.data.block_length
     head = model.hidden_size * model.vocab_size
     states = tokens * model.hidden_size
-    chunk = min(tokens, CHUNK_POSITIONS) * model.vocab_size
+    positions = chunk_positions(model.vocab_size)
+    chunk, earlier = min(tokens, positions) * model.vocab_size, tokens > positions
     trained, teacher = config.lora is None, has_teacher(config)
-    fixed = 2 * s * states + (precision.teacher * states if teacher else 0) + (4 * head if trained else 0)
+    gradient = 4 * head if trained else 0  # of the head's weight; each chunk makes one and adds it to the first
+    fixed = 2 * s * states + (precision.teacher * states if teacher else 0)
     if precision.casts:
         fixed += c * head * (2 if teacher and config.lora is not None else 1)
-    rounded = c if c < 4 else 0  # the gradient of the logits, where that is a tensor of its own
-    product = ((12 if teacher else 4) + rounded) * chunk + (c * head if trained else 0)
-    in_chunk = max((16 if teacher else 8) * chunk, product)
-    return fixed + max(in_chunk, s * (head + states) if trained else 0)
+    rounded = c if c < 4 else 0  # logits and their gradient as products take and give them, where those are no float32
+    softmax = ((12 if teacher else 8) + rounded) * chunk + gradient * earlier
+    product = ((12 if teacher else 4) + rounded) * chunk + gradient * (1 + earlier) + (rounded * head if trained else 0)
+    return fixed + max(softmax, product, gradient + s * (head + states) if trained else 0)
 
 
 def has_teacher(config: TrainConfig) -> bool:

@@ -8,9 +8,14 @@ states and of the head's weight, which are what is kept for the backward pass.
 import torch
 import torch.nn.functional as F
 
-# Positions whose logits are held at once, in a few float32 tensors. Fewer would cost time: each chunk adds to the
-# whole gradient of the head's weight.
-CHUNK_POSITIONS = 512
+# Logits held at once, in a few float32 tensors of 256 MiB each. Fewer would cost time: each chunk adds to the whole
+# gradient of the head's weight.
+CHUNK_LOGITS = 2**26
+
+
+def chunk_positions(vocabulary: int) -> int:
+    """Positions whose logits are held at once: 523 for LLaMA 3's vocabulary."""
+    return max(1, CHUNK_LOGITS // vocabulary)
 
 
 def token_losses(
@@ -51,8 +56,9 @@ def comparison_sums(
     Arguments are those of `token_losses`; without a teacher the last three are zero.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=hidden.device)
-    for first in range(0, len(hidden), CHUNK_POSITIONS):
-        rows = slice(first, first + CHUNK_POSITIONS)
+    size = chunk_positions(len(weight))
+    for first in range(0, len(hidden), size):
+        rows = slice(first, first + size)
         own = F.linear(hidden[rows], weight).float().log_softmax(-1)
         sums[0] += F.nll_loss(own, targets[rows], reduction="sum")
         if teacher_hidden is not None and teacher_weight is not None:
@@ -71,37 +77,36 @@ class _TokenLosses(torch.autograd.Function):
         exact = torch.promote_types(dtype, torch.float32)
         head = weight.to(dtype)
         teacher_head = None if teacher_weight is None else teacher_weight.to(dtype)
-        of_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        of_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        of_weight = None
         task, cross_entropy = hidden.new_zeros((), dtype=exact), hidden.new_zeros((), dtype=exact)
+        size = chunk_positions(len(weight))
         with torch.autocast(device, enabled=False):
-            for first in range(0, len(hidden), CHUNK_POSITIONS):
-                last = first + CHUNK_POSITIONS
-                states = hidden[first:last].to(dtype)
-                logits = (states @ head.T).to(exact)
-                normaliser = logits.logsumexp(-1, keepdim=True)
-                picked = targets[first:last, None]
-                nats = (normaliser - logits.gather(-1, picked)).sum()
+            for first in range(0, len(hidden), size):
+                last = first + size
+                states, picked = hidden[first:last].to(dtype), targets[first:last, None]
+                own = F.log_softmax(states @ head.T, -1, dtype=exact)
+                nats = -own.gather(-1, picked).sum()
                 cross_entropy += nats
                 if teacher_hidden is None:
                     task += nats
-                    gradient = logits.sub_(normaliser).exp_()
+                    gradient = own.exp_()
                     gradient.scatter_add_(-1, picked, -torch.ones_like(picked, dtype=exact))
                 else:
-                    teacher = (teacher_hidden[first:last].to(dtype) @ teacher_head.T).to(exact)
-                    if temperature != 1.0:
-                        logits, teacher = logits.div_(temperature), teacher.div_(temperature)
-                        normaliser = logits.logsumexp(-1, keepdim=True)
-                    logits -= normaliser
-                    teacher -= teacher.logsumexp(-1, keepdim=True)
+                    teacher = F.log_softmax(teacher_hidden[first:last].to(dtype) @ teacher_head.T, -1, dtype=exact)
+                    if temperature != 1.0:  # softmax forgets what was subtracted: log-probabilities serve as logits
+                        own, teacher = (F.log_softmax(each.div_(temperature), -1) for each in (own, teacher))
                     wanted = teacher.exp()
-                    task += temperature**2 * torch.einsum("nv,nv->", wanted, teacher - logits)
-                    gradient = logits.exp_().sub_(wanted).mul_(temperature)
+                    task += temperature**2 * torch.einsum("nv,nv->", wanted, teacher.sub_(own))
+                    gradient = own.exp_().sub_(wanted).mul_(temperature)
                 gradient = gradient.to(dtype)
                 if of_hidden is not None:
                     of_hidden[first:last] = gradient @ head
-                if of_weight is not None:
-                    of_weight += gradient.T @ states
+                if ctx.needs_input_grad[1]:
+                    part = (gradient.T @ states).to(exact)
+                    of_weight = part if of_weight is None else of_weight.add_(part)
+        if of_weight is None and ctx.needs_input_grad[1]:
+            of_weight = torch.zeros_like(weight)  # not one position
         ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
         ctx.mark_non_differentiable(cross_entropy)
         return task, cross_entropy

@@ -178,7 +178,7 @@ def test_the_highest_point_of_a_pass_is_estimated(shape, vocabulary, objective, 
 @pytest.mark.parametrize("objective", [CROSS_ENTROPY, ObjectiveConfig()], ids=["cross-entropy", "distillation"])
 @pytest.mark.parametrize("length", [4, 512])
 def test_the_loss_is_estimated_where_it_is_most_of_the_memory(length, objective):
-    model = make_model(vocab_size=8000, hidden_size=256, num_hidden_layers=1)
+    model = make_model(vocab_size=10_000, hidden_size=256, num_hidden_layers=1)
     recipe = make_recipe(length, 1, objective=objective)
     sizes, numbers = Sizes.of(recipe, model), Precision.of(recipe, "one")
     kept, backward = activation_bytes(recipe, model, sizes, numbers)

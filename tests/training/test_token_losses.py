@@ -30,7 +30,7 @@ def plain(hidden, head, targets, other=None, other_head=None, temperature=1.0) -
 @pytest.mark.parametrize("chunk", [1, 8, 512])
 @pytest.mark.parametrize(("with_teacher", "temperature"), [(False, 1.0), (True, 1.0), (True, 2.5)])
 def test_losses_and_gradients_are_the_plain_ones(monkeypatch, chunk, with_teacher, temperature):
-    monkeypatch.setattr(module, "CHUNK_POSITIONS", chunk)
+    monkeypatch.setattr(module, "chunk_positions", lambda vocabulary: chunk)
     hidden, head, targets, *teacher = made()
     given = (*teacher, temperature) if with_teacher else ()
     mine, wanted = token_losses(hidden, head, targets, *given), plain(hidden, head, targets, *given)
