@@ -1,16 +1,21 @@
 """`moh-llm evaluate`: score models, and the base beside them, on a frozen suite of benchmarks.
 
-Under `accelerate launch` or torchrun the items are shared out over the processes. What an interrupted run
-had finished lies in OUTPUT.partial; the same command takes it up.
+Then it looks at what the heads of MoH models did on the benchmarks' text. Under `accelerate launch` or
+torchrun the items are shared out over the processes. What an interrupted run had scored lies in
+OUTPUT.partial; the same command takes it up.
 """
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moh_llm.errors import UserError
+
 if TYPE_CHECKING:
     from moh_llm.evaluation.kept import Kept
+    from moh_llm.reporting.runs import TrainingRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write every item's prompt, responses and score to samples/MODEL/BENCHMARK.jsonl in the output",
     )
     parser.add_argument(
+        "--no-analysis",
+        dest="analysis",
+        action="store_false",
+        help="scores only: leave out what the heads did on the benchmarks' text",
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         default=Path("out/report"),
@@ -62,13 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score, write the report, print its table. Returns 1 when a benchmark failed, else 0."""
+    """Score, analyse, write the report, print its table. Returns 1 when a benchmark failed, else 0."""
     # lm-eval draws a bar for each task's prompts, 57 of them for MMLU; the bars over requests stay.
     os.environ.setdefault("TQDM_DISABLE", "1")
     from moh_llm.evaluation.models import check_model, label_models
     from moh_llm.evaluation.suite import load_suite
     from moh_llm.evaluation.tasks import check_data, require_lm_eval
     from moh_llm.files import check_output_folder
+    from moh_llm.reporting.libraries import require_report_libraries
 
     # What can be refused is refused before anything slow begins.
     suite = load_suite(args.suite)
@@ -76,10 +88,12 @@ def run(args: argparse.Namespace) -> int:
     check_output_folder(args.output, args.overwrite, [path for path in (*models.values(), args.data_dir) if path])
     check_data(suite, args.data_dir)
     require_lm_eval()
+    require_report_libraries()
     for model in models.values():
         check_model(model)
 
     from moh_llm.evaluation import processes
+    from moh_llm.evaluation.analysis import analyse_models
     from moh_llm.evaluation.kept import Kept
     from moh_llm.evaluation.report import build_report
     from moh_llm.evaluation.runner import score
@@ -98,34 +112,62 @@ def run(args: argparse.Namespace) -> int:
             kept=kept,
             log_samples=args.log_samples,
         )
+        # The first process alone; the others wait, for a launcher ends all of them when one ends with an error.
+        analysis = team.share(
+            lambda: analyse_models(models, suite, args.data_dir, args.device, args.dtype, _say) if args.analysis else {}
+        )
     finally:
         processes.leave()
     report = build_report(
         suite, scores, args.limit, args.batch_size, args.data_dir, args.command_line, processes=team.size
     )
+    report["analysis"] = analysis
     if team.rank == 0:
         _write(args, report, kept)
     return 1 if report["errors"] else 0
 
 
 def _write(args: argparse.Namespace, report: dict[str, Any], kept: "Kept") -> None:
-    """Write the report and print its page. What was kept goes, unless a benchmark is still to be scored."""
-    from moh_llm.evaluation.report import add_samples, write_report
+    """Write the report and print its page. What was kept goes, unless a benchmark or an analysis failed."""
+    from moh_llm.evaluation.report import add_samples
     from moh_llm.files import new_folder
+    from moh_llm.reporting.report import write_report
 
+    runs = _runs_behind(report)
     with new_folder(args.output, args.overwrite) as folder:
         if args.log_samples:
             add_samples(folder, report, kept)
-        write_report(folder, report)
+        write_report(folder, runs, args.command_line, report)
     print((args.output / "report.md").read_text(encoding="utf-8"))
-    print(f"report: {args.output / 'report.md'} and report.json")
-    if not report["errors"]:
+    print(f"report: {args.output / 'report.html'}, report.md and report.json")
+    failed = {label: record["error"] for label, record in report["analysis"].items() if "error" in record}
+    for label, error in failed.items():
+        print(f"the analysis of {label} failed, its scores stand: {error}")
+    if not report["errors"] and not failed:
         kept.remove()
     elif kept.folder.is_dir():
+        again = ", ".join(dict.fromkeys(error["benchmark"] for error in report["errors"]))
         print(
-            f"what was scored is kept in {kept.folder}: the same command with --overwrite scores only "
-            f"{', '.join(dict.fromkeys(error['benchmark'] for error in report['errors']))} again"
+            f"what was scored is kept in {kept.folder}: the same command with --overwrite "
+            + (f"scores only {again} again" if again else "repeats the analysis only")
         )
+
+
+def _runs_behind(report: dict[str, Any]) -> "list[TrainingRun]":
+    """The training runs that made the models; one that cannot be read is named and left out."""
+    from moh_llm.reporting.evaluations import models_of, runs_behind
+    from moh_llm.reporting.runs import read_runs
+
+    folders = runs_behind(models_of(report))
+    try:
+        return read_runs(folders) if folders else []
+    except UserError as error:
+        _say(f"the report goes without the curves of {', '.join(map(str, folders))}: {error}")
+        return []
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _positive(text: str) -> int:

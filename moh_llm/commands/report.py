@@ -1,53 +1,97 @@
-"""``moh-llm report RUN ...``: the curves and figures of training runs, as a page with pictures."""
+"""`moh-llm report FOLDER ...`: evaluations and training runs on one page, and a check against a baseline."""
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moh_llm.errors import UserError
+
+if TYPE_CHECKING:
+    from moh_llm.reporting.runs import TrainingRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run of moh-llm train")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to make (default, for one RUN: RUN/report)")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="made by moh-llm evaluate or moh-llm train, in any mix"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder to make (default, for one FOLDER: FOLDER/report)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it is not empty")
+    parser.add_argument(
+        "--baseline", type=Path, metavar="DIR", help="an earlier evaluation: exit 1 where a model fell behind it"
+    )
+    parser.add_argument(
+        "--max-drop",
+        type=float,
+        metavar="POINTS",
+        help="how far the average may fall below the baseline's (default: 0.5)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the report. Returns the exit status; raises `UserError` for bad input."""
+    """Write the report. Returns 1 where a model fell behind the baseline, else 0; raises UserError."""
     from moh_llm.files import check_output_folder, new_folder
+    from moh_llm.reporting.evaluations import models_of, names_of, runs_behind
+    from moh_llm.reporting.libraries import require_report_libraries
     from moh_llm.reporting.runs import read_runs
 
-    if args.output is None and len(args.runs) > 1:
-        raise UserError(f"{len(args.runs)} runs have no common folder for the report; name one with --output")
-    output = args.output or args.runs[0] / "report"
-    runs = read_runs(args.runs)
+    if args.output is None and len(args.folders) > 1:
+        raise UserError(f"{len(args.folders)} folders have no common place for the report; name one with --output")
+    evaluations = [folder for folder in args.folders if _is_evaluation(folder)]
+    folders = [folder for folder in args.folders if folder not in evaluations]
+    record, drops = None, []
+    if args.max_drop is not None and args.baseline is None:
+        raise UserError(f"--max-drop {args.max_drop:g} has nothing to compare with; name an evaluation with --baseline")
+    if args.baseline is not None and not evaluations:
+        raise UserError(
+            f"--baseline {args.baseline}: no evaluation among {', '.join(map(str, args.folders))} to compare with it"
+        )
+    if evaluations:
+        from moh_llm.evaluation.compare import check_regression, merge, read_evaluation
+
+        read = [read_evaluation(folder) for folder in evaluations]
+        record = merge(dict(zip(names_of(evaluations), read, strict=True)))
+        folders += runs_behind(models_of(record), folders)
+        if args.baseline is not None:
+            allowed = 0.5 if args.max_drop is None else args.max_drop
+            drops = check_regression(record, read_evaluation(args.baseline), allowed)
+    runs = read_runs(folders) if folders else []
+    output = args.output or args.folders[0] / "report"
     # A run that goes on gets many reports in its own folder.
     overwrite = args.overwrite or (args.output is None and _is_ours(output))
-    kept = [folder / name for folder in args.runs for name in ("run.json", "log.jsonl", "model", "checkpoints")]
-    check_output_folder(output, overwrite, kept)
-    _require_matplotlib()
+    check_output_folder(output, overwrite, [*_read_from(args, runs)])
+    require_report_libraries()
 
     from moh_llm.reporting.report import write_report
 
     with new_folder(output, overwrite) as folder:
-        report = write_report(folder, runs, args.command_line)
-    print(f"report: {output / 'report.md'}, report.json and {len(report['pictures'])} pictures")
-    return 0
+        written = write_report(folder, runs, args.command_line, record)
+    print(f"report: {output / 'report.html'}, {', '.join(written)}")
+    for drop in drops:
+        print(f"WORSE than {args.baseline}: {drop}")
+    return 1 if drops else 0
+
+
+def _is_evaluation(folder: Path) -> bool:
+    """Whether a folder is one of `moh-llm evaluate`; a run is none, whatever reports lie in it."""
+    return (folder / "report.json").is_file() and not (folder / "run.json").is_file()
+
+
+def _read_from(args: argparse.Namespace, runs: "list[TrainingRun]") -> list[Path]:
+    """What the output folder must not replace."""
+    inputs = [args.baseline] if args.baseline else []
+    for folder in args.folders:
+        names = ("run.json", "log.jsonl", "model", "checkpoints", "report.json")
+        inputs += [folder / name for name in names]
+    return [*inputs, *(run.folder for run in runs if run.folder not in args.folders)]
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder is a report that this command made."""
+    """Whether a folder is a report of training runs that this command made."""
     from moh_llm.files import read_json
 
-    record = folder / "report.json"
-    return record.is_file() and "comparison" in read_json(record)
-
-
-def _require_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        raise UserError('the report needs matplotlib: pip install "moh-llm[report]"') from error
+    place = folder / "report.json"
+    found: Any = read_json(place) if place.is_file() else None
+    return isinstance(found, dict) and "comparison" in found

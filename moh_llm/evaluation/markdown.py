@@ -1,14 +1,17 @@
-"""The report's page: one table, and below it everything a reader must know before quoting a number."""
+"""The report's page: a verdict, one table, and below it everything a reader must know before quoting a number."""
 
 from typing import Any
+
+from moh_llm.evaluation.verdict import base_of, compared_models, verdict
 
 Record = dict[str, Any]
 
 
 def to_markdown(report: Record) -> str:
-    """The page for a record made by `build_report`."""
-    parts = [f"# {report['suite']['title']}", _models(report), *_warnings(report), _table(report), *_footnotes(report)]
-    return "\n\n".join(parts) + "\n"
+    """The page for a record made by `build_report` or `merge`."""
+    verdicts = [f"**{verdict(report, label)}**" for label in compared_models(report)]
+    parts = [f"# {report['suite']['title']}", *verdicts, _models(report), *_warnings(report), _table(report)]
+    return "\n\n".join([*parts, *_footnotes(report)]) + "\n"
 
 
 def _models(report: Record) -> str:
@@ -19,6 +22,8 @@ def _models(report: Record) -> str:
             f"{key} {heads[key]}" for key in ("num_shared_heads", "num_active_heads", "router_type") if key in heads
         ]
         facts = [about.get("model_type", ""), *known, about["dtype"], f"context {about['context']}"]
+        if (base := base_of(report, label)) not in (None, "base"):
+            facts.append(f"compared with {base}")
         lines.append(f"- {label}: `{about['model']}` ({', '.join(fact for fact in facts if fact)})")
         if about["weights_sha256"]:
             lines.append(f"  - weights: SHA-256 {about['weights_sha256']}")
@@ -50,29 +55,30 @@ def _table(report: Record) -> str:
     labels = list(report["models"])
     columns = report["suite"]["columns"]
     head = ["benchmark", "shots", "metric", "items"]
+    compared = {label: base_of(report, label) is not None for label in labels}
     for label in labels:
         head.append(label)
-        if label != "base" and "base" in labels:
+        if compared[label]:
             head += ["delta", "recovery %"]
     head += [f"paper: {column}" for column in columns]
     body = []
     for row in report["benchmarks"]:
         mark = " *" if row["note"] else ""
         items = next((str(row[label]["items"]) for label in labels if label in row), "-")
-        body.append([row["name"], str(row["shots"]), row["metric"] + mark, items, *_cells(row, labels, columns)])
+        body.append([row["name"], str(row["shots"]), row["metric"] + mark, items, *_cells(row, compared, columns)])
     average = report["average"]
     over = "average" if average["over"] == average["of"] else f"average of {average['over']} of {average['of']}"
-    body.append([f"**{over}**", "", "", "", *_cells(average, labels, columns)])
+    body.append([f"**{over}**", "", "", "", *_cells(average, compared, columns)])
     rules = ["---", "---:", "---", *["---:"] * (len(head) - 3)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rules, *body])
 
 
-def _cells(row: Record, labels: list[str], columns: list[str]) -> list[str]:
-    """The figures of one row, from the first model to the published columns."""
+def _cells(row: Record, compared: dict[str, bool], columns: list[str]) -> list[str]:
+    """The figures of one row, from the first model to the published columns; ``compared``: whether it has a base."""
     cells = []
-    for label in labels:
+    for label, has_base in compared.items():
         cells.append(_figure(row.get(label)))
-        if label != "base" and "base" in labels:
+        if has_base:
             figures = row.get(label, {})
             cells += [_figure(figures.get("delta"), "+"), _number(figures.get("recovery"))]
     return cells + [_number(row["published"].get(column)) for column in columns]
@@ -96,6 +102,11 @@ def _footnotes(report: Record) -> list[str]:
         "Figures are in percent; ± is one standard error (none for a single item). The delta's is that of the "
         "differences on the same items. The average counts every benchmark alike."
     ]
+    if any(base_of(report, label) for label in report["models"]):
+        notes[0] += (
+            " The recovery's interval is 1.96 standard errors to either side, by the delta method from the errors of "
+            "both averages and of their difference: it stands for the choice of items, not of benchmarks."
+        )
     inferred = [f"- {row['name']}: {row['note']}" for row in rows if row["note"]]
     if inferred:
         notes.append("\\* The metric is inferred, not stated by the paper:\n\n" + "\n".join(inferred))

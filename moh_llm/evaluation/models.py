@@ -28,7 +28,20 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vo
 _SETTINGS = ("config.json", "generation_config.json", *_TOKENIZERS, "special_tokens_map.json", "added_tokens.json")
 # Names that mean something else in a report, or nothing.
 TAKEN_LABELS = {
-    *("base", "model", "delta", "recovery", "over", "of", "name", "shots", "metric", "dataset", "revision"),
+    *(
+        "base",
+        "model",
+        "delta",
+        "recovery",
+        "recovery_interval",
+        "over",
+        "of",
+        "name",
+        "shots",
+        "metric",
+        "dataset",
+        "revision",
+    ),
     *("eval_split", "fewshot_split", "items_in_full", "note", "published"),
 }
 

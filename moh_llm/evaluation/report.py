@@ -1,4 +1,4 @@
-"""The report of an evaluation: a plain record (JSON) and a page to read (Markdown). Figures are in percent."""
+"""The record of an evaluation, ready for JSON. Figures are in percent."""
 
 import datetime
 import shutil
@@ -7,15 +7,16 @@ from typing import Any
 
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.kept import Kept, file_name
-from moh_llm.evaluation.markdown import to_markdown
 from moh_llm.evaluation.models import describe_model
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import SEEDS, Score
 from moh_llm.evaluation.suite import Benchmark, Suite
 from moh_llm.evaluation.tasks import installed_versions
-from moh_llm.files import write_json, write_text
 
 Record = dict[str, Any]
+
+# Standard errors to either side that hold 95 % of a normal distribution.
+_NORMAL_95 = 1.96
 
 
 def build_report(
@@ -34,11 +35,13 @@ def build_report(
     """
     rows = [_row(benchmark, scores, from_hub=suite.data_folder(data_dir) is None) for benchmark in suite.benchmarks]
     source = "Hugging Face Hub" if data_dir is None else str(data_dir)
+    bases = {label: "base" if "base" in scores and label != "base" else None for label in scores}
+    published = {column: suite.published_average(column) for column in suite.columns}
     return {
         "suite": {"name": suite.name, "title": suite.title, "columns": list(suite.columns)},
-        "models": {label: _about(result) for label, result in scores.items()},
+        "models": {label: {**_about(result), "compared_with": bases[label]} for label, result in scores.items()},
         "benchmarks": rows,
-        "average": _average(suite, rows, list(scores)),
+        "average": average_record(rows, bases, published),
         "errors": [
             {"model": label, "benchmark": name, "error": error}
             for label, result in scores.items()
@@ -54,12 +57,6 @@ def build_report(
         "command": command,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def write_report(folder: Path, report: Record) -> None:
-    """Write ``report.json`` and ``report.md`` into ``folder``."""
-    write_json(folder / "report.json", report)
-    write_text(folder / "report.md", to_markdown(report))
 
 
 def add_samples(folder: Path, report: Record, kept: Kept) -> None:
@@ -97,13 +94,14 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
         row[label] = _figures(result)
         if label != "base" and "base" in found:
             row[label]["delta"] = _value_and_error(statistics.difference(result.strata, found["base"].strata))
-            row[label]["recovery"] = _recovery(row[label]["value"], row["base"]["value"])
+            row[label] |= _recovery(row[label], row["base"])
     return _with_single_delta(row)
 
 
 def _with_single_delta(row: Record) -> Record:
     """``row`` with the difference of a single model beside it, too, where records of one model have it."""
-    return row | {key: row["model"][key] for key in ("delta", "recovery") if key in row.get("model", {})}
+    keys = ("delta", "recovery", "recovery_interval")
+    return row | {key: row["model"][key] for key in keys if key in row.get("model", {})}
 
 
 def _figures(result: Score) -> Record:
@@ -123,19 +121,24 @@ def _value_and_error(strata: statistics.Strata) -> Record:
     return {"value": 100 * statistics.mean(strata), "stderr": None if error is None else 100 * error}
 
 
-def _average(suite: Suite, rows: list[Record], labels: list[str]) -> Record:
-    """Plain mean over the benchmarks that every model has a score on; the paper's columns over all of theirs."""
-    complete = [row for row in rows if all(label in row for label in labels)]
-    average: Record = {
-        "over": len(complete),
-        "of": len(rows),
-        "published": {column: suite.published_average(column) for column in suite.columns},
-    }
-    for label in labels if complete else ():
-        average[label] = _plain_mean([row[label] for row in complete])
-        if label != "base" and "base" in labels:
-            average[label]["delta"] = _plain_mean([row[label]["delta"] for row in complete])
-            average[label]["recovery"] = _recovery(average[label]["value"], average["base"]["value"])
+def average_record(rows: list[Record], bases: dict[str, str | None], published: dict[str, float | None]) -> Record:
+    """Plain mean over the benchmarks that every model has a score on, with its difference where it has a base.
+
+    ``bases``: for each model's label that of its base, or None. ``published``: the averages of the published
+    columns, which are over all of theirs.
+    """
+    complete = [
+        row
+        for row in rows
+        if all(label in row and (base is None or "delta" in row[label]) for label, base in bases.items())
+    ]
+    average: Record = {"over": len(complete), "of": len(rows), "published": published}
+    if complete:
+        average |= {label: _plain_mean([row[label] for row in complete]) for label in bases}
+        for label, base in bases.items():
+            if base is not None:
+                average[label]["delta"] = _plain_mean([row[label]["delta"] for row in complete])
+                average[label] |= _recovery(average[label], average[base])
     return _with_single_delta(average)
 
 
@@ -147,9 +150,18 @@ def _plain_mean(figures: list[Record]) -> Record:
     }
 
 
-def _recovery(model: float, base: float) -> float | None:
-    """Model / base in percent, or None where the base scored nothing."""
-    return 100 * model / base if base > 0 else None
+def _recovery(model: Record, base: Record) -> Record:
+    """Model / base in percent with its 95 % interval; None where the base scored nothing or an error is unknown.
+
+    ``model`` holds its ``delta`` already.
+    """
+    recovery = 100 * model["value"] / base["value"] if base["value"] > 0 else None
+    error = statistics.recovery_error(
+        model["value"], base["value"], model["stderr"], base["stderr"], model["delta"]["stderr"]
+    )
+    if recovery is None or error is None:
+        return {"recovery": recovery, "recovery_interval": None}
+    return {"recovery": recovery, "recovery_interval": [recovery - _NORMAL_95 * error, recovery + _NORMAL_95 * error]}
 
 
 def _rate(items: int, seconds: float) -> float | None:

@@ -58,6 +58,28 @@ def plain_mean_error(errors: Sequence[float | None]) -> float | None:
     return math.sqrt(sum(error**2 for error in known)) / len(known)
 
 
+def recovery_error(
+    model: float, base: float, model_error: float | None, base_error: float | None, difference_error: float | None
+) -> float | None:
+    """Standard error in percent of the recovery 100 m/b, for scores of the same items, by the delta method.
+
+    With r = m/b and the standard errors s_m, s_b of the two scores and s_d of their paired difference:
+
+        cov(m, b) = (s_m^2 + s_b^2 - s_d^2) / 2
+        var(m/b)  ~ (s_m^2 + r^2 s_b^2 - 2 r cov(m, b)) / b^2
+
+    All five in one unit, whichever. It holds for plain means over independent benchmarks, too. None where an error
+    is unknown or ``base`` is not above 0.
+    """
+    if model_error is None or base_error is None or difference_error is None or base <= 0:
+        return None
+    ratio = model / base
+    covariance = (model_error**2 + base_error**2 - difference_error**2) / 2
+    variance = (model_error**2 + ratio**2 * base_error**2 - 2 * ratio * covariance) / base**2
+    # Rounding may leave a little less than nothing.
+    return 100 * math.sqrt(max(variance, 0.0))
+
+
 def _squares(values: list[float]) -> float:
     centre = sum(values) / len(values)
     return sum((value - centre) ** 2 for value in values)

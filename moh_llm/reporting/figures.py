@@ -13,14 +13,14 @@ from moh_llm.reporting.health import draw_layers, draw_load
 from moh_llm.reporting.runs import TrainingRun
 
 # Per key of the log a panel's title and what its y axis says.
-_LOSSES = {
+LOSSES = {
     "loss": ("Loss that is minimised", "loss"),
     "kl": ("KL to the base", "nats per token"),
     "cross_entropy": ("Cross-entropy", "nats per token"),
     "balance_loss": ("Load-balance loss", "per block"),
     "layer_distance": ("Layers' squared distance to the base's", "relative to their size"),
 }
-_SETTINGS = {
+SETTINGS = {
     "learning_rate": ("Learning rate", "learning rate"),
     "router_learning_rate": ("Learning rate of the routers", "learning rate"),
     "gradient_norm": ("Gradient before clipping", "l2 norm"),
@@ -66,12 +66,12 @@ def draw(folder: Path, groups: Sequence[Group]) -> list[Picture]:
 
 def draw_losses(path: Path, groups: Sequence[Group]) -> bool:
     """Draw each term of the loss against tokens; False where the logs have no step yet."""
-    return _draw_curves(path, groups, _LOSSES, mark_dropped=True)
+    return _draw_curves(path, groups, LOSSES, mark_dropped=True)
 
 
 def draw_settings(path: Path, groups: Sequence[Group]) -> bool:
     """Draw what belongs to the steps but is no loss; False where the logs have no step yet."""
-    return _draw_curves(path, groups, _SETTINGS, mark_dropped=False)
+    return _draw_curves(path, groups, SETTINGS, mark_dropped=False)
 
 
 def draw_scores(path: Path, groups: Sequence[Group]) -> bool:

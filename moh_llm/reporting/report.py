@@ -1,4 +1,7 @@
-"""The report of some training runs: a plain record (JSON), a page to read (Markdown) and pictures. Needs matplotlib."""
+"""The report of evaluations and training runs: one HTML file, the same in Markdown and JSON, and pictures.
+
+Needs matplotlib and jinja2.
+"""
 
 import datetime
 from collections.abc import Sequence
@@ -6,23 +9,44 @@ from importlib.metadata import version
 from pathlib import Path
 
 from moh_llm import __version__
+from moh_llm.evaluation.markdown import to_markdown as evaluation_markdown
 from moh_llm.files import write_json, write_text
 from moh_llm.reporting.figures import draw
-from moh_llm.reporting.groups import compare, differences, group_runs, same_held_out_text
+from moh_llm.reporting.groups import Group, compare, differences, group_runs, same_held_out_text
 from moh_llm.reporting.page import to_markdown
 from moh_llm.reporting.runs import Record, TrainingRun, summarise
+from moh_llm.reporting.web.page import to_html
 
 
-def write_report(folder: Path, runs: Sequence[TrainingRun], command: str) -> Record:
-    """Write ``report.md``, ``report.json`` and the pictures into ``folder``; returns the record.
+def write_report(
+    folder: Path, runs: Sequence[TrainingRun], command: str, evaluation: Record | None = None
+) -> list[str]:
+    """Write ``report.html``, ``report.md``, ``report.json`` and the runs' pictures into ``folder``.
 
     Args:
         folder: an empty one.
-        runs: what `read_runs` returned.
+        runs: what `read_runs` returned; may be empty where there is an evaluation.
         command: the line that repeats the report.
+        evaluation: a record made by `build_report` or `merge`. Then ``report.json`` holds it, with what
+            there is of the runs under ``training``.
+
+    Returns:
+        What was written beside the page, in words.
     """
-    groups = group_runs(runs)
-    report = {
+    groups = group_runs(runs) if runs else []
+    training = training_record(folder, runs, groups, command) if runs else None
+    pages = [evaluation_markdown(evaluation)] if evaluation else []
+    pages += [to_markdown(training)] if training else []
+    write_text(folder / "report.md", "\n".join(pages))
+    write_json(folder / "report.json", evaluation | {"training": training} if evaluation else training)
+    write_text(folder / "report.html", to_html(evaluation, groups, command))
+    pictures = [f"{len(training['pictures'])} pictures"] if training else []
+    return ["report.md", "report.json", *pictures]
+
+
+def training_record(folder: Path, runs: Sequence[TrainingRun], groups: Sequence[Group], command: str) -> Record:
+    """Draw the pictures of some runs, in their groups, into ``folder`` and return the record of their figures."""
+    return {
         "runs": [summarise(run) for run in runs],
         "groups": [
             {"name": group.name, "runs": [run.name for run in group.runs], "seeds": [run.seed for run in group.runs]}
@@ -36,6 +60,3 @@ def write_report(folder: Path, runs: Sequence[TrainingRun], command: str) -> Rec
         "command": command,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-    write_json(folder / "report.json", report)
-    write_text(folder / "report.md", to_markdown(report))
-    return report

@@ -10,6 +10,7 @@ from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import read_json
+from moh_llm.reporting.evaluations import names_of
 from moh_llm.training.config import TrainConfig
 
 Record = dict[str, Any]
@@ -93,14 +94,7 @@ def read_runs(folders: Sequence[Path]) -> list[TrainingRun]:
     Raises:
         UserError: a folder is none, is named twice, or holds no run that has begun.
     """
-    places = [folder.resolve() for folder in folders]
-    for index, place in enumerate(places):
-        if place in places[:index]:
-            raise UserError(f"{folders[index]} is named twice; name each run once")
-    length = 1
-    while len({place.parts[-length:] for place in places}) < len(places):
-        length += 1
-    names = ["/".join(place.parts[-length:]) for place in places]
+    names = names_of(folders)
     return [_read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 

@@ -81,3 +81,17 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def analysis(make_model: Callable[..., Path]) -> Line:
+    """The analysis of a tiny MoH model on two texts."""
+    from transformers import AutoTokenizer
+
+    from moh_llm.analysis.record import analyse
+    from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+
+    heads = {"num_shared_heads": 1, "num_active_heads": 3, "router_type": "linear", "num_hidden_layers": 3}
+    folder = make_model(MoHLlamaConfig, max_position_embeddings=256, **heads)
+    model, texts = MoHLlamaForCausalLM.from_pretrained(folder).eval(), {"A": ["Why <b>?"] * 9, "B": ["0 1 2 3"] * 9}
+    return analyse(model, AutoTokenizer.from_pretrained(folder), texts, sentence="Tea & <milk>", tokens_per_text=64)

@@ -1,0 +1,151 @@
+"""All analyses of one model on named texts, such as benchmarks, as one record ready for JSON.
+
+    record = analyse(model, tokenizer, {"SciQ": ["Who wrote ...", ...], "PIQA": [...]})
+
+Its parts are what the other modules return, as plain lists and numbers.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from moh_llm.analysis.cost import flops_by_length, seconds_by_length
+from moh_llm.analysis.heads import head_load, head_load_by_text
+from moh_llm.analysis.rank import feature_rank
+from moh_llm.analysis.scores import QUANTILES, LayerScores, routing_scores
+from moh_llm.analysis.similarity import similarity_table
+from moh_llm.analysis.tokens import token_heads
+from moh_llm.analysis.watch import last_routed_layer
+from moh_llm.data.shards import Shard, TokenStream
+from moh_llm.data.windows import fixed_batches, stack, window
+from moh_llm.errors import UserError
+from moh_llm.metrics import Batch
+from moh_llm.modeling import MoHLlamaForCausalLM
+
+SENTENCE = "When the rain stopped, Anna counted 12 boats on the river and asked why none of them had moved."
+LENGTHS = tuple(2**n for n in range(7, 18))  # tokens: 128 to 131,072
+BINS = 20  # of the histograms in the record: finer ones would be most of it
+_ROW = 512  # tokens
+_ROWS = 4  # of a batch
+_COSTLY_TOKENS = 2048  # of all texts together, where attention weights and eigenvalues are computed
+_LONGEST_TIMED = 1024  # tokens
+_REPEATS = 3
+
+
+def analyse(
+    model: MoHLlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Mapping[str, Sequence[str]],
+    sentence: str = SENTENCE,
+    tokens_per_text: int = 1024,
+    lengths: Sequence[int] = LENGTHS,
+    say: Callable[[str], None] = lambda stage: None,
+) -> dict[str, Any]:
+    """What each function of this package finds, under its name.
+
+    Of each text the first `tokens_per_text` tokens are read, in rows of 512 or of the model's context,
+    each document isolated; a document that is longer than a row loses its beginning. Similarity and
+    feature rank, which are costly, take equal parts of the texts, about 2,048 tokens in all, and
+    state how many.
+
+    Args:
+        model: a MoH model in evaluation mode, where it lies, as it is set.
+        tokenizer: its tokenizer; it adds its special tokens to each document.
+        texts: documents by the name of their text.
+        sentence: what `token_heads` shows.
+        tokens_per_text: the most that is read of a text.
+        lengths: in tokens, for the cost. FLOPs leave out those beyond the model's context, measured
+            seconds those beyond 1,024, too.
+        say: receives the name of each stage as it begins.
+
+    Raises:
+        UserError: a model that is not MoH or has no routed heads, a text without tokens, or a model
+            that does not compute finite numbers.
+    """
+    if not isinstance(model, MoHLlamaForCausalLM):
+        raise UserError(f"a {type(model).__name__} has no heads to choose among: only MoH models are analysed")
+    last_routed_layer(model)  # before anything slow
+    context = model.config.max_position_embeddings
+    row = min(_ROW, context)
+
+    say("tokens of the text")
+    streams = {name: _read(tokenizer, documents, row, tokens_per_text) for name, documents in texts.items()}
+    batches = {name: _batches(stream, row) for name, stream in streams.items()}
+    everything = [batch for text in batches.values() for batch in text]
+    share = max(1, _COSTLY_TOKENS // max(1, len(texts)))
+    few = [batch for stream in streams.values() for batch in _batches(_first(stream, share), row)]
+
+    record: dict[str, Any] = {
+        "texts": {name: len(stream) for name, stream in streams.items()},
+        "layers": len(model.routers),
+        "heads": model.config.num_attention_heads,
+        "num_shared": [router.num_shared for router in model.routers],
+        "num_active": [router.num_active for router in model.routers],
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    say("head load")
+    record["head_load"] = asdict(head_load(model, everything))
+    record["head_load_by_text"] = asdict(head_load_by_text(model, batches))
+    say("routing scores")
+    layers = [_coarse(layer) for layer in routing_scores(model, everything)]
+    record["routing_scores"] = _finite({"quantiles": list(QUANTILES), "bins": BINS, "layers": layers})
+    record["token_heads"] = {"text": sentence, **asdict(token_heads(model, tokenizer, sentence))}
+    say("similarity of heads")
+    tokens = sum(batch["input_ids"].numel() for batch in few)
+    record["similarity"] = _finite({"tokens": tokens, **asdict(similarity_table(model, few))})
+    say("feature rank")
+    record["feature_rank"] = asdict(feature_rank(model, few))
+    say("cost by length")
+    lengths = [length for length in lengths if length <= context]
+    record["flops"] = [asdict(cost) for cost in flops_by_length(model.config, lengths)]
+    timed = [length for length in lengths if length <= _LONGEST_TIMED]
+    record["seconds"] = [asdict(cost) for cost in seconds_by_length(model, timed, _REPEATS)]
+    return record
+
+
+def _read(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], row: int, tokens: int) -> TokenStream:
+    """The first `tokens` tokens of some documents, of each of them at most its last `row`."""
+    pieces: list[np.ndarray] = []
+    for document in documents:
+        if sum(map(len, pieces)) >= tokens:
+            break
+        # Not verbose: it would warn of documents that are longer than the context.
+        ids = tokenizer(document, verbose=False)["input_ids"]
+        # The end holds the question, and the beginning of the next row would lack its context.
+        pieces.append(np.array(ids[-row:], dtype=np.int64))
+    return _first(TokenStream.of([Shard.of(pieces)]), tokens)
+
+
+def _first(stream: TokenStream, tokens: int) -> TokenStream:
+    return stream.part(0, min(tokens, len(stream)))
+
+
+def _batches(stream: TokenStream, row: int) -> list[Batch]:
+    """A whole stream as rows of `row` tokens, and what is left over as one shorter row."""
+    batches = fixed_batches([stream], [1.0], row, len(stream), _ROWS)
+    rest = len(stream) % row
+    return [*batches, stack([window(stream, len(stream) - rest, rest)], rest)] if rest else batches
+
+
+def _coarse(layer: LayerScores) -> dict[str, Any]:
+    """A layer's distributions with histograms of `BINS` bins."""
+    found = asdict(layer)
+    for distribution in filter(None, found.values()):
+        fine = distribution["histogram"]
+        width = len(fine) // BINS
+        distribution["histogram"] = [sum(fine[first : first + width]) for first in range(0, len(fine), width)]
+    return found
+
+
+def _finite(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of the record, which JSON has signs for. Raises UserError for NaN or infinity in it."""
+    try:
+        json.dumps(part, allow_nan=False)
+    except ValueError as error:
+        raise UserError("the model's heads do not give finite numbers; dtype float32 may help") from error
+    return part

@@ -1,0 +1,90 @@
+"""An evaluation in one sentence for each model, and which of a record's columns is whose base."""
+
+from typing import Any
+
+Record = dict[str, Any]
+
+# So many benchmarks are named before "and N more".
+_NAMED = 3
+
+
+def base_of(report: Record, label: str) -> str | None:
+    """The column that ``label`` is compared with, or None where it has no base or is one."""
+    about = report["models"][label]
+    if "compared_with" in about:
+        return about["compared_with"]
+    # Records made before several evaluations could be put side by side: only "base" can be one.
+    return "base" if label != "base" and "base" in report["models"] else None
+
+
+def is_base(report: Record, label: str) -> bool:
+    """Whether ``label`` is the base of some model in ``report``."""
+    return label == "base" or any(base_of(report, other) == label for other in report["models"])
+
+
+def compared_models(report: Record) -> list[str]:
+    """The labels of all models that are no base, in the report's order."""
+    return [label for label in report["models"] if not is_base(report, label)]
+
+
+def verdict(report: Record, label: str) -> str:
+    """One sentence of plain text: what ``label`` keeps of its base's average, or its average where it has no base.
+
+    ``report`` is a record of `build_report` or `merge`. What must be known before the figures are quoted (too few
+    items, missing benchmarks) is part of the sentence.
+    """
+    return f"{_loud_words(report)}{_sentence(report, label)}."
+
+
+def _sentence(report: Record, label: str) -> str:
+    average = report["average"]
+    model, base = average.get(label), base_of(report, label)
+    if model is None:
+        every = " on every model" if len(report["models"]) > 1 else ""
+        return f"{label} has no average: none of {_benchmarks(average['of'])} was scored{every}"
+    if base is None:
+        error = model["stderr"]
+        known = "not known" if error is None else f"{error:.1f}"
+        alone = "" if is_base(report, label) else "; no base was scored with it"
+        return f"{label} averages {model['value']:.1f} % (standard error {known}) {_extent(report)}{alone}"
+    compared = average[base]["value"]
+    if model["recovery"] is None:
+        return (
+            f"{label} averages {model['value']:.1f} % {_extent(report)}; {base} averages {compared:.1f} %, "
+            "so there is no share of it to state"
+        )
+    interval = model.get("recovery_interval")
+    spread = "interval not known" if interval is None else f"95 % interval {interval[0]:.1f} to {interval[1]:.1f} %"
+    return (
+        f"{label} keeps {model['recovery']:.1f} % of {base}'s average "
+        f"({model['value']:.1f} of {compared:.1f}; {spread}) {_extent(report)}"
+    )
+
+
+def _extent(report: Record) -> str:
+    average = report["average"]
+    if average["over"] == average["of"]:
+        return f"on {_benchmarks(average['of'])}"
+    others = ", the others lacking a score" if len(report["models"]) == 1 else ", those that every model has"
+    return f"on only {average['over']} of {_benchmarks(average['of'])}{others}"
+
+
+def _benchmarks(number: int) -> str:
+    return "1 benchmark" if number == 1 else f"{number} benchmarks"
+
+
+def _loud_words(report: Record) -> str:
+    """What comes first, so that nobody quotes the figures without it."""
+    if report["limit"] is not None:
+        return f"ONLY {report['limit']} ITEM{'S' if report['limit'] > 1 else ''} A TASK (--limit): "
+    if not report["partial_data"]:
+        return ""
+    rows = {row["name"]: row for row in report["benchmarks"]}
+    parts = [_part(rows[name], list(report["models"])) for name in report["partial_data"]]
+    more = [f"and {len(parts) - _NAMED} more"] if len(parts) > _NAMED else []
+    return f"ONLY PART OF THE ITEMS ({', '.join(parts[:_NAMED] + more)}): "
+
+
+def _part(row: Record, labels: list[str]) -> str:
+    items = min(row[label]["items"] for label in labels if label in row)
+    return f"{row['name']} {items} of {row['items_in_full']}"

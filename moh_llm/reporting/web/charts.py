@@ -1,0 +1,274 @@
+"""Charts as inline SVG, each with the numbers it shows. Needs matplotlib.
+
+The page's style sheet decides on colours, so that a chart follows the reader's light or dark theme: what
+matplotlib draws in a placeholder colour comes out as a CSS variable.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import matplotlib.style
+from markupsafe import Markup
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from moh_llm.reporting.style import MARKERS, label
+
+Cell = str | float | int | None
+Points = Sequence[tuple[float, float]]
+
+INK, FAINT = "#0a0b01", "#0a0b02"
+# As many as there are colours that colour-blind readers tell apart; more series differ by their dashes.
+SERIES = tuple(f"#0a0c{number:02x}" for number in range(1, 8))
+_VARIABLES = {INK: "--ink", FAINT: "--faint"} | {colour: f"--series-{n}" for n, colour in enumerate(SERIES, start=1)}
+_DASHES = ("-", "--", "-.", ":")
+_MAP = colormaps["cividis"].resampled(20)
+_WIDTH = 4.6  # inches; the page scales charts to their column
+_STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "grid.color": FAINT,
+    "grid.alpha": 0.35,
+    "grid.linewidth": 0.5,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.fonttype": "none",
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture and its table.
+
+    Attributes:
+        name: unique on its page.
+        title: what is shown, with its unit.
+        note: how to read it, and which equation, table or figure it is; may be empty.
+        svg: the picture.
+        head, body: the data behind it.
+    """
+
+    name: str
+    title: str
+    note: str
+    svg: Markup
+    head: list[str]
+    body: list[list[Cell]]
+
+    @property
+    def csv_link(self) -> str:
+        """The table as a `data:` address to download."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.head, *self.body])
+        return "data:text/csv;charset=utf-8," + quote(text.getvalue())
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis says, and whether it is logarithmic (base 2 for lengths of text)."""
+
+    title: str
+    log: int | None = None
+
+
+def line_chart(
+    name: str,
+    title: str,
+    series: Mapping[str, Points],
+    x: Axis,
+    y: Axis,
+    note: str = "",
+    bands: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
+    reference: float | None = None,
+) -> Chart:
+    """Curves over a common axis.
+
+    Args:
+        name, title, note: see `Chart`.
+        series: points (x, y) by name.
+        x, y: the axes.
+        bands: per series (x, low, high), drawn behind its curve.
+        reference: a value to compare with, drawn as a dotted line.
+    """
+    with matplotlib.style.context(["default", _STYLE]):
+        figure, axes = _figure(2.9)
+        many = max(map(len, series.values()), default=0) > 40
+        for number, (key, points) in enumerate(series.items()):
+            look = _look(number)
+            for band in [bands[key]] if bands and key in bands else []:
+                low, high = [row[1] for row in band], [row[2] for row in band]
+                axes.fill_between([row[0] for row in band], low, high, color=look["color"], alpha=0.18, linewidth=0)
+            marker = {} if many else {"marker": MARKERS[number % len(MARKERS)], "markersize": 3.5}
+            axes.plot(*_columns(points), label=label(key), linewidth=1.4, **look, **marker)
+        if reference is not None:
+            axes.axhline(reference, color=INK, linewidth=0.8, linestyle=":", zorder=1)
+        _set_axis(axes, "x", x)
+        _set_axis(axes, "y", y)
+        if len(series) > 1:
+            _legend(figure, axes)
+        svg = _svg(figure, name, title)
+    rows: dict[float, list[Cell]] = {}
+    for number, points in enumerate(series.values()):
+        for at, value in points:
+            rows.setdefault(at, [at, *[None] * len(series)])[1 + number] = value
+    return Chart(name, title, note, svg, [x.title, *series], [rows[at] for at in sorted(rows)])
+
+
+def interval_chart(
+    name: str,
+    title: str,
+    names: Sequence[str],
+    series: Mapping[str, Sequence[tuple[float, float | None] | None]],
+    unit: str,
+    note: str = "",
+    zero: bool = False,
+) -> Chart:
+    """A row for each name and in it each series' value with its 95 % interval.
+
+    Args:
+        name, title, note: see `Chart`.
+        names: of the rows, from above.
+        series: per name (value, standard error), or None where there is none.
+        unit: of the values.
+        zero: whether to draw the line of no difference.
+    """
+    with matplotlib.style.context(["default", _STYLE]):
+        figure, axes = _figure(0.9 + (0.16 + 0.1 * len(series)) * len(names))
+        for number, (key, values) in enumerate(series.items()):
+            shift = 0.6 * (number + 0.5) / len(series) - 0.3
+            known = [(row, *value) for row, value in enumerate(values) if value is not None]
+            axes.errorbar(
+                [value for _, value, _ in known],
+                [row + shift for row, _, _ in known],
+                xerr=[1.96 * (error or 0) for _, _, error in known],
+                fmt=MARKERS[number % len(MARKERS)],
+                markersize=4,
+                elinewidth=1,
+                color=_look(number)["color"],
+                label=label(key),
+            )
+        if zero:
+            axes.axvline(0, color=INK, linewidth=0.8)
+        axes.set_yticks(range(len(names)), [label(row, 24) for row in names])
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_xlabel(unit)
+        if len(series) > 1:
+            _legend(figure, axes)
+        svg = _svg(figure, name, title)
+    head = ["", *[column for key in series for column in (key, f"{key}: standard error")]]
+    body = [[row, *[c for values in series.values() for c in values[n] or (None, None)]] for n, row in enumerate(names)]
+    return Chart(name, title, note, svg, head, body)
+
+
+def heat_map(
+    name: str,
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float]],
+    axes_titles: tuple[str, str],
+    unit: str,
+    note: str = "",
+) -> Chart:
+    """Values in 0..1 as colours, the first row above; rows may be shorter than `columns`.
+
+    Args:
+        name, title, note: see `Chart`.
+        rows, columns: their names.
+        values: of each row.
+        axes_titles: of x and y.
+        unit: what the colours mean.
+    """
+    with matplotlib.style.context(["default", _STYLE | {"axes.grid": False}]):
+        figure, axes = _figure(min(7.0, 1.2 + max(0.16 * len(rows), 1.0)))
+        full = [[*row, *[float("nan")] * (len(columns) - len(row))] for row in values]
+        mesh = axes.pcolormesh(full, cmap=_MAP, vmin=0, vmax=1, edgecolors="face", linewidth=0.2)
+        figure.colorbar(mesh, ax=axes, label=unit, location="bottom", aspect=40, shrink=0.8)
+        for axis, names in ((axes.xaxis, columns), (axes.yaxis, rows)):
+            step = max(1, -(-len(names) // 32))
+            shown = range(0, len(names), step)
+            axis.set_ticks([place + 0.5 for place in shown], [label(names[place], 24) for place in shown])
+            axis.set_tick_params(length=0)
+        axes.set(xlabel=axes_titles[0], ylabel=axes_titles[1])
+        axes.invert_yaxis()
+        svg = _svg(figure, name, title)
+    body = [[row, *shares] for row, shares in zip(rows, values, strict=True)]
+    return Chart(name, title, note, svg, [axes_titles[1], *columns], body)
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _look(number: int) -> dict[str, str]:
+    return {"color": SERIES[number % len(SERIES)], "linestyle": _DASHES[number // len(SERIES) % len(_DASHES)]}
+
+
+def _columns(points: Points) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _set_axis(axes: Axes, which: str, wanted: Axis) -> None:
+    axis = getattr(axes, f"{which}axis")
+    axis.set_label_text(wanted.title)
+    plain = FuncFormatter(lambda value, _: _short(value))
+    if wanted.log is None:
+        axis.set_major_locator(MaxNLocator(6))
+    else:
+        getattr(axes, f"set_{which}scale")("log", base=wanted.log)
+        axis.set_major_locator(LogLocator(wanted.log, subs=(1,) if wanted.log == 2 else (1, 2, 5), numticks=7))
+        axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(plain)
+
+
+def _short(value: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
+    return f"{value:.6g}"
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, names = axes.get_legend_handles_labels()
+    columns = max(1, min(len(names), 60 // (max(map(len, names)) + 6)))
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.16 * -(-len(names) // columns))
+    figure.legend(handles, names, loc="outside lower center", ncols=columns)
+
+
+def _svg(figure: Figure, name: str, title: str) -> Markup:
+    """The figure to stand in a page: no prolog, no fixed size, colours by name, ids that no other chart has."""
+    written = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = written.getvalue()
+    text = text[text.index("<svg") :]
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    # Groups are numbered alike in each chart.
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
+    text = re.sub(r'(href="|url\()#', rf"\1#{name}-", text)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    size = re.match(r'<svg[^>]*viewBox="([^"]+)"', text)
+    opening = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{size[1]}" role="img" aria-label="'
+    return Markup(opening) + title + Markup('">') + Markup(text[text.index(">") + 1 :])

@@ -1,0 +1,48 @@
+"""What a model costs against its dense base (in the form of Tab. 7), as charts and rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moh_llm.reporting.web.charts import Axis, Chart, line_chart
+
+Record = dict[str, Any]
+
+
+def head_rows(analyses: Mapping[str, Record]) -> list[tuple[str, ...]]:
+    """Per model: its name, heads on per layer, their mean share, measured device and dtype."""
+    rows = []
+    for label, found in analyses.items():
+        on, heads = found["num_active"], found["heads"]
+        spread = str(on[0]) if len(set(on)) == 1 else f"{min(on)} to {max(on)}"
+        share = sum(on) / (heads * len(on))
+        rows.append((label, f"{spread} of {heads}", f"{share:.1%}", f"{found['device']}, {found['dtype']}"))
+    return rows
+
+
+def cost_charts(analyses: Mapping[str, Record]) -> list[Chart]:
+    """Theoretical FLOPs and measured seconds of one forward pass, as ratios to the dense base and as they are."""
+    length = Axis("tokens", log=2)
+    kinds = {
+        "flops": ("Theoretical FLOPs of a forward pass", "FLOPs", "What heads that are off would cost is not counted."),
+        "seconds": (
+            "Measured time of a forward pass",
+            "seconds",
+            "Model and base take turns on the same device. A model whose heads are all computed and then masked is "
+            "no faster than its base.",
+        ),
+    }
+    charts = []
+    for key, (title, unit, note) in kinds.items():
+        ratios = {label: [(c["length"], c["moh"] / c["dense"]) for c in a[key]] for label, a in analyses.items()}
+        values = {label: [(cost["length"], cost["moh"]) for cost in a[key]] for label, a in analyses.items()}
+        for label, found in analyses.items():
+            name = "dense base" if len(analyses) == 1 else f"{label}'s dense base"
+            values[name] = [(cost["length"], cost["dense"]) for cost in found[key]]
+        if any(ratios.values()):
+            charts += [
+                line_chart(
+                    f"{key}-ratio", f"{title}, ratio to the base's", ratios, length, Axis("ratio"), note, reference=1
+                ),
+                line_chart(key, title, values, length, Axis(unit, log=10)),
+            ]
+    return charts

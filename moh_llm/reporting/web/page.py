@@ -1,0 +1,106 @@
+"""The report's HTML file: what an evaluation and training runs left, on one page. Needs matplotlib and jinja2."""
+
+import json
+from collections.abc import Sequence
+from types import NoneType
+from typing import Any
+from urllib.parse import quote
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from moh_llm.evaluation.verdict import compared_models, verdict
+from moh_llm.reporting.groups import Group
+from moh_llm.reporting.web.benchmarks import score_charts, table_head, table_rows
+from moh_llm.reporting.web.efficiency import cost_charts, head_rows
+from moh_llm.reporting.web.routers import router_page
+from moh_llm.reporting.web.training import run_rows, training_charts
+
+Record = dict[str, Any]
+
+
+def to_html(report: Record | None, groups: Sequence[Group] = (), command: str = "") -> str:
+    """The page of an evaluation, of training runs, or of both.
+
+    Args:
+        report: a record made by `build_report` or `merge`; None where there are only runs.
+        groups: training runs, as `group_runs` puts them together.
+        command: the line that repeats the page.
+    """
+    runs = [run for group in groups for run in group.runs]
+    context: Record = {
+        "command": command,
+        "runs": [run_rows(run) for run in runs],
+        "training_charts": training_charts(groups) if groups else [],
+        "title": f"Training run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} training runs",
+        "evaluation": None,
+    }
+    if report is not None:
+        context |= {"title": report["suite"]["title"], "evaluation": _evaluation(report)}
+    loader = PackageLoader("moh_llm.reporting.web")
+    templates = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return templates.get_template("report.html").render(context)
+
+
+def _evaluation(report: Record) -> Record:
+    """What the template shows of an evaluation."""
+    analyses = report.get("analysis") or {}
+    known = {label: found for label, found in analyses.items() if "error" not in found}
+    columns, published = table_head(report)
+    return {
+        "verdicts": [verdict(report, label) for label in compared_models(report) or report["models"]],
+        "warnings": _warnings(report),
+        "columns": columns,
+        "published": published,
+        "rows": table_rows(report),
+        "charts": score_charts(report),
+        "heads": head_rows(known),
+        "costs": cost_charts(known),
+        "routers": [router_page(number, label, found) for number, (label, found) in enumerate(known.items(), start=1)],
+        "failed": [(label, found["error"]) for label, found in analyses.items() if "error" in found],
+        "models": [(label, _facts(about)) for label, about in report["models"].items()],
+        "environment": _environment(report),
+        "commands": report["command"],
+        "json_link": "data:application/json;charset=utf-8," + quote(json.dumps(report, separators=(",", ":"))),
+    }
+
+
+def _warnings(report: Record) -> list[str]:
+    warnings = []
+    if report["limit"] is not None:
+        warnings.append(
+            f"Not comparable with other figures: --limit {report['limit']} scored at most {report['limit']} item(s) of "
+            "each task. These numbers show that the run works, not how good a model is."
+        )
+    if report["partial_data"]:
+        warnings.append(
+            f"Not comparable with published figures: the data holds only part of {', '.join(report['partial_data'])}."
+        )
+    for error in report["errors"]:
+        warnings.append(f"{error['benchmark']} failed on {error['model']}: {' '.join(error['error'].split())[:300]}")
+    return warnings
+
+
+def _facts(about: Record) -> list[tuple[str, str]]:
+    facts = [("from", about["model"]), ("type", about.get("model_type", ""))]
+    facts += [
+        (key, str(value))
+        for key, value in about.get("heads", {}).items()
+        if not isinstance(value, (list, dict, NoneType))
+    ]
+    facts += [("weights (SHA-256)", about.get("weights_sha256") or ""), ("commit", about.get("revision") or "")]
+    facts += [("dtype", about["dtype"]), ("device", about["device"]), ("context", f"{about['context']:,} tokens")]
+    facts += [("scored", f"{about['items']:,} items in {about['seconds']:,.0f} s")]
+    return [(name, value) for name, value in facts if value]
+
+
+def _environment(report: Record) -> list[tuple[str, str]]:
+    return [
+        ("data", report["data"]),
+        ("batch size", str(report["batch_size"])),
+        ("processes", str(report["processes"])),
+        ("seeds", ", ".join(f"{name} {seed}" for name, seed in report["seeds"].items())),
+        ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
+        ("made", report["created"]),
+    ]

@@ -1,0 +1,151 @@
+"""What the routers of one model do, as charts and tables: see `moh_llm.analysis` for each figure's definition."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from moh_llm.reporting.web.charts import Axis, Chart, heat_map, line_chart
+
+Record = dict[str, Any]
+_LAYER = Axis("layer")
+
+
+@dataclass(frozen=True)
+class RouterPage:
+    """One model's charts, and two tables.
+
+    Attributes:
+        label: the model.
+        charts: load, scores, similarity, rank.
+        tokens: per token of the sentence the token, and whether each head is on.
+        token_layer: the layer of that table.
+        shared: ids of that layer's shared heads.
+        similarity: rows of Tab. B: what is compared, MoH, all heads on; empty where there is none.
+    """
+
+    label: str
+    charts: list[Chart]
+    tokens: list[tuple[str, list[bool]]]
+    token_layer: int
+    shared: list[int]
+    similarity: list[tuple[str, float, float]]
+
+
+def router_page(number: int, label: str, found: Record) -> RouterPage:
+    """The page of the ``number``-th model, from the record of its analysis."""
+    name = f"m{number}"
+    by_text, tokens = found["head_load_by_text"], found["token_heads"]
+    charts = [_load(name, found), _load_by_text(name, by_text)]
+    charts += [*_scores(name, found["routing_scores"]), *_similarity(name, found), _rank(name, found["feature_rank"])]
+    table = list(zip(tokens["tokens"], tokens["on"][-1], strict=True))
+    return RouterPage(
+        label, charts, table, tokens["layers"][-1], by_text["shared_heads"], _similarity_rows(found["similarity"])
+    )
+
+
+def _load(name: str, found: Record) -> Chart:
+    load = found["head_load"]["load"]
+    return heat_map(
+        f"{name}-load",
+        "Head load in each layer",
+        [str(layer) for layer in range(len(load))],
+        [str(head) for head in range(found["heads"])],
+        load,
+        ("head", "layer"),
+        "share of tokens that have the head on",
+        f"Activations / tokens over {found['head_load']['tokens']:,} tokens of the benchmarks' prompts (in the form "
+        "of the paper's Fig. 3). Shared heads are always on.",
+    )
+
+
+def _load_by_text(name: str, found: Record) -> Chart:
+    heads = len(next(iter(found["load"].values())))
+    shared = ", ".join(map(str, found["shared_heads"])) or "none"
+    return heat_map(
+        f"{name}-texts",
+        f"Head load of layer {found['layer']} on each benchmark",
+        list(found["load"]),
+        [str(head) for head in range(heads)],
+        list(found["load"].values()),
+        ("head", ""),
+        "share of tokens that have the head on",
+        f"The last layer with routed heads (the paper's Fig. 3 and B). Shared heads: {shared}.",
+    )
+
+
+def _scores(name: str, found: Record) -> list[Chart]:
+    places = found["quantiles"]
+    low, middle, high = (places.index(share) for share in (0.25, 0.5, 0.75))
+    kinds = [kind for kind in ("shared", "routed", "selected") if any(layer[kind] for layer in found["layers"])]
+    known = {kind: [(n, layer[kind]) for n, layer in enumerate(found["layers"]) if layer[kind]] for kind in kinds}
+    medians = {kind: [(n, scores["quantiles"][middle]) for n, scores in known[kind]] for kind in kinds}
+    bands = {
+        kind: [(n, scores["quantiles"][low], scores["quantiles"][high]) for n, scores in known[kind]] for kind in kinds
+    }
+    totals: dict[str, list[int]] = {}
+    for kind in kinds:
+        totals[kind] = [sum(counts) for counts in zip(*(s["histogram"] for _, s in known[kind]), strict=True)]
+    histograms = {
+        kind: [((place + 0.5) / len(counts), count / sum(counts)) for place, count in enumerate(counts)]
+        for kind, counts in totals.items()
+    }
+    return [
+        line_chart(
+            f"{name}-scores",
+            "Routing scores in each layer",
+            medians,
+            _LAYER,
+            Axis("score"),
+            "Median and middle half of the scores g_i before quantisation (the paper's Fig. C to E): of all routed "
+            "heads, of those that are on, and of shared heads where the router scores them.",
+            bands=bands,
+        ),
+        line_chart(
+            f"{name}-histogram",
+            "Distribution of routing scores, all layers",
+            histograms,
+            Axis("score"),
+            Axis("share of scores"),
+        ),
+    ]
+
+
+def _similarity(name: str, found: Record) -> list[Chart]:
+    kinds = {"patterns": "attention patterns", "outputs": "head outputs"}
+    note = {
+        "patterns": "1 - 0.5 E|A - A'|_1 over pairs of heads of a layer (Tab. B); 1: all alike.",
+        "outputs": "Mean cosine between two heads that a token has on (Tab. B); 1: all alike.",
+    }
+    charts = []
+    for key, title in kinds.items():
+        series = {
+            shown: [(layer, value) for layer, value in enumerate(found["similarity"][which][key]) if value is not None]
+            for which, shown in (("moh", "MoH"), ("all_heads", "all heads on"))
+        }
+        if any(series.values()):
+            heading = f"Similarity of {title}"
+            charts.append(line_chart(f"{name}-{key}", heading, series, _LAYER, Axis("similarity"), note[key]))
+    return charts
+
+
+def _similarity_rows(found: Record) -> list[tuple[str, float, float]]:
+    rows = []
+    for key, title in (("mean_patterns", "attention patterns"), ("mean_outputs", "head outputs")):
+        if found["moh"][key] is not None and found["all_heads"][key] is not None:
+            rows.append((title, found["moh"][key], found["all_heads"][key]))
+    return rows
+
+
+def _rank(name: str, found: Record) -> Chart:
+    series = {
+        f"{kind} heads": [(layer, r["energy"] / r["width"]) for layer, r in enumerate(found[kind]) if r["width"]]
+        for kind in ("shared", "routed")
+    }
+    return line_chart(
+        f"{name}-rank",
+        "Feature rank of shared and routed heads",
+        {kind: points for kind, points in series.items() if points},
+        _LAYER,
+        Axis("rank / width"),
+        f"How many singular values hold 99 % of the squared norm of what the heads of a layer give, over their width; "
+        f"{found['tokens']:,} tokens.",
+    )

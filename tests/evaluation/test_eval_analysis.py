@@ -1,0 +1,241 @@
+"""What the heads did on the benchmarks' text: the text, the record in the report, and failures that lose no score."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moh_llm.evaluation.analysis import analyse_models
+from moh_llm.evaluation.suite import SUITES, load_suite
+
+pytest.importorskip("lm_eval")
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = SUITES / "smoke" / "moh-llm__smoke"
+NAMES = ["Facts", "Stories", "Answers"]
+
+Evaluate = Callable[..., int]
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+
+
+def read(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Benchmarks of a suite, by default smoke's, with tasks that nothing has used yet."""
+    from moh_llm.evaluation.tasks import load_tasks
+
+    count = iter(range(99))
+    return lambda suite="smoke", data_dir=None: load_tasks(
+        load_suite(str(suite)), tmp_path / f"tasks{next(count)}", data_dir
+    )
+
+
+def test_prompts_are_those_written_by_hand(load: Callable[..., list[Any]]) -> None:
+    from moh_llm.evaluation.prompts import prompts
+
+    found = prompts(load(), items=5)
+    facts = [f"{row['sentence']} {row['choices'][row['answer']]}" for row in rows("facts/test.jsonl")]
+    told = [f"Story: {row['story']}\nEnding: {row['endings'][row['answer']]}" for row in rows("stories/test.jsonl")]
+    shown = [f"Story: {row['story']}\nEnding: {row['endings'][row['answer']]}" for row in rows("stories/train.jsonl")]
+    answered = [f"Question: {row['question']}\nAnswer: {row['answer']}" for row in rows("answers/train.jsonl")]
+    asked = [f"Question: {row['question']}\nAnswer:" for row in rows("answers/test.jsonl")]
+    assert found == {
+        "Facts": facts[:5],
+        "Stories": ["\n\n".join([*shown, story]) for story in told[:5]],
+        "Answers": ["\n".join([*answered, question]) for question in asked[:5]],
+    }
+    assert [len(texts) for texts in prompts(load()).values()] == [14, 10, 6]
+
+
+def test_items_are_spread_over_tasks(load: Callable[..., list[Any]]) -> None:
+    from moh_llm.evaluation.prompts import prompts
+    from moh_llm.evaluation.tasks import Loaded
+
+    alone = prompts(load(), items=2)
+    (facts, stories, answers) = load()
+    joined = Loaded(facts.benchmark, facts.tasks + stories.tasks + answers.tasks, "")
+    turns = [alone["Facts"][0], alone["Stories"][0], alone["Answers"][0], alone["Facts"][1]]
+    assert prompts([joined], items=4) == {"Facts": turns}
+    assert len(answers.tasks[0].instances) == 1 < 6
+    assert prompts([joined], items=2) == {"Facts": turns[:2]}
+
+
+SUITE = """
+name: some
+title: Some of each kind
+benchmarks:
+  - {from: paper, name: WinoGrande}
+  - {from: paper, name: HellaSwag}
+  - {from: paper, name: Natural Questions}
+  - {from: paper, name: TruthfulQA}
+"""
+
+
+def test_prompts_are_those_that_lm_eval_builds(
+    load: Callable[..., list[Any]], tmp_path: Path, shared_benchmarks: Path
+) -> None:
+    """With drawn examples, and with the choices in the question."""
+    from moh_llm.evaluation.prompts import prompts
+
+    (tmp_path / "some.yaml").write_text(SUITE)
+    found = prompts(load(tmp_path / "some.yaml", shared_benchmarks), items=4)
+    right_answers = {"WinoGrande": lambda doc: int(doc["answer"]) - 1, "HellaSwag": lambda doc: int(doc["label"])}
+    for loaded in load(tmp_path / "some.yaml", shared_benchmarks):
+        name, each = loaded.benchmark.name, 4 // len(loaded.tasks)
+        texts = []
+        for task in loaded.tasks:
+            task.set_fewshot_seed(1234)
+            task.build_all_requests(limit=each, rank=0, world_size=1)
+            for number in range(each):
+                requests = [request for request in task.instances if request.doc_id == number]
+                # Of TruthfulQA's choices the first is right.
+                right = right_answers.get(name, lambda doc: 0)(requests[0].doc)
+                context, continuation = requests[right].args
+                texts.append(context if name == "Natural Questions" else context + continuation)
+        assert found[name] == (texts if name != "TruthfulQA" else [texts[n] for n in (0, 2, 1, 3)])
+        if name == "WinoGrande":
+            doc = loaded.tasks[0].task_docs[0]
+            assert found[name][0] == doc["sentence"].replace("_", doc[f"option{doc['answer']}"])
+
+
+def test_the_command_records_it(
+    tiny_llama: Path,
+    tiny_moh: Path,
+    tmp_path: Path,
+    run_evaluate: Evaluate,
+    capsys: pytest.CaptureFixture[str],
+    load: Callable[..., list[Any]],
+) -> None:
+    from transformers import AutoTokenizer
+
+    from moh_llm.analysis.record import analyse
+    from moh_llm.evaluation.prompts import prompts
+    from moh_llm.modeling import MoHLlamaForCausalLM
+
+    words = [tiny_moh, "--base", tiny_llama, "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output"]
+    assert run_evaluate(*words, tmp_path / "report") == 0
+    said = capsys.readouterr().err
+    assert said.index("[3/3] model: Answers") < said.index("analysis of model: head load")
+    assert "analysis of base" not in said
+    analysis = read(tmp_path / "report")["analysis"]
+    model, tokenizer = MoHLlamaForCausalLM.from_pretrained(tiny_moh), AutoTokenizer.from_pretrained(tiny_moh)
+    direct = {"model": analyse(model, tokenizer, prompts(load()))}
+    assert list(direct["model"]["texts"]) == NAMES
+    for record in (analysis, direct):
+        assert [cost["length"] for cost in record["model"].pop("seconds")] == [128, 256, 512, 1024]
+    assert analysis == direct
+
+    assert run_evaluate(*words, tmp_path / "scores", "--no-analysis") == 0
+    assert "analysis" not in capsys.readouterr().err
+    assert read(tmp_path / "scores")["analysis"] == {}
+    assert sorted(path.name for path in tmp_path.glob("*.partial")) == []
+
+
+def test_models_without_a_choice_are_passed_over(tiny_llama: Path, tiny_moh: Path, tmp_path: Path) -> None:
+    """And then no text is read."""
+    whole = shutil.copytree(tiny_moh, tmp_path / "whole")
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(config | {"num_active_heads": 4}))
+    said: list[str] = []
+    models = {"base": str(tiny_llama), "whole": str(whole)}
+    assert analyse_models(models, load_suite("paper"), tmp_path / "nowhere", "cpu", "auto", said.append) == {}
+    assert said == []
+
+
+def test_text_that_cannot_be_read_is_named(tiny_llama: Path, tiny_moh: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    models = {"base": str(tiny_llama), "model": str(tiny_moh)}
+    found = analyse_models(models, load_suite("paper"), tmp_path / "nowhere", "cpu", "auto", said.append)
+    assert list(found) == ["model"] and "nowhere is not a folder" in found["model"]["error"]
+    assert said[-1] == f"analysis of model failed: {found['model']['error']}"
+
+
+def test_a_failed_analysis_is_named_and_loses_nothing(
+    tiny_moh: Path,
+    tmp_path: Path,
+    run_evaluate: Evaluate,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from moh_llm.analysis import record
+
+    models = [shutil.copytree(tiny_moh, tmp_path / name) for name in ("one", "two")]
+    calls = []
+
+    def fail_first(model: Any, tokenizer: Any, texts: dict[str, list[str]], say: Any) -> dict[str, Any]:
+        calls.append(list(texts))
+        if len(calls) == 1:
+            raise RuntimeError("out of\nmemory")
+        return {"texts": dict.fromkeys(texts, 1)}
+
+    monkeypatch.setattr(record, "analyse", fail_first)
+    output = tmp_path / "report"
+    words = [*models, "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output", output]
+    assert run_evaluate(*words) == 0
+    report = read(output)
+    assert report["analysis"] == {
+        "one": {"error": "RuntimeError: out of memory"},
+        "two": {"texts": dict.fromkeys(NAMES, 1)},
+    }
+    assert report["errors"] == []
+    assert all(label in row for row in report["benchmarks"] for label in ("one", "two"))
+    said = capsys.readouterr()
+    assert "the analysis of one failed, its scores stand: RuntimeError: out of memory\n" in said.out
+    assert "the same command with --overwrite repeats the analysis only" in said.out
+
+    assert run_evaluate(*words, "--overwrite") == 0
+    assert capsys.readouterr().err.count("(kept from an earlier run)") == 6
+    assert read(output)["analysis"]["one"] == report["analysis"]["two"] and calls == [NAMES] * 4
+    assert not (tmp_path / "report.partial").exists()
+
+
+def test_an_interrupted_analysis_is_repeated_without_scoring(
+    tiny_moh: Path,
+    tmp_path: Path,
+    run_evaluate: Evaluate,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from moh_llm.analysis import record
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    words = [tiny_moh, "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output", tmp_path / "report"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(record, "analyse", interrupt)
+        run_evaluate(*words)
+    assert not (tmp_path / "report").exists()
+    capsys.readouterr()
+    assert run_evaluate(*words) == 0
+    assert capsys.readouterr().err.count("(kept from an earlier run)") == 3
+    assert list(read(tmp_path / "report")["analysis"]) == ["model"]
+
+
+def test_of_several_processes_the_first_one_analyses(tiny_moh: Path, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "moh_llm.cli", "evaluate", str(tiny_moh), "--suite", "smoke", "--limit", "1"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launch, *command, "--output", str(tmp_path / "report")],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("analysis of model: head load") == 1 == done.stdout.count("report:")
+    assert read(tmp_path / "report")["analysis"]["model"]["texts"].keys() == set(NAMES)

@@ -1,0 +1,127 @@
+"""The verdict says what may be quoted, and what must be known first."""
+
+import random
+from typing import Any
+
+import pytest
+
+from moh_llm.evaluation.markdown import to_markdown
+from moh_llm.evaluation.models import Identity
+from moh_llm.evaluation.report import build_report
+from moh_llm.evaluation.runner import ModelScores
+from moh_llm.evaluation.scoring import Score
+from moh_llm.evaluation.suite import Benchmark, Suite
+from moh_llm.evaluation.verdict import verdict
+
+Scores = dict[str, dict[str, list[float]]]
+
+
+def make_report(scores: Scores, full: int = 100, limit: int | None = None) -> dict[str, Any]:
+    """A report from the item scores of each model on each benchmark."""
+    names = list(dict.fromkeys(name for found in scores.values() for name in found))
+    benchmarks = [Benchmark(n, 0, "acc", n, n, n, "test", full, stock=f"{n}.yaml") for n in names]
+    results = {}
+    for label, found in scores.items():
+        made = {
+            n: Score([values], {n: (sum(values) / len(values), len(values))}, 1, False, 8)
+            for n, values in found.items()
+        }
+        results[label] = ModelScores(f"folder/{label}", Identity(label, label, None), "float32", "cpu", 64, made)
+    return build_report(Suite("two", "Two benchmarks", benchmarks), results, limit, 8, None, "moh-llm evaluate")
+
+
+@pytest.fixture
+def scores() -> Scores:
+    """Four of five right on one benchmark, two of five on the other; the model loses one item in ten of the first."""
+    easy, hard = [1.0, 1.0, 1.0, 1.0, 0.0] * 20, [1.0, 0.0, 0.0, 1.0, 0.0] * 20
+    return {"base": {"Easy": easy, "Hard": hard}, "model": {"Easy": [0.0, *easy[1:10]] * 10, "Hard": list(hard)}}
+
+
+def test_interval_in_the_report_and_the_verdict(scores: Scores) -> None:
+    report = make_report(scores)
+    average = report["average"]["model"]
+    # Only the ten lost items tell the two apart: by hand, from (m_i - r b_i) / b over both benchmarks.
+    ratio = 55 / 60
+    variance = 0.0
+    for name in ("Easy", "Hard"):
+        items = [m - ratio * b for m, b in zip(scores["model"][name], scores["base"][name], strict=True)]
+        centre = sum(items) / 100
+        variance += sum((item - centre) ** 2 for item in items) / 99 / 100
+    error = 100 * variance**0.5 / 2 / 0.6
+    assert average["recovery"] == pytest.approx(100 * ratio)
+    assert average["recovery_interval"] == pytest.approx([100 * ratio - 1.96 * error, 100 * ratio + 1.96 * error])
+    assert report["average"]["recovery_interval"] == average["recovery_interval"]
+    low, high = average["recovery_interval"]
+    expected = f"model keeps 91.7 % of base's average (55.0 of 60.0; 95 % interval {low:.1f} to {high:.1f} %)"
+    assert verdict(report, "model") == f"{expected} on 2 benchmarks."
+    row = report["benchmarks"][0]
+    assert row["recovery_interval"] == row["model"]["recovery_interval"] and row["recovery"] == pytest.approx(87.5)
+    assert row["recovery_interval"][0] < 87.5 < row["recovery_interval"][1]
+    assert report["benchmarks"][1]["recovery_interval"] == pytest.approx([100, 100], abs=1e-5)
+
+
+def test_verdicts_stand_under_the_title(scores: Scores) -> None:
+    report = make_report({**scores, "other": scores["base"]})
+    page = to_markdown(report).splitlines()
+    assert page[:5] == [
+        "# Two benchmarks",
+        "",
+        f"**{verdict(report, 'model')}**",
+        "",
+        "**other keeps 100.0 % of base's average (60.0 of 60.0; 95 % interval 100.0 to 100.0 %) on 2 benchmarks.**",
+    ]
+    assert "base keeps" not in page and any("delta method" in line for line in page)
+
+
+def test_without_a_base(scores: Scores) -> None:
+    report = make_report({"model": scores["model"]})
+    error = report["average"]["model"]["stderr"]
+    expected = f"model averages 55.0 % (standard error {error:.1f}) on 2 benchmarks; no base was scored with it."
+    assert verdict(report, "model") == expected
+    assert "delta method" not in to_markdown(report)
+
+
+def test_missing_benchmarks_are_told(scores: Scores) -> None:
+    del scores["model"]["Hard"]
+    report = make_report(scores)
+    assert verdict(report, "model").endswith("on only 1 of 2 benchmarks, those that every model has.")
+    del scores["model"]["Easy"]
+    report = make_report(scores)
+    assert verdict(report, "model") == "model has no average: none of 2 benchmarks was scored on every model."
+    assert f"**{verdict(report, 'model')}**" in to_markdown(report)
+
+
+def test_a_base_that_scores_nothing_has_no_share(scores: Scores) -> None:
+    report = make_report({**scores, "base": {name: [0.0] * 100 for name in scores["base"]}})
+    assert report["average"]["recovery"] is None and report["average"]["recovery_interval"] is None
+    expected = "model averages 55.0 % on 2 benchmarks; base averages 0.0 %, so there is no share of it to state."
+    assert verdict(report, "model") == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [(1, "1 ITEM A TASK (--limit): model keeps 50.0"), (3, "3 ITEMS A TASK (--limit): model keeps 75.0")],
+)
+def test_a_limit_is_told_first(scores: Scores, limit: int, words: str) -> None:
+    cut = {label: {name: values[:limit] for name, values in found.items()} for label, found in scores.items()}
+    report = make_report(cut, limit=limit)
+    assert verdict(report, "model").startswith(f"ONLY {words} % of base's average")
+    assert ("interval not known" in verdict(report, "model")) == (limit == 1)
+
+
+def test_part_of_the_data_is_told_first(scores: Scores) -> None:
+    draw = random.Random(0)
+    many = {f"B{n}": [float(draw.random() < 0.5) for _ in range(100)] for n in range(5)}
+    assert verdict(make_report(scores, full=250), "model").startswith(
+        "ONLY PART OF THE ITEMS (Easy 100 of 250, Hard 100 of 250): model keeps"
+    )
+    assert "B2 100 of 250, and 2 more): model averages" in verdict(make_report({"model": many}, full=250), "model")
+
+
+def test_a_record_of_before_is_read(scores: Scores) -> None:
+    report = make_report(scores)
+    for about in report["models"].values():
+        del about["compared_with"]
+    for row in (*report["benchmarks"], report["average"]):
+        del row["recovery_interval"], row["model"]["recovery_interval"]
+    assert "**model keeps 91.7 % of base's average (55.0 of 60.0; interval not known) on" in to_markdown(report)
