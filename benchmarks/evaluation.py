@@ -70,7 +70,7 @@ def compare(name: str, rounds: int, sides: dict[str, Callable[[], float]]) -> No
 def command_line(args: argparse.Namespace, output: Path) -> list[str]:
     """Our command."""
     data = ["--data-dir", str(args.data_dir)] if args.data_dir else []
-    words = [args.model, "--suite", args.suite, *data, "--limit", str(args.limit), "--device", "cpu"]
+    words = [args.model, "--suite", args.suite, *data, "--limit", str(args.limit), "--device", "cpu", "--no-analysis"]
     return [sys.executable, "evaluate.py", *words, "--batch-size", str(args.batch_size), "--output", str(output)]
 
 

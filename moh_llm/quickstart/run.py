@@ -77,7 +77,7 @@ def quickstart(output: Path, base: str | None, steps: int, command: Callable[[li
         "base": base,
         "tuning_tokens": steps * 4 * 512,
         "held_out": compare(base, moh, recovery / "model"),
-        "report": str(report / "report.md"),
+        "report": str(report / "report.html"),
         "seconds": round(time.perf_counter() - started, 1),
     }
     write_json(output / "quickstart.json", record)

@@ -24,7 +24,7 @@ def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys):
         assert f"{rows[name]['perplexity']:.2f}" in printed
     assert rows["tuned"]["kl"] != rows["calibrated"]["kl"]
     assert record["report"] in printed
-    assert (output / "report" / "report.md").exists() and (output / "recovery" / "model" / "config.json").exists()
+    assert (output / "report" / "report.html").exists() and (output / "recovery" / "model" / "config.json").exists()
 
     assert main(["quickstart", "--output", str(output)]) == 2
     assert "exists and is not empty" in capsys.readouterr().err
