@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moh_llm.evaluation.verdict import base_of, compared_models, verdict
+from moh_llm.evaluation.verdict import base_of, compared_models, verdict, warnings
 
 Record = dict[str, Any]
 
@@ -10,7 +10,13 @@ Record = dict[str, Any]
 def to_markdown(report: Record) -> str:
     """The page for a record made by `build_report` or `merge`."""
     verdicts = [f"**{verdict(report, label)}**" for label in compared_models(report)]
-    parts = [f"# {report['suite']['title']}", *verdicts, _models(report), *_warnings(report), _table(report)]
+    parts = [
+        f"# {report['suite']['title']}",
+        *verdicts,
+        _models(report),
+        *(f"> **{line}**" for line in warnings(report)),
+        _table(report),
+    ]
     return "\n\n".join([*parts, *_footnotes(report)]) + "\n"
 
 
@@ -31,24 +37,6 @@ def _models(report: Record) -> str:
             lines.append(f"  - commit on the Hub: {about['revision']}")
         lines += [f"  - record: `{record}`" for record in about.get("records", [])]
     return "\n".join(lines)
-
-
-def _warnings(report: Record) -> list[str]:
-    warnings = []
-    if report["limit"] is not None:
-        warnings.append(
-            f"> **NOT COMPARABLE: --limit {report['limit']} scored at most {report['limit']} item(s) of each task. "
-            "These numbers show that the run works, not how good a model is.**"
-        )
-    if report["partial_data"]:
-        warnings.append(
-            "> **NOT COMPARABLE with published figures: the data holds only part of the items of "
-            f"{', '.join(report['partial_data'])}.**"
-        )
-    if report["errors"]:
-        failed = "; ".join(f"{e['benchmark']} on {e['model']} ({_one_line(e['error'])})" for e in report["errors"])
-        warnings.append(f"> **FAILED: {failed}.**")
-    return warnings
 
 
 def _table(report: Record) -> str:
@@ -124,7 +112,3 @@ def _footnotes(report: Record) -> list[str]:
     )
     notes.append(f"```\n{report['command']}\n```")
     return notes
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:200]

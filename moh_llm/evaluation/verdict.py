@@ -36,6 +36,32 @@ def verdict(report: Record, label: str) -> str:
     return f"{_loud_words(report)}{_sentence(report, label)}."
 
 
+def warnings(report: Record) -> list[str]:
+    """What a reader must know before quoting a number, a sentence each; empty where all is well."""
+    found = []
+    if report["limit"] is not None:
+        found.append(
+            f"NOT COMPARABLE: --limit {report['limit']} scored at most {report['limit']} item(s) of each task. "
+            "These numbers show that the run works, not how good a model is."
+        )
+    if report["partial_data"]:
+        found.append(
+            "NOT COMPARABLE with published figures: the data holds only part of the items of "
+            f"{', '.join(report['partial_data'])}."
+        )
+    if report["errors"]:
+        failed = "; ".join(f"{e['benchmark']} on {e['model']} ({_one_line(e['error'])})" for e in report["errors"])
+        found.append(f"FAILED: {failed}.")
+    for label, analysis in (report.get("analysis") or {}).items():
+        if "error" in analysis:
+            found.append(f"NOT ANALYSED: what the heads of {label} did ({_one_line(analysis['error'])}).")
+    return found
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200]
+
+
 def _sentence(report: Record, label: str) -> str:
     average = report["average"]
     model, base = average.get(label), base_of(report, label)

@@ -48,7 +48,7 @@ def test_the_page_says_what_the_record_says(evaluation: Record) -> None:
             assert f"{row[label]['delta']['value']:+.1f} ± {row[label]['delta']['stderr']:.1f}" in text
             assert f"{row[label]['recovery']:.1f} %" in text
     assert evaluation["command"] in text and "moh-llm report a" in text
-    assert "the heads of two did could not be analysed: out of <memory>" in text
+    assert "NOT ANALYSED: what the heads of two did (out of <memory>)." in text
     link = re.search(r'download="report.json" href="([^"]+)"', page)
     assert link and json.loads(unquote(html.unescape(link[1]).split(",", 1)[1])) == json.loads(json.dumps(evaluation))
 
@@ -81,8 +81,8 @@ def test_limits_and_failures_are_loud(evaluation: Record) -> None:
     page = to_html(evaluation)
     assert page.count('class="warning"') == 4  # with the failed analysis
     text = text_of(page)
-    assert "--limit 20 scored at most 20 item(s)" in text and "only part of A" in text
-    assert "B failed on one: no memory" in text
+    assert "--limit 20 scored at most 20 item(s)" in text and "only part of the items of A" in text
+    assert "FAILED: B on one (no memory)." in text
 
 
 def test_router_charts_hold_the_analysis(evaluation: Record, analysis: Record) -> None:

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from moh_llm.evaluation.verdict import compared_models, verdict
+from moh_llm.evaluation.verdict import compared_models, verdict, warnings
 from moh_llm.reporting.groups import Group
 from moh_llm.reporting.web.benchmarks import score_charts, table_head, table_rows
 from moh_llm.reporting.web.efficiency import cost_charts, head_rows
@@ -50,7 +50,7 @@ def _evaluation(report: Record) -> Record:
     columns, published = table_head(report)
     return {
         "verdicts": [verdict(report, label) for label in compared_models(report) or report["models"]],
-        "warnings": _warnings(report),
+        "warnings": warnings(report),
         "columns": columns,
         "published": published,
         "rows": table_rows(report),
@@ -58,28 +58,11 @@ def _evaluation(report: Record) -> Record:
         "heads": head_rows(known),
         "costs": cost_charts(known),
         "routers": [router_page(number, label, found) for number, (label, found) in enumerate(known.items(), start=1)],
-        "failed": [(label, found["error"]) for label, found in analyses.items() if "error" in found],
         "models": [(label, _facts(about)) for label, about in report["models"].items()],
         "environment": _environment(report),
         "commands": report["command"],
         "json_link": "data:application/json;charset=utf-8," + quote(json.dumps(report, separators=(",", ":"))),
     }
-
-
-def _warnings(report: Record) -> list[str]:
-    warnings = []
-    if report["limit"] is not None:
-        warnings.append(
-            f"Not comparable with other figures: --limit {report['limit']} scored at most {report['limit']} item(s) of "
-            "each task. These numbers show that the run works, not how good a model is."
-        )
-    if report["partial_data"]:
-        warnings.append(
-            f"Not comparable with published figures: the data holds only part of {', '.join(report['partial_data'])}."
-        )
-    for error in report["errors"]:
-        warnings.append(f"{error['benchmark']} failed on {error['model']}: {' '.join(error['error'].split())[:300]}")
-    return warnings
 
 
 def _facts(about: Record) -> list[tuple[str, str]]:
