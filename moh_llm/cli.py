@@ -7,7 +7,19 @@ import sys
 from collections.abc import Sequence
 
 from moh_llm import __version__
-from moh_llm.commands import convert, data, doctor, evaluate, init, mixture, quickstart, report, tokenize, train
+from moh_llm.commands import (
+    convert,
+    data,
+    doctor,
+    evaluate,
+    init,
+    mixture,
+    publish,
+    quickstart,
+    report,
+    tokenize,
+    train,
+)
 from moh_llm.errors import UserError
 
 COMMANDS = {
@@ -18,9 +30,10 @@ COMMANDS = {
     "init": (init, "make a model of random weights from an architecture file, to train from scratch"),
     "train": (train, "tune a converted model to recover the base's quality"),
     "doctor": (doctor, "check a training job before it is started, and say what it will take"),
-    "report": (report, "draw the curves of training runs, and compare runs and seeds"),
+    "report": (report, "put evaluations and training runs on one page, and check against a baseline"),
     "data": (data, "fetch the benchmarks of a suite, to evaluate without a network"),
     "evaluate": (evaluate, "score a model and its base on benchmarks and write a report"),
+    "publish": (publish, "check a model, prove that it loads anywhere, and upload it with its card"),
 }
 
 
@@ -37,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.command_line = shlex.join(["moh-llm", *argv])  # for the records that a command writes
     # Progress of our own steps is shown; the libraries' bars for loading weights only add noise.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if args.command != "publish":  # an upload is the library's own step
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         return args.run(args)

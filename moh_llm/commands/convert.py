@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: the base's own")
     parser.add_argument("--link", action="store_true", help="hard-link the base's weights rather than copy them")
     parser.add_argument("--revision", help="Hub revision of the base")
+    parser.add_argument("--push-to-hub", metavar="ORG/NAME", help="then publish the model, as moh-llm publish does")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least 1")
     if args.dtype and args.link:
         raise UserError("--link keeps the base's bytes and --dtype changes them; drop one")
+    if args.push_to_hub is not None:
+        _check_push(args)
     if args.to_dense:
         plan = ("preset", "num_shared_heads", "num_active_heads", "active_ratio", "router", "budgets", "stand_in")
         for flag in (*plan, "dtype"):
@@ -95,7 +98,23 @@ def run(args: argparse.Namespace) -> int:
         )
     )
     _print_summary(record, args.output)
+    if args.push_to_hub is not None:
+        from moh_llm.commands.publish import publish_and_print
+        from moh_llm.hub.publish import PublishOptions
+
+        publish_and_print(PublishOptions(args.output, args.push_to_hub))
     return 0
+
+
+def _check_push(args: argparse.Namespace) -> None:
+    """Raise UserError for what would keep the converted model from being published, before it is converted."""
+    from moh_llm.errors import UserError
+    from moh_llm.hub.upload import check_repo_id, find_token
+
+    if args.to_dense:
+        raise UserError("--push-to-hub publishes MoH models, and --to-dense makes none; drop one")
+    check_repo_id(args.push_to_hub)
+    find_token()
 
 
 def _print_summary(record: dict[str, Any], output: Path) -> None:

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.evaluation.suite import load_suite
     from moh_llm.evaluation.tasks import check_data, require_lm_eval
     from moh_llm.files import check_output_folder
-    from moh_llm.reporting.libraries import require_report_libraries
+    from moh_llm.reporting.libraries import require_matplotlib
 
     # What can be refused is refused before anything slow begins.
     suite = load_suite(args.suite)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     check_output_folder(args.output, args.overwrite, [path for path in (*models.values(), args.data_dir) if path])
     check_data(suite, args.data_dir)
     require_lm_eval()
-    require_report_libraries()
+    require_matplotlib()
     for model in models.values():
         check_model(model)
 

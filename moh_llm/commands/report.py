@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the report. Returns 1 where a model fell behind the baseline, else 0; raises UserError."""
     from moh_llm.files import check_output_folder, new_folder
     from moh_llm.reporting.evaluations import models_of, names_of, runs_behind
-    from moh_llm.reporting.libraries import require_report_libraries
+    from moh_llm.reporting.libraries import require_matplotlib
     from moh_llm.reporting.runs import read_runs
 
     if args.output is None and len(args.folders) > 1:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     # A run that goes on gets many reports in its own folder.
     overwrite = args.overwrite or (args.output is None and _is_ours(output))
     check_output_folder(output, overwrite, [*_read_from(args, runs)])
-    require_report_libraries()
+    require_matplotlib()
 
     from moh_llm.reporting.report import write_report
 

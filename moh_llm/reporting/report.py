@@ -1,6 +1,6 @@
 """The report of evaluations and training runs: one HTML file, the same in Markdown and JSON, and pictures.
 
-Needs matplotlib and jinja2.
+Needs matplotlib.
 """
 
 import datetime

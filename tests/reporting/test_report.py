@@ -247,7 +247,7 @@ def test_matplotlib_is_asked_for_by_name(make_run: MakeRun, monkeypatch: pytest.
     run = make_run("run")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report(run) == 2
-    assert capsys.readouterr().err == 'error: the report needs matplotlib and jinja2: pip install "moh-llm[report]"\n'
+    assert capsys.readouterr().err == 'error: the report needs matplotlib: pip install "moh-llm[report]"\n'
     assert not (run / "report").exists()
 
 

@@ -1,4 +1,4 @@
-"""The report's HTML file: what an evaluation and training runs left, on one page. Needs matplotlib and jinja2."""
+"""The report's HTML file: what an evaluation and training runs left, on one page. Needs matplotlib."""
 
 import json
 from collections.abc import Sequence

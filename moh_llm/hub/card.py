@@ -1,0 +1,264 @@
+"""A model's card on the Hub, from the records of its conversion, training and evaluation and nothing else."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import ModelCardData
+from huggingface_hub.errors import StrictDataclassError
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from moh_llm.errors import UserError
+from moh_llm.files import read_json
+from moh_llm.hub import sections
+from moh_llm.hub.evaluated import Evaluated, eval_results, find_evaluated
+from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licence
+from moh_llm.hub.lineage import Lineage, is_hub_id, last_component, read_lineage
+from moh_llm.hub.markdown import Safe, address, code, text
+from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.reporting.runs import Record
+
+TAGS = ["mixture-of-head", "moh"]
+
+
+def build_card(
+    folder: Path,
+    repo_id: str,
+    run: Path | None = None,
+    evaluation: Path | None = None,
+    forced: Sequence[str] = (),
+    licence: str | None = None,
+) -> str:
+    """The card of a converted, tuned or trained model: metadata for the Hub, then Markdown.
+
+    Paths on this machine are not printed.
+
+    Args:
+        folder: the model's.
+        repo_id: the repository that it goes to.
+        run: the training run that made it; None looks behind ``folder``, at RUN of RUN/model.
+        evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
+        forced: what was found wrong and published in spite of it, a sentence each.
+        licence: the licence's id, where the files of model and base do not tell it.
+
+    Raises:
+        UserError: ``folder`` holds no MoH model, a record cannot be read or is of another model, the licence is
+            unknown, or it asks for another name or for its own text.
+    """
+    if not is_hub_id(repo_id):
+        raise UserError(f"--repo-id {repo_id} is no repository's id; give OWNER/NAME")
+    config, lineage = _read_config(folder), read_lineage(folder, run)
+    found = find_licence(lineage, licence)
+    check_name(repo_id, found.id)
+    evaluated = find_evaluated(evaluation, folder) if evaluation else None
+    metadata = _metadata(repo_id, lineage, found, evaluated)
+    template = _environment().get_template("card.md")
+    body = template.render(
+        repo_id=Safe(repo_id),
+        name=repo_id.rpartition("/")[2],
+        forced=forced,
+        **_about(config, lineage, found),
+        evaluated=_shown(evaluated) if evaluated else None,
+        limits=_limits(config, lineage, evaluated),
+    )
+    return f"---\n{metadata.to_yaml()}\n---\n\n{body.strip()}\n"
+
+
+def _read_config(folder: Path) -> MoHLlamaConfig:
+    fields = read_json(folder / "config.json")
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if kind != "moh_llama":
+        raise UserError(f"{folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+    try:
+        return MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(f"{folder / 'config.json'} makes no model ({' '.join(str(error).split())})") from error
+
+
+def _metadata(repo_id: str, lineage: Lineage, licence: Licence, evaluated: Evaluated | None) -> ModelCardData:
+    results = eval_results(evaluated) if evaluated else []
+    related = {"base_model_relation": "finetune"} if lineage.base_id else {}
+    return ModelCardData(
+        base_model=lineage.base_id,
+        datasets=sections.hub_datasets(lineage.run) or None,
+        language=lineage.languages or None,
+        library_name="transformers",
+        license=licence.id,
+        license_name=licence.name,
+        license_link=address(licence.link),
+        pipeline_tag="text-generation",
+        tags=TAGS,
+        model_name=repo_id.rpartition("/")[2] if results else None,
+        eval_results=results or None,
+        **related,
+    )
+
+
+def _about(config: MoHLlamaConfig, lineage: Lineage, licence: Licence) -> Record:
+    """What the template shows of the records, the evaluation left out."""
+    conversion = lineage.conversion or {}
+    versions = {"MoH-LLM": conversion.get("moh_llm"), **(conversion.get("versions") or {})}
+    if lineage.run and lineage.run.record.get("versions"):
+        made_with = lineage.run.record["versions"]
+        versions = {"MoH-LLM": made_with.get("moh_llm")} | {k: v for k, v in made_with.items() if k != "moh_llm"}
+    files = [code(file.name) for file in sorted(lineage.folder.glob("*.py"))]
+    return {
+        "active": f"{sections.share_active(config) * config.num_attention_heads:.4g}",
+        "heads": config.num_attention_heads,
+        "share": sections.share_active(config),
+        "base": {
+            "id": lineage.base_id,
+            "label": lineage.base_label,
+            "link": _base_link(lineage),
+            "commit": lineage.base_commit,
+            "fingerprint": (conversion.get("base") or {}).get("fingerprint"),
+        },
+        "headline": _headline(lineage),
+        "from_scratch": lineage.from_scratch,
+        "licence": {
+            "label": _licence_label(licence),
+            "source": licence.source,
+            "shown": LLAMA[licence.id].shown if licence.id in LLAMA else None,
+            "duties": [Safe(duty) for duty in duties(licence)],
+        },
+        "plan": sections.head_plan(config, lineage.conversion),
+        "proof": _proof(conversion.get("verification")),
+        "calibration": _calibration(conversion.get("calibration")),
+        "training": _training(lineage),
+        "costs": sections.costs(config),
+        "files": Safe(f" ({', '.join(files)})" if files else ""),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+    }
+
+
+def _headline(lineage: Lineage) -> str | None:
+    """How far the model is from its base, in a sentence; None where nobody knows."""
+    run, verification = lineage.run, (lineage.conversion or {}).get("verification") or {}
+    if run is not None:
+        ratio = (run.saved_score or {}).get("ratio")
+        made = f"Tuned on {run.tokens_of(run.lines[-1]):,} tokens, it"
+    else:
+        ratio = verification.get("converted", {}).get("perplexity_ratio")
+        made = "As converted it"
+    return f"{made} has {ratio:.4f} times its base's perplexity on held-out text." if ratio else None
+
+
+def _base_link(lineage: Lineage) -> Safe | None:
+    if lineage.base_id:
+        return Safe(f"[{text(lineage.base_id)}](https://huggingface.co/{lineage.base_id})")
+    return code(lineage.base_label) if lineage.base_label else None
+
+
+def _licence_label(licence: Licence) -> Safe:
+    """The licence, linked where its text is known to lie."""
+    label = code(licence.name or licence.id)
+    link = LLAMA[licence.id].text if licence.id in LLAMA else address(licence.link)
+    return Safe(f"[{label}]({link})") if link else label
+
+
+def _proof(verification: Record | None) -> Record | None:
+    if not verification:
+        return None
+    names = {"converted": "the converted model", "paper_router": "the paper's layer", "random_heads": "random heads"}
+    return verification | {"rows": [(label, verification[key]) for key, label in names.items()]}
+
+
+def _calibration(calibration: Record | None) -> Record | None:
+    if not calibration:
+        return None
+    sources = [(last_component(name), share) for name, share in calibration["sources"].items()]
+    return {"tokens": calibration["tokens"], "mixture": last_component(calibration["mixture"]), "sources": sources}
+
+
+def _training(lineage: Lineage) -> Record | None:
+    run = lineage.run
+    if run is None:
+        return None
+    return {
+        "finished": run.record.get("status") == "finished",
+        "tokens": run.tokens_of(run.lines[-1]),
+        "mixture": sections.mixture_name(run),
+        "block": run.recipe["data"]["block_length"],
+        "recipe": sections.recipe(run),
+        "receipt": sections.receipt(run),
+        "curve": [{"saved": False} | score for score in sections.curve(run)],
+    }
+
+
+def _shown(evaluated: Evaluated) -> Record:
+    """What the template shows of an evaluation."""
+    record, label, base = evaluated.record, evaluated.label, evaluated.base
+    average = record["average"]
+    over = "average" if average["over"] == average["of"] else f"average of {average['over']} of {average['of']}"
+    rows = [*record["benchmarks"], average | {"name": over, "shots": "", "metric": ""}]
+    return {
+        "title": record["suite"]["title"],
+        "verdict": evaluated.verdict,
+        "warnings": evaluated.warnings,
+        "limited": record["limit"] is not None,
+        "truncated": evaluated.truncated,
+        "base": base,
+        "rows": [
+            {key: row[key] for key in ("name", "shots", "metric")}
+            | {
+                "scored": row.get(label, {}).get("items", ""),
+                "model": row.get(label),
+                "base": row.get(base) if base else None,
+                "delta": row.get(label, {}).get("delta"),
+                "recovery": row.get(label, {}).get("recovery"),
+            }
+            for row in rows
+        ],
+    }
+
+
+def _limits(config: MoHLlamaConfig, lineage: Lineage, evaluated: Evaluated | None) -> list[str]:
+    limits = ["It is not faster than with every head on, and its cache of keys and values is as large; see Efficiency."]
+    if lineage.base_label:
+        limits.append("What its base gets wrong, and what its base must not be used for, holds for this model, too.")
+    if lineage.base_label and lineage.run is None:
+        limits.append("No tuning is on record: it may lack what tuning gives back.")
+    if lineage.run is not None:
+        limits.append("Recovery is measured on text like the training text; other text and languages may fare worse.")
+    if evaluated is None:
+        limits.append("No benchmark was run.")
+    limits.append("Nothing here says anything on safety, bias or use in a conversation: none of that was measured.")
+    limits.append(f"It was made for up to {config.max_position_embeddings:,} tokens; longer text was not tried.")
+    return limits
+
+
+def _environment() -> Environment:
+    """Templates in which every value that is put in is escaped, and a missing one is an error."""
+    templates = Environment(
+        loader=PackageLoader("moh_llm.hub"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=text,
+    )
+    templates.filters |= {
+        "code": code,
+        "count": lambda value: _number(value, ","),
+        "digits": lambda value, digits: Safe(_number(value, f"#.{digits}g").rstrip(".")),
+        "fixed": lambda value: _number(value, ".1f"),
+        "percent": lambda value: _number(value, ".2%"),
+        "scientific": lambda value: _number(value, ".3e"),
+        "score": _score,
+        "table": _table,
+    }
+    return templates
+
+
+def _table(pairs: sections.Pairs) -> Safe:
+    return Safe("\n".join(["| | |", "|---|---|", *(f"| {text(what)} | {text(value)} |" for what, value in pairs)]))
+
+
+def _number(value: float | None, form: str) -> Safe:
+    return Safe("-" if value is None else f"{value:{form}}")
+
+
+def _score(figure: Record | None, sign: str = "") -> Safe:
+    """A value with its standard error; a dash where there is none."""
+    if figure is None:
+        return Safe("-")
+    error = "" if figure["stderr"] is None else f" ± {figure['stderr']:.1f}"
+    return Safe(f"{figure['value']:{sign}.1f}{error}")

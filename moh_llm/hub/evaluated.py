@@ -1,0 +1,129 @@
+"""An evaluation as a model's card shows it: the column of this model and of its base, and Hub metadata."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import EvalResult
+
+from moh_llm.errors import UserError
+from moh_llm.evaluation.compare import read_evaluation
+from moh_llm.evaluation.models import identify
+from moh_llm.evaluation.report import Record
+from moh_llm.evaluation.suite import Benchmark, known_suites, load_suite
+from moh_llm.evaluation.verdict import base_of, verdict, warnings
+from moh_llm.hub.markdown import plain
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation says of one model.
+
+    Attributes:
+        record: the evaluation's, with no other models than this one and its base.
+        label: this model's column.
+    """
+
+    record: Record
+    label: str
+
+    @property
+    def base(self) -> str | None:
+        """The base's column, if the base was scored, too."""
+        return base_of(self.record, self.label)
+
+    @property
+    def verdict(self) -> str:
+        """The evaluation in one sentence."""
+        return verdict(self.record, self.label)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What must be known before a figure is quoted."""
+        return warnings(self.record)
+
+    @property
+    def truncated(self) -> list[str]:
+        """Benchmarks whose longest prompts did not fit into the model's context."""
+        return [row["name"] for row in self.record["benchmarks"] if row.get(self.label, {}).get("truncated")]
+
+
+def find_evaluated(evaluation: Path, folder: Path) -> Evaluated:
+    """The part of an evaluation that is about the model in ``folder``: that with the same weights.
+
+    Args:
+        evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
+        folder: the model's.
+
+    Raises:
+        UserError: it is not an evaluation, or no model in it has this folder's weights.
+    """
+    record = read_evaluation(evaluation.parent if evaluation.name == "report.json" else evaluation)
+    weights = identify(str(folder)).weights
+    label = next((name for name, about in record["models"].items() if about["weights_sha256"] == weights), None)
+    if label is None:
+        raise UserError(
+            f"{evaluation} scored other weights than those in {folder} "
+            f"({', '.join(about['model'] for about in record['models'].values())}); evaluate {folder}"
+        )
+    kept = [name for name in record["models"] if name in (label, base_of(record, label))]
+    return Evaluated(
+        record
+        | {
+            "models": {name: record["models"][name] for name in kept},
+            "errors": [error for error in record["errors"] if error["model"] in kept],
+            "analysis": None,
+        },
+        label,
+    )
+
+
+def eval_results(evaluated: Evaluated) -> list[EvalResult]:
+    """The scores as the Hub's `model-index` holds them, in percent as in ``report.json``, unrounded.
+
+    A score on only some of a benchmark's items is no result: with ``--limit`` there are none, and benchmarks
+    whose data was partial are left out.
+    """
+    record = evaluated.record
+    if record["limit"] is not None:
+        return []
+    rows = [row for row in record["benchmarks"] if evaluated.label in row and row["name"] not in record["partial_data"]]
+    results = [_result(row, evaluated) for row in rows]
+    benchmarks = Counter(result.unique_identifier for result in results)
+    for result in results:
+        # The Hub files these under the first one's name.
+        if benchmarks[result.unique_identifier] > 1:
+            result.metric_name = f"{result.dataset_name}: {result.metric_name}"
+    return results
+
+
+def _result(row: Record, evaluated: Evaluated) -> EvalResult:
+    return EvalResult(
+        task_type="text-generation",
+        task_name="Text Generation",
+        dataset_type=plain(row["dataset"]),
+        dataset_name=plain(row["name"]),
+        dataset_config=_config(row, evaluated.record["suite"]["name"]),
+        dataset_split=row["eval_split"],
+        dataset_revision=row["revision"],
+        # "exact_match (strict-match)": the metric and the filter before it.
+        metric_type=plain(row["metric"]).split(" (")[0],
+        metric_name=plain(f"{row['metric']}, {row['shots']}-shot"),
+        metric_value=row[evaluated.label]["value"],
+        verified=False,
+    )
+
+
+def _config(row: Record, suite: str) -> str | None:
+    """The dataset's config; None for several that are read as one, and for a suite that is none of the package's.
+
+    The record of an evaluation does not hold it.
+    """
+    if suite not in known_suites():
+        return None
+    same = (other.config for other in load_suite(suite).benchmarks if _is(other, row))
+    return next((config for config in same if "{" not in config), None)
+
+
+def _is(benchmark: Benchmark, row: Record) -> bool:
+    return (benchmark.name, benchmark.dataset, benchmark.eval_split) == (row["name"], row["dataset"], row["eval_split"])

@@ -1,0 +1,281 @@
+"""The licence that a model inherits from its base, and what Llama licences ask of whoever passes one on.
+
+The duties are those of section 1.b of the licences' own texts: ``LICENSE`` in github.com/meta-llama/llama
+(Llama 2) and github.com/meta-llama/llama3, ``models/llama3_1/LICENSE`` to ``models/llama4/LICENSE`` in
+github.com/meta-llama/llama-models. The ids are the Hub's, as its validator of model cards lists them.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from moh_llm.errors import UserError
+from moh_llm.hub.lineage import Lineage, front_matter
+
+# https://huggingface.co/docs/hub/repositories-licenses; "unknown", which the Hub takes, says nothing and is left out.
+IDS = frozenset(
+    re.findall(
+        r"\S+",
+        "apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 "
+        "bigcode-openrail-m afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc "
+        "cc0-1.0 cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 "
+        "cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 "
+        "cdla-sharing-1.0 cdla-permissive-1.0 cdla-permissive-2.0 wtfpl ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 "
+        "eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 lgpl lgpl-2.1 lgpl-3.0 isc h-research intel-research lppl-1.3c "
+        "ms-pl apple-ascl apple-amlr mpl-2.0 odc-by odbl openmdw-1.0 openrail++ osl-3.0 postgresql ofl-1.1 ncsa "
+        "unlicense zlib pddl lgpl-lr deepfloyd-if-license fair-noncommercial-research-license llama2 llama3 "
+        "llama3.1 llama3.2 llama3.3 llama4 grok2-community gemma other",
+    )
+)
+_FILES = "LICEN[CS]E*"
+# A licence's title stands at the top of its text.
+_TITLE = 400
+
+
+@dataclass(frozen=True)
+class LlamaTerms:
+    """What a Llama licence asks of a model that is made from a Llama and passed on.
+
+    Attributes:
+        title: the licence's name.
+        begins: what the model's name must begin with (last sentence of 1.b.i); None: anything.
+        shown: the words to display (1.b.i); None: none.
+        notice: the sentence that a "Notice" text file must hold (1.b.iii).
+        policy: address of the acceptable use policy (1.b.iv).
+        text: address of the licence.
+        closed: whether 1.b.v forbids to improve other language models with the model or its outputs.
+    """
+
+    title: str
+    begins: str | None
+    shown: str | None
+    notice: str
+    policy: str
+    text: str
+    closed: bool
+
+
+def _later(version: str, host: str) -> LlamaTerms:
+    """The terms of Llama 3.1 and later, which differ in their version only."""
+    name = version.replace(".", "_")
+    return LlamaTerms(
+        title=f"Llama {version} Community License",
+        begins="Llama",
+        shown="Built with Llama",
+        notice=f"Llama {version} is licensed under the Llama {version} Community License, Copyright © Meta Platforms, "
+        "Inc. All Rights Reserved.",
+        policy=f"https://{host}/llama{name}/use-policy",
+        text=f"https://github.com/meta-llama/llama-models/blob/main/models/llama{name}/LICENSE",
+        closed=False,
+    )
+
+
+LLAMA = {
+    "llama2": LlamaTerms(
+        title="Llama 2 Community License",
+        begins=None,
+        shown=None,
+        notice="Llama 2 is licensed under the LLAMA 2 Community License, Copyright (c) Meta Platforms, Inc. All Rights "
+        "Reserved.",
+        policy="https://ai.meta.com/llama/use-policy",
+        text="https://github.com/meta-llama/llama/blob/main/LICENSE",
+        closed=True,
+    ),
+    "llama3": LlamaTerms(
+        title="Meta Llama 3 Community License",
+        begins="Llama 3",
+        shown="Built with Meta Llama 3",
+        notice="Meta Llama 3 is licensed under the Meta Llama 3 Community License, Copyright © Meta Platforms, Inc. "
+        "All Rights Reserved.",
+        policy="https://llama.meta.com/llama3/use-policy",
+        text="https://github.com/meta-llama/llama3/blob/main/LICENSE",
+        closed=True,
+    ),
+    "llama3.1": _later("3.1", "llama.meta.com"),
+    "llama3.2": _later("3.2", "www.llama.com"),
+    "llama3.3": _later("3.3", "www.llama.com"),
+    "llama4": _later("4", "www.llama.com"),
+}
+
+
+@dataclass(frozen=True)
+class Licence:
+    """A licence and where it was found.
+
+    Attributes:
+        id: one of `IDS`.
+        source: what says so, in words that name no path.
+        name, link: of a licence whose id is "other".
+        file: its text; None where none lies with the model or its base.
+    """
+
+    id: str
+    source: str
+    name: str | None = None
+    link: str | None = None
+    file: Path | None = None
+
+
+def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
+    """The licence of a model: that of its base.
+
+    It is read from the `license` of a ``README.md`` and from the first lines of a ``LICENSE`` file, in the model's
+    folder, in that of the model that training began with, and in the base's, where that lies on this machine.
+
+    Args:
+        lineage: the model's.
+        given: the user's word, which settles what the files leave open.
+
+    Raises:
+        UserError: no licence is found, or several; ``given`` is no licence's id, or contradicts a Llama licence that
+            is found; a Llama's or an unlisted licence's text, which must go along, is nowhere.
+    """
+    if given is not None:
+        _check_id(given)
+    found = [licence for whose, place in lineage.places for licence in _found_in(place, whose)]
+    ids = list(dict.fromkeys(licence.id for licence in found))
+    llama = [licence for licence in found if licence.id in LLAMA]
+    if given is not None and llama and given not in ids:
+        raise UserError(
+            f"--licence {given} contradicts {llama[0].source}, which says {llama[0].id}: whoever passes a Llama on "
+            "passes its licence on; drop --licence"
+        )
+    if given is None and len(ids) > 1:
+        raise UserError(
+            f"{lineage.folder}: licences contradict each other ({', '.join(f'{x.id} in {x.source}' for x in found)}); "
+            "pass --licence ID with the right one"
+        )
+    if given is None and not found:
+        raise UserError(
+            f"{lineage.folder}: the base's licence is not known (no `license` in a README.md, no LICENSE that is "
+            "recognised, there or with the base); pass --licence ID, such as apache-2.0, llama3.2 or other"
+        )
+    chosen = given or ids[0]
+    same = [licence for licence in found if licence.id == chosen]
+    texts = [licence.file for licence in same if licence.file] or _texts(lineage, chosen)
+    return _checked(
+        Licence(
+            chosen,
+            same[0].source if same else "whoever published the model",
+            next((licence.name for licence in same if licence.name), None),
+            next((licence.link for licence in same if licence.link), None),
+            texts[0] if texts else None,
+        ),
+        lineage,
+    )
+
+
+def check_name(repo_id: str, licence: str) -> None:
+    """Raise UserError unless a repository's name begins as its licence asks (section 1.b.i of Llama 3 and later).
+
+    The Hub allows no space in names, so "Llama 3" may be written Llama-3, Llama_3, Llama.3 or Llama3.
+    """
+    terms = LLAMA.get(licence)
+    if terms is None or terms.begins is None:
+        return
+    owner, slash, name = repo_id.rpartition("/")
+    pattern = re.escape(terms.begins).replace(r"\ ", "[-_.]?")
+    if re.match(pattern + r"(?!\d)", name):
+        return
+    # What is left of the name without a Llama's at its beginning; a size such as 8B is no version.
+    rest = re.sub(r"^(?:meta[-_.]?)?llama(?:[-_.]?\d(?:\.\d)?(?![\w.]))?[-_.]*", "", name, flags=re.IGNORECASE)
+    better = f"{owner}{slash}Llama-{licence.removeprefix('llama')}-{rest or 'MoH'}"
+    raise UserError(
+        f"--repo-id {repo_id}: the {terms.title} (section 1.b.i) asks that the model's name begin with "
+        f'"{terms.begins}"; rename it, for example to {better}'
+    )
+
+
+def notice(licence: str) -> str | None:
+    """The text of the NOTICE file that a licence prescribes (section 1.b.iii of the Llama licences), if any does."""
+    return LLAMA[licence].notice + "\n" if licence in LLAMA else None
+
+
+def duties(licence: Licence) -> list[str]:
+    """What the licence asks of whoever passes the model on, a sentence of Markdown each; empty for most licences."""
+    terms = LLAMA.get(licence.id)
+    if terms is None:
+        return []
+    copy = f"`{licence.file.name}`" if licence.file else "its file"
+    asked = [f"Pass on a copy of the [{terms.title}]({terms.text}), {copy} in this repository (section 1.b.i)."]
+    if terms.shown:
+        asked.append(f'Display "{terms.shown}" prominently where the model is offered or documented (1.b.i).')
+    if terms.begins:
+        asked.append(f'Begin the name of any model made with this one with "{terms.begins}" (1.b.i).')
+    asked.append("Keep the attribution in `NOTICE` (1.b.iii).")
+    asked.append(f"Follow the [acceptable use policy]({terms.policy}) (1.b.iv).")
+    if terms.closed:
+        asked.append(
+            f"Do not use the model or its outputs to improve a large language model other than "
+            f"{'Llama 2' if licence.id == 'llama2' else 'Meta Llama 3'} and its derivatives (1.b.v)."
+        )
+    return asked
+
+
+def _found_in(place: Path, whose: str) -> list[Licence]:
+    """What the card and the licence files of a folder say; ``whose`` folder it is."""
+    metadata, found = front_matter(place), []
+    given = metadata.get("license")
+    given = given[0] if isinstance(given, list) and len(given) == 1 else given
+    if isinstance(given, str):
+        name, link = (str(metadata[key]) if metadata.get(key) else None for key in ("license_name", "license_link"))
+        # Before the Hub listed them, Llama 3 was "other" with its id as the name.
+        chosen = name if given.lower() == "other" and name in IDS else given.lower()
+        if chosen in IDS:
+            named = (name, link) if chosen == "other" else (None, None)
+            found.append(Licence(chosen, f"the model card of {whose}", *named))
+    for file in _files(place):
+        if recognised := _recognise(file):
+            found.append(Licence(recognised, f"{file.name} of {whose}", file=file))
+    return found
+
+
+def _files(place: Path) -> list[Path]:
+    return sorted(file for file in place.glob(_FILES) if file.is_file())
+
+
+def _texts(lineage: Lineage, licence: str) -> list[Path]:
+    """Files that may hold a licence's text: for a Llama only one that is recognised will do."""
+    if licence in LLAMA:
+        return []
+    return [file for _, place in lineage.places for file in _files(place) if _recognise(file) in (None, licence)]
+
+
+def _recognise(file: Path) -> str | None:
+    """The licence whose title a file begins with."""
+    top = " ".join(file.read_text(encoding="utf-8", errors="replace")[:_TITLE].replace("*", " ").split())
+    if llama := re.search(r"\bLLAMA (\d(?:\.\d)?) COMMUNITY LICENSE", top, re.IGNORECASE):
+        name = f"llama{llama[1]}"
+        return name if name in LLAMA else None
+    if re.search(r"\bApache License,? Version 2\.0", top, re.IGNORECASE):
+        return "apache-2.0"
+    return "mit" if re.match(r"(?:The )?MIT License\b", top, re.IGNORECASE) else None
+
+
+def _check_id(given: str) -> None:
+    if given not in IDS:
+        near = difflib.get_close_matches(given.lower(), IDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "see https://huggingface.co/docs/hub/repositories-licenses"
+        raise UserError(f"--licence {given} is no licence id of the Hub; {hint}")
+
+
+def _checked(licence: Licence, lineage: Lineage) -> Licence:
+    """``licence`` with a name where the Hub wants one; raises UserError where its text is missing."""
+    if licence.id in LLAMA and licence.file is None:
+        terms = LLAMA[licence.id]
+        raise UserError(
+            f"{lineage.folder}: the {terms.title} (section 1.b.i) asks for a copy of it; put the text into "
+            f"{lineage.folder / 'LICENSE'} ({terms.text})"
+        )
+    if licence.id != "other":
+        return licence
+    if licence.file is None and not licence.link:
+        raise UserError(f"{lineage.folder}: licence `other` needs its text; put it into {lineage.folder / 'LICENSE'}")
+    name = licence.name
+    if not name and licence.file:
+        lines = licence.file.read_text(encoding="utf-8", errors="replace").split("\n")
+        title = next((line for line in lines if line.strip()), "")
+        name = "-".join(re.findall(r"[a-z0-9.]+", title.lower()))[:60] or "see-licence-file"
+    link = licence.link or (licence.file.name if licence.file else None)
+    return Licence(licence.id, licence.source, name or "see-license-link", link, licence.file)

@@ -1,0 +1,183 @@
+"""Publishing a model: check its files, prove that they load anywhere, write the card, upload."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moh_llm.errors import UserError
+from moh_llm.files import read_json, write_text
+from moh_llm.hub.card import build_card
+from moh_llm.hub.checks import check_files, check_secrets
+from moh_llm.hub.licences import Licence, find_licence, notice
+from moh_llm.hub.lineage import Lineage, read_lineage
+from moh_llm.hub.listing import CARD, list_files
+from moh_llm.hub.problem import Problem
+from moh_llm.hub.proof import Proof, prove
+from moh_llm.hub.stage import Stage, StagedFile, describe, staged
+from moh_llm.hub.upload import check_repo_id, find_token, push
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """One publication.
+
+    Attributes:
+        folder: the model.
+        repo_id: ``ORG/NAME`` on the Hub.
+        private, revision: see `push`.
+        dry_run: do everything but send; nothing is asked of the Hub.
+        force: go on where a check or the proof fails, and say so in the card. A secret stops it all
+            the same; files that are no part of a model are left behind.
+        run: folder of the training run, for the card and its record.
+        evaluation: folder of an evaluation, for the card and its record.
+        licence: the Hub's id of the model's licence, where the card cannot tell it.
+    """
+
+    folder: Path
+    repo_id: str
+    private: bool = False
+    revision: str | None = None
+    dry_run: bool = False
+    force: bool = False
+    run: Path | None = None
+    evaluation: Path | None = None
+    licence: str | None = None
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What was published, or would be.
+
+    Attributes:
+        files: all of it.
+        scrubbed: file -> place in it -> the local path that was cut to its last component.
+        problems: what the checks found.
+        proof: how loading went; None where the checks stopped the publication before.
+        stopped: why nothing was sent, None where nothing speaks against it.
+        card: where the card of a dry run can be read.
+        url: where it lies, if it was sent.
+    """
+
+    files: list[StagedFile]
+    scrubbed: dict[str, dict[str, str]]
+    problems: list[Problem]
+    proof: Proof | None
+    stopped: str | None
+    card: Path | None = None
+    url: str | None = None
+
+
+def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publication:
+    """Check, prove and upload a model's folder, which itself stays as it is.
+
+    A dry run goes through checks and proof to the end, whatever they find.
+
+    Raises:
+        UserError: no such model; the card cannot be made; no token; the upload fails.
+    """
+    check_repo_id(options.repo_id)
+    _check_model(options.folder)
+    token = None if options.dry_run else find_token()
+    files, unlisted = list_files(options.folder)
+    # Before anything is rewritten, and in the card that lies there, which another one replaces.
+    first = unlisted + check_secrets(options.folder, files)
+    lineage = read_lineage(options.folder, options.run)
+    licence = find_licence(lineage, options.licence)
+    with staged(options.folder, files, _records(options, lineage) | _licence_text(licence, files)) as stage:
+        say(f"checking {options.folder}")
+        _write_notice(stage, licence)
+        _write_card(stage, options, forced=[])
+        problems = list(dict.fromkeys(first + check_files(stage.folder)))
+        stopped = _stop(problems, None, options.force)
+        proof = None
+        if stopped is None or options.dry_run:
+            say("loading it in a clean process, without moh_llm")
+            proof = prove(stage.folder, options.folder)
+            stopped = stopped or _stop(problems, proof, options.force)
+        if options.force:
+            # What is no part of the model is left behind, so the card has nothing to say of it.
+            _write_card(stage, options, _forced([p for p in problems if p not in unlisted], proof))
+        published = describe(stage.folder)
+        url, card = None, None
+        if options.dry_run:
+            card = _keep_card(stage, options.folder)
+        elif token is not None and stopped is None:
+            url = push(stage.folder, published, options.repo_id, token, options.private, options.revision, say=say)
+        return Publication(published, stage.scrubbed, problems, proof, stopped, card, url)
+
+
+def _check_model(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        if (folder / "model" / "config.json").is_file():
+            raise UserError(f"{folder} is a training run; publish {folder / 'model'}, with --run {folder}")
+        raise UserError(f"{folder} holds no config.json; name a folder that moh-llm convert or train made")
+    config = read_json(folder / "config.json")
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind != "moh_llama":
+        raise UserError(f"{folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+
+
+def _records(options: PublishOptions, lineage: Lineage) -> dict[str, Path]:
+    """The records that go along with the model, by the name that they get."""
+    records = {}
+    if lineage.run is not None:
+        records["run.json"] = lineage.run.folder / "run.json"
+    if (evaluation := options.evaluation) is not None:
+        records["evaluation.json"] = evaluation / "report.json" if evaluation.is_dir() else evaluation
+        if not records["evaluation.json"].is_file():
+            raise UserError(f"--evaluation {evaluation} holds no report.json; name a folder that moh-llm evaluate made")
+    return records
+
+
+def _licence_text(licence: Licence, files: list[str]) -> dict[str, Path]:
+    """The base's licence, where the model's folder has no copy, by the name that it gets."""
+    file = licence.file
+    return {} if file is None or file.name in files else {file.name: file}
+
+
+def _write_notice(stage: Stage, licence: Licence) -> None:
+    """Put the notice that the licence prescribes into NOTICE, unless it is there."""
+    wanted = notice(licence.id)
+    if wanted is None:
+        return
+    place = stage.folder / "NOTICE"
+    present = place.read_text(encoding="utf-8", errors="replace") if place.is_file() else ""
+    if " ".join(wanted.split()) not in " ".join(present.split()):
+        write_text(place, f"{present.rstrip()}\n\n{wanted}".lstrip())
+
+
+def _write_card(stage: Stage, options: PublishOptions, forced: list[str]) -> None:
+    stage.write_card(
+        build_card(
+            options.folder,
+            options.repo_id,
+            run=options.run,
+            evaluation=options.evaluation,
+            forced=forced,
+            licence=options.licence,
+        )
+    )
+
+
+def _forced(problems: list[Problem], proof: Proof | None) -> list[str]:
+    """What ``--force`` passed over, for the card."""
+    failed = [f"proof: {proof.failure}"] if proof is not None and proof.failure else []
+    return [f"check: {problem.file} {problem.what}" for problem in problems] + failed
+
+
+def _stop(problems: list[Problem], proof: Proof | None, force: bool) -> str | None:
+    """Why nothing must be sent, None where nothing speaks against it."""
+    stopping = [problem for problem in problems if not (force and problem.forceable)]
+    if stopping:
+        more = f" (and {len(stopping) - 1} more)" if len(stopping) > 1 else ""
+        return f"{stopping[0]}{more}"
+    if proof is not None and proof.failure and not force:
+        return f"the proof failed: {proof.failure}; put it right, or pass --force, which the card will tell"
+    return None
+
+
+def _keep_card(stage: Stage, folder: Path) -> Path:
+    """Leave the card of a dry run beside the model's folder, which stays as it is."""
+    place = folder.resolve().with_name(f"{folder.resolve().name}.card.md")
+    write_text(place, (stage.folder / CARD).read_text(encoding="utf-8"))
+    return place

@@ -1,0 +1,87 @@
+"""The Python files that travel with a model: named by auto_map, flat, in need of torch and transformers only."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moh_llm.errors import UserError
+from moh_llm.files import read_json
+from moh_llm.hub.problem import Problem
+
+AUTO_CLASSES = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
+_LIBRARIES = {"torch", "transformers"}
+_CONVERT = "convert the model again, or save it with moh_llm's classes"
+
+
+def module_files(folder: Path) -> list[str]:
+    """The files that `auto_map` names and those that they import beside them, sorted; absent ones are left out."""
+    waiting = [f"{module}.py" for module, _, _ in _auto_map(folder).values()]
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in found and (folder / name).is_file():
+            found.add(name)
+            waiting += [f"{module}.py" for level, module, _ in _imports(folder / name) if level == 1 and module]
+    return sorted(found)
+
+
+def check_remote_code(folder: Path) -> list[Problem]:
+    """What would keep the code from loading, or make it need more than torch and transformers."""
+    problems = []
+    auto_map = _auto_map(folder)
+    for wanted in AUTO_CLASSES:
+        if wanted not in auto_map:
+            problems.append(Problem("config.json", f"auto_map has no {wanted}", _CONVERT))
+    for wanted, (module, _, name) in auto_map.items():
+        if not (folder / f"{module}.py").is_file():
+            problems.append(Problem("config.json", f"auto_map names {module}.py for {wanted}, not there", _CONVERT))
+        elif name not in _classes(folder / f"{module}.py"):
+            problems.append(Problem(f"{module}.py", f"has no class {name}, which auto_map names", _CONVERT))
+    for file in module_files(folder):
+        problems += _check_imports(folder, file)
+    return problems
+
+
+def _auto_map(folder: Path) -> dict[str, tuple[str, str, str]]:
+    """Auto class -> (module, ".", class), of the entries that name both."""
+    try:
+        entries: Any = read_json(folder / "config.json").get("auto_map", {})
+        return {str(key): str(value).partition(".") for key, value in entries.items()}
+    except (UserError, AttributeError):
+        return {}
+
+
+def _check_imports(folder: Path, file: str) -> Iterator[Problem]:
+    if _tree(folder / file) is None:
+        yield Problem(file, "is not Python that parses", _CONVERT)
+    for level, module, line in _imports(folder / file):
+        top = module.partition(".")[0]
+        if level == 0 and top not in _LIBRARIES and top not in sys.stdlib_module_names:
+            yield Problem(file, f"line {line} imports {top}", "whoever loads the model has torch and transformers only")
+        elif level > 1 or (level == 1 and not (folder / f"{module}.py").is_file()):
+            yield Problem(file, f"line {line} imports {'.' * level}{module}, which is not beside it", _CONVERT)
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str, int]]:
+    """(dots, module, line) of every import anywhere in a file."""
+    for node in ast.walk(_tree(path) or ast.Module([], [])):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level and node.module is None:
+            yield from ((node.level, alias.name, node.lineno) for alias in node.names)  # from . import x
+        elif isinstance(node, ast.ImportFrom):
+            yield node.level, node.module or "", node.lineno
+
+
+def _classes(path: Path) -> set[str]:
+    tree = _tree(path)
+    return {node.name for node in tree.body if isinstance(node, ast.ClassDef)} if tree else set()
+
+
+def _tree(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError):
+        return None

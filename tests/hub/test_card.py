@@ -1,0 +1,235 @@
+"""The text of model cards: what each kind of model's says, and what no record can do to it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cards import change, check_card, weights_of, write_evaluation, write_run
+from huggingface_hub import ModelCard
+from records import make_record
+
+from moh_llm.errors import UserError
+from moh_llm.flops import forward_flops
+from moh_llm.hub.card import build_card
+from moh_llm.hub.markdown import code, plain, text
+from moh_llm.modeling import MoHLlamaConfig
+
+NAME = "someone/Tiny-MoH"
+
+
+@pytest.fixture(scope="module")
+def conversion(
+    make_llama: Callable[..., Path], convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A real conversion of a base with a licence, not to be changed."""
+    base, output = make_llama(num_hidden_layers=3, num_attention_heads=4), tmp_path_factory.mktemp("out") / "moh"
+    (base / "LICENSE.txt").write_text("MIT License\n\nCopyright (c) 2026 Somebody\n")
+    assert convert(base, output, "--num-active-heads", "3") == 0
+    return output
+
+
+@pytest.fixture
+def converted(conversion: Path, tmp_path: Path) -> Path:
+    """A copy of `conversion`."""
+    return Path(shutil.copytree(conversion, tmp_path / "moh"))
+
+
+@pytest.fixture
+def tuned(converted: Path, tmp_path: Path) -> Path:
+    """RUN/model with its run behind it."""
+    run = write_run(tmp_path / "run", str(converted))
+    return Path(shutil.copytree(converted, run / "model"))
+
+
+def test_a_converted_model(converted: Path) -> None:
+    card = build_card(converted, NAME)
+    sections = check_card(card)
+    record = json.loads((converted / "conversion.json").read_text())
+    proof, found = record["verification"], sections["Conversion proof"]
+    assert f"bit for bit (tolerance 0): all layers, {proof['all_heads_active']['tokens']:,} tokens" in found
+    assert f"{proof['held_out_tokens']:,} tokens of held-out text" in found
+    ratio, kl = proof["converted"]["perplexity_ratio"], proof["converted"]["kl"]
+    assert f"| {ratio:#.5g} | {kl:#.3g} |" in found.split("the converted model |")[1]
+    assert "licensed" not in card and "`mit`, inherited from the base, according to LICENSE.txt of the model" in card
+    assert Path(record["base"]["name"]).name in sections["Base model and licence"]
+    assert "No training run is on record" in sections["Text it was trained on"]
+    assert "Routers, stand-ins and head budgets were fitted on 1,024 tokens" in sections["Text it was converted with"]
+    assert "Not measured" in sections["Benchmarks"] and "No benchmark was run." in sections["Limits"]
+    assert not {"Training", "Recovery", "What was forced"} & set(sections)
+    config = MoHLlamaConfig.from_pretrained(converted)
+    assert "| active heads per token, mean over layers | 3 (75.0%) |" in sections["Head plan"]
+    for length in (512, 2048, 8192):
+        ratio = forward_flops(config, length) / forward_flops(config, length, dense=True)
+        assert f"{ratio:.4g} |" in sections["Efficiency"]
+    assert "There is no measured speed-up" in sections["Efficiency"]
+    assert f'from_pretrained("{NAME}", trust_remote_code=True)' in sections["How to load"]
+    assert "`modeling_moh_llama.py`" in sections["How to load"] and "docs/serving.md" in sections["How to serve"]
+    assert "2410.11842" in sections["Citation"] and "ICML" in sections["Citation"]
+
+
+def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
+    card = build_card(tuned, NAME)
+    sections = check_card(card)
+    assert build_card(tuned, NAME, run=tuned.parent) == card
+    assert "Tuned on 192 tokens, it has 1.1000 times its base's perplexity" in card
+    assert "192 tokens of the mixture `tiny`" in sections["Text it was trained on"]
+    assert "| `books` | 100.00% | 100.00% | 192 | 0.500 | 0 |" in sections["Text it was trained on"]
+    assert "| steps | 6 of 6, each 2 blocks of 16 tokens |" in sections["Training"]
+    assert "| 0 | 30.000 | 1.5000 | 0.500 | 90.00% |" in sections["Recovery"]
+    assert "| 192 (saved model) | 22.000 | 1.1000 | 0.0500 | 90.00% |" in sections["Recovery"]
+    assert "before any training" in sections["Conversion proof"]
+
+
+def test_what_a_run_began_with_is_not_what_it_made(converted: Path, tmp_path: Path) -> None:
+    from moh_llm.training.runs import model_identity
+
+    run = write_run(tmp_path / "run", str(converted), record={"model": {"sha256": model_identity(converted)}})
+    with pytest.raises(UserError, match=r"is what the run in .* began with, not what it made"):
+        build_card(converted, NAME, run=run)
+
+
+@pytest.mark.parametrize("scores", [0, 2])
+def test_an_unfinished_run_says_so(tuned: Path, scores: int) -> None:
+    record = {"status": "running", "data_read": None, "evaluation": None}
+    write_run(tuned.parent, "gone", scores=scores, record=record)
+    sections = check_card(build_card(tuned, NAME))
+    assert "**The run has not finished" in sections["Training"]
+    assert "not on record: the run has not finished" in sections["Text it was trained on"]
+    assert ("Not measured: the run scored no held-out text." in sections["Recovery"]) == (scores == 0)
+
+
+def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
+    record = make_record({"base": ("b", 1.0), "model": (weights_of(converted), 0.9), "other": ("o", 0.5)})
+    record["errors"] = [{"model": "other", "benchmark": "A", "error": "no memory"}]
+    folder = write_evaluation(tmp_path / "report", record)
+    card = build_card(converted, NAME, evaluation=folder)
+    assert card == build_card(converted, NAME, evaluation=folder / "report.json")
+    found = check_card(card)["Benchmarks"]
+    row, base = record["benchmarks"][0]["model"], record["benchmarks"][0]["base"]
+    scores = f"{row['value']:.1f} ± {row['stderr']:.1f} | {base['value']:.1f} ± {base['stderr']:.1f}"
+    assert f"| A | 0 | acc | 200 | {scores} | {row['delta']['value']:+.1f} ±" in found
+    assert f"| {record['average']['model']['recovery']:.1f} |" in found.split("average |")[1]
+    assert f"**model keeps {record['average']['model']['recovery']:.1f} % of base's average" in card
+    assert "other" not in found and "no memory" not in card
+
+
+def test_limits_and_partial_data_are_loud(converted: Path, tmp_path: Path) -> None:
+    record = make_record({"model": (weights_of(converted), 0.9)})
+    folder = write_evaluation(tmp_path / "report", record | {"limit": 2})
+    card = build_card(converted, NAME, evaluation=folder)
+    found = check_card(card)["Benchmarks"]
+    assert "> **NOT COMPARABLE: --limit 2 scored at most 2 item(s)" in found and "these scores are not results" in found
+    assert "**ONLY 2 ITEMS A TASK (--limit): model averages" in card
+    write_evaluation(folder, record | {"partial_data": ["B"], "errors": [_error("/home/me/data is not there")]})
+    found = check_card(build_card(converted, NAME, evaluation=folder))["Benchmarks"]
+    assert "> **NOT COMPARABLE with published figures" in found
+    assert "> **FAILED: C on model (data is not there).**" in found
+
+
+def _error(error: str) -> dict[str, str]:
+    return {"model": "model", "benchmark": "C", "error": error}
+
+
+def test_an_evaluation_of_another_model_is_refused(converted: Path, tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "report", make_record({"model": ("other", 0.9)}))
+    with pytest.raises(UserError, match="scored other weights than those in"):
+        build_card(converted, NAME, evaluation=folder)
+
+
+def test_a_model_from_scratch(folder: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "out/initial", objective={"kind": "cross_entropy"})
+    model = shutil.copytree(folder, run / "model")
+    sections = check_card(build_card(model, NAME))
+    assert "No base: the weights were drawn at random" in sections["Base model and licence"]
+    assert "There was no conversion to prove" in sections["Conversion proof"]
+    assert "Held-out text" in sections and "Text it was converted with" not in sections
+    alone = check_card(build_card(folder, NAME))
+    assert "No base is on record" in alone["Base model and licence"] and "Not proven" in alone["Conversion proof"]
+
+
+def test_missing_records_are_told(converted: Path) -> None:
+    change(converted / "conversion.json", verification=None, calibration=None, arithmetic=None)
+    sections = check_card(build_card(converted, NAME))
+    assert "**Not proven**: the conversion was run without verification" in sections["Conversion proof"]
+    assert "needs no fitting" in sections["Text it was converted with"]
+
+
+def test_records_of_older_versions_are_refused(converted: Path) -> None:
+    verification = json.loads((converted / "conversion.json").read_text())["verification"]
+    del verification["converted"]["kl"]
+    change(converted / "conversion.json", verification=verification | {"all_heads_active": True})
+    lacks = (
+        r"lacks verification\.all_heads_active\.equals_base, verification\.all_heads_active\.tokens, verification\.conv"
+    )
+    with pytest.raises(UserError, match=lacks):
+        build_card(converted, NAME)
+
+
+def test_what_was_forced_stands_at_the_top(converted: Path) -> None:
+    card = build_card(converted, NAME, forced=["proof: logits differ by 0.5 in /tmp/x/y", "check: a [b](c) # d"])
+    assert card.index("PUBLISHED BY FORCE") < card.index("## ")
+    found = check_card(card)["What was forced"]
+    assert "- proof: logits differ by 0.5 in y\n" in found and r"- check: a \[b\](c) \# d" in found
+
+
+EVIL = "x`y|z**\n---\nlicense: mit\n---\n# Pwned\n<script>alert(1)</script> [a](http://b) {{ 7*7 }} {% raw %}"
+
+
+def test_hostile_names_stay_text(tuned: Path, tmp_path: Path) -> None:
+    clean = set(check_card(build_card(tuned, NAME, forced=["x"])))
+    conversion = json.loads((tuned / "conversion.json").read_text())
+    change(
+        tuned / "conversion.json",
+        base={"name": EVIL, "revision": None, "fingerprint": EVIL},
+        calibration=conversion["calibration"] | {"mixture": EVIL, "sources": {EVIL: 1.0}},
+        plan=conversion["plan"] | {"preset": EVIL},
+        moh_llm=EVIL,
+    )
+    read = {"weight": 1.0, "tokens": 192, "share": 1.0, "epochs": 0.5, "repeated_tokens": 0}
+    data = {"mixture": EVIL, "block_length": 16, "batch_size": 2}
+    write_run(tuned.parent, EVIL, record={"data_read": {EVIL: read}, "device": EVIL}, data=data)
+    record = make_record({"base": ("b", 1.0), EVIL: (weights_of(tuned), 0.9)})
+    record["suite"]["title"] = record["suite"]["name"] = EVIL
+    record["benchmarks"][0] |= {"name": EVIL, "metric": EVIL, "dataset": EVIL}
+    record["benchmarks"][0][EVIL]["truncated"] = True
+    folder = write_evaluation(tmp_path / "report", record | {"errors": [_error(EVIL) | {"model": EVIL}]})
+    card = build_card(tuned, NAME, evaluation=folder, forced=[EVIL])
+    assert set(check_card(card)) == clean
+    spans = ModelCard(card).text.replace(r"\`", "").split("`")
+    in_code, in_text = spans[1::2], spans[::2]
+    assert any("<script>" in part for part in in_code) and not any("<script" in part for part in in_text)
+    assert "{{ 7\\*7 }} {% raw %}" in card
+    assert ModelCard(card).data.license == "mit" and ModelCard(card).data.base_model is None
+
+
+def test_long_lists_stay_readable(tuned: Path) -> None:
+    read = {"weight": 0.005, "share": 0.005, "epochs": 0.5, "repeated_tokens": 1}
+    sources = {f"/data/source-{number}": read | {"tokens": 1000 - number} for number in range(200)}
+    write_run(tuned.parent, "gone", record={"data_read": sources})
+    log = [{"step": n, "tokens": n, "validation": {"perplexity": 1.0, "tokens": 1}} for n in range(900)]
+    (tuned.parent / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    sections = check_card(build_card(tuned, NAME))
+    assert "| `160 others` | 80.00% | 80.00% |" in sections["Text it was trained on"]
+    assert sections["Recovery"].count("\n|") == 2 + 12 + 1
+
+
+@pytest.mark.parametrize("repo_id", ["a/b/c", "a b", "", "../x", "a/b\n# c"])
+def test_bad_ids_and_folders_are_refused(converted: Path, repo_id: str) -> None:
+    with pytest.raises(UserError, match="is no repository's id"):
+        build_card(converted, repo_id)
+
+
+def test_another_architecture_is_refused(converted: Path) -> None:
+    change(converted / "config.json", model_type="llama")
+    with pytest.raises(UserError, match="has model_type=llama, not moh_llama"):
+        build_card(converted, NAME)
+
+
+def test_values_as_markdown() -> None:
+    assert plain("see (/tmp/x/y), file:///home/me/z and C:\\Users\\me") == "see (y), z and me"
+    assert plain("https://a.b/c/d hf://e/f and/or 1 / 2 a/b") == "https://a.b/c/d hf://e/f and/or 1 / 2 a/b"
+    assert plain("a\u202eb\x00c\n d") == "abc d"
+    assert text("_a_ snake_case <b> *c* # | -") == r"\_a\_ snake_case &lt;b&gt; \*c\* \# \| -"
+    assert text("- a") == r"\- a" and code("a`b|c") == r"`a'b\|c`" and code("") == "`-`"

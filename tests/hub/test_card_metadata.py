@@ -1,0 +1,208 @@
+"""The front matter of model cards: what the Hub reads, and what its validator would say."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cards import change, check_card, weights_of, write_evaluation, write_run
+from huggingface_hub import ModelCard
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub.repocard_data import model_index_to_eval_results
+from records import make_record
+
+from moh_llm.evaluation.suite import load_suite
+from moh_llm.hub.card import build_card
+from moh_llm.hub.licences import IDS
+from moh_llm.hub.lineage import is_hub_id
+
+NAME = "someone/Tiny-MoH"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def refusals(content: str) -> list[str]:
+    """What the Hub's validator refuses, as far as its documentation and its answers tell."""
+    block = REGEX_YAML_BLOCK.search(content)
+    data = yaml.safe_load(block[2]) if block else None
+    if not isinstance(data, dict):
+        return ["no metadata"]
+    found = [f"{key} is empty" for key, value in data.items() if value in (None, [], "")]
+    if data.get("license") not in IDS | {"unknown"}:
+        found.append(f'"license" must be one of {sorted(IDS)}')
+    for key in ("base_model", "datasets"):
+        ids = data.get(key, [])
+        found += [f"{key}: {name!r}" for name in ([ids] if isinstance(ids, str) else ids) if not is_hub_id(name)]
+    if data.get("base_model_relation", "finetune") not in ("adapter", "merge", "quantized", "finetune"):
+        found.append("base_model_relation")
+    found += [f"language {code}" for code in data.get("language", []) if not re.fullmatch("[a-z]{2,3}", code)]
+    for entry in data.get("model-index", []):
+        for result in entry["results"]:
+            texts = [entry["name"], result["task"]["type"], *result["dataset"].values()]
+            texts += [metric[key] for metric in result["metrics"] for key in ("type", "name")]
+            found += [f"{value!r} must be a string" for value in texts if not isinstance(value, str)]
+            found += ["no value" for metric in result["metrics"] if not isinstance(metric["value"], float)]
+    return found
+
+
+@pytest.fixture
+def validator(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A stand-in for the Hub's validator; yields the cards that it was sent."""
+    sent: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert self.path == "/api/validate-yaml" and body["repoType"] == "model"
+            sent.append(body["content"])
+            errors = refusals(body["content"])
+            self.send_response(400 if errors else 200)
+            self.end_headers()
+            self.wfile.write("\n".join(errors).encode())
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    yield sent
+    server.shutdown()
+    server.server_close()
+
+
+def metadata(card: str) -> dict[str, Any]:
+    """The front matter as YAML, the same as the library makes of it."""
+    block = REGEX_YAML_BLOCK.search(card)
+    assert block is not None
+    data = yaml.safe_load(block[2])
+    assert ModelCard(card).data.to_dict() == data
+    return data
+
+
+def write_conversion(folder: Path, name: str, revision: str | None) -> None:
+    (folder / "conversion.json").write_text(json.dumps({"base": {"name": name, "revision": revision}}))
+
+
+def test_a_local_base_is_not_named_to_the_hub(folder: Path, validator: list[str]) -> None:
+    # It looks like an id, but no commit was recorded, so it was a folder.
+    write_conversion(folder, "out/base", None)
+    card = build_card(folder, NAME)
+    assert metadata(card) == {
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "pipeline_tag": "text-generation",
+        "tags": ["mixture-of-head", "moh"],
+    }
+    assert "Base: `base`, a local folder" in check_card(card)["Base model and licence"]
+    ModelCard(card).validate()
+    assert validator == [card]
+
+
+def test_a_base_on_the_hub_is(folder: Path, validator: list[str]) -> None:
+    write_conversion(folder, "org/Base-1B", COMMIT)
+    card = build_card(folder, NAME)
+    assert metadata(card)["base_model"] == "org/Base-1B"
+    assert metadata(card)["base_model_relation"] == "finetune"
+    assert (
+        f"[org/Base-1B](https://huggingface.co/org/Base-1B), commit `{COMMIT}`"
+        in check_card(card)["Base model and licence"]
+    )
+    ModelCard(card).validate()
+
+
+def test_the_validator_refuses_what_it_must(folder: Path, validator: list[str]) -> None:
+    card = ModelCard(build_card(folder, NAME))
+    card.data.license = "Apache 2"
+    with pytest.raises(ValueError, match="must be one of"):
+        card.validate()
+
+
+def test_the_base_says_the_languages(folder: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en, zh-CN, de, null]\n---\n")
+    write_conversion(folder, str(base), None)
+    assert metadata(build_card(folder, NAME))["language"] == ["en", "de"]
+
+
+def test_datasets_are_those_of_the_hub_that_were_read(folder: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    files = {
+        "web": "hf://datasets/org/web@abc/data/0.parquet",
+        "local": "/data/a.jsonl",
+        "unread": "hf://datasets/org/unread@abc/x.jsonl",
+        "bad": "hf://datasets/or g/--/x.jsonl",
+    }
+    sources = {name: {"text": [{"file": file}, {"file": file}]} for name, file in files.items()}
+    (tokens / "mixture.json").write_text(json.dumps({"sources": sources}))
+    read = {"weight": 0.3, "share": 0.3, "epochs": 0.5, "repeated_tokens": 0}
+    receipt = {name: read | {"tokens": 0 if name == "unread" else 64} for name in files}
+    run = write_run(tmp_path / "run", "gone", record={"tokens_in": str(tokens), "data_read": receipt})
+    write_conversion(folder, "base", None)
+    assert metadata(build_card(folder, NAME, run=run))["datasets"] == ["org/web"]
+    change(tokens / "mixture.json", sources={"other": {}})
+    assert "datasets" not in metadata(build_card(folder, NAME, run=run))
+
+
+def test_model_index_holds_the_reports_numbers(folder: Path, tmp_path: Path, validator: list[str]) -> None:
+    record = make_record({"base": ("b", 1.0), "model": (weights_of(folder), 0.9)})
+    record["benchmarks"][0]["metric"] = "exact_match (strict-match)"
+    record["benchmarks"][0]["shots"] = 8
+    record["benchmarks"][1]["model"]["value"] = 100 / 3  # more digits than a page shows
+    del record["benchmarks"][2]["model"]
+    place = write_evaluation(tmp_path / "report", record)
+    card = build_card(folder, NAME, evaluation=place)
+    name, results = model_index_to_eval_results(metadata(card)["model-index"])
+    report = json.loads((place / "report.json").read_text())
+    assert name == "Tiny-MoH"
+    assert {r.dataset_name: r.metric_value for r in results} == {
+        row["name"]: row["model"]["value"] for row in report["benchmarks"] if "model" in row
+    }
+    first = results[0]
+    assert (first.metric_type, first.metric_name) == ("exact_match", "exact_match (strict-match), 8-shot")
+    assert (first.dataset_type, first.dataset_split, first.dataset_revision) == ("A", "test", "0" * 40)
+    assert first.dataset_config is None and not any(result.verified for result in results)
+    ModelCard(card).validate()
+    assert validator == [card]
+
+
+def test_the_packages_suites_give_the_config(folder: Path, tmp_path: Path, validator: list[str]) -> None:
+    suite = load_suite("smoke")
+    record = make_record({"model": (weights_of(folder), 0.9)})
+    record["suite"]["name"] = "smoke"
+    for row, benchmark in zip(record["benchmarks"], suite.benchmarks, strict=True):
+        row |= {"name": benchmark.name, "dataset": benchmark.dataset, "eval_split": benchmark.eval_split}
+        row |= {"revision": None, "metric": benchmark.metric}
+    card = build_card(folder, NAME, evaluation=write_evaluation(tmp_path / "report", record))
+    _, results = model_index_to_eval_results(metadata(card)["model-index"])
+    assert [(r.dataset_type, r.dataset_config) for r in results] == [
+        ("moh-llm/smoke", name) for name in ("facts", "stories", "answers")
+    ]
+    assert [r.metric_value for r in results] == [row["model"]["value"] for row in record["benchmarks"]]
+    ModelCard(card).validate()
+
+
+def test_benchmarks_of_one_dataset_keep_their_names(folder: Path, tmp_path: Path) -> None:
+    record = make_record({"model": (weights_of(folder), 0.9)})
+    for row in record["benchmarks"][:2]:
+        row["dataset"] = "org/both"
+    card = build_card(folder, NAME, evaluation=write_evaluation(tmp_path / "report", record))
+    (index,) = metadata(card)["model-index"]
+    assert [metric["name"] for metric in index["results"][0]["metrics"]] == ["A: acc, 0-shot", "B: acc, 0-shot"]
+
+
+def test_partial_scores_are_no_results(folder: Path, tmp_path: Path) -> None:
+    record = make_record({"model": (weights_of(folder), 0.9)})
+    place = write_evaluation(tmp_path / "report", record | {"limit": 100})
+    assert "model-index" not in metadata(build_card(folder, NAME, evaluation=place))
+    write_evaluation(place, record | {"partial_data": ["A", "C"]})
+    (index,) = metadata(build_card(folder, NAME, evaluation=place))["model-index"]
+    assert [result["dataset"]["name"] for result in index["results"]] == ["B"]

@@ -1,0 +1,100 @@
+"""Loading a folder in a clean process by its own code, and comparing with the local model."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from moh_llm.hub import clean_process
+from moh_llm.hub.proof import prove
+from moh_llm.modeling import MoHLlamaConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_sharded_model_is_the_same_there_bit_for_bit(moh_model, monkeypatch):
+    # None of these may reach the clean process.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("HF_MODULES_CACHE", "/nowhere")
+    proof = prove(moh_model, moh_model)
+    assert proof.failure is None
+    assert proof.record["dtype"] == "float32" and proof.record["texts"] == 3 and proof.record["tokens"] > 100
+    assert all(module.startswith("transformers_modules.") for module in proof.record["classes"].values())
+    assert len(proof.record["generated"]) == 3
+
+
+def test_grouped_queries_tied_embeddings_and_bfloat16(make_model):
+    folder = make_model(
+        MoHLlamaConfig,
+        dtype=torch.bfloat16,
+        tie_word_embeddings=True,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_shared_heads=[1, 2],
+        num_active_heads=[4, 6],
+        attention_bias=True,
+        attention_output_bias=False,
+        query_key_norm=True,
+    )
+    proof = prove(folder, folder)
+    assert proof.failure is None and proof.record["dtype"] == "bfloat16"
+
+
+def test_one_changed_weight_is_found(folder, moh_model):
+    shard = min(folder.glob("*.safetensors"))
+    tensors = load_file(shard)
+    name = next(name for name in tensors if "o_proj" in name or "embed" in name)
+    tensors[name].view(-1)[-1] += 0.5
+    tensors["model.layers.0.self_attn.q_proj.weight"] *= 1.01
+    save_file(tensors, shard, metadata={"format": "pt"})
+    failure = prove(folder, moh_model).failure
+    assert failure is not None and "differs from the local model's by up to" in failure and "\n" not in failure
+
+
+def test_changed_code_is_found(folder, moh_model):
+    with (folder / "modeling_moh_llama.py").open("a") as file:
+        file.write("\n_dense = LlamaMLP.forward\nLlamaMLP.forward = lambda self, x: _dense(self, x) * 1.001\n")
+    failure = prove(folder, moh_model).failure
+    assert failure is not None and "differs from the local model's" in failure
+
+
+def test_code_that_needs_moh_llm_does_not_load(folder):
+    with (folder / "routing_moh.py").open("a") as file:
+        file.write("\nfrom moh_llm.files import sha256\n")
+    failure = prove(folder, folder).failure
+    assert failure is not None and "does not load in a clean process" in failure and "moh_llm" in failure
+    assert "\n" not in failure
+
+
+def test_moh_llm_cannot_be_imported_even_where_it_is_installed():
+    code = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+import moh_llm.files
+Blocked = runpy.run_path({clean_process.__file__!r})["Blocked"]
+for name in [name for name in sys.modules if name.startswith("moh_llm")]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Blocked("moh_llm"))
+import json.tool
+try:
+    import moh_llm.files
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
+    assert done.stdout == "No module named 'moh_llm' (blocked)\n", done.stderr
+
+
+def test_a_folder_that_lacks_weights_fails(folder, moh_model):
+    (folder / "config.json").write_text(
+        (folder / "config.json").read_text().replace('"query_key_norm": false', '"query_key_norm": true')
+    )
+    failure = prove(folder, moh_model).failure
+    assert failure is not None and "missing keys" in failure and "q_norm" in failure
+    shutil.rmtree(folder)
+    folder.mkdir()
+    failure = prove(folder, moh_model).failure
+    assert failure is not None and "does not load in a clean process" in failure
