@@ -172,23 +172,23 @@ def test_a_failed_analysis_is_named_and_loses_nothing(
     from moh_llm.analysis import record
 
     models = [shutil.copytree(tiny_moh, tmp_path / name) for name in ("one", "two")]
-    calls = []
+    calls, analyse = [], record.analyse
 
     def fail_first(model: Any, tokenizer: Any, texts: dict[str, list[str]], say: Any) -> dict[str, Any]:
         calls.append(list(texts))
         if len(calls) == 1:
             raise RuntimeError("out of\nmemory")
-        return {"texts": dict.fromkeys(texts, 1)}
+        return analyse(model, tokenizer, texts, tokens_per_text=32)
 
     monkeypatch.setattr(record, "analyse", fail_first)
     output = tmp_path / "report"
     words = [*models, "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output", output]
     assert run_evaluate(*words) == 0
     report = read(output)
-    assert report["analysis"] == {
-        "one": {"error": "RuntimeError: out of memory"},
-        "two": {"texts": dict.fromkeys(NAMES, 1)},
-    }
+    assert report["analysis"]["one"] == {"error": "RuntimeError: out of memory"}
+    assert list(report["analysis"]["two"]["texts"]) == NAMES
+    page = (output / "report.html").read_text()
+    assert "NOT ANALYSED: what the heads of one did (RuntimeError: out of memory)." in page and "Routers of two" in page
     assert report["errors"] == []
     assert all(label in row for row in report["benchmarks"] for label in ("one", "two"))
     said = capsys.readouterr()
@@ -197,7 +197,7 @@ def test_a_failed_analysis_is_named_and_loses_nothing(
 
     assert run_evaluate(*words, "--overwrite") == 0
     assert capsys.readouterr().err.count("(kept from an earlier run)") == 6
-    assert read(output)["analysis"]["one"] == report["analysis"]["two"] and calls == [NAMES] * 4
+    assert list(read(output)["analysis"]["one"]["texts"]) == NAMES and calls == [NAMES] * 4
     assert not (tmp_path / "report.partial").exists()
 
 
