@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moh_llm.modeling import MoHRouter, load_balancing_loss
+from moh_llm.modeling import MoHRouter
+from moh_llm.modeling.routing_moh import select_top_k
 
 IGNORED = -100
 
@@ -49,10 +50,14 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
         router_logits: per layer `[B, L, R]`.
         routers: the layers' routers, which know how many heads a token selects.
     """
-    top_k = [router.top_k for router in routers]
-    blocks = range(router_logits[0].shape[0])
-    per_block = [load_balancing_loss([logits[b : b + 1] for logits in router_logits], top_k) for b in blocks]
-    return torch.stack(per_block).sum()
+    # The model's own loss takes a batch as one text. Here blocks stay apart, without a loop over them: it would be
+    # thousands of small operations.
+    losses = [
+        (logits.softmax(-1).mean(1) * select_top_k(logits, router.top_k).mean(1)).sum()
+        for logits, router in zip(router_logits, routers, strict=True)
+        if logits.shape[-1]
+    ]
+    return torch.stack(losses).mean() if losses else torch.zeros((), device=router_logits[0].device)
 
 
 def layer_distance_sum(
