@@ -117,7 +117,7 @@ class MoHRouter(nn.Module):
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
             hidden_states = hidden_states.to(dtype)
-            logits = self._routed_logits(hidden_states, query_states.to(dtype))
+            logits = self._routed_logits(hidden_states, query_states)
             selected = select_top_k(logits, self.top_k)
             routed_score = logits.softmax(-1)
             shared_score = logits.new_ones(*logits.shape[:-1], self.num_shared)
@@ -139,7 +139,7 @@ class MoHRouter(nn.Module):
             return self._project(self.routed, hidden_states)
         first = self.head_order is None
         routed = query_states[..., self.num_shared :, :] if first else query_states[..., self.routed_heads, :]
-        norms = routed.norm(dim=-1)
+        norms = routed.to(hidden_states.dtype).norm(dim=-1)
         if self.num_routed < 2:
             return norms  # one head has no spread to divide by, and nothing to compete with
         # Heads that are copies of one another have no spread: the quotient must stay finite all the same.
