@@ -122,7 +122,7 @@ def test_limits_and_partial_data_are_loud(converted: Path, tmp_path: Path) -> No
     found = check_card(card)["Benchmarks"]
     assert "> **NOT COMPARABLE: --limit 2 scored at most 2 item(s)" in found and "these scores are not results" in found
     assert "**ONLY 2 ITEMS A TASK (--limit): model averages" in card
-    write_evaluation(folder, record | {"partial_data": ["B"], "errors": [_error("/home/me/data is not there")]})
+    write_evaluation(folder, record | {"partial_data": ["B"], "errors": [_error("/Users/me/data is not there")]})
     found = check_card(build_card(converted, NAME, evaluation=folder))["Benchmarks"]
     assert "> **NOT COMPARABLE with published figures" in found
     assert "> **FAILED: C on model (data is not there).**" in found
@@ -228,7 +228,7 @@ def test_another_architecture_is_refused(converted: Path) -> None:
 
 
 def test_values_as_markdown() -> None:
-    assert plain("see (/tmp/x/y), file:///home/me/z and C:\\Users\\me") == "see (y), z and me"
+    assert plain("see (/tmp/x/y), file:///Users/me/z and C:\\Users\\me") == "see (y), z and me"
     assert plain("https://a.b/c/d hf://e/f and/or 1 / 2 a/b") == "https://a.b/c/d hf://e/f and/or 1 / 2 a/b"
     assert plain("a\u202eb\x00c\n d") == "abc d"
     assert text("_a_ snake_case <b> *c* # | -") == r"\_a\_ snake_case &lt;b&gt; \*c\* \# \| -"

@@ -105,7 +105,7 @@ def test_a_shard_that_is_missing(folder):
 
 def test_metadata_of_weights_is_read(folder):
     shard = min(folder.glob("*.safetensors"))
-    save_file(load_file(shard), shard, metadata={"format": "pt", "made_in": "/home/alice/out"})
+    save_file(load_file(shard), shard, metadata={"format": "pt", "made_in": "/Users/alice/out"})
     (problem,) = _found(folder)
     assert "its metadata holds" in problem
 
@@ -155,7 +155,7 @@ def test_a_secret_anywhere_is_found_told_and_not_repeated(folder, name):
 
 
 def test_paths_of_this_machine_are_found(folder):
-    (folder / "conversion.json").write_text(json.dumps({"base": {"name": "/home/alice/llama"}}))
+    (folder / "conversion.json").write_text(json.dumps({"base": {"name": "/Users/alice/llama"}}))
     (folder / "README.md").write_text("made in /tmp/out/moh\n")
     _edit(folder / "config.json", _name_or_path=str(folder))
     assert [problem.split(" holds")[0] for problem in _found(folder)] == [

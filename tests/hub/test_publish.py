@@ -51,20 +51,20 @@ def no_network(monkeypatch) -> None:
 
 def test_a_dry_run_proves_shows_and_sends_nothing(folder, no_network, monkeypatch, capsys):
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    (folder / "conversion.json").write_text(json.dumps({"base": {"name": "/home/alice/models/llama"}}))
+    (folder / "conversion.json").write_text(json.dumps({"base": {"name": "/Users/alice/models/llama"}}))
     before = _state(folder)
     assert main(["publish", str(folder), "--repo-id", "org/moh", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"model-00001-of-00002\.safetensors .* [0-9a-f]{12}", shown)
     assert "checks: passed" in shown and "bit for bit (float32" in shown
-    assert "local path taken out: conversion.json base.name: /home/alice/models/llama" in shown
+    assert "local path taken out: conversion.json base.name: /Users/alice/models/llama" in shown
     card = folder.parent / "moh.card.md"
     assert str(card) in shown and card.read_text().startswith("---\n") and "apache-2.0" in card.read_text()
     assert _state(folder) == before and _beside(folder) == ["moh", "moh.card.md"]
 
 
 def test_what_is_published_is_the_folder_without_local_paths_and_with_its_card(folder, fake_hub, proven, capsys):
-    record = {"base": {"name": "/home/alice/models/llama"}, "note": "from /home/alice/models/llama, once"}
+    record = {"base": {"name": "/Users/alice/models/llama"}, "note": "from /Users/alice/models/llama, once"}
     (folder / "conversion.json").write_text(json.dumps(record))
     (folder / "LICENSE").write_text("Apache License, Version 2.0\n")
     before = _state(folder)
@@ -136,7 +136,7 @@ def test_a_failed_check_stops_it_before_the_proof(folder, fake_hub, monkeypatch,
 
 def test_force_leaves_behind_what_is_no_part_of_the_model(folder, fake_hub, proven):
     torch.save({}, folder / "optimizer.pt")
-    (folder / "chat_template.jinja").write_text("made in /home/alice/out\n")
+    (folder / "chat_template.jinja").write_text("made in /Users/alice/out\n")
     assert main(["publish", str(folder), "--repo-id", "org/moh", "--force"]) == 0
     sent = fake_hub.branches["org/moh"]["main"]
     assert "optimizer.pt" not in sent and b"optimizer" not in sent["README.md"]

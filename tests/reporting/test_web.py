@@ -71,7 +71,7 @@ def test_names_and_errors_are_escaped(evaluation: Record) -> None:
     evaluation["errors"] = [{"model": "one", "benchmark": "B", "error": "<img src=x>"}]
     page = to_html(evaluation)
     assert "<script" not in page and "<img" not in page
-    assert "&lt;milk&gt;" in page or "&lt;" in page
+    assert "<td>&lt;</td>" in page  # a token of the sentence
 
 
 def test_limits_and_failures_are_loud(evaluation: Record) -> None:

@@ -242,9 +242,9 @@ def _set_axis(axes: Axes, which: str, wanted: Axis) -> None:
 
 
 def _short(value: float) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
+    for least, size, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / size:.4g}{unit}"
     return f"{value:.6g}"
 
 

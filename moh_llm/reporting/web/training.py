@@ -15,6 +15,8 @@ _SCORES = {
     "kl": ("Held-out KL to the base", "nats per token", None),
     "perplexity": ("Held-out perplexity", "perplexity", None),
 }
+# Columns of the receipt after the source's name, and how they are printed.
+_RECEIPT = (("weight", ".4f"), ("tokens", ",.0f"), ("share", ".4f"), ("epochs", ".4f"), ("repeated_tokens", ",.0f"))
 # Points of a curve that a chart draws; the log has all of them.
 _DRAWN = 400
 
@@ -113,6 +115,3 @@ def _source(name: str, entry: Record) -> tuple[str, str, str, str, str, str]:
         return "-" if value is None else format(value, form)
 
     return (name, *(shown(*c) for c in _RECEIPT))
-
-
-_RECEIPT = (("weight", ".4f"), ("tokens", ",.0f"), ("share", ".4f"), ("epochs", ".4f"), ("repeated_tokens", ",.0f"))
