@@ -92,13 +92,14 @@ class MoHLlamaAttention(LlamaAttention):
             **kwargs,
         )
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
-        gate = gate.to(head_outputs.dtype)
-        head_outputs = head_outputs.reshape(head_shape) * gate.unsqueeze(-1)
-        if self.stand_in is not None:
+        gate, head_outputs = gate.to(head_outputs.dtype), head_outputs.reshape(head_shape)
+        if self.stand_in is None:
+            head_outputs = head_outputs * gate.unsqueeze(-1)
+        else:
             # Position 0 is where nothing is rotated, not even by the fastest frequency. Where the gate is 1 this adds
             # an exact zero.
             is_first = sin[..., 0] == 0
-            head_outputs = self.stand_in(head_outputs, 1 - gate, hidden_states, own_values, is_first)
+            head_outputs = self.stand_in(head_outputs, gate, hidden_states, own_values, is_first)
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
 
 

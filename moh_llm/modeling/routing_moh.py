@@ -179,31 +179,36 @@ class MoHStandIn(nn.Module):
     def forward(
         self,
         head_outputs: torch.Tensor,
-        off: torch.Tensor,
+        gate: torch.Tensor,
         hidden_states: torch.Tensor,
         value_states: torch.Tensor,
         is_first: torch.Tensor,
     ) -> torch.Tensor:
-        """Head outputs with stand-ins added where heads are off, `[B, T, H, D]`.
+        """Gated head outputs, with stand-ins where heads are off: g_h H_h + (1 - g_h) S_h, `[B, T, H, D]`.
 
         Args:
-            head_outputs: gated, `[B, T, H, D]`.
-            off: how far each head is off, 1 less its gate, `[B, T, H]`.
+            head_outputs: `[B, T, H, D]`.
+            gate: of all heads, `[B, T, H]`, in the dtype of `head_outputs`.
             hidden_states: the attention layer's input `[B, T, C]`.
             value_states: values of these tokens `[B, T, KV, D]`.
             is_first: whether a token stands at position 0, `[B or 1, T]`.
         """
         dtype = head_outputs.dtype
-        is_first = is_first.unsqueeze(-1)
-        # Numbers per head are made first, so that few tensors of the heads' full size are.
+        is_first, off = is_first.unsqueeze(-1), 1 - gate
+        # Numbers per head are made first, and tensors of the heads' full size are added to in place (nothing that is
+        # overwritten is needed for a gradient).
         share = torch.where(is_first, 1.0, self.own_value(hidden_states).to(dtype))
         share = self._of_all_heads(share, (self.num_shared, 0)) * off
         level = torch.where(is_first, 0.0, off)
         bias = self._of_all_heads(self.bias.to(dtype), (0, 0, self.num_shared, 0), dim=-2)
-        grouped = (*head_outputs.shape[:-2], -1, self.groups, head_outputs.shape[-1])
-        values = value_states.unsqueeze(-2)
-        out = torch.addcmul(head_outputs.view(grouped), share.view(*grouped[:-1], 1), values).view(head_outputs.shape)
-        return torch.addcmul(out, level.unsqueeze(-1), bias)
+        out = self._grouped(head_outputs, -2) * self._grouped(gate).unsqueeze(-1)
+        out.addcmul_(self._grouped(share).unsqueeze(-1), value_states.unsqueeze(-2))
+        out.addcmul_(self._grouped(level).unsqueeze(-1), self._grouped(bias, -2))
+        return out.view(head_outputs.shape)
+
+    def _grouped(self, heads: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The dimension of heads split into groups that share keys and values, and the heads of a group."""
+        return heads.unflatten(dim, (-1, self.groups))
 
     def _of_all_heads(self, routed: torch.Tensor, padding: tuple[int, ...], dim: int = -1) -> torch.Tensor:
         """What the routed heads have, with zeros for the shared ones, in the model's order."""

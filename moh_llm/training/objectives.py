@@ -50,14 +50,17 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
         router_logits: per layer `[B, L, R]`.
         routers: the layers' routers, which know how many heads a token selects.
     """
-    # The model's own loss takes a batch as one text. Here blocks stay apart, without a loop over them: it would be
-    # thousands of small operations.
-    losses = [
-        (logits.softmax(-1).mean(1) * select_top_k(logits, router.top_k).mean(1)).sum()
-        for logits, router in zip(router_logits, routers, strict=True)
-        if logits.shape[-1]
-    ]
-    return torch.stack(losses).mean() if losses else torch.zeros((), device=router_logits[0].device)
+    # The model's own loss takes a batch as one text. Here blocks stay apart, without a loop over them, and layers that
+    # route alike are taken together: one by one they would be thousands of small operations.
+    alike: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for logits, router in zip(router_logits, routers, strict=True):
+        if logits.shape[-1]:
+            alike.setdefault((logits.shape[-1], router.top_k), []).append(logits)
+    total = torch.zeros((), device=router_logits[0].device)
+    for (_, top_k), layers in alike.items():
+        logits = torch.stack([layer.to(total.device) for layer in layers])  # [N, B, L, R]
+        total = total + (logits.softmax(-1).mean(2) * select_top_k(logits, top_k).mean(2)).sum()
+    return total / max(1, sum(map(len, alike.values())))
 
 
 def layer_distance_sum(

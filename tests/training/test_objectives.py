@@ -18,6 +18,8 @@ from moh_llm.training.step import TrainingStep
 
 def test_balance_loss_is_the_models_own_block_by_block(model_folder) -> None:
     model = MoHLlamaForCausalLM.from_pretrained(model_folder)
+    heads = model.config.num_attention_heads
+    model.set_active_heads([heads - layer % 2 for layer in range(model.config.num_hidden_layers)])
     ids = torch.randint(0, 200, (3, 16), generator=torch.Generator().manual_seed(0))
     together = model(ids, use_cache=False, output_router_logits=True)
     apart = [model(row[None], use_cache=False, output_router_logits=True).aux_loss for row in ids]
