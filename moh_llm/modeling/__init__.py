@@ -5,23 +5,31 @@ classes with the Auto classes, for loading (``AutoModelForCausalLM.from_pretrain
 ``trust_remote_code`` then) and for saving (``save_pretrained`` writes the three files along).
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
-from moh_llm.modeling.modeling_moh_llama import MoHLlamaForCausalLM, MoHLlamaModel, MoHLlamaPreTrainedModel
+from moh_llm.modeling.modeling_moh_llama import (
+    MoHLlamaForCausalLM,
+    MoHLlamaForSequenceClassification,
+    MoHLlamaModel,
+    MoHLlamaPreTrainedModel,
+)
 from moh_llm.modeling.routing_moh import MoHRouter, MoHStandIn, is_routing_weight, load_balancing_loss
 
 AutoConfig.register("moh_llama", MoHLlamaConfig, exist_ok=True)
 AutoModel.register(MoHLlamaConfig, MoHLlamaModel, exist_ok=True)
 AutoModelForCausalLM.register(MoHLlamaConfig, MoHLlamaForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(MoHLlamaConfig, MoHLlamaForSequenceClassification, exist_ok=True)
 
 MoHLlamaConfig.register_for_auto_class()
 MoHLlamaModel.register_for_auto_class("AutoModel")
 MoHLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+MoHLlamaForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 
 __all__ = [
     "MoHLlamaConfig",
     "MoHLlamaForCausalLM",
+    "MoHLlamaForSequenceClassification",
     "MoHLlamaModel",
     "MoHLlamaPreTrainedModel",
     "MoHRouter",

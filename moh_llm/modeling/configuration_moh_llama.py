@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 
 from transformers import LlamaConfig
+from transformers.utils.versions import require_version
 
+# 5.2 is the first that has what the model is built on; 5.3.0 leaves the tied output embedding of remote code empty.
+require_version("transformers>=5.2,!=5.3.0", "MoH models need another version: pip install -U transformers")
+
+# What this code can read. It grows when a field or a tensor changes its meaning, never with a patch release.
+FORMAT = 1
 ROUTER_TYPES = ("query_norm", "linear", "two_stage")
 ROUTER_SCORES = ("quantized", "weighted")
 STAND_INS = ("none", "value")
@@ -44,6 +50,8 @@ class MoHLlamaConfig(LlamaConfig):
             `attention_bias`. Qwen2 has biases on queries, keys and values only.
         query_key_norm (`bool`):
             Whether queries and keys of each head are RMS-normalised before rotary embedding (Qwen3).
+        moh_format (`int`):
+            Version of what the fields and tensors mean. Code reads its own version and earlier ones.
 
     Raises:
         ValueError: a head plan that no model can follow; the message names the layer and the rule.
@@ -61,6 +69,10 @@ class MoHLlamaConfig(LlamaConfig):
     output_router_logits: bool = False
     attention_output_bias: bool | None = None
     query_key_norm: bool = False
+    moh_format: int = FORMAT
+
+    # LLaMA's plan would give each device a part of the heads; Top-K is taken over all of a layer's.
+    base_model_tp_plan = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -75,6 +87,7 @@ class MoHLlamaConfig(LlamaConfig):
                 "AutoConfig": "configuration_moh_llama.MoHLlamaConfig",
                 "AutoModel": "modeling_moh_llama.MoHLlamaModel",
                 "AutoModelForCausalLM": "modeling_moh_llama.MoHLlamaForCausalLM",
+                "AutoModelForSequenceClassification": "modeling_moh_llama.MoHLlamaForSequenceClassification",
             }
         self.validate_head_plan()
 
@@ -96,6 +109,11 @@ class MoHLlamaConfig(LlamaConfig):
 
     def validate_head_plan(self) -> None:
         """Raise `ValueError` unless every layer's head plan can be followed."""
+        if not 1 <= self.moh_format <= FORMAT:
+            raise ValueError(
+                f"moh_format={self.moh_format}: this code reads formats up to {FORMAT}; load the model with "
+                "trust_remote_code=True, by the code beside it, or pip install -U moh-llm"
+            )
         heads, layers = self.num_attention_heads, self.num_hidden_layers
         if self.router_type not in ROUTER_TYPES:
             raise ValueError(f"router_type={self.router_type!r} must be one of {', '.join(ROUTER_TYPES)}")

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -30,7 +31,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_moh_llama import MoHLlamaConfig
-from .routing_moh import MoHRouter, MoHStandIn, load_balancing_loss
+from .routing_moh import MoHLinear, MoHRouter, MoHStandIn, load_balancing_loss
 
 
 class MoHLlamaAttention(LlamaAttention):
@@ -71,6 +72,11 @@ class MoHLlamaAttention(LlamaAttention):
         keys = keys.transpose(1, 2)
         own_values = self.v_proj(hidden_states).view(head_shape)
         values = own_values.transpose(1, 2)
+        if queries.shape[-2] != self.config.num_attention_heads:
+            raise ValueError(
+                f"{queries.shape[-2]} of {self.config.num_attention_heads} heads are on this device, and Top-K needs "
+                "all of them: MoH models do not support tensor parallelism; use pipeline or data parallelism"
+            )
         _, gate = self.router(hidden_states, queries)
 
         cos, sin = position_embeddings
@@ -130,7 +136,9 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, MoHStandIn):
+        if isinstance(module, MoHLinear):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        if isinstance(module, MoHLinear | MoHStandIn) and module.bias is not None:
             init.zeros_(module.bias)
 
     @property
@@ -194,7 +202,6 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
     """MoH-LLaMA with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
@@ -261,4 +268,21 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         )
 
 
-__all__ = ["MoHLlamaForCausalLM", "MoHLlamaModel", "MoHLlamaPreTrainedModel"]
+class MoHLlamaForSequenceClassification(GenericForSequenceClassification, MoHLlamaPreTrainedModel):
+    """MoH-LLaMA with a linear head on the last token that is no padding."""
+
+    def __init__(self, config: MoHLlamaConfig):
+        # The generic __init__ would look the base model up among the Auto classes, where remote code is not listed.
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = MoHLlamaModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+__all__ = [
+    "MoHLlamaForCausalLM",
+    "MoHLlamaForSequenceClassification",
+    "MoHLlamaModel",
+    "MoHLlamaPreTrainedModel",
+]

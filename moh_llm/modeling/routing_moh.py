@@ -72,6 +72,27 @@ def order_of_heads(shared: Sequence[int], routed: Sequence[int]) -> list[int] | 
     return None if order == sorted(order) else [order.index(head) for head in range(len(order))]
 
 
+class MoHLinear(nn.Module):
+    """A small linear map that routing rests on.
+
+    It is no `nn.Linear`, so that quantisation, adapters on "all linear layers" and the layers that
+    serving engines put in place of linear ones leave its weights as they are.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
+        nn.init.normal_(self.weight, std=0.02)
+        if bias:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` to `[..., out_features]`, in the dtype of `hidden_states`."""
+        bias = None if self.bias is None else self.bias.to(hidden_states.dtype)
+        return nn.functional.linear(hidden_states, self.weight.to(hidden_states.dtype), bias)
+
+
 class MoHRouter(nn.Module):
     """Scores the routed heads of one layer and builds the gate of all heads.
 
@@ -96,11 +117,11 @@ class MoHRouter(nn.Module):
         self.head_order = order_of_heads(shared, routed)
 
         if self.router_type == "linear" and self.num_routed:
-            self.routed = nn.Linear(config.hidden_size, self.num_routed)
+            self.routed = MoHLinear(config.hidden_size, self.num_routed)
         if self.router_type == "two_stage":
-            self.routed = nn.Linear(config.hidden_size, self.num_routed, bias=False)
-            self.shared = nn.Linear(config.hidden_size, self.num_shared, bias=False)
-            self.stage = nn.Linear(config.hidden_size, 2, bias=False)
+            self.routed = MoHLinear(config.hidden_size, self.num_routed, bias=False)
+            self.shared = MoHLinear(config.hidden_size, self.num_shared, bias=False)
+            self.stage = MoHLinear(config.hidden_size, 2, bias=False)
 
     def forward(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route every token.
@@ -122,8 +143,8 @@ class MoHRouter(nn.Module):
             routed_score = logits.softmax(-1)
             shared_score = logits.new_ones(*logits.shape[:-1], self.num_shared)
             if self.router_type == "two_stage":  # Eq. 5 and 6
-                shared_stage, routed_stage = self._project(self.stage, hidden_states).softmax(-1).split(1, dim=-1)
-                shared_score = shared_stage * self._project(self.shared, hidden_states).softmax(-1)
+                shared_stage, routed_stage = self.stage(hidden_states).softmax(-1).split(1, dim=-1)
+                shared_score = shared_stage * self.shared(hidden_states).softmax(-1)
                 routed_score = routed_stage * routed_score
 
             if self.router_score == "weighted":
@@ -136,7 +157,7 @@ class MoHRouter(nn.Module):
         if self.router_type != "query_norm":
             if not self.num_routed:
                 return hidden_states[..., :0]
-            return self._project(self.routed, hidden_states)
+            return self.routed(hidden_states)
         first = self.head_order is None
         routed = query_states[..., self.num_shared :, :] if first else query_states[..., self.routed_heads, :]
         norms = routed.to(hidden_states.dtype).norm(dim=-1)
@@ -144,11 +165,6 @@ class MoHRouter(nn.Module):
             return norms  # one head has no spread to divide by, and nothing to compete with
         # Heads that are copies of one another have no spread: the quotient must stay finite all the same.
         return norms / norms.std(dim=-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).eps)
-
-    @staticmethod
-    def _project(linear: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
-        bias = None if linear.bias is None else linear.bias.to(hidden_states.dtype)
-        return nn.functional.linear(hidden_states, linear.weight.to(hidden_states.dtype), bias)
 
 
 class MoHStandIn(nn.Module):
@@ -173,7 +189,7 @@ class MoHStandIn(nn.Module):
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.routed_heads = routed
         self.head_order = order_of_heads(shared, routed)
-        self.own_value = nn.Linear(config.hidden_size, len(routed))
+        self.own_value = MoHLinear(config.hidden_size, len(routed))
         self.bias = nn.Parameter(torch.zeros(len(routed), config.head_dim))
 
     def forward(
@@ -218,4 +234,12 @@ class MoHStandIn(nn.Module):
         return padded[..., self.head_order] if dim == -1 else padded[self.head_order]
 
 
-__all__ = ["MoHRouter", "MoHStandIn", "is_routing_weight", "load_balancing_loss", "select_top_k", "straight_through"]
+__all__ = [
+    "MoHLinear",
+    "MoHRouter",
+    "MoHStandIn",
+    "is_routing_weight",
+    "load_balancing_loss",
+    "select_top_k",
+    "straight_through",
+]

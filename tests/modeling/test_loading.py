@@ -1,0 +1,187 @@
+"""The ways in which people load a model, and that what was published stays loadable."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
+
+PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_stand_in": "value"}
+LOAD = "print(type({auto}.from_pretrained({folder!r})).__module__)"
+
+
+@pytest.fixture
+def folder(make_pair, byte_tokenizer, tmp_path) -> Path:
+    """A MoH model's folder with a tokenizer that has a chat template."""
+    make_pair(**PLAN)
+    byte_tokenizer(tmp_path / "moh")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "moh")
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "moh")
+    return tmp_path / "moh"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import moh_llm; from transformers import {auto}",
+        "from transformers import {auto}; import moh_llm",
+        "import moh_llm; from transformers import LlamaForCausalLM, {auto}",
+    ],
+)
+@pytest.mark.parametrize("auto", ["AutoConfig", "AutoModelForCausalLM"])
+def test_auto_classes_know_the_model_after_import_moh_llm(folder, imports, auto):
+    program = f"{imports.format(auto=auto)}\n{LOAD.format(auto=auto, folder=str(folder))}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1].startswith("moh_llm.modeling.")
+
+
+def test_import_moh_llm_loads_no_torch():
+    program = "import sys, moh_llm; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_sequence_classification_scores_the_last_token_that_is_no_padding(folder, ids):
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, pad_token_id=0).eval()
+    assert type(model) is MoHLlamaForSequenceClassification
+    ids[0, 20:] = 0
+    with torch.no_grad():
+        logits = model(ids).logits
+        for row, length in enumerate((20, 24, 24)):
+            hidden = model.model(ids[row : row + 1, :length]).last_hidden_state[0, -1]
+            torch.testing.assert_close(logits[row], model.score(hidden))
+    model.save_pretrained(folder.parent / "classifier")
+    again = AutoModelForSequenceClassification.from_pretrained(folder.parent / "classifier").eval()
+    assert torch.equal(again(ids).logits, logits)
+
+
+def test_device_map_auto_and_layers_on_disk(folder, ids, tmp_path):
+    whole = MoHLlamaForCausalLM.from_pretrained(folder).eval()
+    placed = MoHLlamaForCausalLM.from_pretrained(folder, device_map="auto").eval()
+    devices = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    devices |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    on_disk = MoHLlamaForCausalLM.from_pretrained(folder, device_map=devices, offload_folder=tmp_path / "disk").eval()
+    with torch.no_grad():
+        expected = whole(ids).logits
+        assert torch.equal(placed(ids.to(placed.device)).logits.cpu(), expected)
+        assert torch.equal(on_disk(ids).logits, expected)
+
+
+def test_pipeline_uses_the_chat_template(folder):
+    write = pipeline("text-generation", model=str(folder))
+    assert type(write.model) is MoHLlamaForCausalLM
+    (answer,) = write([{"role": "user", "content": "hello"}], max_new_tokens=4, do_sample=False)
+    prompt = write.tokenizer("<user>hello", return_tensors="pt")
+    expected = write.model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert answer["generated_text"][-1]["content"] == write.tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_four_bits_leave_routing_whole_and_train_with_adapters(folder, ids):
+    pytest.importorskip("bitsandbytes")
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import BitsAndBytesConfig
+
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    device = {"": 0 if torch.cuda.is_available() else "cpu"}
+    model = MoHLlamaForCausalLM.from_pretrained(folder, quantization_config=four_bits, device_map=device)
+    whole = MoHLlamaForCausalLM.from_pretrained(folder).to(model.device)
+    attention = model.model.layers[0].self_attn
+    assert type(attention.q_proj).__name__ == "Linear4bit"
+    for name, weight in whole.model.layers[0].self_attn.named_parameters():
+        if name.startswith(("router", "stand_in")):
+            assert torch.equal(attention.get_parameter(name).float(), weight), name
+
+    adapted = get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(target_modules="all-linear", r=2))
+    wrapped = {name for name, _ in adapted.named_parameters() if "lora_" in name}
+    assert wrapped and not [name for name in wrapped if "router" in name or "stand_in" in name]
+    adapted.train()
+    ids = ids.to(model.device)
+    optimizer = torch.optim.AdamW((weight for weight in adapted.parameters() if weight.requires_grad), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = adapted(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+# Format 1 as it was first published: config fields, tensors by name, and the logits they mean. A change that breaks
+# this needs a new `FORMAT`, and code that still reads this one.
+CONFIG = {
+    **{"model_type": "moh_llama", "moh_format": 1, "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2},
+    **{
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+SHAPES = {
+    "model.embed_tokens.weight": (11, 8),
+    "model.norm.weight": (8,),
+    "model.layers.{}.input_layernorm.weight": (8,),
+    "model.layers.{}.post_attention_layernorm.weight": (8,),
+    "model.layers.{}.mlp.gate_proj.weight": (12, 8),
+    "model.layers.{}.mlp.up_proj.weight": (12, 8),
+    "model.layers.{}.mlp.down_proj.weight": (8, 12),
+    "model.layers.{}.self_attn.q_proj.weight": (8, 8),
+    "model.layers.{}.self_attn.k_proj.weight": (4, 8),
+    "model.layers.{}.self_attn.v_proj.weight": (4, 8),
+    "model.layers.{}.self_attn.o_proj.weight": (8, 8),
+}
+ROUTING = {
+    "query_norm": {},
+    "linear": {
+        "model.layers.{}.self_attn.router.routed.weight": (3, 8),
+        "model.layers.{}.self_attn.router.routed.bias": (3,),
+        "model.layers.{}.self_attn.stand_in.own_value.weight": (3, 8),
+        "model.layers.{}.self_attn.stand_in.own_value.bias": (3,),
+        "model.layers.{}.self_attn.stand_in.bias": (3, 2),
+    },
+    "two_stage": {
+        "model.layers.{}.self_attn.router.routed.weight": (3, 8),
+        "model.layers.{}.self_attn.router.shared.weight": (1, 8),
+        "model.layers.{}.self_attn.router.stage.weight": (2, 8),
+    },
+}
+FIELDS = {
+    "query_norm": {"num_shared_heads": 1, "num_active_heads": 3},
+    "linear": {"num_active_heads": [2, 3], "num_shared_heads": 1, "shared_heads": [[2], [0]], "head_stand_in": "value"},
+    "two_stage": {"num_shared_heads": 1, "num_active_heads": 2, "router_score": "weighted"},
+}
+LOGITS = {  # of the naive loop
+    "query_norm": [0.242491, 1.323626, 1.112118],
+    "linear": [1.287030, -0.376783, -1.672633],
+    "two_stage": [-0.196640, 1.798989, 2.037740],
+}
+
+
+@pytest.mark.parametrize("router_type", sorted(LOGITS))
+def test_what_was_published_in_format_1_keeps_its_meaning(tmp_path, router_type):
+    config = CONFIG | FIELDS[router_type] | {"router_type": router_type}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = {}
+    for pattern, shape in (SHAPES | ROUTING[router_type]).items():
+        for name in [pattern.format(layer) for layer in range(2)] if "{}" in pattern else [pattern]:
+            numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64) + 7 * len(weights)
+            weights[name] = (1.3 * torch.sin(1.7 * numbers)).reshape(shape)
+    save_file(weights, tmp_path / "model.safetensors")
+    model, info = MoHLlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
+    assert not any(info.values())
+    with torch.no_grad():
+        logits = model(torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])).logits[0, -1, :3]
+    torch.testing.assert_close(logits, torch.tensor(LOGITS[router_type], dtype=torch.float64), rtol=0, atol=1e-5)
+
+
+def test_a_later_format_is_refused_in_one_line():
+    with pytest.raises(ValueError, match=r"moh_format=2: this code reads formats up to 1; load .*trust_remote_code"):
+        MoHLlamaConfig(**(CONFIG | {"moh_format": 2}))

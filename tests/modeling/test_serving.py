@@ -1,0 +1,163 @@
+"""What the transformers backends of vLLM (0.33) and SGLang (0.5) do with a model, imitated; no server runs here.
+
+They make the base model by `AutoModel.from_config`, put layers of their own in place of every
+`nn.Linear`, and have attention call a function of theirs, which keeps keys and values itself, takes
+the tokens of several requests in one row and returns them as `[tokens, heads * dim]`.
+"""
+
+import ast
+import inspect
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+PLAN = {"num_shared_heads": 1, "num_active_heads": 2}
+PLANS = [
+    {"router_type": "query_norm"},
+    {"router_type": "linear", "head_stand_in": "value"},
+    {"router_type": "two_stage", "router_score": "weighted"},
+]
+
+
+class Replicated(nn.Module):
+    """A serving engine's linear layer: the names of `nn.Linear`'s tensors, and nothing else of it."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class LayerAttention:
+    """Attention of one layer, with keys and values of each request kept between calls."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, q_THD, k_TGD, v_TGD, scaling: float, requests: list[tuple[str, int]]) -> torch.Tensor:
+        outputs, start = [], 0
+        for name, count in requests:
+            part = slice(start, start + count)
+            start += count
+            new = (k_TGD[part], v_TGD[part])
+            before = self.kept.get(name)
+            keys, values = new if before is None else (torch.cat(pair) for pair in zip(before, new, strict=True))
+            self.kept[name] = (keys, values)
+            groups = q_THD.shape[1] // keys.shape[1]
+            scores = torch.einsum("thd,shd->hts", q_THD[part], keys.repeat_interleave(groups, 1)) * scaling
+            total = keys.shape[0]
+            future = torch.arange(total)[None, :] > torch.arange(total - count, total)[:, None]
+            weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+            outputs.append(torch.einsum("hts,shd->thd", weights, values.repeat_interleave(groups, 1)))
+        assert start == q_THD.shape[0]
+        return torch.cat(outputs)
+
+
+def engine_attention(module, query, key, value, attention_mask, attention_instances=None, requests=None, **kwargs):
+    """What an engine registers: it finds the layer's attention, and flattens what that gives."""
+    assert attention_mask is None
+    q_THD, k_TGD, v_TGD = (states[0].transpose(0, 1) for states in (query, key, value))
+    found = attention_instances[module.layer_idx](q_THD, k_TGD, v_TGD, kwargs["scaling"], requests)
+    return found.flatten(1), None
+
+
+def replace_linear_layers(module: nn.Module) -> None:
+    """Put an engine's layers in place of linear ones."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, Replicated(child))
+        else:
+            replace_linear_layers(child)
+
+
+@pytest.fixture
+def engine(make_pair, tmp_path, monkeypatch):
+    """The model, and the base model as an engine makes it from the model's folder, with its layers' attention."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "engine", engine_attention)
+
+    def make(**plan):
+        _, model = make_pair(**PLAN, **plan)
+        config = AutoConfig.from_pretrained(tmp_path / "moh")
+        config._attn_implementation = "engine"
+        with torch.device("meta"):
+            served = AutoModel.from_config(config, dtype=torch.float32)
+        tables = served.rotary_emb.__class__(config=config)  # buffers are never on the meta device there
+        replace_linear_layers(served)
+        weights = load_file(tmp_path / "moh" / "model.safetensors")
+        weights = {name.removeprefix("model."): weight for name, weight in weights.items() if name != "lm_head.weight"}
+        served.load_state_dict(weights, assign=True)
+        served.rotary_emb = tables
+        layers = {index: LayerAttention() for index in range(config.num_hidden_layers)}
+        return model, served.eval(), layers
+
+    return make
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_requests_in_chunks_give_what_each_gives_alone(engine, ids, plan):
+    model, served, layers = engine(**plan)
+    prompts = {"a": ids[0, :17], "b": ids[1, :9], "c": ids[2, :23]}
+    done = dict.fromkeys(prompts, 0)
+    got = {name: [] for name in prompts}
+    # Two prompts at once, a third that joins, prompts cut into chunks, then single tokens.
+    schedule = [[("a", 8), ("b", 9)], [("a", 8), ("c", 20)], [("a", 1), ("c", 1)], [("c", 1)], [("c", 1)]]
+    with torch.no_grad():
+        for requests in schedule:
+            tokens = torch.cat([prompts[name][done[name] : done[name] + count] for name, count in requests])
+            positions = torch.cat([torch.arange(done[name], done[name] + count) for name, count in requests])
+            hidden = served(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                return_dict=False,
+                attention_instances=layers,
+                requests=requests,
+            )[0][0]
+            for (name, count), part in zip(requests, hidden.split([count for _, count in requests]), strict=True):
+                got[name].append(part)
+                done[name] += count
+        assert done == {name: len(prompt) for name, prompt in prompts.items()}
+        for name, prompt in prompts.items():
+            torch.testing.assert_close(torch.cat(got[name]), model.model(prompt[None]).last_hidden_state[0])
+
+
+def test_engines_find_the_class_and_leave_routing_whole(make_pair, tmp_path):
+    _, model = make_pair(**PLAN, router_type="linear", head_stand_in="value")
+    remote = get_class_from_dynamic_module(model.config.auto_map["AutoModel"], str(tmp_path / "moh"))
+    assert remote.is_backend_compatible()
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert not [name for name in linear if "router" in name or "stand_in" in name]
+
+
+def test_attention_is_called_in_the_form_that_is_looked_for(make_pair):
+    _, model = make_pair(**PLAN)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(model.model.layers[0].self_attn).forward)))
+    names = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and "ALL_ATTENTION_FUNCTIONS" in ast.dump(node)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", 0) in names]
+    (call,) = calls
+    assert "self.scaling" in [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "scaling"]
+    assert any(keyword.arg is None for keyword in call.keywords)  # **kwargs
+
+
+def test_a_part_of_the_heads_is_refused(make_pair, ids):
+    _, model = make_pair(**PLAN)
+    assert not model.supports_tp_plan and not model.tp_plan
+    attention = model.model.layers[0].self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):  # what each of two devices would hold
+        whole = getattr(attention, name)
+        whole.weight = nn.Parameter(whole.weight[: whole.weight.shape[0] // 2])
+    with pytest.raises(ValueError, match=r"2 of 4 heads are on this device.*do not support tensor parallelism"):
+        model(ids)
