@@ -18,8 +18,10 @@ lint: $(VENV)/installed
 	$(VENV)/bin/ruff format --check .
 
 # torch first and by its exact version: what is asked for later then accepts it as it is.
-$(VENV)/installed: setup.cfg pyproject.toml constraints.txt
+$(VENV)/installed: setup.cfg pyproject.toml constraints.txt tests/oldest-transformers.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/oldest-transformers \
+		-r tests/oldest-transformers.txt
 	touch $@

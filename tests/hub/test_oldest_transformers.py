@@ -1,0 +1,49 @@
+"""Published models load with the oldest transformers that they support, and say so where one is too old or broken."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moh_llm.hub import clean_process
+from moh_llm.hub.proof import _compare, _fault
+from moh_llm.modeling import MoHLlamaConfig
+
+OLDEST = Path(sys.prefix) / "oldest-transformers"
+RUN = """
+import runpy, sys
+packages, script = sys.argv[1:3]
+del sys.argv[1:3]
+sys.path.insert(0, packages)
+runpy.run_path(script, run_name="__main__")
+"""
+CONFIGURATION = Path(__file__).resolve().parents[2] / "moh_llm" / "modeling" / "configuration_moh_llama.py"
+
+
+@pytest.mark.skipif(not OLDEST.is_dir(), reason="make test installs tests/oldest-transformers.txt")
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_oldest_gives_what_the_newest_gives(make_model, tmp_path, monkeypatch, tied):
+    plan = {"num_shared_heads": 1, "num_active_heads": 3, "router_type": "linear", "head_stand_in": "value"}
+    folder = make_model(MoHLlamaConfig, tie_word_embeddings=tied, **(plan if tied else {}))
+    request = {"folder": str(folder), "threads": 1}
+    request |= {"tensors": str(tmp_path / "seen.safetensors"), "record": str(tmp_path / "seen.json")}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    command = [sys.executable, "-c", RUN, str(OLDEST), clean_process.__file__, str(tmp_path / "request.json")]
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    done = subprocess.run(["env", "-u", "PYTHONPATH", *command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads((tmp_path / "seen.json").read_text())
+    (version,) = re.findall(r"transformers==(\S+)", (Path(__file__).parents[1] / "oldest-transformers.txt").read_text())
+    assert record["versions"]["transformers"] == version
+    assert _fault(record) is None
+    assert _compare(tmp_path / "seen.safetensors", folder) is None
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.1.0", "5.3.0"])
+def test_other_versions_are_refused_in_a_line(monkeypatch, version):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    with pytest.raises(ImportError, match=rf"transformers>=5.2,!=5.3.0 is required.*found transformers=={version}"):
+        exec(compile(CONFIGURATION.read_text(), str(CONFIGURATION), "exec"), {"__name__": "published"})
