@@ -1,4 +1,4 @@
-"""A model's folder: whether a name may mean something else, which files hold the weights, whether these are whole."""
+"""A model's folder: what a name may mean, which files hold the weights, whether these are whole, what goes along."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,8 @@ from moh_llm.files import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# How the names of texts begin that go wherever the weights go.
+LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 
 
 def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
@@ -57,6 +59,11 @@ def save_tensors(tensors: dict[str, Any], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # how the library reports a full disk
         raise UserError(f"cannot write {path.name} ({error}); free some space or name another place") from error
+
+
+def licence_texts(folder: Path) -> list[Path]:
+    """The files of ``folder`` that go along with its weights: licence, notice, use policy."""
+    return sorted(file for file in folder.iterdir() if file.name.startswith(LICENCE_NAMES) and file.is_file())
 
 
 def may_be_hub_id(name: str) -> bool:

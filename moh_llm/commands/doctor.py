@@ -1,12 +1,16 @@
 """``moh-llm doctor RECIPE --key value ...``: check a training job before it is started."""
 
 import argparse
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from moh_llm.errors import UserError
+from moh_llm.training.config import TrainConfig
 from moh_llm.training.recipe import load_config
 
 if TYPE_CHECKING:
     from moh_llm.training.doctor import Diagnosis
+    from moh_llm.training.inputs import Finding
 
 STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
@@ -16,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "%(prog)s [-h] RECIPE [--strategy NAME] [--processes N] [--gpu NAME] [--json FILE] [--KEY VALUE ...]"
     parser.description = (
-        "Check a training job before it is started: versions, devices, model, data, output, disk, memory; and say\n"
-        "what it amounts to in steps, tokens, FLOPs and days. Status 1: something would stop or spoil the job."
+        "Check a training job before it is started: versions, devices, model, data, output, disk, memory, Hub;\n"
+        "and say what it amounts to in steps, tokens, FLOPs and days. Status 1: something would stop or spoil the job."
     )
     parser.epilog = "--KEY VALUE overrides a key of the recipe, as for moh-llm train, whose --help lists them."
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file, for example recipes/smollm2_recovery.yaml")
@@ -58,12 +62,27 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.training.doctor import diagnose
 
     diagnosis = diagnose(config, args.strategy, args.processes, args.gpu)
+    diagnosis.findings.extend(_check_hub(config))
     for line in describe(diagnosis):
         print(line)
     if args.json is not None:
         given = {"recipe": args.recipe, "strategy": args.strategy, "processes": args.processes, "gpu": args.gpu}
         write_json(Path(args.json), given | diagnosis.record())
     return 0 if diagnosis.fit else 1
+
+
+def _check_hub(config: TrainConfig) -> Iterator["Finding"]:
+    """Whether what the job makes can be published, as far as this machine knows."""
+    from moh_llm.hub.pushes import check_hub
+    from moh_llm.training.inputs import Finding
+
+    if config.hub is None:
+        return
+    try:
+        check_hub(config)
+        yield Finding("ok", "hub", f"a token, a licence and a name that it allows for {config.hub.repo_id}")
+    except UserError as error:
+        yield Finding("fault", "hub", str(error))
 
 
 def describe(diagnosis: "Diagnosis") -> list[str]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from moh_llm.conversion.families import base_config, check_family, check_window
 from moh_llm.errors import UserError
 from moh_llm.files import read_json
-from moh_llm.model_folder import may_be_hub_id, read_weight_map
+from moh_llm.model_folder import LICENCE_NAMES, may_be_hub_id, read_weight_map
 from moh_llm.modeling import is_routing_weight
 
 # Without these a config would silently describe a model of another size.
@@ -88,7 +88,9 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"]
+        # README.md is not converted: it says under which licence the base is, and in which languages.
+        patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md"]
+        patterns += [f"{name}*" for name in LICENCE_NAMES]
         path = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns="original/*"))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]

@@ -17,12 +17,11 @@ import moh_llm.modeling
 from moh_llm.conversion.base import BaseCheckpoint
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
-from moh_llm.model_folder import INDEX_NAME, SINGLE_NAME, save_tensors
+from moh_llm.model_folder import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, save_tensors
 
 REMOTE_CODE = ("configuration_moh_llama.py", "modeling_moh_llama.py", "routing_moh.py")
-# Tokenizer, generation settings and licence go along; weights in other formats and records do not.
+# Tokenizer, generation settings and licence go along; weights in other formats, records and the card do not.
 _KEPT_ENDINGS = (".json", ".txt", ".model", ".jinja")
-_KEPT_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 _REPLACED = {"config.json", INDEX_NAME, "conversion.json"}
 
 
@@ -77,7 +76,7 @@ def write_description(
         for name in REMOTE_CODE:
             shutil.copyfile(Path(moh_llm.modeling.__file__).with_name(name), folder / name)
     for file in base.folder.iterdir():
-        kept = file.name.endswith(_KEPT_ENDINGS) or file.name.startswith(_KEPT_NAMES)
+        kept = file.name.endswith(_KEPT_ENDINGS) or file.name.startswith(LICENCE_NAMES)
         if kept and file.is_file() and file.name not in _REPLACED:
             shutil.copyfile(file, folder / file.name)
     files = sorted(set(weight_map.values()))

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moh_llm.errors import UserError
+from moh_llm.modeling.configuration_moh_llama import FORMAT
 
 # model_type -> fields that the architecture implies and its config.json does not say.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -27,6 +28,7 @@ MOH_FIELDS = {
     "router_aux_loss_coef",
     "output_router_logits",
     "head_stand_in",
+    "moh_format",
 }
 _FORGOTTEN = {"model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"}
 
@@ -40,6 +42,11 @@ def check_family(config: Any, name: str, paper_preset: bool = False) -> None:
         architecture = ", ".join(config.get("architectures") or ["no architecture named"])
         known = ", ".join(FAMILIES)
         raise UserError(f"{name}: model_type {kind!r} ({architecture}) cannot be converted; these can: {known}")
+    if kind == "moh_llama" and config.get("moh_format", 1) > FORMAT:
+        raise UserError(
+            f"{name}: moh_format={config['moh_format']} is newer than this moh-llm reads ({FORMAT}); "
+            "pip install -U moh-llm"
+        )
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown method")
         raise UserError(f"{name}: its weights are quantised ({method}); convert the full-precision checkpoint")

@@ -22,22 +22,3 @@ def make_receipt(stream: BlockStream, blocks: int) -> dict[str, dict[str, Any]]:
             "repeated_tokens": max(0, count - has) * stream.block_length,
         }
     return receipt
-
-
-def data_section(mixture: str, block_length: int, receipt: dict[str, dict[str, Any]]) -> str:
-    """The data section of a model card, in Markdown."""
-    total = sum(entry["tokens"] for entry in receipt.values())
-    lines = [
-        "## Training data",
-        "",
-        f"Tuned on {total:,} tokens of the mixture `{mixture}`, in blocks of {block_length} tokens of one source.",
-        "",
-        "| source | planned share | realised share | tokens | epochs | repeated tokens |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, entry in receipt.items():
-        lines.append(
-            f"| {name} | {entry['weight']:.2%} | {entry['share']:.2%} | {entry['tokens']:,} "
-            f"| {entry['epochs']:.3g} | {entry['repeated_tokens']:,} |"
-        )
-    return "\n".join(lines) + "\n"

@@ -23,6 +23,7 @@ _MODEL_KEYS = ("model", "dtype", "context", "weights_sha256", "revision")
 _SAME = ("shots", "metric", "dataset", "revision", "eval_split", "fewshot_split")
 # What a row says of the benchmark; all else in it is the models' figures.
 _ROW_KEYS = ("name", *_SAME, "items_in_full", "note", "published")
+_NEWER = "dataset_config"  # older records lack it; it is None where several are read as one
 
 # The same weights on the same items may differ by the rounding of another batch size; in points.
 _ROUNDING = 1e-6
@@ -151,13 +152,13 @@ def _check_comparable(records: dict[str, Record]) -> None:
 
 
 def _facts(record: Record, row: Record) -> Record:
-    facts = {key: row[key] for key in _SAME} | {"limit": record["limit"]}
+    facts = {key: row[key] for key in _SAME} | {_NEWER: row.get(_NEWER), "limit": record["limit"]}
     # Part of the data is another benchmark, too.
     return facts | {"items": max((row[label]["items"] for label in record["models"] if label in row), default=None)}
 
 
 def _check_same(what: str, here: str, value: Any, there: str, other: Any) -> None:
-    if value == other or (what.endswith(": items") and None in (value, other)):
+    if value == other or (what.endswith((": items", f": {_NEWER}")) and None in (value, other)):
         return
     spelt, other_spelt = ("none" if v is None else v for v in (value, other))
     raise UserError(
@@ -230,7 +231,8 @@ def _rows(records: dict[str, Record], labels: _Labels) -> list[Record]:
     rows: dict[str, Record] = {}
     for name, record in records.items():
         for row in record["benchmarks"]:
-            merged = rows.setdefault(row["name"], {**{key: row[key] for key in _ROW_KEYS}, "published": {}})
+            facts = {key: row[key] for key in (*_ROW_KEYS, _NEWER) if key in row}
+            merged = rows.setdefault(row["name"], {**facts, "published": {}})
             merged["published"] = {**row["published"], **merged["published"]}
             for label in record["models"]:
                 if label in row:

@@ -40,6 +40,7 @@ TAKEN_LABELS = {
         "shots",
         "metric",
         "dataset",
+        "dataset_config",
         "revision",
     ),
     *("eval_split", "fewshot_split", "items_in_full", "note", "published"),

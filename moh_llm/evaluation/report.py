@@ -83,6 +83,7 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
         "shots": benchmark.shots,
         "metric": benchmark.metric if benchmark.filter == "none" else f"{benchmark.metric} ({benchmark.filter})",
         "dataset": benchmark.dataset,
+        "dataset_config": _config(benchmark),
         "revision": benchmark.revision if from_hub else None,
         "eval_split": benchmark.eval_split,
         "fewshot_split": benchmark.fewshot_split,
@@ -96,6 +97,12 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
             row[label]["delta"] = _value_and_error(statistics.difference(result.strata, found["base"].strata))
             row[label] |= _recovery(row[label], row["base"])
     return _with_single_delta(row)
+
+
+def _config(benchmark: Benchmark) -> str | None:
+    """The dataset's config; None where several are read as one benchmark."""
+    configs = {part.config for part in benchmark.expand()}
+    return configs.pop() if len(configs) == 1 else None
 
 
 def _with_single_delta(row: Record) -> Record:

@@ -1,4 +1,4 @@
-"""A model's card on the Hub, from the records of its conversion, training and evaluation and nothing else."""
+"""A model's card, from the records of its conversion, training and evaluation and nothing else."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +8,14 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
+from moh_llm.files import read_json, write_text
 from moh_llm.hub import sections
 from moh_llm.hub.evaluated import Evaluated, eval_results, find_evaluated
-from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licence
+from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licence, lacks_text, recorded_licences
 from moh_llm.hub.lineage import Lineage, is_hub_id, last_component, read_lineage
+from moh_llm.hub.listing import CARD
 from moh_llm.hub.markdown import Safe, address, code, text
+from moh_llm.hub.texts import scrub
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.reporting.runs import Record
 
@@ -22,7 +24,7 @@ TAGS = ["mixture-of-head", "moh"]
 
 def build_card(
     folder: Path,
-    repo_id: str,
+    repo_id: str | None,
     run: Path | None = None,
     evaluation: Path | None = None,
     forced: Sequence[str] = (),
@@ -30,37 +32,54 @@ def build_card(
 ) -> str:
     """The card of a converted, tuned or trained model: metadata for the Hub, then Markdown.
 
-    Paths on this machine are not printed.
+    Paths on this machine are not printed. A card that goes nowhere names no repository, and says what is not known of
+    the licence where one that is published is refused.
 
     Args:
         folder: the model's.
-        repo_id: the repository that it goes to.
+        repo_id: the repository that it goes to; None: it stays in ``folder``.
         run: the training run that made it; None looks behind ``folder``, at RUN of RUN/model.
         evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
         forced: what was found wrong and published in spite of it, a sentence each.
-        licence: the licence's id, where the files of model and base do not tell it.
+        licence: the licence's id, where the files of model and base do not tell it; of a published card.
 
     Raises:
-        UserError: ``folder`` holds no MoH model, a record cannot be read or is of another model, the licence is
-            unknown, or it asks for another name or for its own text.
+        UserError: ``folder`` holds no MoH model, a record cannot be read or is of another model; of a card
+            that is published, the licence is unknown, or it asks for another name or for its own text.
     """
-    if not is_hub_id(repo_id):
+    if repo_id is not None and not is_hub_id(repo_id):
         raise UserError(f"--repo-id {repo_id} is no repository's id; give OWNER/NAME")
     config, lineage = _read_config(folder), read_lineage(folder, run)
-    found = find_licence(lineage, licence)
-    check_name(repo_id, found.id)
+    if repo_id is None:
+        name, licences = lineage.name, recorded_licences(lineage)
+    else:
+        name, licences = repo_id.rpartition("/")[2], [find_licence(lineage, licence)]
+        check_name(repo_id, licences[0].id)
     evaluated = find_evaluated(evaluation, folder) if evaluation else None
-    metadata = _metadata(repo_id, lineage, found, evaluated)
+    metadata = _metadata(name, lineage, licences, evaluated)
     template = _environment().get_template("card.md")
     body = template.render(
-        repo_id=Safe(repo_id),
-        name=repo_id.rpartition("/")[2],
+        repo_id=Safe(repo_id) if repo_id else None,
+        name=name,
         forced=forced,
-        **_about(config, lineage, found),
+        **_about(config, lineage),
+        licence=_licence(licences),
         evaluated=_shown(evaluated) if evaluated else None,
         limits=_limits(config, lineage, evaluated),
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n{body.strip()}\n"
+
+
+def write_local_card(folder: Path) -> None:
+    """Write the README.md of a model that is not published (yet), in place of one that is there.
+
+    Args:
+        folder: a converted model's, or RUN/model of a training run.
+
+    Raises:
+        UserError: ``folder`` holds no MoH model, a record cannot be read, or the disk refuses.
+    """
+    write_text(folder / CARD, scrub(build_card(folder, None)))
 
 
 def _read_config(folder: Path) -> MoHLlamaConfig:
@@ -74,27 +93,27 @@ def _read_config(folder: Path) -> MoHLlamaConfig:
         raise UserError(f"{folder / 'config.json'} makes no model ({' '.join(str(error).split())})") from error
 
 
-def _metadata(repo_id: str, lineage: Lineage, licence: Licence, evaluated: Evaluated | None) -> ModelCardData:
+def _metadata(name: str, lineage: Lineage, licences: list[Licence], evaluated: Evaluated | None) -> ModelCardData:
     results = eval_results(evaluated) if evaluated else []
     related = {"base_model_relation": "finetune"} if lineage.base_id else {}
+    if len(licences) == 1:
+        licence = licences[0]
+        related |= {"license": licence.id, "license_name": licence.name, "license_link": address(licence.link)}
     return ModelCardData(
         base_model=lineage.base_id,
         datasets=sections.hub_datasets(lineage.run) or None,
         language=lineage.languages or None,
         library_name="transformers",
-        license=licence.id,
-        license_name=licence.name,
-        license_link=address(licence.link),
         pipeline_tag="text-generation",
         tags=TAGS,
-        model_name=repo_id.rpartition("/")[2] if results else None,
+        model_name=name if results else None,
         eval_results=results or None,
         **related,
     )
 
 
-def _about(config: MoHLlamaConfig, lineage: Lineage, licence: Licence) -> Record:
-    """What the template shows of the records, the evaluation left out."""
+def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
+    """What the template shows of the records, licence and evaluation left out."""
     conversion = lineage.conversion or {}
     versions = {"MoH-LLM": conversion.get("moh_llm"), **(conversion.get("versions") or {})}
     if lineage.run and lineage.run.record.get("versions"):
@@ -114,12 +133,6 @@ def _about(config: MoHLlamaConfig, lineage: Lineage, licence: Licence) -> Record
         },
         "headline": _headline(lineage),
         "from_scratch": lineage.from_scratch,
-        "licence": {
-            "label": _licence_label(licence),
-            "source": licence.source,
-            "shown": LLAMA[licence.id].shown if licence.id in LLAMA else None,
-            "duties": [Safe(duty) for duty in duties(licence)],
-        },
         "plan": sections.head_plan(config, lineage.conversion),
         "proof": _proof(conversion.get("verification")),
         "calibration": _calibration(conversion.get("calibration")),
@@ -146,6 +159,21 @@ def _base_link(lineage: Lineage) -> Safe | None:
     if lineage.base_id:
         return Safe(f"[{text(lineage.base_id)}](https://huggingface.co/{lineage.base_id})")
     return code(lineage.base_label) if lineage.base_label else None
+
+
+def _licence(licences: list[Licence]) -> Record:
+    """What the template shows of the licence: one, or none, or what files say that contradict each other."""
+    if len(licences) != 1:
+        named = [f"{licence.id} in {licence.source}" for licence in licences]
+        return {"label": None, "contradicting": named, "shown": None, "duties": []}
+    licence = licences[0]
+    return {
+        "label": _licence_label(licence),
+        "source": licence.source,
+        "shown": LLAMA[licence.id].shown if licence.id in LLAMA else None,
+        "lacks_text": lacks_text(licence),
+        "duties": [Safe(duty) for duty in duties(licence)],
+    }
 
 
 def _licence_label(licence: Licence) -> Safe:

@@ -10,7 +10,6 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.compare import read_evaluation
 from moh_llm.evaluation.models import identify
 from moh_llm.evaluation.report import Record
-from moh_llm.evaluation.suite import Benchmark, known_suites, load_suite
 from moh_llm.evaluation.verdict import base_of, verdict, warnings
 from moh_llm.hub.markdown import plain
 
@@ -103,7 +102,7 @@ def _result(row: Record, evaluated: Evaluated) -> EvalResult:
         task_name="Text Generation",
         dataset_type=plain(row["dataset"]),
         dataset_name=plain(row["name"]),
-        dataset_config=_config(row, evaluated.record["suite"]["name"]),
+        dataset_config=_config(row),
         dataset_split=row["eval_split"],
         dataset_revision=row["revision"],
         # "exact_match (strict-match)": the metric and the filter before it.
@@ -114,16 +113,7 @@ def _result(row: Record, evaluated: Evaluated) -> EvalResult:
     )
 
 
-def _config(row: Record, suite: str) -> str | None:
-    """The dataset's config; None for several that are read as one, and for a suite that is none of the package's.
-
-    The record of an evaluation does not hold it.
-    """
-    if suite not in known_suites():
-        return None
-    same = (other.config for other in load_suite(suite).benchmarks if _is(other, row))
-    return next((config for config in same if "{" not in config), None)
-
-
-def _is(benchmark: Benchmark, row: Record) -> bool:
-    return (benchmark.name, benchmark.dataset, benchmark.eval_split) == (row["name"], row["dataset"], row["eval_split"])
+def _config(row: Record) -> str | None:
+    """The dataset's config; None for several that are read as one, and in records of older versions."""
+    config = row.get("dataset_config")
+    return None if config is None else plain(config)

@@ -7,7 +7,7 @@ github.com/meta-llama/llama-models. The ids are the Hub's, as its validator of m
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moh_llm.errors import UserError
@@ -105,7 +105,7 @@ class Licence:
 
     Attributes:
         id: one of `IDS`.
-        source: what says so, in words that name no path.
+        source: what says so, in words that name no path; of several the one that is nearest to the base.
         name, link: of a licence whose id is "other".
         file: its text; None where none lies with the model or its base.
     """
@@ -117,11 +117,19 @@ class Licence:
     file: Path | None = None
 
 
-def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
-    """The licence of a model: that of its base.
+def recorded_licences(lineage: Lineage) -> list[Licence]:
+    """What files say of a model's licence, that of its base: nothing, or one licence, or several, a contradiction.
 
-    It is read from the `license` of a ``README.md`` and from the first lines of a ``LICENSE`` file, in the model's
-    folder, in that of the model that training began with, and in the base's, where that lies on this machine.
+    They are the `license` of a ``README.md`` and the first lines of a ``LICENSE`` file, in the model's folder, in that
+    of the model that training began with, and in the base's, where that lies on this machine.
+    """
+    found = [licence for whose, place in lineage.places for licence in _found_in(place, whose)]
+    ids = dict.fromkeys(licence.id for licence in found)
+    return [_joined(chosen, [licence for licence in found if licence.id == chosen], lineage) for chosen in ids]
+
+
+def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
+    """The licence of a model as it may be published, with its text where that must go along.
 
     Args:
         lineage: the model's.
@@ -133,15 +141,14 @@ def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
     """
     if given is not None:
         _check_id(given)
-    found = [licence for whose, place in lineage.places for licence in _found_in(place, whose)]
-    ids = list(dict.fromkeys(licence.id for licence in found))
+    found = recorded_licences(lineage)
     llama = [licence for licence in found if licence.id in LLAMA]
-    if given is not None and llama and given not in ids:
+    if given is not None and llama and given not in [licence.id for licence in found]:
         raise UserError(
             f"--licence {given} contradicts {llama[0].source}, which says {llama[0].id}: whoever passes a Llama on "
             "passes its licence on; drop --licence"
         )
-    if given is None and len(ids) > 1:
+    if given is None and len(found) > 1:
         raise UserError(
             f"{lineage.folder}: licences contradict each other ({', '.join(f'{x.id} in {x.source}' for x in found)}); "
             "pass --licence ID with the right one"
@@ -151,19 +158,24 @@ def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
             f"{lineage.folder}: the base's licence is not known (no `license` in a README.md, no LICENSE that is "
             "recognised, there or with the base); pass --licence ID, such as apache-2.0, llama3.2 or other"
         )
-    chosen = given or ids[0]
-    same = [licence for licence in found if licence.id == chosen]
-    texts = [licence.file for licence in same if licence.file] or _texts(lineage, chosen)
-    return _checked(
-        Licence(
-            chosen,
-            same[0].source if same else "whoever published the model",
-            next((licence.name for licence in same if licence.name), None),
-            next((licence.link for licence in same if licence.link), None),
-            texts[0] if texts else None,
-        ),
-        lineage,
-    )
+    same = [licence for licence in found if given in (None, licence.id)]
+    licence = same[0] if same else _joined(str(given), [], lineage)
+    if lacks_text(licence):
+        place = lineage.folder / "LICENSE"
+        if terms := LLAMA.get(licence.id):
+            raise UserError(
+                f"{lineage.folder}: the {terms.title} (section 1.b.i) asks for a copy of it; put the text into "
+                f"{place} ({terms.text})"
+            )
+        raise UserError(f"{lineage.folder}: licence `other` needs its text; put it into {place}")
+    return licence
+
+
+def lacks_text(licence: Licence) -> bool:
+    """Whether a licence's text, which must go along with the model, is nowhere to be found."""
+    if licence.id in LLAMA:
+        return licence.file is None
+    return licence.id == "other" and licence.file is None and not licence.link
 
 
 def check_name(repo_id: str, licence: str) -> None:
@@ -197,13 +209,13 @@ def duties(licence: Licence) -> list[str]:
     terms = LLAMA.get(licence.id)
     if terms is None:
         return []
-    copy = f"`{licence.file.name}`" if licence.file else "its file"
-    asked = [f"Pass on a copy of the [{terms.title}]({terms.text}), {copy} in this repository (section 1.b.i)."]
+    copy = f", `{licence.file.name}`" if licence.file else ""
+    asked = [f"Pass on a copy of the [{terms.title}]({terms.text}){copy} (section 1.b.i)."]
     if terms.shown:
         asked.append(f'Display "{terms.shown}" prominently where the model is offered or documented (1.b.i).')
     if terms.begins:
         asked.append(f'Begin the name of any model made with this one with "{terms.begins}" (1.b.i).')
-    asked.append("Keep the attribution in `NOTICE` (1.b.iii).")
+    asked.append("Pass on the attribution that it prescribes, in a text file `NOTICE` (1.b.iii).")
     asked.append(f"Follow the [acceptable use policy]({terms.policy}) (1.b.iv).")
     if terms.closed:
         asked.append(
@@ -211,6 +223,30 @@ def duties(licence: Licence) -> list[str]:
             f"{'Llama 2' if licence.id == 'llama2' else 'Meta Llama 3'} and its derivatives (1.b.v)."
         )
     return asked
+
+
+def _joined(chosen: str, same: list[Licence], lineage: Lineage) -> Licence:
+    """One licence of all that files say of it, with a name and a link where the Hub wants them and its text is known.
+
+    ``same``: what each of the files says, the model's own first, the base's last.
+    """
+    texts = [licence.file for licence in same if licence.file] or _texts(lineage, chosen)
+    joined = Licence(
+        chosen,
+        same[-1].source if same else "whoever published the model",
+        next((licence.name for licence in same if licence.name), None),
+        next((licence.link for licence in same if licence.link), None),
+        texts[0] if texts else None,
+    )
+    if chosen != "other" or lacks_text(joined):
+        return joined
+    name, file = joined.name, joined.file
+    if not name and file:
+        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+        title = next((line for line in lines if line.strip()), "")
+        name = "-".join(re.findall(r"[a-z0-9.]+", title.lower()))[:60] or "see-licence-file"
+    link = joined.link or (file.name if file else None)
+    return replace(joined, name=name or "see-license-link", link=link)
 
 
 def _found_in(place: Path, whose: str) -> list[Licence]:
@@ -258,24 +294,3 @@ def _check_id(given: str) -> None:
         near = difflib.get_close_matches(given.lower(), IDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see https://huggingface.co/docs/hub/repositories-licenses"
         raise UserError(f"--licence {given} is no licence id of the Hub; {hint}")
-
-
-def _checked(licence: Licence, lineage: Lineage) -> Licence:
-    """``licence`` with a name where the Hub wants one; raises UserError where its text is missing."""
-    if licence.id in LLAMA and licence.file is None:
-        terms = LLAMA[licence.id]
-        raise UserError(
-            f"{lineage.folder}: the {terms.title} (section 1.b.i) asks for a copy of it; put the text into "
-            f"{lineage.folder / 'LICENSE'} ({terms.text})"
-        )
-    if licence.id != "other":
-        return licence
-    if licence.file is None and not licence.link:
-        raise UserError(f"{lineage.folder}: licence `other` needs its text; put it into {lineage.folder / 'LICENSE'}")
-    name = licence.name
-    if not name and licence.file:
-        lines = licence.file.read_text(encoding="utf-8", errors="replace").split("\n")
-        title = next((line for line in lines if line.strip()), "")
-        name = "-".join(re.findall(r"[a-z0-9.]+", title.lower()))[:60] or "see-licence-file"
-    link = licence.link or (licence.file.name if licence.file else None)
-    return Licence(licence.id, licence.source, name or "see-license-link", link, licence.file)

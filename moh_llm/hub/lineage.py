@@ -47,6 +47,13 @@ class Lineage:
     run: TrainingRun | None
 
     @property
+    def name(self) -> str:
+        """What to call a model that has no other name: its folder's name, and that of RUN for RUN/model."""
+        folder = self.folder.resolve()
+        made_there = self.run is not None and folder == (self.run.folder / "model").resolve()
+        return folder.parent.name if made_there else folder.name
+
+    @property
     def from_scratch(self) -> bool:
         """Whether the run trained on text a model that nothing converted; unknown without a run."""
         trained = self.run is not None and self.run.recipe["objective"]["kind"] == "cross_entropy"

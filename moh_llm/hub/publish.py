@@ -8,7 +8,7 @@ from moh_llm.errors import UserError
 from moh_llm.files import read_json, write_text
 from moh_llm.hub.card import build_card
 from moh_llm.hub.checks import check_files, check_secrets
-from moh_llm.hub.licences import Licence, find_licence, notice
+from moh_llm.hub.licences import Licence, check_name, find_licence, notice
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.listing import CARD, list_files
 from moh_llm.hub.problem import Problem
@@ -65,6 +65,23 @@ class Publication:
     stopped: str | None
     card: Path | None = None
     url: str | None = None
+
+
+def check_publishable(repo_id: str, lineage: Lineage, licence: str | None = None) -> None:
+    """Find out before a model is made what would keep it from being published, as far as this machine knows.
+
+    Args:
+        repo_id: where it is to go.
+        lineage: of the model; its folder may be that of the model it will be made from.
+        licence: the user's word.
+
+    Raises:
+        UserError: no such repository can be, there is no token, the licence is not known or lacks its text, or it asks
+            for another name.
+    """
+    check_repo_id(repo_id)
+    find_token()
+    check_name(repo_id, find_licence(lineage, licence).id)
 
 
 def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publication:

@@ -76,6 +76,7 @@ def recipe(run: TrainingRun) -> Pairs:
     given, last = run.recipe, run.lines[-1]
     data, objective, optimizer, schedule = (given[key] for key in ("data", "objective", "optimizer", "schedule"))
     batch = f"{data['batch_size']} blocks of {data['block_length']:,} tokens"
+    warmup = "1 step" if schedule["warmup_steps"] == 1 else f"{schedule['warmup_steps']:,} steps"
     router_rate = optimizer["router_learning_rate"] or optimizer["learning_rate"]
     pairs: Pairs = [
         ("objective", _OBJECTIVES.get(objective["kind"], objective["kind"])),
@@ -83,10 +84,7 @@ def recipe(run: TrainingRun) -> Pairs:
         ("steps", f"{last['step']:,} of {given['max_steps']:,}, each {batch}"),
         ("weights trained", _adapters(given["lora"])),
         ("highest learning rate", f"{optimizer['learning_rate']:g}, of the routers {router_rate:g}"),
-        (
-            "schedule",
-            f"{schedule['warmup_steps']:,} steps of warm-up, then cosine to {schedule['final_learning_rate']:g}",
-        ),
+        ("schedule", f"{warmup} of warm-up, then cosine to {schedule['final_learning_rate']:g}"),
         ("AdamW", f"betas {_listed(optimizer['betas'])}, weight decay {optimizer['weight_decay']:g}"),
     ]
     if optimizer["max_gradient_norm"] is not None:

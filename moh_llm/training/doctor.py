@@ -177,23 +177,26 @@ def check_batch(config: TrainConfig, processes: int) -> Iterator[Finding]:
 
 
 def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Iterator[Finding]:
-    """Whether checkpoints (12 bytes for each trained weight) and the tuned model find room where the output lies.
+    """Whether checkpoints (12 bytes for each trained weight) and models find room where the output lies.
 
     At most there are the newest `keep_last`, the milestones, and the one being written; those that
     an earlier start of the run left are already paid for.
     """
     keep, folder = config.checkpoint, Path(config.output)
     made = -(-config.max_steps // keep.every)
-    kept = keep.keep_last + (config.max_steps // keep.milestone_every if keep.milestone_every else 0) + 1
+    milestones = config.max_steps // keep.milestone_every if keep.milestone_every else 0
+    kept = keep.keep_last + milestones + 1
+    models = 1 + (milestones if config.hub is not None and config.hub.milestones else 0)
     dtype = getattr(torch, config.save_dtype) if config.save_dtype else model.dtype or torch.float32
     number = min(made, kept)
-    checkpoints, saved = 12 * sizes.trained * number, sizes.base * dtype.itemsize
+    checkpoints, saved = 12 * sizes.trained * number, sizes.base * dtype.itemsize * models
     there = sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(place).free
     text = (
-        f"{number} checkpoints of {12 * sizes.trained / _GIB:.2f} GiB and a model of {saved / _GIB:.2f} GiB to "
-        f"{folder}; {free / _GIB:.1f} GiB are free"
+        f"{number} checkpoints of {12 * sizes.trained / _GIB:.2f} GiB and "
+        f"{'a model' if models == 1 else f'{models} models, together'} of {saved / _GIB:.2f} GiB to {folder}; "
+        f"{free / _GIB:.1f} GiB are free"
     )
     if checkpoints + saved - min(there, checkpoints) > free:
         yield Finding("fault", "disk", f"{text}; free some, lower checkpoint.keep_last or name another --output")

@@ -21,13 +21,13 @@ from moh_llm.data.tokens import tokens_for
 from moh_llm.data.windows import validation_batches
 from moh_llm.errors import UserError
 from moh_llm.training import networks
-from moh_llm.training.card import model_card
 from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.divergence import DivergenceWatch
 from moh_llm.training.gathering import gathered_weights
 from moh_llm.training.interruption import Interruption
 from moh_llm.training.log import show_scores, step_line
+from moh_llm.training.milestones import keep_milestone, saved_milestones
 from moh_llm.training.parallel import end_distribution, make_accelerator, peak_rate, seed_step, sum_over_processes
 from moh_llm.training.passes import accumulate_gradients, evaluate, score_saved
 from moh_llm.training.progress import ProgressLine
@@ -37,13 +37,20 @@ from moh_llm.training.step import TrainingStep
 from moh_llm.training.tracking import check_trackers, start_trackers, track
 
 
-def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], None] = print) -> dict[str, Any]:
+def train(
+    config: TrainConfig,
+    overwrite: bool = False,
+    say: Callable[[str], None] = print,
+    on_milestone: Callable[[Path], None] = lambda folder: None,
+) -> dict[str, Any]:
     """Carry out a run, or what is left of it, and return its record (`OUTPUT/run.json`).
 
     Args:
         config: the recipe.
         overwrite: start anew where ``config.output`` holds a run.
         say: prints one line.
+        on_milestone: gets, on the main process, the folder of each milestone that lies there at the start, and of each
+            that is saved (`moh_llm.training.milestones`); training goes on when it returns.
 
     Raises:
         UserError: an input cannot be used, the loss is no longer finite, or the disk refuses.
@@ -55,14 +62,19 @@ def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], Non
         say = _silent
     with accelerator.main_process_first():
         run = Run(config, overwrite and main, writes=main)
+    if main:
+        for milestone in saved_milestones(run):
+            on_milestone(milestone)
     if run.finished:
         say(f"{run.folder} holds this run, finished after {config.max_steps} steps; nothing to do")
+        end_distribution(accelerator)
+        accelerator.end_training()
         return run.record
 
     # ---- data
     tokenizer = networks.load_tokenizer(Path(config.model))
     with accelerator.main_process_first():
-        mixture, token_folder, sources = tokens_for(config.data.mixture, tokenizer, say)
+        _, token_folder, sources = tokens_for(config.data.mixture, tokenizer, say)
     stream = BlockStream(sources, config.data.block_length, config.seed)
     stream.check_epochs(config.max_steps * config.data.batch_size)
     held_out = validation_batches(
@@ -101,8 +113,11 @@ def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], Non
         updates = load_checkpoint(folder, accelerator, model, optimizer, weights)
         done, seconds = state["step"], state["seconds"]
         say(f"resumed from {folder}, {config.max_steps - done} steps to go")
+    keep = partial(keep_milestone, config, run, accelerator, tokenizer, on_milestone)
     reduce = partial(sum_over_processes, accelerator)
     watch = DivergenceWatch(config.divergence, run.trim_log(done if found else -1))
+    if found and not (run.milestones / found[0].name).exists():
+        keep(done, found[0])  # the run was stopped between the two
     start_trackers(accelerator, config, done)
     say(
         f"{counts['trained']:,} of {counts['total']:,} weights are trained on {accelerator.num_processes} x "
@@ -148,7 +163,10 @@ def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], Non
             stop = interruption.asked() and step < config.max_steps
             if stop or step % config.checkpoint.every == 0 or step == config.max_steps:
                 facts = {"updates": updates, "seconds": round(seconds, 3), "data": receipt}
-                save_checkpoint(run.checkpoints, step, facts, accelerator, model, optimizer, weights, config.checkpoint)
+                saved = save_checkpoint(
+                    run.checkpoints, step, facts, accelerator, model, optimizer, weights, config.checkpoint
+                )
+                keep(step, saved)
             if stop:
                 say(f"stopped by a signal after step {step}, which is saved; give the same command again to go on")
                 accelerator.end_training()
@@ -156,14 +174,13 @@ def train(config: TrainConfig, overwrite: bool = False, say: Callable[[str], Non
 
     # ---- the tuned model
     receipt = make_receipt(stream, config.max_steps * config.data.batch_size)
-    card = model_card(run.folder.name, config, mixture, receipt)
     tuned = gathered_weights(accelerator, weights)
     del model, step_module, student, network, optimizer, weights, teacher
     end_distribution(accelerator)
     tokens = config.max_steps * config.tokens_per_step
     facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(seconds, 3), "data_read": receipt}
     if main:
-        networks.save_network(config, tuned, tokenizer, card, run.model)
+        networks.save_network(config, tuned, tokenizer, run.model)
         facts["evaluation"] = score_saved(config, run.model, accelerator.device, held_out)
         say(f"{run.model}: {show_scores(facts['evaluation'])}")
         say(f"{config.max_steps} steps, {tokens:,} tokens, {seconds:.0f} s of training")

@@ -8,7 +8,8 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moh_llm.errors import UserError
-from moh_llm.files import new_folder, write_text
+from moh_llm.files import new_folder
+from moh_llm.model_folder import licence_texts
 from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.schedules import learning_rates
@@ -158,18 +159,17 @@ def save_network(
     config: TrainConfig,
     weights: dict[str, torch.Tensor],
     tokenizer: PreTrainedTokenizerBase,
-    card: str,
     folder: Path,
 ) -> None:
-    """Write the tuned model as a folder of its own: weights, config, tokenizer, remote code, model card.
+    """Write the tuned model as a folder of its own: weights, config, tokenizer, remote code.
 
     Adapters are merged and the weights cast. The record of the conversion goes along, since it
-    names the base.
+    names the base, and so do the texts of its licence.
 
     Args:
         config: the recipe; ``config.model`` gives what was not trained.
         weights: the trained weights by their names in the student.
-        tokenizer, card: saved beside the model.
+        tokenizer: saved beside the model.
         folder: where.
     """
     network = make_student(config)
@@ -183,7 +183,7 @@ def save_network(
     with new_folder(folder, overwrite=True) as temporary:
         network.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        write_text(temporary / "README.md", card)
-        record = Path(config.model) / "conversion.json"
-        if record.is_file():
-            shutil.copyfile(record, temporary / record.name)
+        began_with = Path(config.model)
+        for file in [began_with / "conversion.json", *licence_texts(began_with)]:
+            if file.is_file():
+                shutil.copyfile(file, temporary / file.name)

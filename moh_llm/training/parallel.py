@@ -4,8 +4,10 @@ Losses are sums over a process's blocks; dividing them by the counts of the whol
 the means that each way of distributing takes of gradients, makes the curve the same for all.
 """
 
+import contextlib
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,21 @@ def end_distribution(accelerator: Accelerator) -> None:
         from transformers.integrations import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()  # under ZeRO-3 loading would wait for the other processes
+
+
+@contextlib.contextmanager
+def loading_whole(accelerator: Accelerator) -> Iterator[None]:
+    """Within the block this process loads models whole, though another one is distributed; the others need not wait."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        yield
+        return
+    from transformers.integrations import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()  # as in `end_distribution`
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(accelerator.state.deepspeed_plugin.dschf)
 
 
 def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """From a YAML recipe and ``--key value`` overrides to a `TrainConfig`; strict about keys and types.
 
 Keys are dotted (``optimizer.learning_rate``), on the command line with ``-`` or ``_``. A map given
-for a group is laid over what the group holds. A group that may be null (``lora``) is switched on by
+for a group is laid over what the group holds. A group that may be null (``lora``, ``hub``) is switched on by
 naming it or any key in it, and off by ``--lora null``. jsonargparse types and merges the values.
 """
 
@@ -66,7 +66,8 @@ def describe_keys() -> str:
         if is_dataclass(found.type):
             lines += ["", f"  {name}: {found.meaning}"]
             continue
-        default = "" if found.default is MISSING else f", default {_show(found.default)}"
+        # A required key of a group that may be null is empty by default.
+        default = "" if found.default in (MISSING, "") else f", default {_show(found.default)}"
         lines.append(f"    --{name} ({found.expected}{default})\n        {found.meaning}")
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 OUTPUT/run.json      recipe, model, data, versions; when finished also tokens, seconds, scores
        log.jsonl     one line per step; everything but ``timing`` repeats exactly on resume
        checkpoints/  see `moh_llm.training.checkpoints`
+       milestones/   see `moh_llm.training.milestones`
        model/        the tuned model
        tensorboard/  see `moh_llm.training.tracking`
        report/       what `moh-llm report` makes
@@ -43,7 +44,7 @@ class Run:
         self._writes = writes
         self.folder = Path(config.output)
         self.model = self.folder / "model"
-        self.checkpoints = self.folder / "checkpoints"
+        self.checkpoints, self.milestones = self.folder / "checkpoints", self.folder / "milestones"
         self._record_path, self._log_path = self.folder / "run.json", self.folder / "log.jsonl"
         identity = model_identity(Path(config.model))
         # Through JSON, so that a fresh recipe compares equal to a recorded one (tuples, lists).
@@ -149,7 +150,7 @@ class Run:
 
     def _remove(self) -> None:
         # The record goes last: an interrupted removal still reads as a run.
-        for path in (self.model, self.checkpoints, self.folder / TRACKERS, self.folder / "report"):
+        for path in (self.model, self.checkpoints, self.milestones, self.folder / TRACKERS, self.folder / "report"):
             shutil.rmtree(path, ignore_errors=True)
         for path in (self._log_path, self._record_path):
             path.unlink(missing_ok=True)

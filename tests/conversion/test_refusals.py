@@ -157,6 +157,10 @@ BAD_INPUT = {
     "sliding window by default": (OLD_MISTRAL, "sliding_window=4096 stands in the way"),
     "sliding window in use": (QWEN2, "sliding_window=64 stands in the way"),
     "code of its own": (REMOTE, "auto_map says that it runs code of its own"),
+    "of a later version": (
+        edit_config(model_type="moh_llama", moh_format=2),
+        "moh_format=2 is newer than this moh-llm reads (1); pip install -U moh-llm",
+    ),
     "dense already": (flags("--to-dense"), "is no MoH model (model_type 'llama'): it is dense already"),
     "no tokenizer": (_drop_tokenizer, "has no tokenizer that loads"),
     "empty text": (calibration("empty.jsonl", ""), "empty.jsonl is empty; mend it, or leave the file out"),

@@ -186,6 +186,7 @@ def test_records_of_before_are_merged(one: Record, two: Record) -> None:
         ("shots", 0, 5),
         ("metric", "acc", "acc_norm"),
         ("dataset", "B", "else"),
+        ("dataset_config", "B", "else"),
         ("revision", "0" * 40, None),
         ("eval_split", "test", "validation"),
         ("fewshot_split", None, "train"),
@@ -200,6 +201,15 @@ def test_other_benchmarks_of_one_name_are_refused(
         merge({"first": one, "second": two})
     with pytest.raises(UserError, match=f"benchmark B: {field} is"):
         check_regression(two, one, 1.0)
+
+
+def test_older_records_lack_the_datasets_config(one: Record, two: Record, tmp_path: Path) -> None:
+    for row in two["benchmarks"]:
+        del row["dataset_config"]
+    write_json(tmp_path / "report.json", two)
+    two = read_evaluation(tmp_path)
+    assert [row.get("dataset_config") for row in merge({"first": one, "second": two})["benchmarks"]] == ["A", "B", "C"]
+    assert check_regression(two, one, 100.0) == []
 
 
 def test_other_numbers_of_items_are_refused(one: Record, two: Record) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 TOKEN = "hf_" + "Ab3dEf6hIj9kLm2nOp5q" + "Rs8tUv1wXy4zAb"  # in two parts, so that no scanner takes it for one
 
@@ -113,6 +114,8 @@ def _create(hub: FakeHub, body: bytes) -> tuple[int, Any]:
 
 
 def _info(hub: FakeHub, body: bytes, name: str) -> tuple[int, Any]:
+    if name not in hub.private:
+        return 404, {"error": "Repository not found"}
     return 200, {"id": name, "private": hub.private[name], "sha": "0" * 40, "siblings": []}
 
 
@@ -223,3 +226,42 @@ def moh_model(make_model: Callable[..., Path]) -> Path:
 def folder(moh_model: Path, tmp_path: Path) -> Path:
     """A copy of `moh_model`."""
     return Path(shutil.copytree(moh_model, tmp_path / "moh"))
+
+
+@pytest.fixture
+def recipe(moh_model: Path, river: Path, tmp_path: Path, one_thread: None) -> Path:
+    """A training recipe of 4 short steps that writes to `tmp_path/run` and publishes to org/moh."""
+    mixture = {"name": "tiny", "sources": {"river": {"weight": 1, "files": str(river)}}}
+    (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(mixture))
+    content = {
+        "model": str(moh_model),
+        "output": str(tmp_path / "run"),
+        "max_steps": 4,
+        "data": {"mixture": str(tmp_path / "mixture.yaml"), "block_length": 32, "batch_size": 2},
+        "evaluation": {"every": 2, "max_tokens": 128},
+        "checkpoint": {"every": 2},
+        "hub": {"repo_id": "org/moh"},
+        "trackers": [],
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path / "recipe.yaml"
+
+
+@pytest.fixture
+def proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof of this process, which takes seconds, is taken as given."""
+    from moh_llm.hub.proof import Proof
+
+    record = {"texts": 3, "tokens": 99, "dtype": "float32", "seconds": 1.0, "generated": ["so it goes"]}
+    monkeypatch.setattr(
+        "moh_llm.hub.publish.prove",
+        lambda published, local: Proof(None, record | {"versions": {"transformers": "5"}}),
+    )
+
+
+@pytest.fixture
+def reached(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leads other processes to the stand-in."""
+    settings = {"HF_ENDPOINT": fake_hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)

@@ -52,7 +52,7 @@ def test_a_converted_model(converted: Path) -> None:
     assert f"{proof['held_out_tokens']:,} tokens of held-out text" in found
     ratio, kl = proof["converted"]["perplexity_ratio"], proof["converted"]["kl"]
     assert f"| {ratio:#.5g} | {kl:#.3g} |" in found.split("the converted model |")[1]
-    assert "licensed" not in card and "`mit`, inherited from the base, according to LICENSE.txt of the model" in card
+    assert "licensed" not in card and "`mit`, inherited from the base, according to LICENSE.txt of the base" in card
     assert Path(record["base"]["name"]).name in sections["Base model and licence"]
     assert "No training run is on record" in sections["Text it was trained on"]
     assert "Routers, stand-ins and head budgets were fitted on 1,024 tokens" in sections["Text it was converted with"]

@@ -28,16 +28,6 @@ def _beside(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def proven(monkeypatch) -> None:
-    """The proof, which takes seconds, is taken as given."""
-    record = {"texts": 3, "tokens": 99, "dtype": "float32", "seconds": 1.0, "generated": ["so it goes"]}
-    monkeypatch.setattr(
-        "moh_llm.hub.publish.prove",
-        lambda published, local: Proof(None, record | {"versions": {"transformers": "5"}}),
-    )
-
-
-@pytest.fixture
 def no_network(monkeypatch) -> None:
     """Any connection is an error."""
 

@@ -1,18 +1,25 @@
 """The quick start on a tiny base, and what it says when its own base cannot be had."""
 
 import json
+import re
 import subprocess
 
 import pytest
+from cards import check_card
+from huggingface_hub import ModelCard
 
 from moh_llm.cli import main
 from moh_llm.commands.quickstart import clear
+from moh_llm.hub.card import build_card
+from moh_llm.hub.licences import IDS
+from moh_llm.quickstart.smollm2 import README
 
 
 def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys):
     pytest.importorskip("lm_eval")
     output = tmp_path / "quickstart"
     base = make_llama(max_position_embeddings=512)
+    (base / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: en\n---\n\nA base.\n")
     assert main(["quickstart", "--base", str(base), "--steps", "1", "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     record = json.loads((output / "quickstart.json").read_text())
@@ -28,6 +35,28 @@ def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys):
 
     assert main(["quickstart", "--output", str(output)]) == 2
     assert "exists and is not empty" in capsys.readouterr().err
+    check_full_card(output)
+
+
+def check_full_card(output):
+    """The card that publishing makes of a quick start tells all, and the benchmarks' figures to the last digit."""
+    card = build_card(output / "recovery" / "model", "me/toy", evaluation=output / "report")
+    sections = check_card(card)
+    parts = {"Conversion proof", "Text it was trained on", "Text it was converted with", "Training", "Recovery"}
+    assert parts | {"Benchmarks", "Head plan", "Base model and licence", "Efficiency"} <= set(sections)
+    assert not re.search(r"\b(None|nan|inf)\b|[Nn]ot (on record|proven|measured|finished)|No benchmark", card)
+    data = ModelCard(card).data
+    assert (data.license, data.language, data.model_name) == ("apache-2.0", ["en"], "toy")
+    rows = json.loads((output / "report" / "report.json").read_text())["benchmarks"]
+    assert {(r.dataset_config, r.dataset_split): r.metric_value for r in data.eval_results} == {
+        (row["dataset_config"], row["eval_split"]): row["model"]["value"] for row in rows
+    }
+    assert len(rows) == len(data.eval_results) == 3
+
+
+def test_its_own_base_names_licence_and_language():
+    data = ModelCard(README).data
+    assert data.license in IDS and data.language == ["en"]
 
 
 def test_no_package_index(tmp_path, capsys, monkeypatch):

@@ -37,8 +37,10 @@ STEPS |= {"checkpoint.every": 10, "checkpoint.keep_last": 2, "objective.layer_co
 STEPS |= {"gradient_checkpointing": "true"}
 
 
-def start(way: str, recipe: Path, output: Path, largest_file: int | None = None) -> subprocess.CompletedProcess[str]:
-    """`train.py RECIPE` on two processes, which may be refused files of more than so many bytes."""
+def start(
+    way: str, recipe: Path, output: Path, largest_file: int | None = None, script: str = "train.py", **keys: object
+) -> subprocess.CompletedProcess[str]:
+    """`train.py RECIPE` or another script on two processes, which may be refused files of more than so many bytes."""
     if way.startswith("zero"):
         if importlib.util.find_spec("deepspeed") is None:
             pytest.skip("deepspeed is not installed")
@@ -48,9 +50,9 @@ def start(way: str, recipe: Path, output: Path, largest_file: int | None = None)
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    command = [*launcher, "train.py", str(recipe), "--output", str(output)]
+    command = [*launcher, script, str(recipe), "--output", str(output)]
     environment = os.environ | WAYS[way] | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command += [f"--{name}={value}" for name, value in STEPS.items()]
+    command += [f"--{name}={value}" for name, value in (STEPS | keys).items()]
     limit = None if largest_file is None else partial(resource.setrlimit, resource.RLIMIT_FSIZE, (largest_file,) * 2)
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, preexec_fn=limit
@@ -133,3 +135,25 @@ def test_a_full_disk_leaves_the_checkpoint_before(single, recipe, tmp_path):
     assert "cannot write" in line and "step-000020" in line and "earlier checkpoints are untouched" in line
     assert [path.name for path in (single / "checkpoints").iterdir()] == ["step-000010"]
     assert {path.name: path.read_bytes() for path in (single / "checkpoints" / "step-000010").iterdir()} == before
+
+
+@pytest.mark.parametrize("way", ["zero3", "fsdp2"])
+def test_milestones_are_saved_beside_a_distributed_model(single, recipe, tmp_path, way):
+    """The whole model is loaded while another one is distributed, and neither hangs nor changes anything."""
+    script = tmp_path / "script.py"  # which publishes nothing
+    lines = ["import sys", "from moh_llm.training.loop import train", "from moh_llm.training.recipe import load_config"]
+    script.write_text("\n".join([*lines, "train(load_config(sys.argv[1], sys.argv[2:]))"]))
+    keys = {"hub.repo_id": "org/moh", "hub.milestones": "true", "checkpoint.milestone_every": 10}
+    done = start(way, recipe, tmp_path / way, script=str(script), **keys)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_run(tmp_path / way, single)
+    early, last = (tmp_path / way / "milestones" / name / "model" for name in ("step-000010", "step-000020"))
+    a, b = (load_file(each / "model.safetensors") for each in (last, tmp_path / way / "model"))
+    assert a.keys() == b.keys() and all(torch.equal(weight, b[name]) for name, weight in a.items())
+    a, b = (
+        load_file(early / "model.safetensors"),
+        load_file(single / "checkpoints" / "step-000010" / "model.safetensors"),
+    )
+    assert b.keys() <= a.keys()
+    for name, weight in b.items():
+        torch.testing.assert_close(a[name], weight, atol=1e-4, rtol=0)

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from cards import check_card
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from moh_llm.cli import main
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
+from moh_llm.hub.card import build_card
 from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.training.initial import architecture_keys, read_architecture
 from moh_llm.training.loop import train
@@ -175,8 +177,8 @@ def test_both_twins_learn_from_scratch(initialise, configure, architecture: str)
     config = configure(model=str(folder), max_steps=20, **scratch, **{"optimizer.learning_rate": 3e-3})
     record = train(config)
     assert set(record["evaluation"]) == {"tokens", "perplexity"}  # random weights are no base to compare with
-    card = (Path(config.output) / "model" / "README.md").read_text()
-    assert "It was trained from scratch by cross-entropy for\n20 steps." in card and "conversion.json" not in card
+    sections = check_card(build_card(Path(config.output) / "model", None))
+    assert "were drawn at random" in sections["Base model and licence"] and "| 20 of 20, each" in sections["Training"]
     log = [json.loads(line) for line in (Path(config.output) / "log.jsonl").read_text().splitlines()]
     assert record["status"] == "finished" and record["parameters"]["trained"] == record["parameters"]["total"]
     assert log[-1]["cross_entropy"] < 0.8 * log[1]["cross_entropy"]

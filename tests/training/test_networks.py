@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_merging_keeps_the_function(configure, tmp_path: Path) -> None:
     batch = some_batch()
     before = logits_of(model.eval())(batch).detach()
     weights = {name: weight.detach().clone() for name, weight in networks.trained_weights(model).items()}
-    networks.save_network(config, weights, networks.load_tokenizer(config.model), "# card", tmp_path / "merged")
+    networks.save_network(config, weights, networks.load_tokenizer(config.model), tmp_path / "merged")
     merged = networks.load_network(tmp_path / "merged", torch.float32)
     torch.testing.assert_close(logits_of(merged.eval())(batch).detach(), before, atol=2e-3, rtol=1e-4)
 
@@ -105,17 +106,23 @@ def test_decay_acts_on_matrices_and_routers_have_their_rate(configure) -> None:
 
 
 @pytest.mark.parametrize(("save_dtype", "expected"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
-def test_the_saved_folder_is_complete(configure, tmp_path: Path, save_dtype, expected) -> None:
-    config = configure(save_dtype=save_dtype)
+def test_the_saved_folder_is_complete(configure, model_folder: Path, tmp_path: Path, save_dtype, expected) -> None:
+    began_with = Path(shutil.copytree(model_folder, tmp_path / "moh"))
+    texts = {"LICENSE.txt": "Terms.", "NOTICE": "Ours.", "USE_POLICY.md": "Be kind.", "conversion.json": "{}"}
+    for name, text in {**texts, "README.md": "of another model"}.items():
+        (began_with / name).write_text(text)
+    config = configure(model=str(began_with), save_dtype=save_dtype)
     tokenizer = networks.load_tokenizer(config.model)
     network = networks.load_network(config.model, torch.float32)
     weights = {name: weight.detach() + 1 for name, weight in networks.trained_weights(network).items()}
-    networks.save_network(config, weights, tokenizer, "# card", tmp_path / "saved")
+    networks.save_network(config, weights, tokenizer, tmp_path / "saved")
     saved = networks.load_network(tmp_path / "saved", torch.float32)
     wanted = weights["model.norm.weight"].to(expected).float()
     assert torch.equal(saved.model.norm.weight.detach(), wanted)
     assert MoHLlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto").dtype == expected
     assert (tmp_path / "saved" / "modeling_moh_llama.py").is_file()
+    assert {name: (tmp_path / "saved" / name).read_text() for name in texts} == texts
+    assert not (tmp_path / "saved" / "README.md").exists()
     assert networks.load_tokenizer(tmp_path / "saved")("a day")["input_ids"] == tokenizer("a day")["input_ids"]
 
 

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from cards import check_card
 from transformers import AutoTokenizer
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
+from moh_llm.hub.card import write_local_card
 from moh_llm.training.loop import train
 
 
@@ -49,10 +51,11 @@ def test_the_receipt_is_logged_and_kept(configure, tmp_path):
     for step in (8, 10):
         checkpoint = json.loads((tmp_path / "run" / "checkpoints" / f"step-{step:06d}" / "checkpoint.json").read_text())
         assert {n: e["tokens"] for n, e in checkpoint["data"].items()} == log[step - 1]["tokens_of_source"]
-    card = (tmp_path / "run" / "model" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\n")
-    assert "1,280 tokens of the mixture `tiny`" in card and "| one | 70.00% |" in card
-    assert "tuned by self-distillation for 10 steps" in " ".join(card.split())
+    write_local_card(tmp_path / "run" / "model")
+    read = check_card((tmp_path / "run" / "model" / "README.md").read_text())["Text it was trained on"]
+    assert "1,280 tokens of the mixture `mixture`, in blocks of 32 tokens" in read
+    for name, entry in receipt.items():
+        assert f"| `{name}` | {entry['weight']:.2%} | {entry['share']:.2%} | {entry['tokens']:,} |" in read
 
 
 def test_too_many_epochs_are_refused_before_the_first_step(configure, mixture_file, tmp_path):

@@ -1,0 +1,152 @@
+"""Training that publishes its model: checked before it begins, sent at its end, and tried again."""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moh_llm.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+MILESTONES = ["--hub.milestones", "true", "--checkpoint.milestone_every"]
+
+
+def _status(run: Path) -> str:
+    return json.loads((run / "run.json").read_text())["status"]
+
+
+# ---- before it begins
+
+
+def test_what_would_keep_the_model_from_being_published_is_told_first(
+    recipe, folder, fake_hub, monkeypatch, capsys, tmp_path
+):
+    def refused(*arguments: str) -> str:
+        assert main(["train", str(recipe), *arguments]) == 2
+        told = capsys.readouterr().err
+        assert len(told.splitlines()) == 1
+        return told
+
+    def fault(*arguments: str) -> str:
+        assert main(["doctor", str(recipe), *arguments]) == 1
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault")]
+        return line
+
+    assert "org/m oh cannot be a repository" in refused("--hub.repo_id", "org/m oh")
+    assert "--hub.licence mitt is no licence id of the Hub; did you mean 'mit'?" in refused("--hub.licence", "mitt")
+    assert "hub" in fault("--hub.licence", "mitt")
+    assert "model=nowhere is not a folder" in refused("--model", "nowhere")
+    (folder / "README.md").unlink()
+    assert "licence is not known" in refused("--model", str(folder))
+    assert "pass --hub.licence ID" in refused("--model", str(folder))
+    (folder / "LICENSE").write_text("LLAMA 3.2 COMMUNITY LICENSE AGREEMENT\nLlama 3.2 Version Release Date\n")
+    assert "--hub.repo_id org/moh: the Llama 3.2 Community License" in refused("--model", str(folder))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refused()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert "there is no token" in refused() and "there is no token" in fault()
+    assert not (tmp_path / "run").exists() and not fake_hub.requests
+
+
+def test_the_doctor_finds_a_job_that_can_publish_fit(recipe, fake_hub, capsys):
+    assert main(["doctor", str(recipe), *MILESTONES, "2"]) == 0
+    told = capsys.readouterr().out
+    assert "ok       hub        a token, a licence and a name that it allows for org/moh" in told
+    assert "2 checkpoints" in told and "3 models, together" in told and not fake_hub.requests
+
+
+# ---- at the end
+
+
+def test_the_tuned_model_is_published_with_its_run(recipe, fake_hub, proven, capsys, tmp_path):
+    assert main(["train", str(recipe), "--hub.private", "true"]) == 0
+    model, sent = tmp_path / "run" / "model", fake_hub.branches["org/moh"]["main"]
+    assert set(sent) == {*(path.name for path in model.iterdir()), "run.json", ".gitattributes"}
+    assert sent["model.safetensors"] == (model / "model.safetensors").read_bytes() and fake_hub.private["org/moh"]
+    assert b"| steps | 4 of 4" in sent["README.md"] and json.loads(sent["run.json"])["config"]["output"] == "run"
+    assert f"published: {fake_hub.url}/org/moh" in capsys.readouterr().out
+    assert (model / "README.md").read_text().startswith("---\n") and list(fake_hub.branches["org/moh"]) == ["main"]
+
+
+def test_a_push_that_fails_is_no_failed_training_and_the_same_command_tries_again(
+    recipe, fake_hub, proven, capsys, tmp_path
+):
+    fake_hub.refuse = 403
+    command = ["train", str(recipe), "--hub.licence", "apache-2.0", "--hub.private", "true"]
+    assert main(command) == 2
+    told, model = capsys.readouterr(), tmp_path / "run" / "model"
+    line = told.err.splitlines()[-1]
+    assert line.startswith(f"error: training is finished, its model is {model}; publishing it failed: the token may")
+    retry = line.partition("`")[2].partition("`")[0]
+    run = ["--run", str(tmp_path / "run"), "--licence", "apache-2.0", "--private"]
+    assert shlex.split(retry) == ["moh-llm", "publish", str(model), "--repo-id", "org/moh", *run]
+    assert _status(tmp_path / "run") == "finished" and os.environ["HF_TOKEN"] not in told.out + told.err
+
+    fake_hub.refuse = None
+    (model / "README.md").unlink()
+    before = (model / "model.safetensors").stat().st_mtime_ns
+    assert main(command) == 0
+    assert "nothing to do" in capsys.readouterr().out and (model / "README.md").exists()
+    assert "model.safetensors" in fake_hub.branches["org/moh"]["main"]
+    assert (model / "model.safetensors").stat().st_mtime_ns == before
+    assert main(shlex.split(retry)[1:]) == 0  # the other way, which finds all of it there
+
+
+def test_without_a_hub_group_nothing_is_published_and_a_card_is_written(recipe, fake_hub, tmp_path):
+    assert main(["train", str(recipe), "--hub", "null"]) == 0
+    assert not fake_hub.requests
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "# run" in card and "license: apache-2.0" in card
+
+
+def test_a_card_that_cannot_be_written_does_not_fail_the_training(recipe, folder, capsys, tmp_path):
+    (folder / "conversion.json").write_text(
+        '{"base": {}, "calibration": {"tokens": 1}}'
+    )  # as an older version wrote it
+    assert main(["train", str(recipe), "--hub", "null", "--model", str(folder)]) == 0
+    assert "README.md was not written: " in capsys.readouterr().out
+    assert _status(tmp_path / "run") == "finished"
+
+
+# ---- on two processes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+def test_of_two_processes_the_first_publishes(recipe, fake_hub, reached, tmp_path):
+    def launch(output: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+        command += ["train.py", str(recipe), "--output", str(output), *flags]
+        environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+    plain = launch(tmp_path / "plain", "--hub", "null")
+    assert plain.returncode == 0, plain.stderr[-3000:]
+    done = launch(tmp_path / "run", *MILESTONES, "2", "--max_steps", "4")
+    assert done.returncode == 0, done.stderr[-3000:]
+    mine, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "plain"))
+    assert mine.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
+    branches = fake_hub.branches["org/moh"]
+    assert sorted(branches) == ["main", "step-000002", "step-000004"]
+    assert branches["main"]["model.safetensors"] == branches["step-000004"]["model.safetensors"]
+    assert done.stdout.count("published: ") == 3
+    # Before it begins: the launch ends, whatever the other process is doing.
+    refused = launch(tmp_path / "none", "--hub.licence", "mitt")
+    assert refused.returncode != 0 and "--hub.licence mitt is no licence id" in refused.stderr
+    # Again, of the finished run.
+    fake_hub.branches.clear()
+    again = launch(tmp_path / "run", *MILESTONES, "2", "--max_steps", "4")
+    assert again.returncode == 0 and "nothing to do" in again.stdout
+    assert "model.safetensors" in fake_hub.branches["org/moh"]["main"]
