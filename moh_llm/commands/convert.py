@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", action="store_true", help="hard-link the base's weights rather than copy them")
     parser.add_argument("--revision", help="Hub revision of the base")
     parser.add_argument("--push-to-hub", metavar="ORG/NAME", help="then publish the model, as moh-llm publish does")
+    parser.add_argument("--licence", metavar="ID", help="the Hub's id of its licence, to publish (default: the base's)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,19 +105,21 @@ def run(args: argparse.Namespace) -> int:
         from moh_llm.commands.publish import publish_and_print
         from moh_llm.hub.publish import PublishOptions
 
-        publish_and_print(PublishOptions(args.output, args.push_to_hub))
+        publish_and_print(PublishOptions(args.output, args.push_to_hub, licence=args.licence))
     return 0
 
 
 def _check_push(args: argparse.Namespace) -> None:
     """Raise UserError for what would keep the converted model from being published, before it is converted."""
+    from moh_llm.conversion.base import open_base
     from moh_llm.errors import UserError
-    from moh_llm.hub.upload import check_repo_id, find_token
+    from moh_llm.hub.lineage import Lineage
+    from moh_llm.hub.publish import check_publishable
 
     if args.to_dense:
         raise UserError("--push-to-hub publishes MoH models, and --to-dense makes none; drop one")
-    check_repo_id(args.push_to_hub)
-    find_token()
+    base = open_base(args.base, args.revision, args.preset == "paper")
+    check_publishable(args.push_to_hub, Lineage(base.folder, {"base": base.identity()}, None), args.licence)
 
 
 def _print_summary(record: dict[str, Any], output: Path) -> None:

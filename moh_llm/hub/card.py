@@ -29,6 +29,7 @@ def build_card(
     evaluation: Path | None = None,
     forced: Sequence[str] = (),
     licence: str | None = None,
+    revision: str | None = None,
 ) -> str:
     """The card of a converted, tuned or trained model: metadata for the Hub, then Markdown.
 
@@ -42,6 +43,7 @@ def build_card(
         evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
         forced: what was found wrong and published in spite of it, a sentence each.
         licence: the licence's id, where the files of model and base do not tell it; of a published card.
+        revision: the branch that it goes to, if not the main one.
 
     Raises:
         UserError: ``folder`` holds no MoH model, a record cannot be read or is of another model; of a card
@@ -60,6 +62,7 @@ def build_card(
     template = _environment().get_template("card.md")
     body = template.render(
         repo_id=Safe(repo_id) if repo_id else None,
+        revision=Safe(revision) if revision else None,
         name=name,
         forced=forced,
         **_about(config, lineage),

@@ -172,6 +172,7 @@ def _write_card(stage: Stage, options: PublishOptions, forced: list[str]) -> Non
             evaluation=options.evaluation,
             forced=forced,
             licence=options.licence,
+            revision=options.revision,
         )
     )
 

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
-from moh_llm.errors import UserError
 from moh_llm.files import new_folder, read_json, write_json
 from moh_llm.training import networks
 from moh_llm.training.checkpoints import RECORD
@@ -59,12 +57,9 @@ def keep_milestone(
     facts = {"steps": step, "tokens": step * config.tokens_per_step, "seconds": state["seconds"]}
     folder = run.milestones / checkpoint.name
     with new_folder(folder, overwrite=True) as temporary:
-        try:
-            with loading_whole(accelerator):
-                weights = load_file(checkpoint / "model.safetensors")
-                networks.save_network(config, weights, tokenizer, temporary / "model")
-        except SafetensorError as error:  # how it reports a full disk
-            raise UserError(f"cannot write {folder}: {' '.join(str(error).split())[:200]}; free some space") from error
+        with loading_whole(accelerator):
+            weights = load_file(checkpoint / "model.safetensors")
+            networks.save_network(config, weights, tokenizer, temporary / "model")
         write_json(temporary / "run.json", run.record | facts | {"data_read": state["data"]})
         shutil.copyfile(run.folder / "log.jsonl", temporary / "log.jsonl")
     on_milestone(folder)

@@ -171,6 +171,9 @@ def save_network(
         weights: the trained weights by their names in the student.
         tokenizer: saved beside the model.
         folder: where.
+
+    Raises:
+        UserError: ``config.model`` cannot be read, or the disk refuses.
     """
     network = make_student(config)
     with torch.no_grad():
@@ -181,7 +184,10 @@ def save_network(
     stored = MoHLlamaForCausalLM.config_class.from_pretrained(config.model).dtype or torch.float32
     network.to(getattr(torch, config.save_dtype) if config.save_dtype else stored)
     with new_folder(folder, overwrite=True) as temporary:
-        network.save_pretrained(temporary)
+        try:
+            network.save_pretrained(temporary)
+        except SafetensorError as error:  # how it reports a full disk
+            raise UserError(f"cannot write {folder}: {' '.join(str(error).split())[:200]}; free some space") from error
         tokenizer.save_pretrained(temporary)
         began_with = Path(config.model)
         for file in [began_with / "conversion.json", *licence_texts(began_with)]:
