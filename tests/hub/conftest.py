@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -35,6 +36,7 @@ class FakeHub:
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.drop_after: int | None = None
+        self.begun = itertools.count()  # whose next() no other thread can come between
         self.refuse: int | None = None
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -64,7 +66,8 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
         def _serve(self) -> None:
             path = self.path.partition("?")[0]
             hub.requests.append(f"{self.command} {path}")
-            if self.command == "PUT" and hub.drop_after is not None and len(hub.objects) >= hub.drop_after:
+            # Files come at once, in threads: those begun are counted, not those that have arrived.
+            if self.command == "PUT" and hub.drop_after is not None and next(hub.begun) >= hub.drop_after:
                 self.rfile.read(100)
                 self.close_connection = True
                 self.connection.close()
