@@ -1,11 +1,15 @@
 """What all tests share: tiny random LLaMAs with a byte tokenizer, made in temporary folders."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are first imported
 
 ROOT = Path(__file__).resolve().parents[1]
 EOS = "<end>"

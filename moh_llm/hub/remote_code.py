@@ -65,14 +65,23 @@ def _check_imports(folder: Path, file: str) -> Iterator[Problem]:
 
 
 def _imports(path: Path) -> Iterator[tuple[int, str, int]]:
-    """(dots, module, line) of every import anywhere in a file."""
-    for node in ast.walk(_tree(path) or ast.Module([], [])):
+    """(dots, module, line) of every import anywhere in a file, but for those that it can do without."""
+    tree = _tree(path) or ast.Module([], [])
+    tried = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and _passes_over_absence(node)]
+    spared = {id(inner) for node in tried for statement in node.body for inner in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if id(node) in spared:
+            continue
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level and node.module is None:
             yield from ((node.level, alias.name, node.lineno) for alias in node.names)  # from . import x
         elif isinstance(node, ast.ImportFrom):
             yield node.level, node.module or "", node.lineno
+
+
+def _passes_over_absence(node: ast.Try) -> bool:
+    return any("ImportError" in ast.dump(handler.type) for handler in node.handlers if handler.type is not None)
 
 
 def _classes(path: Path) -> set[str]:

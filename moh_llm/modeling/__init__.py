@@ -1,8 +1,8 @@
-"""The model: the three files beside this one travel with every checkpoint as its remote code.
+"""The model: the files beside this one travel with every checkpoint as its remote code.
 
-They are flat and import nothing but torch and transformers. Importing this package registers the
-classes with the Auto classes, for loading (``AutoModelForCausalLM.from_pretrained`` needs no
-``trust_remote_code`` then) and for saving (``save_pretrained`` writes the three files along).
+They are flat and import nothing but torch and transformers, and Triton where it is. Importing this
+package registers the classes with the Auto classes, for loading (``AutoModelForCausalLM.from_pretrained``
+needs no ``trust_remote_code`` then) and for saving (``save_pretrained`` writes the files along).
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -13,6 +13,7 @@ FORMAT = 1
 ROUTER_TYPES = ("query_norm", "linear", "two_stage")
 ROUTER_SCORES = ("quantized", "weighted")
 STAND_INS = ("none", "value")
+GATE_GRADIENTS = ("exact", "selected")
 
 
 class MoHLlamaConfig(LlamaConfig):
@@ -50,6 +51,10 @@ class MoHLlamaConfig(LlamaConfig):
             `attention_bias`. Qwen2 has biases on queries, keys and values only.
         query_key_norm (`bool`):
             Whether queries and keys of each head are RMS-normalised before rotary embedding (Qwen3).
+        sparse_gate_gradient (`str`):
+            With `attn_implementation="moh_sparse"`, which gradient the gate of a head that is off
+            gets from that head's output: `"exact"`, for which training computes these outputs going
+            forward, or `"selected"`, none, which computes heads that are on only.
         moh_format (`int`):
             Version of what the fields and tensors mean. Code reads its own version and earlier ones.
 
@@ -69,6 +74,7 @@ class MoHLlamaConfig(LlamaConfig):
     output_router_logits: bool = False
     attention_output_bias: bool | None = None
     query_key_norm: bool = False
+    sparse_gate_gradient: str = "exact"
     moh_format: int = FORMAT
 
     # LLaMA's plan would give each device a part of the heads; Top-K is taken over all of a layer's.
@@ -121,6 +127,10 @@ class MoHLlamaConfig(LlamaConfig):
             raise ValueError(f"router_score={self.router_score!r} must be one of {', '.join(ROUTER_SCORES)}")
         if self.head_stand_in not in STAND_INS:
             raise ValueError(f"head_stand_in={self.head_stand_in!r} must be one of {', '.join(STAND_INS)}")
+        if self.sparse_gate_gradient not in GATE_GRADIENTS:
+            raise ValueError(
+                f"sparse_gate_gradient={self.sparse_gate_gradient!r} must be one of {', '.join(GATE_GRADIENTS)}"
+            )
         if self.head_stand_in != "none" and self.router_score != "quantized":
             raise ValueError(f"head_stand_in={self.head_stand_in!r} needs router_score='quantized': a gate of 0 or 1")
         for name in ("num_shared_heads", "num_active_heads"):

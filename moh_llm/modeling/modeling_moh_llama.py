@@ -31,6 +31,10 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_moh_llama import MoHLlamaConfig
+
+# Not used here: transformers 5.2 fetches the files that this one imports, and not what those import.
+from .head_sparse_kernels_moh import forward_kernel  # noqa: F401
+from .head_sparse_moh import NAME as HEAD_SPARSE
 from .routing_moh import MoHLinear, MoHRouter, MoHStandIn, load_balancing_loss
 
 
@@ -84,6 +88,15 @@ class MoHLlamaAttention(LlamaAttention):
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
 
+        gates_itself = self.config._attn_implementation == HEAD_SPARSE
+        if gates_itself:
+            kwargs["head_gate"] = gate
+            if past_key_values is not None:
+                kwargs.pop("position_ids", None)  # documents are told apart without a cache only
+                if past_key_values.is_compileable:
+                    raise ValueError(
+                        f"attn_implementation={HEAD_SPARSE!r} does not work with static caches; use 'sdpa'"
+                    )
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -99,13 +112,13 @@ class MoHLlamaAttention(LlamaAttention):
         )
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
         gate, head_outputs = gate.to(head_outputs.dtype), head_outputs.reshape(head_shape)
-        if self.stand_in is None:
-            head_outputs = head_outputs * gate.unsqueeze(-1)
-        else:
+        if self.stand_in is not None:
             # Position 0 is where nothing is rotated, not even by the fastest frequency. Where the gate is 1 this adds
             # an exact zero.
             is_first = sin[..., 0] == 0
-            head_outputs = self.stand_in(head_outputs, gate, hidden_states, own_values, is_first)
+            head_outputs = self.stand_in(head_outputs, gate, hidden_states, own_values, is_first, gates_itself)
+        elif not gates_itself:
+            head_outputs = head_outputs * gate.unsqueeze(-1)
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
 
 

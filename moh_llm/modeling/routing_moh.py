@@ -199,6 +199,7 @@ class MoHStandIn(nn.Module):
         hidden_states: torch.Tensor,
         value_states: torch.Tensor,
         is_first: torch.Tensor,
+        gated: bool = False,
     ) -> torch.Tensor:
         """Gated head outputs, with stand-ins where heads are off: g_h H_h + (1 - g_h) S_h, `[B, T, H, D]`.
 
@@ -208,6 +209,7 @@ class MoHStandIn(nn.Module):
             hidden_states: the attention layer's input `[B, T, C]`.
             value_states: values of these tokens `[B, T, KV, D]`.
             is_first: whether a token stands at position 0, `[B or 1, T]`.
+            gated: `head_outputs` are times their gate already.
         """
         dtype = head_outputs.dtype
         is_first, off = is_first.unsqueeze(-1), 1 - gate
@@ -217,7 +219,9 @@ class MoHStandIn(nn.Module):
         share = self._of_all_heads(share, (self.num_shared, 0)) * off
         level = torch.where(is_first, 0.0, off)
         bias = self._of_all_heads(self.bias.to(dtype), (0, 0, self.num_shared, 0), dim=-2)
-        out = self._grouped(head_outputs, -2) * self._grouped(gate).unsqueeze(-1)
+        out = self._grouped(head_outputs, -2)
+        # A tensor of its own in both cases, since what a view is added to in place costs a copy going backward.
+        out = out.clone() if gated else out * self._grouped(gate).unsqueeze(-1)
         out.addcmul_(self._grouped(share).unsqueeze(-1), value_states.unsqueeze(-2))
         out.addcmul_(self._grouped(level).unsqueeze(-1), self._grouped(bias, -2))
         return out.view(head_outputs.shape)

@@ -1,0 +1,217 @@
+"""Causal attention that computes, of each head, only the queries that selected it (`attn_implementation="moh_sparse"`).
+
+Shapes: B batch, T query positions, S keys (S - T of them from a cache), H query heads, G heads of
+keys and values, D head size. Query t stands at key S - T + t.
+
+Of each head the selected positions are listed in order. A tile is a run of such a list: its queries
+are gathered, keys are read up to the last of these positions, outputs are scattered. What no token
+selected is neither read nor computed, and its output is zero. Shared heads have all positions.
+
+The kernels are written in Triton; without it this file can be imported, and says what is lacking when it is used.
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .head_sparse_kernels_moh import forward_kernel, key_gradient_kernel, query_gradient_kernel, triton
+
+NAME = "moh_sparse"
+Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def selected_positions(selected: torch.Tensor) -> Lists:
+    """Lists of the positions that selected each head, made on the device without waiting for it.
+
+    Args:
+        selected: bool `[B, T, H]`.
+
+    Returns:
+        `rows` int32 `[B, H, T]`, each list in order, then unused entries; `counts` int32 `[B, H]`; and
+        `before` int32 `[B, H, T]`, how many entries of the list stand before a position.
+    """
+    selected_BHT = selected.transpose(1, 2)
+    length = selected_BHT.shape[-1]
+    through = selected_BHT.cumsum(-1, dtype=torch.int32)
+    before = through - selected_BHT.to(torch.int32)
+    positions = torch.arange(length, device=selected.device, dtype=torch.int32).expand_as(before)
+    # Every position is written to its place in the list; those that are not selected to one behind the end.
+    rows = positions.new_zeros(*before.shape[:2], length + 1)
+    rows.scatter_(-1, torch.where(selected_BHT, before, length).long(), positions)
+    return rows[..., :-1].contiguous(), through[..., -1].contiguous(), before
+
+
+def _tiles(head_size: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tile sizes and launch options."""
+    if dtype == torch.float32:
+        return {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 2}
+    return {"BM": 128, "BN": 64, "num_warps": 4 if head_size <= 64 else 8, "num_stages": 3}
+
+
+def _settings(q: torch.Tensor, k: torch.Tensor, first: torch.Tensor | None, key_mask: torch.Tensor | None) -> dict:
+    """What a kernel is compiled for."""
+    size = q.shape[-1]
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"  # only float32 has the choice
+    return {
+        "H": q.shape[1],
+        "G": k.shape[1],
+        "D": size,
+        "BD": max(16, triton.next_power_of_2(size)),
+        "HAS_FIRST": first is not None,
+        "HAS_MASK": key_mask is not None,
+        "PRECISION": "interpreted" if triton.knobs.runtime.interpret else precision,
+    } | _tiles(size, q.dtype)
+
+
+def _pointers(
+    first: torch.Tensor | None, key_mask: torch.Tensor | None, other: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel gets for these two: where there is none a tensor that it does not read."""
+    return (other if first is None else first), (other if key_mask is None else key_mask)
+
+
+def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+
+
+class _SelectedAttention(torch.autograd.Function):
+    """Head outputs `[B, H, T, D]` of listed queries, zero elsewhere; gradients of listed queries only."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, lists: Lists, computed: Lists, first, key_mask, scaling: float):
+        (batch, heads, length, _), keys = q.shape, k.shape[2]
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        out = q.new_zeros(batch, length, heads, q.shape[-1]).transpose(1, 2)
+        lse = torch.empty(batch, heads, length, device=q.device, dtype=torch.float32)
+        rows, counts, _ = computed
+        settings = _settings(q, k, first, key_mask)
+        forward_kernel[triton.cdiv(length, settings["BM"]), batch * heads](
+            *(q, k, v, rows, counts, *_pointers(first, key_mask, counts), out, lse),
+            *_strides(q, k, v, out),
+            *(length, keys, scaling * math.log2(math.e)),
+            **settings,
+        )
+        ctx.save_for_backward(q, k, v, out, lse, *lists, first, key_mask)
+        ctx.scaling = scaling
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse, rows, counts, before, first, key_mask = ctx.saved_tensors
+        (batch, heads, length, _), (groups, keys) = q.shape, k.shape[1:3]
+        grad = grad.transpose(1, 2).contiguous().transpose(1, 2)  # laid out as `out` is
+        dq, delta = torch.zeros_like(out), torch.empty_like(lse)
+        dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (k, v))
+        settings, pointers = _settings(q, k, first, key_mask), _pointers(first, key_mask, counts)
+        sizes = (length, keys, ctx.scaling * math.log2(math.e), ctx.scaling)
+        query_gradient_kernel[triton.cdiv(length, settings["BM"]), batch * heads](
+            *(q, k, v, rows, counts, *pointers, out, lse, grad, dq, delta),
+            *_strides(q, k, v, out),
+            *sizes,
+            **settings,
+        )
+        key_gradient_kernel[triton.cdiv(keys, settings["BN"]), batch * groups](
+            *(q, k, v, rows, counts, before, *pointers, lse, grad, delta, dk, dv),
+            *_strides(q, k, v, out, dk),
+            *sizes,
+            **settings,
+        )
+        return dq, dk, dv, None, None, None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    """Head outputs times their gate, and zero where that is zero, whatever stands there."""
+
+    @staticmethod
+    def forward(ctx, heads: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(heads, gate)
+        gate = gate.unsqueeze(-1)
+        return torch.where(gate != 0, heads * gate, 0)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        heads, gate = ctx.saved_tensors
+        return grad * gate.unsqueeze(-1), (grad * heads).sum(-1)
+
+
+def head_sparse_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    gate: torch.Tensor,
+    scaling: float,
+    first: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    all_heads: bool = False,
+) -> torch.Tensor:
+    """Gated head outputs g_h H_h `[B, T, H, D]` (Eq. 4), computed where the gate is not zero.
+
+    The gradient of queries, keys and values is that of the masked path. So is the gate's with
+    `all_heads`: it takes the outputs of heads that are off, too, which are then computed going
+    forward, while the backward pass still skips them. Without, the gate of a head that is off gets
+    no gradient from that head's output.
+
+    Args:
+        queries: `[B, H, T, D]`, after rotary embedding.
+        keys, values: `[B, G, S, D]`.
+        gate: `[B, T, H]`, zero where a head is off.
+        scaling: of the scores before the softmax.
+        first: int32 `[B, T]`, the first key that a query sees; None: the first of all.
+        key_mask: `[B, S]`, zero where a key is padding.
+        all_heads: see above.
+    """
+    selected = gate != 0
+    lists = selected_positions(selected)
+    computed = selected_positions(torch.ones_like(selected)) if all_heads else lists
+    out = _SelectedAttention.apply(queries, keys, values, lists, computed, first, key_mask, scaling)
+    return _Gate.apply(out.transpose(1, 2), gate.to(out.dtype))
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    head_gate: torch.Tensor,
+    dropout: float = 0.0,
+    position_ids: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """The backend, as `ALL_ATTENTION_FUNCTIONS` calls it; what it returns is gated already.
+
+    Without a mask and a cache positions that restart begin another document, which sees nothing
+    of those before it, as with the other backends.
+    """
+    if triton is None or not (query.is_cuda or triton.knobs.runtime.interpret):
+        lacking = "Triton (pip install triton)" if triton is None else "a CUDA device"
+        raise RuntimeError(f"attn_implementation={NAME!r} needs {lacking}; 'sdpa' and 'eager' run without")
+    if dropout:
+        raise ValueError(f"attn_implementation={NAME!r} has no dropout; set attention_dropout=0 or use 'sdpa'")
+    if attention_mask is not None and attention_mask.shape != (key.shape[0], key.shape[2]):
+        raise ValueError(
+            f"attn_implementation={NAME!r} takes a mask of padding [batch, keys], not {list(attention_mask.shape)} "
+            f"for {key.shape[2]} keys; use 'sdpa' with other masks"
+        )
+    first = None
+    if attention_mask is None and position_ids is not None and key.shape[2] == query.shape[2]:
+        first = torch.arange(query.shape[2], device=query.device) - position_ids
+        first = first.clamp_min(0).to(torch.int32).expand(query.shape[0], -1).contiguous()
+    key_mask = None if attention_mask is None else attention_mask.to(torch.int8).contiguous()
+    exact = module.config.sparse_gate_gradient == "exact" and torch.is_grad_enabled() and head_gate.requires_grad
+    return head_sparse_attention(query, key, value, head_gate, scaling, first, key_mask, exact), None
+
+
+def _padding(attention_mask: torch.Tensor | None = None, kv_length: int | None = None, **kwargs) -> torch.Tensor | None:
+    """The mask that the backend gets: `[B, S]`, of padding, or None."""
+    return None if attention_mask is None else attention_mask[:, -kv_length:]
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _padding)
+
+__all__ = ["NAME", "head_sparse_attention", "selected_positions"]
