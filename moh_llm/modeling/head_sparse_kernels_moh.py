@@ -34,6 +34,22 @@ if triton is not None:
         return keep
 
     @triton.jit
+    def _listed(Rows, First, b, bh, i, count, T, S, HAS_FIRST: tl.constexpr):
+        """Entries `i` of a list: which there are, their positions, and the last and the first key that they see."""
+        on = i < count
+        rows = tl.load(Rows + bh.to(tl.int64) * T + i, mask=on, other=0)
+        last = tl.where(on, rows + (S - T), -1)
+        first = last * 0
+        if HAS_FIRST:
+            first = tl.load(First + b.to(tl.int64) * T + rows, mask=on, other=S)
+        return on, rows, last, first
+
+    @triton.jit
+    def _vectors(X, index, stride, d, there):
+        """The vectors of `X` at `index`, as the rows of a tile."""
+        return tl.load(X + index[:, None].to(tl.int64) * stride + d[None, :], mask=there, other=0.0)
+
+    @triton.jit
     def forward_kernel(
         Q, K, V, Rows, Counts, First, KeyMask, Out, Lse,
         q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, o_b, o_h, o_t,
@@ -48,21 +64,10 @@ if triton is not None:
         count = tl.load(Counts + bh)
         if tile * BM < count:
             i, d = tile * BM + tl.arange(0, BM), tl.arange(0, BD)
-            on = i < count
-            rows = tl.load(Rows + bh.to(tl.int64) * T + i, mask=on, other=0)
+            on, rows, last, first = _listed(Rows, First, b, bh, i, count, T, S, HAS_FIRST)
             inside = on[:, None] & (d[None, :] < D)
-            q = tl.load(
-                Q + b.to(tl.int64) * q_b + h * q_h + rows[:, None].to(tl.int64) * q_t + d[None, :],
-                mask=inside,
-                other=0.0,
-            )
-            last = tl.where(on, rows + (S - T), -1)
-            first = last * 0
-            begin = 0
-            if HAS_FIRST:
-                first = tl.load(First + b.to(tl.int64) * T + rows, mask=on, other=S)
-                begin = tl.min(first) // BN * BN
-            end = tl.max(last) + 1
+            q = _vectors(Q + b.to(tl.int64) * q_b + h * q_h, rows, q_t, d, inside)
+            begin, end = tl.min(first) // BN * BN, tl.max(last) + 1
             m = tl.full([BM], -float("inf"), tl.float32)
             total = tl.zeros([BM], tl.float32)
             acc = tl.zeros([BM, BD], tl.float32)
@@ -70,8 +75,7 @@ if triton is not None:
             for start in range(begin, end, BN):
                 n = start + tl.arange(0, BN)
                 there = (n[:, None] < S) & (d[None, :] < D)
-                k = tl.load(keys + n[:, None].to(tl.int64) * k_s + d[None, :], mask=there, other=0.0)
-                v = tl.load(values + n[:, None].to(tl.int64) * v_s + d[None, :], mask=there, other=0.0)
+                k, v = _vectors(keys, n, k_s, d, there), _vectors(values, n, v_s, d, there)
                 scores = _dot(q, tl.trans(k), PRECISION) * scale
                 keep = _visible(n, last, first, KeyMask + b.to(tl.int64) * S, S, HAS_FIRST, HAS_MASK)
                 scores = tl.where(keep, scores, -float("inf"))
@@ -104,34 +108,22 @@ if triton is not None:
         count = tl.load(Counts + bh)
         if tile * BM < count:
             i, d = tile * BM + tl.arange(0, BM), tl.arange(0, BD)
-            on = i < count
-            rows = tl.load(Rows + bh.to(tl.int64) * T + i, mask=on, other=0)
+            on, rows, last, first = _listed(Rows, First, b, bh, i, count, T, S, HAS_FIRST)
             inside = on[:, None] & (d[None, :] < D)
-            q = tl.load(
-                Q + b.to(tl.int64) * q_b + h * q_h + rows[:, None].to(tl.int64) * q_t + d[None, :],
-                mask=inside,
-                other=0.0,
-            )
+            q = _vectors(Q + b.to(tl.int64) * q_b + h * q_h, rows, q_t, d, inside)
             place = b.to(tl.int64) * o_b + h * o_h + rows[:, None].to(tl.int64) * o_t + d[None, :]
             do = tl.load(DOut + place, mask=inside, other=0.0)
             out = tl.load(Out + place, mask=inside, other=0.0)
             delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
             tl.store(Delta + bh.to(tl.int64) * T + rows, delta, mask=on)
             lse = tl.load(Lse + bh.to(tl.int64) * T + rows, mask=on, other=float("inf"))
-            last = tl.where(on, rows + (S - T), -1)
-            first = last * 0
-            begin = 0
-            if HAS_FIRST:
-                first = tl.load(First + b.to(tl.int64) * T + rows, mask=on, other=S)
-                begin = tl.min(first) // BN * BN
-            end = tl.max(last) + 1
+            begin, end = tl.min(first) // BN * BN, tl.max(last) + 1
             dq = tl.zeros([BM, BD], tl.float32)
             keys, values = K + b.to(tl.int64) * k_b + g * k_g, V + b.to(tl.int64) * v_b + g * v_g
             for start in range(begin, end, BN):
                 n = start + tl.arange(0, BN)
                 there = (n[:, None] < S) & (d[None, :] < D)
-                k = tl.load(keys + n[:, None].to(tl.int64) * k_s + d[None, :], mask=there, other=0.0)
-                v = tl.load(values + n[:, None].to(tl.int64) * v_s + d[None, :], mask=there, other=0.0)
+                k, v = _vectors(keys, n, k_s, d, there), _vectors(values, n, v_s, d, there)
                 scores = _dot(q, tl.trans(k), PRECISION) * scale
                 keep = _visible(n, last, first, KeyMask + b.to(tl.int64) * S, S, HAS_FIRST, HAS_MASK)
                 weights = tl.where(keep, tl.exp2(scores - lse[:, None]), 0.0)
@@ -152,12 +144,8 @@ if triton is not None:
         b, g = bg // G, bg % G
         n, d = block * BN + tl.arange(0, BN), tl.arange(0, BD)
         there = (n[:, None] < S) & (d[None, :] < D)
-        k = tl.load(
-            K + b.to(tl.int64) * k_b + g * k_g + n[:, None].to(tl.int64) * k_s + d[None, :], mask=there, other=0.0
-        )
-        v = tl.load(
-            V + b.to(tl.int64) * v_b + g * v_g + n[:, None].to(tl.int64) * v_s + d[None, :], mask=there, other=0.0
-        )
+        k = _vectors(K + b.to(tl.int64) * k_b + g * k_g, n, k_s, d, there)
+        v = _vectors(V + b.to(tl.int64) * v_b + g * v_g, n, v_s, d, there)
         dk, dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BD], tl.float32)
         # The first query that sees any of these keys.
         t0 = tl.maximum(block * BN - (S - T), 0)
@@ -169,25 +157,12 @@ if triton is not None:
             i0 = tl.where(t0 < T, i0, count)
             for start in range(i0 // BM * BM, count, BM):
                 i = start + tl.arange(0, BM)
-                on = i < count
-                rows = tl.load(Rows + bh.to(tl.int64) * T + i, mask=on, other=0)
+                on, rows, last, first = _listed(Rows, First, b, bh, i, count, T, S, HAS_FIRST)
                 inside = on[:, None] & (d[None, :] < D)
-                q = tl.load(
-                    Q + b.to(tl.int64) * q_b + h * q_h + rows[:, None].to(tl.int64) * q_t + d[None, :],
-                    mask=inside,
-                    other=0.0,
-                )
-                do = tl.load(
-                    DOut + b.to(tl.int64) * o_b + h * o_h + rows[:, None].to(tl.int64) * o_t + d[None, :],
-                    mask=inside,
-                    other=0.0,
-                )
+                q = _vectors(Q + b.to(tl.int64) * q_b + h * q_h, rows, q_t, d, inside)
+                do = _vectors(DOut + b.to(tl.int64) * o_b + h * o_h, rows, o_t, d, inside)
                 lse = tl.load(Lse + bh.to(tl.int64) * T + rows, mask=on, other=float("inf"))
                 delta = tl.load(Delta + bh.to(tl.int64) * T + rows, mask=on, other=0.0)
-                last = tl.where(on, rows + (S - T), -1)
-                first = last * 0
-                if HAS_FIRST:
-                    first = tl.load(First + b.to(tl.int64) * T + rows, mask=on, other=S)
                 scores = _dot(q, tl.trans(k), PRECISION) * scale
                 keep = _visible(n, last, first, KeyMask + b.to(tl.int64) * S, S, HAS_FIRST, HAS_MASK)
                 weights = tl.where(keep, tl.exp2(scores - lse[:, None]), 0.0)
