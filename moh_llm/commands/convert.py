@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--link keeps the base's bytes and --dtype changes them; drop one")
     if args.push_to_hub is not None:
         _check_push(args)
+    elif args.licence is not None:
+        raise UserError("--licence is for publishing; pass --push-to-hub ORG/NAME, too, or drop it")
     if args.to_dense:
         plan = ("preset", "num_shared_heads", "num_active_heads", "active_ratio", "router", "budgets", "stand_in")
         for flag in (*plan, "dtype"):

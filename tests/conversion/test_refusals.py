@@ -180,6 +180,7 @@ BAD_INPUT = {
         flags("--num-shared-heads", "3", "--num-active-heads", "2"),
         "num_active_heads=2 must lie between num_shared_heads=3",
     ),
+    "licence of nothing": (flags("--licence", "mit"), "--licence is for publishing; pass --push-to-hub ORG/NAME"),
     "ratio": (flags("--active-ratio", "1.5"), "--active-ratio 1.5 must be above 0 and at most 1"),
     "ratio and number": (flags("--active-ratio", "1", "--num-active-heads", "3"), "not both"),
     "query norm, uneven": (flags("--router", "query_norm", "--budgets", "uneven"), "linear router; drop query_norm"),
