@@ -4,34 +4,52 @@ Shapes: B batch, T queries, S keys, H query heads, G heads of keys and values, D
 
 Lists are per batch row and head: `Rows` `[B, H, T]` holds the positions in order, `Counts` `[B, H]`
 how many there are, `Before` `[B, H, T]` how many stand before a position. A tile is `BM` entries of
-a list against blocks of `BN` keys. Scores are kept in base 2: `scale` is scaling * log2(e).
+a list against blocks of `BN` keys. Blocks that all of a tile's queries see are computed without a
+mask, those before (packed documents) and behind (the causal edge) with one. Scores are kept in
+base 2: `scale` is scaling * log2(e).
 """
 
 try:
     import triton
     import triton.language as tl
 except ImportError:
-    triton = forward_kernel = query_gradient_kernel = key_gradient_kernel = None
+    triton = tl = dot = keys_at = forward_kernel = query_gradient_kernel = key_gradient_kernel = None
 
 
 if triton is not None:
 
     @triton.jit
-    def _dot(a, b, PRECISION: tl.constexpr):
+    def dot(a, b, PRECISION: tl.constexpr):
         """A product of two tiles, added up in float32."""
         if PRECISION == "interpreted":  # whose bfloat16 are bit patterns that it would multiply as integers
             return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
         return tl.dot(a, b, input_precision=PRECISION)
 
     @triton.jit
-    def _visible(n, last, first, key_mask, S, HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr):
-        """Which keys `n` `[N]` queries see that stand at `last` `[M]`."""
+    def keys_at(X, n, stride, d, S, D: tl.constexpr, CHECKED: tl.constexpr):
+        """The vectors of keys or values `n` as the rows of a tile; `CHECKED` where some may lie behind the last."""
+        where = X + n[:, None].to(tl.int64) * stride + d[None, :]
+        if CHECKED:
+            return tl.load(where, mask=(n[:, None] < S) & (d[None, :] < D), other=0.0)
+        if d.shape[0] == D:
+            return tl.load(where)
+        return tl.load(where, mask=d[None, :] < D, other=0.0)
+
+    @triton.jit
+    def _queries_at(X, rows, stride, d, on, D: tl.constexpr):
+        """The vectors of the listed queries as the rows of a tile, zero behind the end of the list."""
+        where = X + rows[:, None].to(tl.int64) * stride + d[None, :]
+        return tl.load(where, mask=on[:, None] & (d[None, :] < D), other=0.0)
+
+    @triton.jit
+    def _masked(scores, n, last, first, key_mask, S, HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr):
+        """Scores `[M, N]`, minus infinity where a query does not see a key."""
         keep = (n[None, :] <= last[:, None]) & (n[None, :] < S)
         if HAS_FIRST:
             keep &= n[None, :] >= first[:, None]
         if HAS_MASK:
             keep &= tl.load(key_mask + n, mask=n < S, other=0)[None, :] != 0
-        return keep
+        return tl.where(keep, scores, -float("inf"))
 
     @triton.jit
     def _listed(Rows, First, b, bh, i, count, T, S, HAS_FIRST: tl.constexpr):
@@ -45,11 +63,40 @@ if triton is not None:
         return on, rows, last, first
 
     @triton.jit
-    def _vectors(X, index, stride, d, there):
-        """The vectors of `X` at `index`, as the rows of a tile."""
-        return tl.load(X + index[:, None].to(tl.int64) * stride + d[None, :], mask=there, other=0.0)
+    def _spans(on, last, first, S, BN: tl.constexpr, HAS_MASK: tl.constexpr):
+        """Keys that some of a tile's queries see, from `begin` to `end`, and whole blocks that all see, within."""
+        begin, end = tl.min(first) // BN * BN, tl.max(last) + 1
+        low = (tl.max(tl.where(on, first, 0)) + BN - 1) // BN * BN
+        high = (tl.min(tl.where(on, last, S)) + 1) // BN * BN
+        none = high <= low
+        if HAS_MASK:
+            none = True
+        return begin, tl.where(none, begin, low), tl.where(none, begin, high), end
 
     @triton.jit
+    def _attend(
+        m, total, acc, q, keys, values, k_s, v_s, d, last, first, key_mask, low, high, S, scale,
+        D: tl.constexpr, BN: tl.constexpr,
+        MASKED: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """A tile's running maximum, sum of weights and weighted sum of values, over keys from `low` to `high`."""
+        for start in range(low, high, BN):
+            n = start + tl.arange(0, BN)
+            k, v = keys_at(keys, n, k_s, d, S, D, MASKED), keys_at(values, n, v_s, d, S, D, MASKED)
+            scores = dot(q, tl.trans(k), PRECISION) * scale
+            if MASKED:
+                scores = _masked(scores, n, last, first, key_mask, S, HAS_FIRST, HAS_MASK)
+            new = tl.maximum(m, tl.max(scores, 1))
+            # A row that has seen no key yet keeps -inf; 0 in its place avoids inf - inf.
+            safe = tl.where(new == -float("inf"), 0.0, new) if MASKED else new
+            weights = tl.exp2(scores - safe[:, None])
+            shrink = tl.exp2(m - safe)
+            total = total * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v, PRECISION)
+            m = new
+        return m, total, acc
+
+    @triton.jit(do_not_specialize=["T", "S"])  # else each length is compiled anew
     def forward_kernel(
         Q, K, V, Rows, Counts, First, KeyMask, Out, Lse,
         q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, o_b, o_h, o_t,
@@ -65,36 +112,51 @@ if triton is not None:
         if tile * BM < count:
             i, d = tile * BM + tl.arange(0, BM), tl.arange(0, BD)
             on, rows, last, first = _listed(Rows, First, b, bh, i, count, T, S, HAS_FIRST)
-            inside = on[:, None] & (d[None, :] < D)
-            q = _vectors(Q + b.to(tl.int64) * q_b + h * q_h, rows, q_t, d, inside)
-            begin, end = tl.min(first) // BN * BN, tl.max(last) + 1
-            m = tl.full([BM], -float("inf"), tl.float32)
-            total = tl.zeros([BM], tl.float32)
-            acc = tl.zeros([BM, BD], tl.float32)
+            q = _queries_at(Q + b.to(tl.int64) * q_b + h * q_h, rows, q_t, d, on, D)
             keys, values = K + b.to(tl.int64) * k_b + g * k_g, V + b.to(tl.int64) * v_b + g * v_g
-            for start in range(begin, end, BN):
-                n = start + tl.arange(0, BN)
-                there = (n[:, None] < S) & (d[None, :] < D)
-                k, v = _vectors(keys, n, k_s, d, there), _vectors(values, n, v_s, d, there)
-                scores = _dot(q, tl.trans(k), PRECISION) * scale
-                keep = _visible(n, last, first, KeyMask + b.to(tl.int64) * S, S, HAS_FIRST, HAS_MASK)
-                scores = tl.where(keep, scores, -float("inf"))
-                new = tl.maximum(m, tl.max(scores, 1))
-                # A row that has seen no key yet keeps -inf; 0 in its place avoids inf - inf.
-                safe = tl.where(new == -float("inf"), 0.0, new)
-                weights = tl.exp2(scores - safe[:, None])
-                shrink = tl.exp2(m - safe)
-                total = total * shrink + tl.sum(weights, 1)
-                acc = acc * shrink[:, None] + _dot(weights.to(v.dtype), v, PRECISION)
-                m = new
+            mask = KeyMask + b.to(tl.int64) * S
+            begin, low, high, end = _spans(on, last, first, S, BN, HAS_MASK)
+            m = tl.full([BM], -float("inf"), tl.float32)
+            total, acc = tl.zeros([BM], tl.float32), tl.zeros([BM, BD], tl.float32)
+            if HAS_FIRST:
+                m, total, acc = _attend(
+                    m, total, acc, q, keys, values, k_s, v_s, d, last, first, mask, begin, low, S, scale,
+                    D, BN, True, HAS_FIRST, HAS_MASK, PRECISION,
+                )  # fmt: skip
+            m, total, acc = _attend(
+                m, total, acc, q, keys, values, k_s, v_s, d, last, first, mask, low, high, S, scale,
+                D, BN, False, HAS_FIRST, HAS_MASK, PRECISION,
+            )  # fmt: skip
+            m, total, acc = _attend(
+                m, total, acc, q, keys, values, k_s, v_s, d, last, first, mask, high, end, S, scale,
+                D, BN, True, HAS_FIRST, HAS_MASK, PRECISION,
+            )  # fmt: skip
             seen = total > 0
             acc = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
             place = Out + b.to(tl.int64) * o_b + h * o_h + rows[:, None].to(tl.int64) * o_t + d[None, :]
-            tl.store(place, acc.to(Out.dtype.element_ty), mask=inside)
+            tl.store(place, acc.to(Out.dtype.element_ty), mask=on[:, None] & (d[None, :] < D))
             lse = tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), float("inf"))
             tl.store(Lse + bh.to(tl.int64) * T + rows, lse, mask=on)
 
     @triton.jit
+    def _add_query_gradient(
+        dq, q, do, lse, delta, keys, values, k_s, v_s, d, last, first, key_mask, low, high, S, scale,
+        D: tl.constexpr, BN: tl.constexpr,
+        MASKED: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """Adds to a tile's gradient what keys from `low` to `high` give."""
+        for start in range(low, high, BN):
+            n = start + tl.arange(0, BN)
+            k, v = keys_at(keys, n, k_s, d, S, D, MASKED), keys_at(values, n, v_s, d, S, D, MASKED)
+            scores = dot(q, tl.trans(k), PRECISION) * scale
+            if MASKED:
+                scores = _masked(scores, n, last, first, key_mask, S, HAS_FIRST, HAS_MASK)
+            weights = tl.exp2(scores - lse[:, None])
+            ds = weights * (dot(do, tl.trans(v), PRECISION) - delta[:, None])
+            dq += dot(ds.to(k.dtype), k, PRECISION)
+        return dq
+
+    @triton.jit(do_not_specialize=["T", "S"])  # else each length is compiled anew
     def query_gradient_kernel(
         Q, K, V, Rows, Counts, First, KeyMask, Out, Lse, DOut, DQ, Delta,
         q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, o_b, o_h, o_t,
@@ -109,32 +171,64 @@ if triton is not None:
         if tile * BM < count:
             i, d = tile * BM + tl.arange(0, BM), tl.arange(0, BD)
             on, rows, last, first = _listed(Rows, First, b, bh, i, count, T, S, HAS_FIRST)
-            inside = on[:, None] & (d[None, :] < D)
-            q = _vectors(Q + b.to(tl.int64) * q_b + h * q_h, rows, q_t, d, inside)
-            place = b.to(tl.int64) * o_b + h * o_h + rows[:, None].to(tl.int64) * o_t + d[None, :]
-            do = tl.load(DOut + place, mask=inside, other=0.0)
-            out = tl.load(Out + place, mask=inside, other=0.0)
+            q = _queries_at(Q + b.to(tl.int64) * q_b + h * q_h, rows, q_t, d, on, D)
+            of_head = b.to(tl.int64) * o_b + h * o_h
+            do = _queries_at(DOut + of_head, rows, o_t, d, on, D)
+            out = _queries_at(Out + of_head, rows, o_t, d, on, D)
             delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
             tl.store(Delta + bh.to(tl.int64) * T + rows, delta, mask=on)
             lse = tl.load(Lse + bh.to(tl.int64) * T + rows, mask=on, other=float("inf"))
-            begin, end = tl.min(first) // BN * BN, tl.max(last) + 1
-            dq = tl.zeros([BM, BD], tl.float32)
             keys, values = K + b.to(tl.int64) * k_b + g * k_g, V + b.to(tl.int64) * v_b + g * v_g
-            for start in range(begin, end, BN):
-                n = start + tl.arange(0, BN)
-                there = (n[:, None] < S) & (d[None, :] < D)
-                k, v = _vectors(keys, n, k_s, d, there), _vectors(values, n, v_s, d, there)
-                scores = _dot(q, tl.trans(k), PRECISION) * scale
-                keep = _visible(n, last, first, KeyMask + b.to(tl.int64) * S, S, HAS_FIRST, HAS_MASK)
-                weights = tl.where(keep, tl.exp2(scores - lse[:, None]), 0.0)
-                dp = _dot(do, tl.trans(v), PRECISION)
-                ds = weights * (dp - delta[:, None])
-                dq += _dot(ds.to(k.dtype), k, PRECISION)
-            tl.store(DQ + place, (dq * scaling).to(DQ.dtype.element_ty), mask=inside)
+            mask = KeyMask + b.to(tl.int64) * S
+            begin, low, high, end = _spans(on, last, first, S, BN, HAS_MASK)
+            dq = tl.zeros([BM, BD], tl.float32)
+            if HAS_FIRST:
+                dq = _add_query_gradient(
+                    dq, q, do, lse, delta, keys, values, k_s, v_s, d, last, first, mask, begin, low, S, scale,
+                    D, BN, True, HAS_FIRST, HAS_MASK, PRECISION,
+                )  # fmt: skip
+            dq = _add_query_gradient(
+                dq, q, do, lse, delta, keys, values, k_s, v_s, d, last, first, mask, low, high, S, scale,
+                D, BN, False, HAS_FIRST, HAS_MASK, PRECISION,
+            )  # fmt: skip
+            dq = _add_query_gradient(
+                dq, q, do, lse, delta, keys, values, k_s, v_s, d, last, first, mask, high, end, S, scale,
+                D, BN, True, HAS_FIRST, HAS_MASK, PRECISION,
+            )  # fmt: skip
+            place = DQ + of_head + rows[:, None].to(tl.int64) * o_t + d[None, :]
+            tl.store(place, (dq * scaling).to(DQ.dtype.element_ty), mask=on[:, None] & (d[None, :] < D))
 
     @triton.jit
+    def _entry(Before, bh, t, count, T):
+        """How many entries of a list stand before position `t`, which may be the end."""
+        before = tl.load(Before + bh.to(tl.int64) * T + t, mask=t < T, other=0)
+        return tl.where(t < T, before, count)
+
+    @triton.jit
+    def _add_key_gradients(
+        dk, dv, k, v, n, d, b, bh, Q, DOut, Rows, First, key_mask, Lse, Delta, q_t, o_t, low, high, end, T, S, scale,
+        D: tl.constexpr, BM: tl.constexpr,
+        MASKED: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """Adds to a block's gradients what the entries from `low` to `high` of a list of `end` give."""
+        for start in range(low, high, BM):
+            on, rows, last, first = _listed(Rows, First, b, bh, start + tl.arange(0, BM), end, T, S, HAS_FIRST)
+            q, do = _queries_at(Q, rows, q_t, d, on, D), _queries_at(DOut, rows, o_t, d, on, D)
+            # Behind the end of the list all weights are 2^-inf = 0, without a mask, too.
+            lse = tl.load(Lse + bh.to(tl.int64) * T + rows, mask=on, other=float("inf"))
+            delta = tl.load(Delta + bh.to(tl.int64) * T + rows, mask=on, other=0.0)
+            scores = dot(q, tl.trans(k), PRECISION) * scale
+            if MASKED:
+                scores = _masked(scores, n, last, first, key_mask, S, HAS_FIRST, HAS_MASK)
+            weights = tl.exp2(scores - lse[:, None])
+            dv += dot(tl.trans(weights.to(do.dtype)), do, PRECISION)
+            ds = weights * (dot(do, tl.trans(v), PRECISION) - delta[:, None])
+            dk += dot(tl.trans(ds.to(q.dtype)), q, PRECISION)
+        return dk, dv
+
+    @triton.jit(do_not_specialize=["T", "S"])  # else each length is compiled anew
     def key_gradient_kernel(
-        Q, K, V, Rows, Counts, Before, First, KeyMask, Lse, DOut, Delta, DK, DV,
+        Q, K, V, Rows, Counts, Before, First, Whole, Until, KeyMask, Lse, DOut, Delta, DK, DV,
         q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, o_b, o_h, o_t, d_b, d_g, d_s,
         T, S, scale, scaling,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -143,36 +237,48 @@ if triton is not None:
         block, bg = tl.program_id(0), tl.program_id(1)
         b, g = bg // G, bg % G
         n, d = block * BN + tl.arange(0, BN), tl.arange(0, BD)
-        there = (n[:, None] < S) & (d[None, :] < D)
-        k = _vectors(K + b.to(tl.int64) * k_b + g * k_g, n, k_s, d, there)
-        v = _vectors(V + b.to(tl.int64) * v_b + g * v_g, n, v_s, d, there)
+        k = keys_at(K + b.to(tl.int64) * k_b + g * k_g, n, k_s, d, S, D, True)
+        v = keys_at(V + b.to(tl.int64) * v_b + g * v_g, n, v_s, d, S, D, True)
+        mask = KeyMask + b.to(tl.int64) * S
         dk, dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BD], tl.float32)
-        # The first query that sees any of these keys.
+        # Queries from t0 on see some of these keys, from t1 on all of them; with packed documents those before t2 see
+        # all, and those from t3 on none.
         t0 = tl.maximum(block * BN - (S - T), 0)
+        t1 = tl.maximum(tl.minimum(block * BN + BN, S) - 1 - (S - T), 0)
+        t2, t3 = T, T
+        if HAS_FIRST:
+            t2 = tl.load(Whole + b.to(tl.int64) * S + block * BN)
+            t3 = tl.load(Until + b.to(tl.int64) * S + tl.minimum(block * BN + BN, S) - 1)
         for r in range(H // G):
             h = g * (H // G) + r
             bh = b * H + h
             count = tl.load(Counts + bh)
-            i0 = tl.load(Before + bh.to(tl.int64) * T + t0, mask=t0 < T, other=0)
-            i0 = tl.where(t0 < T, i0, count)
-            for start in range(i0 // BM * BM, count, BM):
-                i = start + tl.arange(0, BM)
-                on, rows, last, first = _listed(Rows, First, b, bh, i, count, T, S, HAS_FIRST)
-                inside = on[:, None] & (d[None, :] < D)
-                q = _vectors(Q + b.to(tl.int64) * q_b + h * q_h, rows, q_t, d, inside)
-                do = _vectors(DOut + b.to(tl.int64) * o_b + h * o_h, rows, o_t, d, inside)
-                lse = tl.load(Lse + bh.to(tl.int64) * T + rows, mask=on, other=float("inf"))
-                delta = tl.load(Delta + bh.to(tl.int64) * T + rows, mask=on, other=0.0)
-                scores = _dot(q, tl.trans(k), PRECISION) * scale
-                keep = _visible(n, last, first, KeyMask + b.to(tl.int64) * S, S, HAS_FIRST, HAS_MASK)
-                weights = tl.where(keep, tl.exp2(scores - lse[:, None]), 0.0)
-                dv += _dot(tl.trans(weights.to(do.dtype)), do, PRECISION)
-                dp = _dot(do, tl.trans(v), PRECISION)
-                ds = weights * (dp - delta[:, None])
-                dk += _dot(tl.trans(ds.to(q.dtype)), q, PRECISION)
+            i0, end = _entry(Before, bh, t0, count, T), _entry(Before, bh, t3, count, T)
+            i1, i2 = _entry(Before, bh, t1, count, T), _entry(Before, bh, t2, count, T)
+            if HAS_MASK:
+                i1 = end
+            # Tiles begin where the last ended: the edge is rounded up, and what all see down, unless it is the end.
+            low = tl.minimum(i0 + (i1 - i0 + BM - 1) // BM * BM, tl.maximum(end, i0))
+            high = low + tl.maximum(i2 - low, 0) // BM * BM
+            high = tl.where(i2 >= end, tl.maximum(end, low), high)
+            queries, gradients = Q + b.to(tl.int64) * q_b + h * q_h, DOut + b.to(tl.int64) * o_b + h * o_h
+            dk, dv = _add_key_gradients(
+                dk, dv, k, v, n, d, b, bh, queries, gradients, Rows, First, mask, Lse, Delta, q_t, o_t,
+                i0, low, end, T, S, scale, D, BM, True, HAS_FIRST, HAS_MASK, PRECISION,
+            )  # fmt: skip
+            dk, dv = _add_key_gradients(
+                dk, dv, k, v, n, d, b, bh, queries, gradients, Rows, First, mask, Lse, Delta, q_t, o_t,
+                low, high, end, T, S, scale, D, BM, False, HAS_FIRST, HAS_MASK, PRECISION,
+            )  # fmt: skip
+            if HAS_FIRST:
+                dk, dv = _add_key_gradients(
+                    dk, dv, k, v, n, d, b, bh, queries, gradients, Rows, First, mask, Lse, Delta, q_t, o_t,
+                    high, end, end, T, S, scale, D, BM, True, HAS_FIRST, HAS_MASK, PRECISION,
+                )  # fmt: skip
         place = b.to(tl.int64) * d_b + g * d_g + n[:, None].to(tl.int64) * d_s + d[None, :]
+        there = (n[:, None] < S) & (d[None, :] < D)
         tl.store(DK + place, (dk * scaling).to(DK.dtype.element_ty), mask=there)
         tl.store(DV + place, dv.to(DV.dtype.element_ty), mask=there)
 
 
-__all__ = ["forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "triton"]
+__all__ = ["dot", "forward_kernel", "key_gradient_kernel", "keys_at", "query_gradient_kernel", "tl", "triton"]

@@ -10,13 +10,16 @@ selected is neither read nor computed, and its output is zero. Shared heads have
 The kernels are written in Triton; without it this file can be imported, and says what is lacking when it is used.
 """
 
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .head_sparse_decoding_moh import head_sparse_decoding
 from .head_sparse_kernels_moh import forward_kernel, key_gradient_kernel, query_gradient_kernel, triton
 
 NAME = "moh_sparse"
@@ -44,15 +47,29 @@ def selected_positions(selected: torch.Tensor) -> Lists:
     return rows[..., :-1].contiguous(), through[..., -1].contiguous(), before
 
 
-def _tiles(head_size: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes and launch options."""
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of fast memory that a program may take."""
+    if device.type != "cuda":
+        return 1 << 20  # the interpreter has no limit
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+
+
+def tiles(kernel: str, head_size: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int]:
+    """Tile sizes and launch options: the largest that neither spill registers nor exceed `shared_memory`, in bytes."""
     if dtype == torch.float32:
-        return {"BM": 32, "BN": 32, "num_warps": 4, "num_stages": 2}
-    return {"BM": 128, "BN": 64, "num_warps": 4 if head_size <= 64 else 8, "num_stages": 3}
+        return {"BM": 16 if kernel == "keys" else 32, "BN": 32, "num_warps": 8, "num_stages": 1}
+    if head_size > 128:
+        return {"BM": 32, "BN": 32, "num_warps": 8, "num_stages": 1}
+    if shared_memory >= 200 << 10:  # data-centre GPUs since Hopper
+        return {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 3}
+    return {"BM": 64, "BN": 64 if kernel == "forward" else 32, "num_warps": 4, "num_stages": 2}
 
 
-def _settings(q: torch.Tensor, k: torch.Tensor, first: torch.Tensor | None, key_mask: torch.Tensor | None) -> dict:
-    """What a kernel is compiled for."""
+def _settings(
+    kernel: str, q: torch.Tensor, k: torch.Tensor, first: torch.Tensor | None, key_mask: torch.Tensor | None
+) -> dict[str, Any]:
+    """What a kernel ("forward", "queries" or "keys") is compiled for."""
     size = q.shape[-1]
     precision = "ieee" if q.dtype == torch.float32 else "tf32"  # only float32 has the choice
     return {
@@ -63,14 +80,23 @@ def _settings(q: torch.Tensor, k: torch.Tensor, first: torch.Tensor | None, key_
         "HAS_FIRST": first is not None,
         "HAS_MASK": key_mask is not None,
         "PRECISION": "interpreted" if triton.knobs.runtime.interpret else precision,
-    } | _tiles(size, q.dtype)
+    } | tiles(kernel, size, q.dtype, _shared_memory(q.device))
 
 
-def _pointers(
-    first: torch.Tensor | None, key_mask: torch.Tensor | None, other: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a kernel gets for these two: where there is none a tensor that it does not read."""
-    return (other if first is None else first), (other if key_mask is None else key_mask)
+def _pointers(other: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """What a kernel gets for tensors that may lack: `other`, which it does not read."""
+    return tuple(other if tensor is None else tensor for tensor in tensors)
+
+
+def _seen_until(first: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per key `[B, S]`: before which query all have seen it, and before which the last does that sees it.
+
+    Of both only the side of documents is meant, `first <= key`; causality is the kernel's.
+    """
+    places = torch.arange(keys, device=first.device, dtype=first.dtype).expand(first.shape[0], -1).contiguous()
+    whole = torch.searchsorted(first.cummax(-1).values, places, right=True, out_int32=True)
+    latest = first.flip(-1).cummin(-1).values.flip(-1).contiguous()
+    return whole, torch.searchsorted(latest, places, right=True, out_int32=True)
 
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
@@ -87,9 +113,9 @@ class _SelectedAttention(torch.autograd.Function):
         out = q.new_zeros(batch, length, heads, q.shape[-1]).transpose(1, 2)
         lse = torch.empty(batch, heads, length, device=q.device, dtype=torch.float32)
         rows, counts, _ = computed
-        settings = _settings(q, k, first, key_mask)
+        settings = _settings("forward", q, k, first, key_mask)
         forward_kernel[triton.cdiv(length, settings["BM"]), batch * heads](
-            *(q, k, v, rows, counts, *_pointers(first, key_mask, counts), out, lse),
+            *(q, k, v, rows, counts, *_pointers(counts, first, key_mask), out, lse),
             *_strides(q, k, v, out),
             *(length, keys, scaling * math.log2(math.e)),
             **settings,
@@ -105,14 +131,17 @@ class _SelectedAttention(torch.autograd.Function):
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)  # laid out as `out` is
         dq, delta = torch.zeros_like(out), torch.empty_like(lse)
         dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (k, v))
-        settings, pointers = _settings(q, k, first, key_mask), _pointers(first, key_mask, counts)
+        whole, until = (None, None) if first is None else _seen_until(first, keys)
         sizes = (length, keys, ctx.scaling * math.log2(math.e), ctx.scaling)
+        settings = _settings("queries", q, k, first, key_mask)
         query_gradient_kernel[triton.cdiv(length, settings["BM"]), batch * heads](
-            *(q, k, v, rows, counts, *pointers, out, lse, grad, dq, delta),
+            *(q, k, v, rows, counts, *_pointers(counts, first, key_mask), out, lse, grad, dq, delta),
             *_strides(q, k, v, out),
             *sizes,
             **settings,
         )
+        settings = _settings("keys", q, k, first, key_mask)
+        pointers = _pointers(counts, first, whole, until, key_mask)
         key_gradient_kernel[triton.cdiv(keys, settings["BN"]), batch * groups](
             *(q, k, v, rows, counts, before, *pointers, lse, grad, delta, dk, dv),
             *_strides(q, k, v, out, dk),
@@ -202,6 +231,8 @@ def attention_forward(
         first = torch.arange(query.shape[2], device=query.device) - position_ids
         first = first.clamp_min(0).to(torch.int32).expand(query.shape[0], -1).contiguous()
     key_mask = None if attention_mask is None else attention_mask.to(torch.int8).contiguous()
+    if query.shape[2] == 1 and not torch.is_grad_enabled():
+        return head_sparse_decoding(query, key, value, head_gate, scaling, key_mask), None
     exact = module.config.sparse_gate_gradient == "exact" and torch.is_grad_enabled() and head_gate.requires_grad
     return head_sparse_attention(query, key, value, head_gate, scaling, first, key_mask, exact), None
 

@@ -33,6 +33,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from .configuration_moh_llama import MoHLlamaConfig
 
 # Not used here: transformers 5.2 fetches the files that this one imports, and not what those import.
+from .head_sparse_decoding_moh import head_sparse_decoding  # noqa: F401
 from .head_sparse_kernels_moh import forward_kernel  # noqa: F401
 from .head_sparse_moh import NAME as HEAD_SPARSE
 from .routing_moh import MoHLinear, MoHRouter, MoHStandIn, load_balancing_loss

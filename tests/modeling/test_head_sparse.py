@@ -100,14 +100,25 @@ def test_output_and_gradients_are_those_of_the_reference(shape, dtype, share):
     compare(draw(*shape, share, dtype), tolerance=TOLERANCES[dtype])
 
 
-def test_packed_documents_and_padding():
-    drawn = draw(2, 4, 2, 70, 70, 32, 0.6)
-    first = torch.zeros(2, 70, dtype=torch.int32, device=DEVICE)
-    first[0, 30:], first[1, 50:] = 30, 50
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_documents_and_padding(seed):
+    """Random documents: some longer than a tile, some shorter, so that whole blocks and edges of all kinds occur."""
+    source = torch.Generator().manual_seed(seed)
+    length, groups = int(torch.randint(60, 150, (), generator=source)), int(torch.randint(1, 3, (), generator=source))
+    drawn = draw(2, groups * (1 + seed % 2), groups, length, length, 16, 0.3 + 0.2 * seed)
+    starts = torch.rand(2, length, generator=source) < 3 / length
+    first = torch.where(starts, torch.arange(length), 0).cummax(-1).values.to(DEVICE, torch.int32)
     compare(drawn, first=first)
-    key_mask = torch.ones(2, 70, dtype=torch.int8, device=DEVICE)
-    key_mask[1, :13] = 0
+    key_mask = torch.ones(2, length, dtype=torch.int8, device=DEVICE)
+    key_mask[1, :13], key_mask[0, 40:45] = 0, 0
     compare(drawn, key_mask=key_mask)
+    compare(drawn, first=first, key_mask=key_mask)
+
+
+def test_the_first_key_that_a_query_sees_may_be_any():
+    drawn = draw(1, 2, 1, 150, 150, 16, 0.7)
+    first = torch.randint(0, 150, (1, 150), generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(DEVICE)
+    compare(drawn, first=first)
 
 
 def test_heads_that_few_or_many_tokens_chose():
