@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", help="torch device, such as cuda:1 or cpu (default: the GPU if there is one)")
     parser.add_argument(
+        "--share-prefixes",
+        action="store_true",
+        help="compute what prompts begin with in common, such as the examples of MMLU, once and not for every prompt; "
+        "scores may differ by rounding: in float32 they are equal in practice, in bfloat16 close choices may flip",
+    )
+    parser.add_argument(
         "--log-samples",
         action="store_true",
         help="write every item's prompt, responses and score to samples/MODEL/BENCHMARK.jsonl in the output",
@@ -111,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
             args.device,
             kept=kept,
             log_samples=args.log_samples,
+            share_prefixes=args.share_prefixes,
         )
         # The first process alone; the others wait, for a launcher ends all of them when one ends with an error.
         analysis = team.share(
@@ -121,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
     report = build_report(
         suite, scores, args.limit, args.batch_size, args.data_dir, args.command_line, processes=team.size
     )
+    report["share_prefixes"] = args.share_prefixes
     report["analysis"] = analysis
     if team.rank == 0:
         _write(args, report, kept)

@@ -4,8 +4,8 @@ OUTPUT.partial/MODEL/BENCHMARK.json            key, item scores, and how the mod
 OUTPUT.partial/MODEL/BENCHMARK.samples.jsonl   with --log-samples
 
 A result is taken up only where its key is the new run's: the model's files, the benchmark's definition and data,
-limit, dtype, kind of device, seeds and versions. Batch size and number of processes are not in it: they change
-a score by rounding alone.
+limit, dtype, kind of device, seeds, versions, and whether prefixes are shared. Batch size and number of processes are
+not in it: they change a score by rounding alone.
 """
 
 import dataclasses
@@ -23,7 +23,9 @@ from moh_llm.files import read_json, write_json, write_text
 Key = dict[str, Any]
 
 
-def make_key(model: str, loaded: Loaded, limit: int | None, dtype: str, device: str) -> Key:
+def make_key(
+    model: str, loaded: Loaded, limit: int | None, dtype: str, device: str, share_prefixes: bool = False
+) -> Key:
     """What a result depends on. ``model``: SHA-256 of its files; ``device``: a torch device (its kind counts)."""
     benchmark = dataclasses.asdict(loaded.benchmark)
     about = {name: value for name, value in benchmark.items() if name not in ("published", "note", "items")}
@@ -34,6 +36,7 @@ def make_key(model: str, loaded: Loaded, limit: int | None, dtype: str, device: 
         "limit": limit,
         "dtype": dtype,
         "device": device.partition(":")[0],
+        "share_prefixes": share_prefixes,
         "seeds": dict(SEEDS),
         "versions": installed_versions(),
     }
@@ -110,10 +113,10 @@ def _differences(old: Key, new: Key) -> list[str]:
     new = json.loads(json.dumps(new))
     different = []
     for name, value in new.items():
-        if old[name] == value:
+        if old.get(name) == value:
             continue
         if isinstance(value, dict) and name not in words:
             different += [f"{k} was {old[name].get(k)}, is {v}" for k, v in value.items() if old[name].get(k) != v]
         else:
-            different.append(words.get(name) or f"{name} was {old[name]}, is {value}")
+            different.append(words.get(name) or f"{name} was {old.get(name)}, is {value}")
     return different

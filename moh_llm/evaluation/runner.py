@@ -53,6 +53,7 @@ class _Run:
     device: str
     kept: Kept | None
     log_samples: bool
+    share_prefixes: bool
     team: Team
     progress: Progress
     say: Callable[[str], None]
@@ -69,6 +70,7 @@ def score(
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     kept: Kept | None = None,
     log_samples: bool = False,
+    share_prefixes: bool = False,
 ) -> dict[str, ModelScores]:
     """Score each of ``models`` (label to path or Hub id) on ``suite``, one model in memory at a time.
 
@@ -83,6 +85,7 @@ def score(
         say: receives a line of progress per benchmark, on the first process.
         kept: where finished benchmarks are kept and looked for; None: nowhere.
         log_samples: keep the prompt, responses and score of every item; needs ``kept``.
+        share_prefixes: compute what prompts begin with in common once; scores may differ by rounding.
 
     Under `accelerate launch` or torchrun each process scores its part of the items, and all of them return
     everything. Raises UserError for data or a model that cannot be used; a benchmark that fails is recorded
@@ -99,7 +102,7 @@ def score(
         loaded: list[Loaded] = []
         team.together(lambda: loaded.extend(load_tasks(suite, Path(folder), data_dir, limit)))
         progress = Progress(list(models), {item.benchmark.name: item.items(limit) for item in loaded})
-        run = _Run(loaded, limit, batch_size, dtype, device, kept, log_samples, team, progress, say)
+        run = _Run(loaded, limit, batch_size, dtype, device, kept, log_samples, share_prefixes, team, progress, say)
         return {label: _score_model(label, model, run) for label, model in models.items()}
 
 
@@ -125,7 +128,8 @@ def _score_model(label: str, model: str, run: _Run) -> ModelScores:
     identity = run.team.share(lambda: identify(model))
     result = ModelScores(model, identity)
     keys = {
-        item.benchmark.name: make_key(identity.sha256, item, run.limit, run.dtype, run.device) for item in run.loaded
+        item.benchmark.name: make_key(identity.sha256, item, run.limit, run.dtype, run.device, run.share_prefixes)
+        for item in run.loaded
     }
     _take_up(label, result, keys, run)
     missing = [(n, item) for n, item in enumerate(run.loaded, start=1) if item.benchmark.name not in result.scores]
@@ -148,9 +152,13 @@ def _load(model: str, identity: Identity, run: _Run) -> "HFLM":
     from moh_llm.evaluation.language_model import load_model
 
     lms: list[HFLM] = []
-    run.team.together(
-        lambda: lms.append(load_model(model, run.batch_size, run.dtype, run.device, run.team, identity.revision))
-    )
+
+    def load() -> None:
+        lms.append(
+            load_model(model, run.batch_size, run.dtype, run.device, run.team, identity.revision, run.share_prefixes)
+        )
+
+    run.team.together(load)
     return lms.pop()
 
 

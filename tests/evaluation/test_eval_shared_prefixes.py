@@ -1,0 +1,212 @@
+"""What prompts begin with in common is computed once, and the likelihoods are lm-eval's own."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moh_llm.errors import UserError
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.models.huggingface import HFLM
+
+from moh_llm.evaluation.language_model import LanguageModel, load_model
+from moh_llm.evaluation.processes import Team
+from moh_llm.evaluation.shared_prefixes import Input, plan
+
+CONTEXT = 160
+
+
+@pytest.fixture(scope="module", params=["tiny_llama", "tiny_moh"])
+def lm(request: pytest.FixtureRequest) -> LanguageModel:
+    """A dense and an MoH model with a short context, which share prefixes."""
+    folder = request.getfixturevalue(request.param)
+    lm = LanguageModel(str(folder), 4, Team(), True, device="cpu", dtype="float32", max_length=CONTEXT)
+    assert lm.max_length == CONTEXT
+    return lm
+
+
+@pytest.fixture(scope="module")
+def requests_and_answers(lm: LanguageModel) -> tuple[list[Any], list[Any]]:
+    """Requests of every kind, some with the continuation that the model would choose, and lm-eval's answers."""
+    requests = make_requests()
+    requests += [likeliest(lm, request) for request in requests if len(request[2]) < 10][::3]
+    # One at a time: of requests with the same input that are cut in different places, lm-eval scores one wrongly.
+    return requests, [HFLM._loglikelihood_tokens(lm, [request], disable_tqdm=True)[0] for request in requests]
+
+
+@pytest.fixture
+def tokens_read(lm: LanguageModel) -> Iterator[list[int]]:
+    """How many tokens, padding and all, each pass from here on puts through the model."""
+    read: list[int] = []
+    hook = lm.model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: read.append(inputs[0].numel()))
+    yield read
+    hook.remove()
+
+
+def make_requests() -> list[Any]:
+    """Requests as lm-eval makes them, of every kind, in no order."""
+    draw = random.Random(0)
+
+    def words(length: int) -> list[int]:
+        return [draw.randrange(3, 60) for _ in range(length)]
+
+    pairs: list[tuple[list[int], list[int]]] = []
+    for _ in range(3):  # subjects: examples, questions, one-token choices
+        examples = words(100)
+        for length in (5, 9, 20, 6, 30):
+            question = words(length)
+            pairs += [(examples + question, [choice]) for choice in (10, 11, 12, 13)]
+    context = words(40)
+    pairs += [(context, words(length)) for length in (1, 3, 7, 7)]  # choices of several tokens
+    pairs += [(context[:cut], context[cut : cut + 5]) for cut in (1, 2, 20, 30)]  # one within the other
+    pairs += [(context[:30], context[30:35])]  # again
+    pairs += [(context[:33], context[33:35])]  # the same input, cut elsewhere
+    pairs += [(words(CONTEXT + extra), words(4)) for extra in (-4, -3, -2, 0, 50)]  # up to and beyond the context
+    pairs += [([5], words(CONTEXT)), (words(3), [7])]
+    draw.shuffle(pairs)
+    return [((f"context {n}", f"continuation {n}"), *pair) for n, pair in enumerate(pairs)]
+
+
+def likeliest(lm: LanguageModel, request: Any) -> Any:
+    """The request with the continuation that the model would choose."""
+    text, context, continuation = request
+    chosen: list[int] = []
+    for _ in continuation:
+        logits = lm.model(torch.tensor([(context + chosen)[-CONTEXT:]]), use_cache=False).logits
+        chosen.append(int(logits[0, -1].argmax()))
+    return text, context, chosen
+
+
+@pytest.mark.parametrize("pass_tokens", [0, 16, 512, 10**6])
+@pytest.mark.parametrize("batch_size", [1, 4, 64])
+def test_likelihoods_are_lm_evals(
+    lm: LanguageModel,
+    requests_and_answers: tuple[list[Any], list[Any]],
+    batch_size: int,
+    pass_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests, expected = requests_and_answers
+    monkeypatch.setattr("moh_llm.evaluation.shared_prefixes._CPU_PASS", pass_tokens)
+    monkeypatch.setattr(lm, "batch_size_per_gpu", batch_size)
+    found = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert 10 < sum(greedy for _, greedy in found) < len(found)
+    assert all(type(value) is float and type(greedy) is bool for value, greedy in found)
+
+
+def test_nothing_gives_nothing(lm: LanguageModel) -> None:
+    assert lm._loglikelihood_tokens([], disable_tqdm=True) == []
+
+
+@pytest.mark.parametrize("pass_tokens", [16, 512])
+def test_what_is_shared_is_read_once(
+    lm: LanguageModel, tokens_read: list[int], pass_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moh_llm.evaluation.shared_prefixes._CPU_PASS", pass_tokens)
+    examples, questions, length = [list(range(3, 60)) * 2, list(range(60, 3, -1)) * 2], 20, 8
+    requests = [
+        (("", ""), shown + [3 + n] * length, [choice])
+        for shown in examples
+        for n in range(questions)
+        for choice in (10, 11, 12, 13)
+    ]
+    lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    at_least = sum(len(shown) for shown in examples) + len(examples) * questions * length
+    assert at_least <= sum(tokens_read) <= 1.3 * at_least
+    shared = sum(tokens_read)
+    tokens_read.clear()
+    HFLM._loglikelihood_tokens(lm, requests, disable_tqdm=True)
+    assert sum(tokens_read) > 5 * shared
+
+
+def test_cut_prompts_are_told_in_lm_evals_words(lm: LanguageModel, caplog: pytest.LogCaptureFixture) -> None:
+    """The report says which benchmarks had them."""
+    fits, cut = (("", ""), [5] * CONTEXT, [6]), (("", ""), [5] * CONTEXT, [6, 7])
+    said = []
+    for score in (HFLM._loglikelihood_tokens, LanguageModel._loglikelihood_tokens):
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="lm_eval.models.huggingface"):
+            score(lm, [fits, cut], disable_tqdm=True)
+        said.append([(record.name, record.getMessage()) for record in caplog.records])
+    assert said[0] == said[1] and len(said[0]) == 1
+
+
+def test_answers_go_to_lm_evals_cache(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[Any, Any] = {}
+    monkeypatch.setattr(lm.cache_hook, "add_partial", lambda kind, text, answer: kept.update({(kind, text): answer}))
+    requests = [(("a", "b"), [5, 6], [7]), (("a", "c"), [5, 6], [8]), (None, [5, 6], [9])]
+    found = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert kept == {("loglikelihood", ("a", "b")): found[0], ("loglikelihood", ("a", "c")): found[1]}
+
+
+@pytest.mark.parametrize("request_tokens", [([], [5]), ([5], []), ([5], [6] * (CONTEXT + 1))])
+def test_requests_that_cannot_be_scored_are_refused(lm: LanguageModel, request_tokens: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match=f"cannot be scored by a model of {CONTEXT} tokens"):
+        lm._loglikelihood_tokens([(("", ""), *request_tokens)], disable_tqdm=True)
+
+
+def test_batches_form_where_a_pass_is_dear() -> None:
+    prefix = tuple(range(200))
+    inputs = [Input((*prefix, n, *range(10)), 1, [n]) for n in range(40)]
+    steps = list(plan(inputs, batch_size=8, pass_tokens=100))
+    assert [(len(step.inputs), step.kept, step.shared) for step in steps] == [(8, 0, 200)] + 4 * [(8, 200, 200)]
+    other = [Input((9, *prefix, n, *range(10 + 40 * (n % 2))), 1, [n]) for n in range(8)]
+    steps = list(plan(sorted(inputs + other, key=lambda item: item.tokens), batch_size=8, pass_tokens=100))
+    assert all(len({item.tokens[0] for item in step.inputs}) == 1 for step in steps)  # no batch has both prefixes
+    assert sorted(n for step in steps for item in step.inputs for n in item.requests) == sorted([*range(40), *range(8)])
+
+
+def test_a_sliding_window_is_refused(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, sliding_window=16,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(make_llama()).save_pretrained(tmp_path)
+    load_model(str(tmp_path), 1, "auto", "cpu", Team(), None)
+    with pytest.raises(UserError, match=r"the one of a mistral model cannot; leave --share-prefixes out"):
+        load_model(str(tmp_path), 1, "auto", "cpu", Team(), None, share_prefixes=True)
+
+
+@pytest.mark.parametrize("batch_size", ["auto", "3"])
+def test_a_suites_scores_stay_and_runs_are_told_apart(
+    tiny_llama: Path,
+    tiny_moh: Path,
+    tmp_path: Path,
+    run_evaluate: Callable[..., int],
+    without_times: Callable[[Any], Any],
+    batch_size: str,
+) -> None:
+    words = [tiny_moh, "--base", tiny_llama, "--suite", "smoke", "--device", "cpu", "--dtype", "float32"]
+    words += ["--batch-size", batch_size, "--no-analysis", "--output"]
+    reports = []
+    for name, more in (("plain", []), ("shared", ["--share-prefixes"])):
+        assert run_evaluate(*words, tmp_path / name, *more) == 0
+        reports.append(without_times(json.loads((tmp_path / name / "report.json").read_text(encoding="utf-8"))))
+    assert [report.pop("share_prefixes") for report in reports] == [False, True]
+    assert reports[0] == reports[1]
+
+
+def test_kept_scores_of_one_setting_are_not_taken_up_by_the_other(tiny_llama: Path, tmp_path: Path) -> None:
+    from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.runner import score
+    from moh_llm.evaluation.suite import load_suite
+
+    said: list[str] = []
+    for share in (False, True, True):
+        score(
+            {"model": str(tiny_llama)}, load_suite("smoke"), limit=2, device="cpu", kept=Kept(tmp_path / "kept"),
+            say=said.append, share_prefixes=share,
+        )  # fmt: skip
+    assert said.count("model: Facts is scored anew: share_prefixes was False, is True") == 1
+    assert sum("(kept from an earlier run)" in line for line in said) == 3
