@@ -3,15 +3,17 @@
     python benchmarks/quality.py BASE --calibration mixture.yaml --budgets 8 7 6 5 \\
         --text c4/validation.jsonl book/validation.jsonl arxiv/validation.jsonl --json quality.json
 
-The base is calibrated once for each way of choosing shared heads; every plan is cut from that. Each
-row is a model, each text a column: perplexity / base perplexity on windows of 512 tokens with
-documents isolated, and the mean KL(base || model) in nats per token over all texts. The oracle rows
-drop, with the same budgets and stand-ins, the heads whose true contribution is least: what a
-perfect router of this kind would reach.
+The base is calibrated once for each routing unit and way of choosing shared heads; every plan is cut
+from that, and one that splits key-value groups where these are routed is left out. Each row is a
+model, each text a column: perplexity / base perplexity on windows of 512 tokens with documents
+isolated, and the mean KL(base || model) in nats per token over all texts. The oracle rows drop, with
+the same budgets and stand-ins, the heads or groups whose true contribution is least: what a perfect
+router of this kind would reach.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import tempfile
@@ -24,6 +26,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moh_llm.analysis.watch import shared_heads
 from moh_llm.conversion.base import open_base
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate
 from moh_llm.conversion.convert import BATCH, WINDOW, calibration_plan, peak_memory_mib, plan_config, routing_tensors
@@ -33,6 +36,7 @@ from moh_llm.conversion.verify import routed_as
 from moh_llm.data.mixture import mixture_from_arguments, mixture_from_files
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.windows import fixed_batches
+from moh_llm.errors import UserError
 from moh_llm.metrics import Batch, LogitsOf, compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.routing_moh import select_top_k
@@ -47,7 +51,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1 << 40, help="read at most this many tokens of each text")
     parser.add_argument("--budgets", nargs="+", type=int, default=[8, 7, 6, 5], help="mean active heads")
     parser.add_argument("--even", nargs="*", type=int, default=[7, 6], help="budgets to try evenly, too")
-    parser.add_argument("--shared", nargs="+", default=["first:1"], help="KIND:NUMBER, as first:1 or importance:3")
+    parser.add_argument("--shared", nargs="+", default=["first:1"], help="KIND:NUMBER of routing units")
+    parser.add_argument("--routing-unit", nargs="+", default=["head"], choices=["head", "kv_group"])
     parser.add_argument("--stand-in", nargs="+", default=["value"], choices=["value", "none"])
     parser.add_argument("--oracle", action="store_true", help="add the oracle rows")
     parser.add_argument("--paper", action="store_true", help="add the paper's layer at each budget")
@@ -71,17 +76,22 @@ def main() -> int:
     batches = fixed_batches(streams, shares, length, args.calibration_tokens, BATCH)
 
     candidates: dict[str, LogitsOf] = {}
-    for shared in args.shared:
+    for unit, shared in itertools.product(args.routing_unit, args.shared):
         kind, number = shared.split(":")
         for stand_in in args.stand_in:
-            plan = PlanOptions(num_shared_heads=int(number), shared=kind, stand_in=stand_in)
+            plan = PlanOptions(shared=kind, stand_in=stand_in, routing_unit=unit)
+            plan = dataclasses.replace(plan, num_shared_heads=int(number) * plan.heads_per_unit(base.config))
             started = time.perf_counter()
             calibrated = _calibrate(base, plan, batches, dtype, device)
-            print(f"calibrated {shared}, stand-in {stand_in}: {time.perf_counter() - started:.0f} s", flush=True)
+            print(f"calibrated {unit}, {shared}, {stand_in}: {time.perf_counter() - started:.0f} s", flush=True)
             for budget, budgets in [(b, "uneven") for b in args.budgets] + [(b, "even") for b in args.even]:
                 plan = dataclasses.replace(plan, num_active_heads=budget, budgets=budgets)
-                model = _model(base, dense, plan, calibrated, dtype)
-                label = f"{budget} {budgets}, {shared}, {stand_in}"
+                label = f"{budget} {budgets}, {unit}, {shared}, {stand_in}"
+                try:
+                    model = _model(base, dense, plan, calibrated, dtype)
+                except UserError as error:
+                    print(f"{label} is left out: {error}", flush=True)
+                    continue
                 candidates[label] = logits_of(model)
                 if args.oracle:
                     candidates[f"{label}, oracle"] = _by_oracle(model)
@@ -104,7 +114,7 @@ def main() -> int:
         kl = sum(found[name][label].kl for name in texts) / len(texts)
         mean = sum(ratios.values()) / len(ratios)
         rows.append({"model": label, "ratios": ratios, "mean_ratio": mean, "kl": kl})
-        print(f"{label:<38} {' '.join(f'{r:.4f}' for r in ratios.values())}  mean {mean:.4f}  KL {kl:.4f}")
+        print(f"{label:<42} {' '.join(f'{r:.4f}' for r in ratios.values())}  mean {mean:.4f}  KL {kl:.4f}")
     print(f"peak memory {peak_memory_mib()} MiB")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
@@ -136,7 +146,7 @@ def _by_oracle(model: MoHLlamaForCausalLM) -> LogitsOf:
 
 @contextmanager
 def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
-    """Within the block each token drops the heads whose replacement by their stand-in changes the output least."""
+    """Within the block each token drops the units whose replacement by their stand-ins changes the output least."""
     handles, layers = [], model.model.layers
     for layer in layers:
         attention, state = layer.self_attn, {}
@@ -154,14 +164,17 @@ def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
             stand_in = torch.zeros_like(heads)
             if state["stand_in"] is not None:
                 own_values = state["v"].unflatten(-1, (-1, attention.head_dim))
-                stand_in = state["stand_in"](state["x"], own_values, state["first"])
-            slices = module.weight.unflatten(-1, (-1, attention.head_dim)).float()
-            gram = torch.einsum("chd,che->hde", slices, slices)
-            residual = (heads - stand_in).float()
-            cost = torch.einsum("...hd,hde,...he->...h", residual, gram, residual)
+                off = heads.new_zeros(heads.shape[:-1])
+                stand_in = state["stand_in"](stand_in, off, state["x"], own_values, state["first"])
             router = state["router"]
-            cost[..., [h for h in range(cost.shape[-1]) if h not in router.routed_heads]] = torch.inf
-            gate = select_top_k(cost, router.num_active).to(heads.dtype)[..., None]
+            width = router.unit * attention.head_dim
+            slices = module.weight.unflatten(-1, (-1, width)).float()
+            gram = torch.einsum("cud,cue->ude", slices, slices)
+            residual = (heads - stand_in).float().flatten(-2).unflatten(-1, (-1, width))
+            cost = torch.einsum("...ud,ude,...ue->...u", residual, gram, residual)
+            cost[..., [head // router.unit for head in shared_heads(router)]] = torch.inf
+            gate = select_top_k(cost, router.num_active // router.unit).to(heads.dtype)
+            gate = gate.repeat_interleave(router.unit, -1)[..., None]
             return ((heads * gate + stand_in * (1 - gate)).reshape(shape),)
 
         state["stand_in"], state["router"] = attention.stand_in, attention.router

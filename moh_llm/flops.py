@@ -10,17 +10,33 @@ from moh_llm.modeling import MoHLlamaConfig
 def forward_flops(config: MoHLlamaConfig, length: int, dense: bool = False) -> int:
     """FLOPs of one forward pass over a sequence of `length` tokens, as MoH or with all heads and no router.
 
-    As MoH it assumes a kernel that skips heads that are off: their queries, scores, weighted sums
-    and rows of the output projection. Keys and values are always computed.
+    As MoH it assumes that heads that are off are skipped wherever they can be, see `forward_parts`.
     """
-    total = 0.0
-    plan = zip(config.shared_heads_per_layer, config.active_heads_per_layer, strict=True)
-    for shared, active in plan:
-        on = config.num_attention_heads if dense else active
-        total += _projection_macs(config, on) + _score_macs(config, on, length)
-        if not dense:
-            total += _routing_macs(config, config.num_attention_heads - len(shared))
-    return round(2 * length * (total + config.hidden_size * config.vocab_size))
+    return sum(forward_parts(config, length, dense).values())
+
+
+def forward_parts(config: MoHLlamaConfig, length: int, dense: bool = False) -> dict[str, int]:
+    """FLOPs of one forward pass over a sequence of `length` tokens by part.
+
+    As MoH it assumes that heads that are off are skipped wherever they can be: their scores and
+    weighted sums, their rows of the output projection, and their queries, unless the router takes
+    the queries' norms. Keys and values are always computed: other tokens' heads may attend to them.
+    """
+    hidden, size, heads = config.hidden_size, config.head_dim, config.num_attention_heads
+    layers, total = config.num_hidden_layers, heads * config.num_hidden_layers
+    on = total if dense else sum(config.active_heads_per_layer)
+    asked = total if config.router_type == "query_norm" else on
+    routed = [heads - len(shared) for shared in config.shared_heads_per_layer]
+    macs = {
+        "queries": asked * hidden * size,
+        "keys and values": layers * 2 * config.num_key_value_heads * hidden * size,
+        "scores and weighted sums": _score_macs(config, on, length),
+        "output projection": on * hidden * size,
+        "feed-forward": layers * 3 * hidden * config.intermediate_size,
+        "routing": 0 if dense else sum(_routing_macs(config, number) for number in routed),
+        "vocabulary": hidden * config.vocab_size,
+    }
+    return {part: round(2 * length * number) for part, number in macs.items()}
 
 
 def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute: bool, frozen: bool) -> int:
@@ -66,8 +82,9 @@ def _score_macs(config: MoHLlamaConfig, heads: int, length: int) -> float:
 
 def _routing_macs(config: MoHLlamaConfig, routed: int) -> int:
     """Multiply-adds per token of a layer's router and stand-ins."""
-    router = {"query_norm": 0, "linear": config.hidden_size * routed}.get(
-        config.router_type, config.hidden_size * (config.num_attention_heads + 2)
+    unit = config.heads_per_unit
+    router = {"query_norm": 0, "linear": config.hidden_size * routed // unit}.get(
+        config.router_type, config.hidden_size * (config.num_attention_heads // unit + 2)
     )
     stand_in = (config.hidden_size + config.head_dim) * routed if config.head_stand_in != "none" else 0
     return router + stand_in

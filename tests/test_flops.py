@@ -15,6 +15,8 @@ ROUTING = {
     "linear": {"router_type": "linear"},
     "stand-ins": {"router_type": "linear", "head_stand_in": "value", "num_shared_heads": [0, 1, 3]},
     "two_stage": {"router_type": "two_stage"},
+    "groups": {"router_type": "linear", "routing_unit": "kv_group", "num_shared_heads": 0, "num_active_heads": 2},
+    "groups, two_stage": {"router_type": "two_stage", "routing_unit": "kv_group", "num_active_heads": 2},
 }
 
 
@@ -27,9 +29,8 @@ def make_config(routing: str) -> MoHLlamaConfig:
         num_attention_heads=HEADS,
         num_key_value_heads=2,
         head_dim=SIZE,
-        num_active_heads=3,
         tie_word_embeddings=False,
-        **ROUTING[routing],
+        **({"num_active_heads": 3} | ROUTING[routing]),
     )
 
 

@@ -19,7 +19,7 @@ class HeadLoad:
         tokens: how many were counted.
         load: per layer, the share of tokens that have each head on, `[H]`; 1 for shared heads.
         shared_heads: per layer, ids of the shared heads.
-        balance: `load_balance` of each layer's routed heads.
+        balance: `load_balance` of each layer's routed heads, or of its groups where these are routed.
     """
 
     tokens: int
@@ -37,7 +37,7 @@ class LoadByText:
         shared_heads: ids of its shared heads.
         tokens: how many were counted of each text.
         load: share of each text's tokens that have each head on, `[H]`.
-        balance: `load_balance` of the routed heads on each text.
+        balance: `load_balance` of the routed heads or groups on each text.
     """
 
     layer: int
@@ -66,7 +66,7 @@ def head_load(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> HeadL
         load=load,
         shared_heads=[shared_heads(router) for router in routers],
         balance=[
-            load_balance([shares[head] for head in router.routed_heads])
+            load_balance([shares[head] for head in router.routed_heads[:: router.unit]])
             for router, shares in zip(routers, load, strict=True)
         ],
     )

@@ -52,6 +52,7 @@ def routing_scores(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> 
 
     A two-stage router's are those of Eq. 5 and 6, of a routed head whether it is selected or not;
     the other routers' are the softmax over the routed heads, through which Eq. 10 sends the gradient.
+    Heads that are routed as one have the same score, that of their group.
 
     Raises:
         UserError: there are no tokens.
@@ -76,7 +77,7 @@ def real_scores(seen: LayerPass) -> torch.Tensor:
     """Scores of all heads `[B, T, H]` before selection and quantisation; 1 for shared heads without a score."""
     # They are the gate of this router if it were to weight heads, and to select them all.
     router = copy.copy(seen.router)
-    router.router_score, router.top_k = "weighted", router.num_routed
+    router.router_score, router.top_k = "weighted", router.routed_units
     return router.forward(*seen.router_inputs)[1]
 
 

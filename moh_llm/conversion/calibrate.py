@@ -32,21 +32,23 @@ class LayerCalibration:
 
     Attributes:
         shared_heads: ids of the shared heads.
-        importance: per head, the estimated KL (nats per token) of always dropping it alone.
+        importance: per routing unit, the estimated KL (nats per token) of always dropping it alone.
         fits: number of dropped heads -> router and stand-ins; empty where nothing is fitted.
+        unit: heads per routing unit; a token drops whole ones.
     """
 
     shared_heads: list[int]
     importance: list[float]
     fits: dict[int, RoutingFit]
+    unit: int = 1
 
     @property
     def costs(self) -> dict[int, float]:
-        """Number of dropped heads -> estimated KL, in nats per token; interpolated between the fits."""
+        """Number of heads that may be dropped -> estimated KL, in nats per token; interpolated between the fits."""
         known = {0: 0.0} | {dropped: fit.cost for dropped, fit in sorted(self.fits.items())}
         costs = {}
         for (low, a), (high, b) in pairwise(known.items()):
-            costs |= {n: a + (b - a) * (n - low) / (high - low) for n in range(low + 1, high + 1)}
+            costs |= {n: a + (b - a) * (n - low) / (high - low) for n in range(low + self.unit, high + 1, self.unit)}
         return costs
 
     def fit_for(self, dropped: int) -> RoutingFit:
@@ -63,12 +65,14 @@ class CalibrationPlan:
         by_importance: see there.
         drops: the numbers of dropped heads to fit a router for; may be empty.
         stand_in: whether dropped heads get stand-ins.
+        unit: heads per routing unit; all numbers above are whole ones.
     """
 
     num_shared_heads: int
     by_importance: bool
     drops: Sequence[int]
     stand_in: bool
+    unit: int = 1
 
 
 def calibrate(
@@ -103,9 +107,9 @@ def calibrate(
             sample = _backward(base, number, file, positions, gradients, order, fitted, bar)
             file.unlink()
             shared = plan.num_shared_heads if plan.by_importance else list(range(plan.num_shared_heads))
-            fitter = LayerFitter(sample, shared, plan.stand_in)
+            fitter = LayerFitter(sample, shared, plan.stand_in, plan.unit)
             fits = {drops: fitter.fit(drops) for drops in plan.drops}
-            found.append(LayerCalibration(fitter.shared_heads, fitter.importance, fits))
+            found.append(LayerCalibration(fitter.shared_heads, fitter.importance, fits, plan.unit))
     return found[::-1]
 
 

@@ -187,6 +187,7 @@ def calibration_plan(plan: PlanOptions, base: PreTrainedConfig) -> CalibrationPl
         by_importance=plan.shared == "importance",
         drops=drops_to_fit(plan, base),
         stand_in=plan.head_stand_in != "none",
+        unit=plan.heads_per_unit(base),
     )
 
 
@@ -232,6 +233,7 @@ def _plan_record(options: PlanOptions, config: MoHLlamaConfig) -> dict[str, Any]
         "preset": options.preset,
         "router_type": config.router_type,
         "router_score": config.router_score,
+        "routing_unit": config.routing_unit,
         "head_stand_in": config.head_stand_in,
         "shared": options.shared,
         "budgets": "uneven" if options.uneven else "even",

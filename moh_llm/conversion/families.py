@@ -25,6 +25,7 @@ MOH_FIELDS = {
     "shared_heads",
     "router_type",
     "router_score",
+    "routing_unit",
     "router_aux_loss_coef",
     "output_router_logits",
     "head_stand_in",

@@ -11,9 +11,10 @@ choose heads by, so the fit itself uses its mean over tokens, M = mean of g g^T,
 
 The fit alternates two least-squares problems: the stand-in of each head on the tokens that drop it,
 and the router, a ridge regression of log c_h on the layer's input, c_h^2 = (o_h - s_h)^T M (o_h - s_h);
-a token drops the heads of lowest fitted value.
+a token drops the heads of lowest fitted value. Heads that are switched together are one unit, whose
+c^2 is that of their summed o_h - s_h.
 
-Shapes: N tokens, C hidden size, H query heads, D head size, R routed heads.
+Shapes: N tokens, C hidden size, H query heads, D head size, R routed heads, U units of u heads each.
 """
 
 from collections.abc import Sequence
@@ -91,40 +92,44 @@ class LayerFitter:
     Args:
         sample: the layer's calibration sample.
         shared_heads: ids of the shared heads, or how many to pick by importance: those that cost
-            most when their stand-in takes their place.
+            most when their stand-in takes their place. Whole units in either case.
         stand_in: whether dropped heads get a stand-in.
+        unit: how many heads, one after the other, are switched together, u.
     """
 
-    def __init__(self, sample: LayerSample, shared_heads: Sequence[int] | int, stand_in: bool):
-        self.sample, self.stand_in = sample, stand_in
+    def __init__(self, sample: LayerSample, shared_heads: Sequence[int] | int, stand_in: bool, unit: int = 1):
+        self.sample, self.stand_in, self.unit = sample, stand_in, unit
         self.ridge = Ridge(sample.inputs[: sample.fitted])
         # Views: the fitted tokens come first.
         self.heads, self.values = sample.heads[:, : sample.fitted], sample.values[:, : sample.fitted]
         heads, size = len(sample.heads), sample.heads.shape[-1]
-        slices = sample.o_proj.unflatten(1, (heads, size)).transpose(0, 1)  # [H, C, D]
-        self.metric = slices.transpose(1, 2) @ sample.sensitivity @ slices / 2  # [H, D, D]
+        slices = sample.o_proj.unflatten(1, (heads // unit, unit * size)).transpose(0, 1)  # [U, C, u * D]
+        self.metric = slices.transpose(1, 2) @ sample.sensitivity @ slices / 2  # [U, u * D, u * D]
         if stand_in:
             self._fit_own_share()
         residual = self._residual(self._fit_stand_in(self._weights()), slice(sample.fitted))
-        # Mean of c_h^2 / 2 where the head is always dropped.
+        # Mean of c^2 / 2 where the unit is always dropped.
         self.importance: list[float] = self._costs(residual).mean(0).tolist()
         if isinstance(shared_heads, int):
-            ranked = sorted(range(heads), key=lambda head: -self.importance[head])
-            shared_heads = sorted(ranked[:shared_heads])
+            ranked = sorted(range(heads // unit), key=lambda number: -self.importance[number])
+            shared_units = ranked[: shared_heads // unit]
+            shared_heads = [head for head in range(heads) if head // unit in shared_units]
         self.shared_heads = list(shared_heads)
         self.routed_heads = [head for head in range(heads) if head not in self.shared_heads]
 
     def fit(self, dropped: int) -> RoutingFit:
-        """Router and stand-ins for tokens that drop `dropped` of the routed heads."""
-        sample, routed = self.sample, self.routed_heads
+        """Router and stand-ins for tokens that drop `dropped` of the routed heads, whole units."""
+        sample, routed, unit = self.sample, self.routed_heads, self.unit
+        routed_units = [head // unit for head in routed[::unit]]
         drops = None
         for _ in range(_ROUNDS if self.stand_in else 1):
             stand_in = self._fit_stand_in(self._weights(drops))
-            costs = self._costs(self._residual(stand_in, slice(sample.fitted)))[:, routed]
-            # A head whose residual is exactly zero gets a log that is low but finite.
+            costs = self._costs(self._residual(stand_in, slice(sample.fitted)))[:, routed_units]
+            # A unit whose residual is exactly zero gets a log that is low but finite.
             weight, bias = self.ridge(0.5 * costs.clamp_min(1e-24).log())
             logits = sample.inputs @ weight.T + bias
-            drops = torch.zeros_like(logits).scatter(1, logits.topk(dropped, 1, largest=False).indices, 1.0)
+            lowest = logits.topk(dropped // unit, 1, largest=False).indices
+            drops = torch.zeros_like(logits).scatter(1, lowest, 1.0).repeat_interleave(unit, 1)
         # Last comes the stand-in, so that what it leaves has no mean: an error that all tokens share adds up.
         stand_in = self._fit_stand_in(self._weights(drops))
         tensors = {"router.routed.weight": weight, "router.routed.bias": bias}
@@ -155,7 +160,8 @@ class LayerFitter:
         return ((error * self.sample.gradients).sum(1).square().mean() / 2).item()
 
     def _costs(self, residual: torch.Tensor) -> torch.Tensor:
-        """c_h^2 / 2 for residuals `[H, N, D]`; returns `[N, H]`."""
+        """c^2 / 2 of each unit for residuals of heads `[H, N, D]`; returns `[N, U]`."""
+        residual = residual.unflatten(0, (-1, self.unit)).transpose(1, 2).flatten(2)  # [U, N, u * D]
         return (torch.bmm(residual, self.metric) * residual).sum(-1).T
 
     def _fit_own_share(self) -> None:

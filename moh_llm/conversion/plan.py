@@ -1,7 +1,7 @@
 """The head plan: how many heads are shared and active, which are shared, and how tokens choose."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
@@ -27,6 +27,8 @@ class PlanOptions:
         shared: "first" or "importance".
         budgets: "uneven", by what each layer loses, or "even".
         stand_in: "value" or "none"; see `MoHLlamaConfig.head_stand_in`.
+        routing_unit: "head" or "kv_group"; see `MoHLlamaConfig.routing_unit`. Numbers of heads must
+            be whole units.
     """
 
     preset: str | None = None
@@ -37,6 +39,7 @@ class PlanOptions:
     shared: str = "first"
     budgets: str | None = None
     stand_in: str | None = None
+    routing_unit: str = "head"
 
     def __post_init__(self) -> None:
         if self.router_type == "query_norm" and (self.budgets == "uneven" or self.stand_in == "value"):
@@ -67,6 +70,10 @@ class PlanOptions:
         """Whether the plan depends on running the base over text."""
         return self.fits_router or self.shared == "importance"
 
+    def heads_per_unit(self, config: PreTrainedConfig) -> int:
+        """Number of heads of that base which are switched together."""
+        return config.num_attention_heads // config.num_key_value_heads if self.routing_unit == "kv_group" else 1
+
 
 def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[int, int]:
     """Shared heads per layer, and active heads of all layers together.
@@ -74,12 +81,13 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
     Defaults: the paper's preset shares half of the heads and adds a quarter, each rounded down.
     Otherwise three quarters are active and an eighth is shared, at least one: a fitted router
     chooses better than a fixed set, see docs/conversion.md. An even budget is rounded down to
-    whole heads per layer, an uneven one to the nearest whole head of the model.
+    whole heads per layer, an uneven one to the nearest whole head of the model. Where key-value
+    groups are routed, read "group" for "head".
 
     Raises:
         UserError: counts that no layer can follow.
     """
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    heads, layers, unit = config.num_attention_heads, config.num_hidden_layers, options.heads_per_unit(config)
     shared, active = options.num_shared_heads, options.num_active_heads
     if options.active_ratio is not None:
         if active is not None:
@@ -92,23 +100,37 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
         )
     paper = options.preset == "paper"
     if shared is None:
-        shared = heads // 2 if paper else min(max(1, heads // 8), active or heads)
+        groups = heads // 2 // unit if paper else min(max(1, heads // unit // 8), (active or heads) // unit)
+        shared = groups * unit
+    low = max(unit, shared)
     if active is not None:
         total = active * layers
     elif options.active_ratio is None and paper:
-        total = max(1, shared, heads // 2 + heads // 4) * layers
+        total = max(low, (heads // 2 + heads // 4) // unit * unit) * layers
     else:
-        mean = (options.active_ratio or 0.75) * heads
-        total = round(mean * layers) if options.uneven else math.floor(mean + 1e-9) * layers
+        mean = (options.active_ratio or 0.75) * heads / unit
+        total = unit * (round(mean * layers) if options.uneven else math.floor(mean + 1e-9) * layers)
         if options.active_ratio is None:  # three quarters of few heads may be fewer than are shared
-            total = max(total, max(1, shared) * layers)
-    low = max(1, shared)
+            total = max(total, low * layers)
     if not low * layers <= total <= heads * layers:
         raise UserError(
             f"impossible head plan: num_active_heads={total / layers:g} must lie between "
             f"{'num_shared_heads=' if shared > 0 else ''}{low} and num_attention_heads={heads}"
         )
+    if shared % unit:
+        raise _parts_of_groups("num_shared_heads", shared, unit, range(0, heads + 1, unit))
+    copies = layers if options.uneven else 1  # uneven budgets need only add up to whole groups
+    if total * copies // layers % unit:
+        whole = [n for n in range(low, heads + 1) if n * copies % unit == 0]
+        raise _parts_of_groups("num_active_heads", total // layers, unit, whole)
     return shared, total
+
+
+def _parts_of_groups(name: str, count: int, unit: int, whole: Iterable[int]) -> UserError:
+    return UserError(
+        f"impossible head plan: {name}={count} splits key-value groups, which --routing-unit kv_group switches whole, "
+        f"{unit} heads each; these do not: {', '.join(map(str, whole))}"
+    )
 
 
 def drops_to_fit(options: PlanOptions, config: PreTrainedConfig) -> list[int]:
@@ -119,14 +141,14 @@ def drops_to_fit(options: PlanOptions, config: PreTrainedConfig) -> list[int]:
     dropped head, so that its budget can be lowered.
     """
     shared, active = shared_and_active(options, config)
-    heads = config.num_attention_heads
-    most = heads - max(1, shared)
+    heads, unit = config.num_attention_heads, options.heads_per_unit(config)
+    most = (heads - max(unit, shared)) // unit
     if not options.fits_router or not most:
         return []
     if not options.uneven:
-        return [max(1, heads - active // config.num_hidden_layers)]
+        return [max(unit, heads - active // config.num_hidden_layers)]
     step = math.ceil(most / _MOST_FITS)
-    return sorted({1, *range(step, most + 1, step), most})
+    return [drops * unit for drops in sorted({1, *range(step, most + 1, step), most})]
 
 
 def build_config(
@@ -143,6 +165,7 @@ def build_config(
             shared_heads=None if first else [list(ids) for ids in shared_heads],
             router_type=options.router_type,
             router_score="quantized",
+            routing_unit=options.routing_unit,
             head_stand_in=options.head_stand_in,
         )
     except ValueError as error:
@@ -161,6 +184,7 @@ def paper_plan(config: MoHLlamaConfig) -> MoHLlamaConfig:
         "shared_heads": None,
         "router_type": "query_norm",
         "router_score": "quantized",
+        "routing_unit": "head",
         "head_stand_in": "none",
     }
     return MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})

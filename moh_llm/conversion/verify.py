@@ -28,7 +28,7 @@ class RandomRouter(MoHRouter):
         self.generator = torch.Generator().manual_seed(layer_idx)
 
     def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
-        shape = (*hidden_states.shape[:-1], self.num_routed)
+        shape = (*hidden_states.shape[:-1], self.routed_units)
         return torch.rand(shape, generator=self.generator).to(hidden_states)
 
 

@@ -28,6 +28,10 @@ _SCORE_WORDS = {
     "quantized": "`quantized`: a head that is on counts in full",
     "weighted": "`weighted`: a head that is on counts by its score",
 }
+_UNITS = {
+    "head": "`head`: a token has each routed head on or off by itself",
+    "kv_group": "`kv_group`: the heads that share one key-value head are on or off as one",
+}
 _STAND_INS = {
     "none": "none: a head that is off adds nothing",
     "value": "`value`: a fixed vector and a share of the token's own value in place of a head that is off",
@@ -49,6 +53,7 @@ def head_plan(config: MoHLlamaConfig, conversion: Record | None) -> Pairs:
         ("active heads per token, mean over layers", f"{_mean_active(config):.4g} ({share_active(config):.1%})"),
         ("active heads by layer", "the same in each" if len(set(active)) == 1 else Safe(_by_layer(active))),
         ("router", Safe(_ROUTERS[config.router_type])),
+        ("routing unit", Safe(_UNITS[config.routing_unit])),
         ("score", Safe(_SCORE_WORDS[config.router_score])),
         ("stand-ins", Safe(_STAND_INS[config.head_stand_in])),
     ]

@@ -9,11 +9,13 @@ from transformers.utils.versions import require_version
 require_version("transformers>=5.2,!=5.3.0", "MoH models need another version: pip install -U transformers")
 
 # What this code can read. It grows when a field or a tensor changes its meaning, never with a patch release.
-FORMAT = 1
+# 2: routing_unit="kv_group"; all else is still written as 1, which older code reads.
+FORMAT = 2
 ROUTER_TYPES = ("query_norm", "linear", "two_stage")
 ROUTER_SCORES = ("quantized", "weighted")
 STAND_INS = ("none", "value")
 GATE_GRADIENTS = ("exact", "selected")
+ROUTING_UNITS = ("head", "kv_group")
 
 
 class MoHLlamaConfig(LlamaConfig):
@@ -28,7 +30,8 @@ class MoHLlamaConfig(LlamaConfig):
         num_active_heads (`int` or `list[int]`, *optional*):
             Heads in use per token (shared + Top-K), for all layers or one number per layer.
             Default: half plus a quarter of the heads, each rounded down, and no fewer than the
-            shared ones.
+            shared ones. Both numbers count heads with any routing unit, and their defaults are
+            rounded down to whole units, one at least active.
         shared_heads (`list[list[int]]`, *optional*):
             Ids of the shared heads, one list per layer. Default: the first `num_shared_heads`.
         router_type (`str`):
@@ -38,6 +41,10 @@ class MoHLlamaConfig(LlamaConfig):
         router_score (`str`):
             `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight
             through to the real-valued score (Eq. 9 and 10); `"weighted"` multiplies by the score.
+        routing_unit (`str`):
+            What is shared, scored and selected as one: `"head"`, each query head by itself, or
+            `"kv_group"`, the query heads that share one key-value head, so that where they are off
+            none reads its cache.
         head_stand_in (`str`):
             What takes the place of a routed head that is off: `"none"`, as in the paper, or
             `"value"`, a fixed vector plus a share, linear in the layer's input, of the token's own
@@ -57,6 +64,7 @@ class MoHLlamaConfig(LlamaConfig):
             forward, or `"selected"`, none, which computes heads that are on only.
         moh_format (`int`):
             Version of what the fields and tensors mean. Code reads its own version and earlier ones.
+            It is set to the lowest one that knows what the other fields ask for.
 
     Raises:
         ValueError: a head plan that no model can follow; the message names the layer and the rule.
@@ -69,24 +77,26 @@ class MoHLlamaConfig(LlamaConfig):
     shared_heads: list[list[int]] | None = None
     router_type: str = "query_norm"
     router_score: str = "quantized"
+    routing_unit: str = "head"
     head_stand_in: str = "none"
     router_aux_loss_coef: float = 0.01
     output_router_logits: bool = False
     attention_output_bias: bool | None = None
     query_key_norm: bool = False
     sparse_gate_gradient: str = "exact"
-    moh_format: int = FORMAT
+    moh_format: int = 1
 
     # LLaMA's plan would give each device a part of the heads; Top-K is taken over all of a layer's.
     base_model_tp_plan = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        heads = self.num_attention_heads
+        heads, unit = self.num_attention_heads, self.heads_per_unit
         if self.num_shared_heads is None:
-            self.num_shared_heads = heads // 2
+            self.num_shared_heads = heads // 2 // unit * unit
         if self.num_active_heads is None:
-            self.num_active_heads = max(1, heads // 2 + heads // 4, *self._per_layer("num_shared_heads"))
+            active = (heads // 2 + heads // 4) // unit * unit
+            self.num_active_heads = max(unit, active, *self._per_layer("num_shared_heads"))
         # A model saved by any class of this file must load through every Auto class.
         if not getattr(self, "auto_map", None):
             self.auto_map = {
@@ -96,10 +106,16 @@ class MoHLlamaConfig(LlamaConfig):
                 "AutoModelForSequenceClassification": "modeling_moh_llama.MoHLlamaForSequenceClassification",
             }
         self.validate_head_plan()
+        self.moh_format = 2 if self.routing_unit == "kv_group" else 1
 
     def _per_layer(self, name: str) -> list[int]:
         value = getattr(self, name)
         return list(value) if isinstance(value, Sequence) else [value] * self.num_hidden_layers
+
+    @property
+    def heads_per_unit(self) -> int:
+        """Number of heads that are switched together."""
+        return self.num_attention_heads // self.num_key_value_heads if self.routing_unit == "kv_group" else 1
 
     @property
     def shared_heads_per_layer(self) -> list[list[int]]:
@@ -125,6 +141,8 @@ class MoHLlamaConfig(LlamaConfig):
             raise ValueError(f"router_type={self.router_type!r} must be one of {', '.join(ROUTER_TYPES)}")
         if self.router_score not in ROUTER_SCORES:
             raise ValueError(f"router_score={self.router_score!r} must be one of {', '.join(ROUTER_SCORES)}")
+        if self.routing_unit not in ROUTING_UNITS:
+            raise ValueError(f"routing_unit={self.routing_unit!r} must be one of {', '.join(ROUTING_UNITS)}")
         if self.head_stand_in not in STAND_INS:
             raise ValueError(f"head_stand_in={self.head_stand_in!r} must be one of {', '.join(STAND_INS)}")
         if self.sparse_gate_gradient not in GATE_GRADIENTS:
@@ -162,6 +180,20 @@ class MoHLlamaConfig(LlamaConfig):
                         f"shared_heads={ids} must be {shared} different head ids below "
                         f"num_attention_heads={heads} (layer {layer})"
                     )
+            self._validate_units(layer, shared, active)
+
+    def _validate_units(self, layer: int, shared: int, active: int) -> None:
+        """Raise `ValueError` unless a layer's shared and active heads, otherwise valid, are whole routing units."""
+        unit = self.heads_per_unit
+        if unit == 1:
+            return
+        rule = f"whole key-value groups of {unit} heads, for routing_unit={self.routing_unit!r} (layer {layer})"
+        for name, count in (("num_shared_heads", shared), ("num_active_heads", active)):
+            if count % unit:
+                raise ValueError(f"{name}={count} must be {rule}")
+        ids = self.shared_heads_per_layer[layer]
+        if ids != [head for head in range(self.num_attention_heads) if head - head % unit in ids]:
+            raise ValueError(f"shared_heads={ids} must be {rule}")
 
 
 __all__ = ["MoHLlamaConfig"]

@@ -79,8 +79,8 @@ if triton is not None:
 
 @functools.cache
 def _programs_wanted(device: torch.device) -> int:
-    """How many programs keep a device busy."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    """How many programs keep a device busy, some of which end at once."""
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def count_parts(groups: int, keys: int, device: torch.device) -> int:

@@ -3,10 +3,10 @@
 Shapes: B batch, T queries, S keys, H query heads, G heads of keys and values, D head size.
 
 Lists are per batch row and head: `Rows` `[B, H, T]` holds the positions in order, `Counts` `[B, H]`
-how many there are, `Before` `[B, H, T]` how many stand before a position. A tile is `BM` entries of
-a list against blocks of `BN` keys. Blocks that all of a tile's queries see are computed without a
-mask, those before (packed documents) and behind (the causal edge) with one. Scores are kept in
-base 2: `scale` is scaling * log2(e).
+how many there are, `Before` `[B, H, T]` how many stand before a position; `Gate` is `[B, T, H]`. A
+tile is `BM` entries of a list against blocks of `BN` keys. Blocks that all of a tile's queries see
+are computed without a mask, those before (packed documents) and behind (the causal edge) with one.
+Scores are kept in base 2: `scale` is scaling * log2(e).
 """
 
 try:
@@ -40,6 +40,11 @@ if triton is not None:
         """The vectors of the listed queries as the rows of a tile, zero behind the end of the list."""
         where = X + rows[:, None].to(tl.int64) * stride + d[None, :]
         return tl.load(where, mask=on[:, None] & (d[None, :] < D), other=0.0)
+
+    @triton.jit
+    def _gates_at(Gate, b, h, rows, on, T, H: tl.constexpr):
+        """The gates `[M]` of the listed queries, zero behind the end of the list."""
+        return tl.load(Gate + (b.to(tl.int64) * T + rows) * H + h, mask=on, other=0.0)
 
     @triton.jit
     def _masked(scores, n, last, first, key_mask, S, HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr):
@@ -98,11 +103,11 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["T", "S"])  # else each length is compiled anew
     def forward_kernel(
-        Q, K, V, Rows, Counts, First, KeyMask, Out, Lse,
+        Q, K, V, Gate, Rows, Counts, First, KeyMask, Out, Lse,
         q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, o_b, o_h, o_t,
         T, S, scale,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-        HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+        HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         # Tiles with the most keys first, so that the last to finish are short.
         tile, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -133,6 +138,8 @@ if triton is not None:
             )  # fmt: skip
             seen = total > 0
             acc = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
+            if GATED:
+                acc *= _gates_at(Gate, b, h, rows, on, T, H)[:, None]
             place = Out + b.to(tl.int64) * o_b + h * o_h + rows[:, None].to(tl.int64) * o_t + d[None, :]
             tl.store(place, acc.to(Out.dtype.element_ty), mask=on[:, None] & (d[None, :] < D))
             lse = tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), float("inf"))
@@ -158,11 +165,11 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["T", "S"])  # else each length is compiled anew
     def query_gradient_kernel(
-        Q, K, V, Rows, Counts, First, KeyMask, Out, Lse, DOut, DQ, Delta,
+        Q, K, V, Gate, Rows, Counts, First, KeyMask, Out, Lse, DOut, DQ, Delta, DGate,
         q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, o_b, o_h, o_t,
         T, S, scale, scaling,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-        HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+        HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         tile, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
         b, h = bh // H, bh % H
@@ -177,6 +184,10 @@ if triton is not None:
             out = _queries_at(Out + of_head, rows, o_t, d, on, D)
             delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
             tl.store(Delta + bh.to(tl.int64) * T + rows, delta, mask=on)
+            if GATED:  # the output was gate * H: its product with the gradient is that of H with the gradient by H
+                gate = _gates_at(Gate, b, h, rows, on, T, H)
+                tl.store(DGate + (b.to(tl.int64) * T + rows) * H + h, delta / tl.where(on, gate, 1.0), mask=on)
+                do = (do * gate[:, None]).to(do.dtype)
             lse = tl.load(Lse + bh.to(tl.int64) * T + rows, mask=on, other=float("inf"))
             keys, values = K + b.to(tl.int64) * k_b + g * k_g, V + b.to(tl.int64) * v_b + g * v_g
             mask = KeyMask + b.to(tl.int64) * S
@@ -206,14 +217,17 @@ if triton is not None:
 
     @triton.jit
     def _add_key_gradients(
-        dk, dv, k, v, n, d, b, bh, Q, DOut, Rows, First, key_mask, Lse, Delta, q_t, o_t, low, high, end, T, S, scale,
-        D: tl.constexpr, BM: tl.constexpr,
-        MASKED: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+        dk, dv, k, v, n, d, b, h, bh, Q, DOut, Gate, Rows, First, key_mask, Lse, Delta, q_t, o_t,
+        low, high, end, T, S, scale,
+        H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
+        HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         """Adds to a block's gradients what the entries from `low` to `high` of a list of `end` give."""
         for start in range(low, high, BM):
             on, rows, last, first = _listed(Rows, First, b, bh, start + tl.arange(0, BM), end, T, S, HAS_FIRST)
             q, do = _queries_at(Q, rows, q_t, d, on, D), _queries_at(DOut, rows, o_t, d, on, D)
+            if GATED:
+                do = (do * _gates_at(Gate, b, h, rows, on, T, H)[:, None]).to(do.dtype)
             # Behind the end of the list all weights are 2^-inf = 0, without a mask, too.
             lse = tl.load(Lse + bh.to(tl.int64) * T + rows, mask=on, other=float("inf"))
             delta = tl.load(Delta + bh.to(tl.int64) * T + rows, mask=on, other=0.0)
@@ -228,11 +242,11 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["T", "S"])  # else each length is compiled anew
     def key_gradient_kernel(
-        Q, K, V, Rows, Counts, Before, First, Whole, Until, KeyMask, Lse, DOut, Delta, DK, DV,
+        Q, K, V, Gate, Rows, Counts, Before, First, Whole, Until, KeyMask, Lse, DOut, Delta, DK, DV,
         q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, o_b, o_h, o_t, d_b, d_g, d_s,
         T, S, scale, scaling,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-        HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+        HAS_FIRST: tl.constexpr, HAS_MASK: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         block, bg = tl.program_id(0), tl.program_id(1)
         b, g = bg // G, bg % G
@@ -263,17 +277,17 @@ if triton is not None:
             high = tl.where(i2 >= end, tl.maximum(end, low), high)
             queries, gradients = Q + b.to(tl.int64) * q_b + h * q_h, DOut + b.to(tl.int64) * o_b + h * o_h
             dk, dv = _add_key_gradients(
-                dk, dv, k, v, n, d, b, bh, queries, gradients, Rows, First, mask, Lse, Delta, q_t, o_t,
-                i0, low, end, T, S, scale, D, BM, True, HAS_FIRST, HAS_MASK, PRECISION,
+                dk, dv, k, v, n, d, b, h, bh, queries, gradients, Gate, Rows, First, mask, Lse, Delta, q_t, o_t,
+                i0, low, end, T, S, scale, H, D, BM, True, HAS_FIRST, HAS_MASK, GATED, PRECISION,
             )  # fmt: skip
             dk, dv = _add_key_gradients(
-                dk, dv, k, v, n, d, b, bh, queries, gradients, Rows, First, mask, Lse, Delta, q_t, o_t,
-                low, high, end, T, S, scale, D, BM, False, HAS_FIRST, HAS_MASK, PRECISION,
+                dk, dv, k, v, n, d, b, h, bh, queries, gradients, Gate, Rows, First, mask, Lse, Delta, q_t, o_t,
+                low, high, end, T, S, scale, H, D, BM, False, HAS_FIRST, HAS_MASK, GATED, PRECISION,
             )  # fmt: skip
             if HAS_FIRST:
                 dk, dv = _add_key_gradients(
-                    dk, dv, k, v, n, d, b, bh, queries, gradients, Rows, First, mask, Lse, Delta, q_t, o_t,
-                    high, end, end, T, S, scale, D, BM, True, HAS_FIRST, HAS_MASK, PRECISION,
+                    dk, dv, k, v, n, d, b, h, bh, queries, gradients, Gate, Rows, First, mask, Lse, Delta, q_t, o_t,
+                    high, end, end, T, S, scale, H, D, BM, True, HAS_FIRST, HAS_MASK, GATED, PRECISION,
                 )  # fmt: skip
         place = b.to(tl.int64) * d_b + g * d_g + n[:, None].to(tl.int64) * d_s + d[None, :]
         there = (n[:, None] < S) & (d[None, :] < D)

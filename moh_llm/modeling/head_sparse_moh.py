@@ -21,30 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .head_sparse_decoding_moh import head_sparse_decoding
 from .head_sparse_kernels_moh import forward_kernel, key_gradient_kernel, query_gradient_kernel, triton
+from .head_sparse_lists_moh import Lists, all_positions, selected_positions
 
 NAME = "moh_sparse"
-Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def selected_positions(selected: torch.Tensor) -> Lists:
-    """Lists of the positions that selected each head, made on the device without waiting for it.
-
-    Args:
-        selected: bool `[B, T, H]`.
-
-    Returns:
-        `rows` int32 `[B, H, T]`, each list in order, then unused entries; `counts` int32 `[B, H]`; and
-        `before` int32 `[B, H, T]`, how many entries of the list stand before a position.
-    """
-    selected_BHT = selected.transpose(1, 2)
-    length = selected_BHT.shape[-1]
-    through = selected_BHT.cumsum(-1, dtype=torch.int32)
-    before = through - selected_BHT.to(torch.int32)
-    positions = torch.arange(length, device=selected.device, dtype=torch.int32).expand_as(before)
-    # Every position is written to its place in the list; those that are not selected to one behind the end.
-    rows = positions.new_zeros(*before.shape[:2], length + 1)
-    rows.scatter_(-1, torch.where(selected_BHT, before, length).long(), positions)
-    return rows[..., :-1].contiguous(), through[..., -1].contiguous(), before
 
 
 @functools.cache
@@ -104,51 +83,57 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 
 class _SelectedAttention(torch.autograd.Function):
-    """Head outputs `[B, H, T, D]` of listed queries, zero elsewhere; gradients of listed queries only."""
+    """Head outputs `[B, H, T, D]` of listed queries, zero elsewhere; gradients of listed queries only.
+
+    With `gated` they are times their gate, which gets a gradient where it is listed. `computed` are
+    the lists of what is computed going forward, `lists` of what has a gradient.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, lists: Lists, computed: Lists, first, key_mask, scaling: float):
+    def forward(ctx, q, k, v, gate, lists: Lists, computed: Lists, first, key_mask, scaling: float, gated: bool):
         (batch, heads, length, _), keys = q.shape, k.shape[2]
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out = q.new_zeros(batch, length, heads, q.shape[-1]).transpose(1, 2)
         lse = torch.empty(batch, heads, length, device=q.device, dtype=torch.float32)
         rows, counts, _ = computed
-        settings = _settings("forward", q, k, first, key_mask)
+        settings = _settings("forward", q, k, first, key_mask) | {"GATED": gated}
         forward_kernel[triton.cdiv(length, settings["BM"]), batch * heads](
-            *(q, k, v, rows, counts, *_pointers(counts, first, key_mask), out, lse),
+            *(q, k, v, gate, rows, counts, *_pointers(counts, first, key_mask), out, lse),
             *_strides(q, k, v, out),
             *(length, keys, scaling * math.log2(math.e)),
             **settings,
         )
-        ctx.save_for_backward(q, k, v, out, lse, *lists, first, key_mask)
-        ctx.scaling = scaling
+        ctx.save_for_backward(q, k, v, gate, out, lse, *lists, first, key_mask)
+        ctx.scaling, ctx.gated = scaling, gated
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, lse, rows, counts, before, first, key_mask = ctx.saved_tensors
+        q, k, v, gate, out, lse, rows, counts, before, first, key_mask = ctx.saved_tensors
         (batch, heads, length, _), (groups, keys) = q.shape, k.shape[1:3]
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)  # laid out as `out` is
         dq, delta = torch.zeros_like(out), torch.empty_like(lse)
+        d_gate = torch.zeros_like(gate) if ctx.gated else None
         dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (k, v))
         whole, until = (None, None) if first is None else _seen_until(first, keys)
         sizes = (length, keys, ctx.scaling * math.log2(math.e), ctx.scaling)
-        settings = _settings("queries", q, k, first, key_mask)
+        settings = _settings("queries", q, k, first, key_mask) | {"GATED": ctx.gated}
         query_gradient_kernel[triton.cdiv(length, settings["BM"]), batch * heads](
-            *(q, k, v, rows, counts, *_pointers(counts, first, key_mask), out, lse, grad, dq, delta),
+            *(q, k, v, gate, rows, counts, *_pointers(counts, first, key_mask), out, lse, grad),
+            *(dq, delta, *_pointers(gate, d_gate)),
             *_strides(q, k, v, out),
             *sizes,
             **settings,
         )
-        settings = _settings("keys", q, k, first, key_mask)
-        pointers = _pointers(counts, first, whole, until, key_mask)
+        settings = _settings("keys", q, k, first, key_mask) | {"GATED": ctx.gated}
         key_gradient_kernel[triton.cdiv(keys, settings["BN"]), batch * groups](
-            *(q, k, v, rows, counts, before, *pointers, lse, grad, delta, dk, dv),
+            *(q, k, v, gate, rows, counts, before, *_pointers(counts, first, whole, until, key_mask)),
+            *(lse, grad, delta, dk, dv),
             *_strides(q, k, v, out, dk),
             *sizes,
             **settings,
         )
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, d_gate, None, None, None, None, None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -192,10 +177,13 @@ def head_sparse_attention(
         key_mask: `[B, S]`, zero where a key is padding.
         all_heads: see above.
     """
-    selected = gate != 0
-    lists = selected_positions(selected)
-    computed = selected_positions(torch.ones_like(selected)) if all_heads else lists
-    out = _SelectedAttention.apply(queries, keys, values, lists, computed, first, key_mask, scaling)
+    gate = gate.to(torch.float32).contiguous()
+    lists = selected_positions(gate)
+    if not all_heads:
+        out = _SelectedAttention.apply(queries, keys, values, gate, lists, lists, first, key_mask, scaling, True)
+        return out.transpose(1, 2)
+    every = all_positions(*gate.shape, gate.device)
+    out = _SelectedAttention.apply(queries, keys, values, gate.detach(), lists, every, first, key_mask, scaling, False)
     return _Gate.apply(out.transpose(1, 2), gate.to(out.dtype))
 
 
@@ -221,7 +209,8 @@ def attention_forward(
         raise RuntimeError(f"attn_implementation={NAME!r} needs {lacking}; 'sdpa' and 'eager' run without")
     if dropout:
         raise ValueError(f"attn_implementation={NAME!r} has no dropout; set attention_dropout=0 or use 'sdpa'")
-    if attention_mask is not None and attention_mask.shape != (key.shape[0], key.shape[2]):
+    padded = attention_mask is not None and attention_mask.shape[-1] > 0
+    if padded and attention_mask.shape != (key.shape[0], key.shape[2]):
         raise ValueError(
             f"attn_implementation={NAME!r} takes a mask of padding [batch, keys], not {list(attention_mask.shape)} "
             f"for {key.shape[2]} keys; use 'sdpa' with other masks"
@@ -230,7 +219,7 @@ def attention_forward(
     if attention_mask is None and position_ids is not None and key.shape[2] == query.shape[2]:
         first = torch.arange(query.shape[2], device=query.device) - position_ids
         first = first.clamp_min(0).to(torch.int32).expand(query.shape[0], -1).contiguous()
-    key_mask = None if attention_mask is None else attention_mask.to(torch.int8).contiguous()
+    key_mask = attention_mask.to(torch.int8).contiguous() if padded else None
     if query.shape[2] == 1 and not torch.is_grad_enabled():
         return head_sparse_decoding(query, key, value, head_gate, scaling, key_mask), None
     exact = module.config.sparse_gate_gradient == "exact" and torch.is_grad_enabled() and head_gate.requires_grad
@@ -238,11 +227,19 @@ def attention_forward(
 
 
 def _padding(attention_mask: torch.Tensor | None = None, kv_length: int | None = None, **kwargs) -> torch.Tensor | None:
-    """The mask that the backend gets: `[B, S]`, of padding, or None."""
-    return None if attention_mask is None else attention_mask[:, -kv_length:]
+    """The mask that the backend gets, once for all layers: `[B, S]`, of padding; `[B, 0]` where there is none; or None.
+
+    Whether there is padding is asked of the device, as transformers does for SDPA: without, no block
+    needs a mask but at the edge. A graph that is being captured cannot be asked.
+    """
+    if attention_mask is None:
+        return None
+    mask = attention_mask[:, -kv_length:]
+    unknown = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    return mask if unknown or not mask.all() else mask[:, :0]
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _padding)
 
-__all__ = ["NAME", "head_sparse_attention", "selected_positions"]
+__all__ = ["NAME", "head_sparse_attention"]

@@ -35,6 +35,7 @@ from .configuration_moh_llama import MoHLlamaConfig
 # Not used here: transformers 5.2 fetches the files that this one imports, and not what those import.
 from .head_sparse_decoding_moh import head_sparse_decoding  # noqa: F401
 from .head_sparse_kernels_moh import forward_kernel  # noqa: F401
+from .head_sparse_lists_moh import selected_positions  # noqa: F401
 from .head_sparse_moh import NAME as HEAD_SPARSE
 from .routing_moh import MoHLinear, MoHRouter, MoHStandIn, load_balancing_loss
 
@@ -169,21 +170,15 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
                 goes back to the config's.
 
         Raises:
-            ValueError: a number below a layer's shared heads or above its heads.
+            ValueError: a number below a layer's shared heads, above its heads, or not of whole groups.
         """
         if num_active_heads is None:
             num_active_heads = self.config.active_heads_per_layer
         elif isinstance(num_active_heads, int):
             num_active_heads = [num_active_heads] * len(self.routers)
-        for layer, (router, active) in enumerate(zip(self.routers, num_active_heads, strict=True)):
-            heads = router.num_shared + router.num_routed
-            if not router.num_shared <= active <= heads:
-                raise ValueError(
-                    f"num_active_heads={active} must lie between num_shared_heads={router.num_shared} "
-                    f"and num_attention_heads={heads} (layer {layer})"
-                )
-        for router, active in zip(self.routers, num_active_heads, strict=True):
-            router.num_active, router.top_k = active, active - router.num_shared
+        top_k = [router.top_k_of(active) for router, active in zip(self.routers, num_active_heads, strict=True)]
+        for router, active, k in zip(self.routers, num_active_heads, top_k, strict=True):
+            router.num_active, router.top_k = active, k
 
     @contextlib.contextmanager
     def all_heads_active(self) -> Iterator[None]:
@@ -243,7 +238,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         """Logits `[B, T, V]` and, as asked for, the loss, the load-balance loss and router logits.
 
         Arguments are those of `LlamaForCausalLM`. With `output_router_logits` (default: the
-        config's) the output holds `router_logits` (per layer `[B, T, R]`) and `aux_loss`, the
+        config's) the output holds `router_logits` (per layer `[B, T, U]`) and `aux_loss`, the
         load-balance loss of Eq. 7 averaged over layers; given `labels`, `loss` is then
         cross-entropy + `router_aux_loss_coef` * `aux_loss` (Eq. 8).
         """

@@ -1,7 +1,7 @@
 """Routing of Mixture-of-Head attention: which heads a token uses, and by what factor.
 
-Shapes: B batch, T tokens, H query heads, S shared heads, R = H - S routed heads, D head size,
-C hidden size.
+Shapes: B batch, T tokens, H query heads, S shared heads, R = H - S routed heads, U routed units
+(the R heads, or the key-value groups that they make up), D head size, C hidden size.
 """
 
 from collections.abc import Sequence
@@ -37,12 +37,12 @@ def load_balancing_loss(
 ) -> torch.Tensor:
     """Load-balance loss of Eq. 7, averaged over the layers that have routed heads.
 
-    Per layer: sum over routed heads of P_i * f_i, with P_i the mean over tokens of the head's
-    softmax score and f_i the share of tokens that select it. Even load gives K / R.
+    Per layer: sum over routed units of P_i * f_i, with P_i the mean over tokens of the unit's
+    softmax score and f_i the share of tokens that select it. Even load gives K / U.
 
     Args:
-        router_logits: per layer `[B, T, R]`; layers may differ in R, and R may be 0.
-        top_k: per layer, how many routed heads a token selects.
+        router_logits: per layer `[B, T, U]`; layers may differ in U, and U may be 0.
+        top_k: per layer, how many routed units a token selects, K.
         attention_mask: optional `[B, >= T]`, 0 where a position is padding; its last T columns
             belong to the logits (earlier ones to the cache). Masks of other ranks are ignored.
 
@@ -94,8 +94,10 @@ class MoHLinear(nn.Module):
 
 
 class MoHRouter(nn.Module):
-    """Scores the routed heads of one layer and builds the gate of all heads.
+    """Scores the routed units of one layer and builds the gate of all heads.
 
+    A unit is what is on or off as one: `unit` heads, 1 or a key-value group's. `num_shared`,
+    `num_routed` and `num_active` count heads, `routed_units` and `top_k` units. `num_active` and
     `top_k` may be changed at run time (see `MoHLlamaPreTrainedModel.set_active_heads`); every
     other property follows from the config.
 
@@ -108,20 +110,36 @@ class MoHRouter(nn.Module):
         super().__init__()
         shared = config.shared_heads_per_layer[layer_idx]
         routed = [head for head in range(config.num_attention_heads) if head not in set(shared)]
+        self.layer_idx = layer_idx
         self.num_shared, self.num_routed = len(shared), len(routed)
-        self.num_active = config.active_heads_per_layer[layer_idx]
-        self.top_k = self.num_active - self.num_shared
+        self.num_active, self.unit = config.active_heads_per_layer[layer_idx], config.heads_per_unit
+        self.routed_units, self.top_k = self.num_routed // self.unit, self.top_k_of(self.num_active)
         self.router_type, self.router_score = config.router_type, config.router_score
-        # Python lists, not buffers: they need no care when weights are loaded on the meta device.
+        # Python lists, not buffers: they need no care when weights are loaded on the meta device. Heads are sorted, so
+        # that those of a unit follow each other.
         self.routed_heads = routed
         self.head_order = order_of_heads(shared, routed)
 
         if self.router_type == "linear" and self.num_routed:
-            self.routed = MoHLinear(config.hidden_size, self.num_routed)
+            self.routed = MoHLinear(config.hidden_size, self.routed_units)
         if self.router_type == "two_stage":
-            self.routed = MoHLinear(config.hidden_size, self.num_routed, bias=False)
-            self.shared = MoHLinear(config.hidden_size, self.num_shared, bias=False)
+            self.routed = MoHLinear(config.hidden_size, self.routed_units, bias=False)
+            self.shared = MoHLinear(config.hidden_size, self.num_shared // self.unit, bias=False)
             self.stage = MoHLinear(config.hidden_size, 2, bias=False)
+
+    def top_k_of(self, active: int) -> int:
+        """How many routed units a token selects that uses so many heads; ValueError where no number does."""
+        heads, unit = self.num_shared + self.num_routed, self.unit
+        if not self.num_shared <= active <= heads:
+            raise ValueError(
+                f"num_active_heads={active} must lie between num_shared_heads={self.num_shared} "
+                f"and num_attention_heads={heads} (layer {self.layer_idx})"
+            )
+        if active % unit:
+            raise ValueError(
+                f"num_active_heads={active} must be whole key-value groups of {unit} heads (layer {self.layer_idx})"
+            )
+        return (active - self.num_shared) // unit
 
     def forward(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route every token.
@@ -131,7 +149,7 @@ class MoHRouter(nn.Module):
             query_states: queries before rotary embedding `[B, T, H, D]`.
 
         Returns:
-            Logits of the routed heads `[B, T, R]` and the gate of all heads `[B, T, H]`, both
+            Logits of the routed units `[B, T, U]` and the gate of all heads `[B, T, H]`, both
             float32 (float64 for a float64 model): close calls between heads are not left to a
             half-precision rounding.
         """
@@ -141,7 +159,7 @@ class MoHRouter(nn.Module):
             logits = self._routed_logits(hidden_states, query_states)
             selected = select_top_k(logits, self.top_k)
             routed_score = logits.softmax(-1)
-            shared_score = logits.new_ones(*logits.shape[:-1], self.num_shared)
+            shared_score = logits.new_ones(*logits.shape[:-1], self.num_shared // self.unit)
             if self.router_type == "two_stage":  # Eq. 5 and 6
                 shared_stage, routed_stage = self.stage(hidden_states).softmax(-1).split(1, dim=-1)
                 shared_score = shared_stage * self.shared(hidden_states).softmax(-1)
@@ -151,6 +169,8 @@ class MoHRouter(nn.Module):
                 gate = torch.cat([shared_score, selected * routed_score], dim=-1)
             else:
                 gate = torch.cat([straight_through(1.0, shared_score), straight_through(selected, routed_score)], -1)
+            if self.unit > 1:
+                gate = gate.repeat_interleave(self.unit, dim=-1)
             return logits, gate if self.head_order is None else gate[..., self.head_order]
 
     def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
@@ -160,9 +180,11 @@ class MoHRouter(nn.Module):
             return self.routed(hidden_states)
         first = self.head_order is None
         routed = query_states[..., self.num_shared :, :] if first else query_states[..., self.routed_heads, :]
+        if self.unit > 1:  # the norm of a unit's queries, side by side
+            routed = routed.unflatten(-2, (self.routed_units, self.unit)).flatten(-2)
         norms = routed.to(hidden_states.dtype).norm(dim=-1)
-        if self.num_routed < 2:
-            return norms  # one head has no spread to divide by, and nothing to compete with
+        if self.routed_units < 2:
+            return norms  # one unit has no spread to divide by, and nothing to compete with
         # Heads that are copies of one another have no spread: the quotient must stay finite all the same.
         return norms / norms.std(dim=-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).eps)
 

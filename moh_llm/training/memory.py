@@ -177,7 +177,8 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
     kept = 8 + 2 * stream * model.head_dim + length + (4 + stream) * model.hidden_size
     layers = []
     for shared, active in zip(model.shared_heads_per_layer, model.active_heads_per_layer, strict=True):
-        routed, top_k = model.num_attention_heads - len(shared), active - len(shared)
+        unit = model.heads_per_unit
+        routed, top_k = (model.num_attention_heads - len(shared)) // unit, (active - len(shared)) // unit
         layers.append(_layer(config, model, precision, routed, top_k))
         kept += 8 * (routed + top_k)  # logits; the load-balance loss's softmax and chosen heads (int64)
         kept += stream * model.hidden_size if config.gradient_checkpointing else layers[-1]

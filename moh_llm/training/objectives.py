@@ -1,6 +1,7 @@
 """What a training step minimises: KL to the base or cross-entropy, plus the load-balance loss, plus layer matching.
 
-Shapes: B blocks, L positions, C hidden size, R routed heads. The token losses themselves are in `token_losses`.
+Shapes: B blocks, L positions, C hidden size, U routed units (heads or key-value groups). The token
+losses themselves are in `token_losses`.
 
 Every sum is divided by a count over the whole step, not over one forward pass, so that 8 passes
 of 1 block and 1 pass of 8 blocks have the same loss and gradient. That holds for the load-balance
@@ -47,8 +48,8 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
     """Load-balance loss (Eq. 7, averaged over layers) of each block, summed over the blocks.
 
     Args:
-        router_logits: per layer `[B, L, R]`.
-        routers: the layers' routers, which know how many heads a token selects.
+        router_logits: per layer `[B, L, U]`.
+        routers: the layers' routers, which know how many units a token selects.
     """
     # The model's own loss takes a batch as one text. Here blocks stay apart, without a loop over them, and layers that
     # route alike are taken together: one by one they would be thousands of small operations.
@@ -58,7 +59,7 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
             alike.setdefault((logits.shape[-1], router.top_k), []).append(logits)
     total = torch.zeros((), device=router_logits[0].device)
     for (_, top_k), layers in alike.items():
-        logits = torch.stack([layer.to(total.device) for layer in layers])  # [N, B, L, R]
+        logits = torch.stack([layer.to(total.device) for layer in layers])  # [N, B, L, U]
         total = total + (logits.softmax(-1).mean(2) * select_top_k(logits, top_k).mean(2)).sum()
     return total / max(1, sum(map(len, alike.values())))
 

@@ -75,7 +75,8 @@ def evaluate(
     device = next(model.parameters()).device
     mine = range(rank, len(batches), world)
     rounds = -(-len(batches) // world)
-    sums, routing = torch.zeros(5, dtype=torch.float64, device=device), RoutingCounts()
+    sums = torch.zeros(5, dtype=torch.float64, device=device)
+    routing = RoutingCounts(step.network.config.heads_per_unit)
     model.eval()
     for number in range(rounds):
         # Every process takes part in every pass: some ways of distributing gather weights in each.

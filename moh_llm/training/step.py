@@ -3,7 +3,7 @@
 Everything that touches a weight happens inside `forward`, student and teacher, so that each way of
 distributing (DDP, ZeRO, FSDP2) finds its weights where its hooks look for them.
 
-Shapes: B blocks, L positions, C hidden size, N positions with a target.
+Shapes: B blocks, L positions, C hidden size, N positions with a target, U routed units of a layer.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class TrainingStep(nn.Module):
             In training task loss and cross-entropy in nats, the load-balance losses of the blocks,
             and the layers' distances to the base's (`layer_distance_sum`), `[4]`; all but the
             second carry a gradient. With `compare` the sums of `COMPARISON`, `[4]` (without a
-            teacher all but the first are zero), and the router logits of each layer, `[N, R]`.
+            teacher all but the first are zero), and the router logits of each layer, `[N, U]`.
         """
         counted = targets != IGNORED
         matching = self.objective.layer_coefficient > 0 and not compare

@@ -57,6 +57,26 @@ PLANS = {
         "router_type": "linear",
         "head_stand_in": "value",
     },
+    "groups, query_norm": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_size": 32,
+        "num_shared_heads": 2,
+        "num_active_heads": 4,
+        "shared_heads": [[2, 3], [7, 6]],
+        "router_type": "query_norm",
+        "routing_unit": "kv_group",
+    },
+    "groups, two_stage, weighted": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "hidden_size": 48,
+        "num_shared_heads": 2,
+        "num_active_heads": 4,
+        "router_type": "two_stage",
+        "router_score": "weighted",
+        "routing_unit": "kv_group",
+    },
     "five heads": {
         "num_attention_heads": 5,
         "num_key_value_heads": 5,
@@ -222,8 +242,9 @@ def _scores(config: MoHLlamaConfig, weights: dict, layer: int, x: np.ndarray, q:
     if not routed:
         return scores
     prefix = f"model.layers.{layer}.self_attn.router."
+    unit = config.num_attention_heads // config.num_key_value_heads if config.routing_unit == "kv_group" else 1
     if config.router_type == "query_norm":
-        norms = np.sqrt((q[routed] ** 2).sum(-1))
+        norms = np.sqrt((q[routed] ** 2).sum(-1).reshape(-1, unit).sum(-1))
         logits = norms / norms.std(ddof=1)
     else:
         logits = weights[f"{prefix}routed.weight"] @ x + weights.get(f"{prefix}routed.bias", 0)
@@ -231,8 +252,9 @@ def _scores(config: MoHLlamaConfig, weights: dict, layer: int, x: np.ndarray, q:
     if config.router_type == "two_stage":
         stage = naive.softmax(weights[f"{prefix}stage.weight"] @ x)
         real = stage[1] * real
-        for head, score in zip(shared, naive.softmax(weights[f"{prefix}shared.weight"] @ x), strict=True):
+        own = naive.softmax(weights[f"{prefix}shared.weight"] @ x).repeat(unit)
+        for head, score in zip(shared, own, strict=True):
             scores[head] = stage[0] * score
-    for head, score in zip(routed, real, strict=True):
+    for head, score in zip(routed, real.repeat(unit), strict=True):
         scores[head] = score
     return scores

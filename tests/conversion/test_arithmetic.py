@@ -75,8 +75,9 @@ def test_heads_that_are_off_cost_nothing(router, stand_in):
     products = 0
     for ids, on in zip(shared, active, strict=True):
         for position in range(length):
+            for _ in range(4 if router == "query_norm" else on):
+                products += hidden * size  # query, of which that router takes the norm
             for _ in range(on):
-                products += hidden * size  # query
                 products += 2 * size * (position + 1)  # scores and weighted sum
                 products += size * hidden  # its rows of the output projection
             products += 2 * 2 * hidden * size  # keys and values of both groups

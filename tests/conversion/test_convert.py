@@ -105,6 +105,44 @@ def test_any_total_that_the_counts_allow_is_met(make_llama, convert, tmp_path):
     assert record_of(tmp_path / "moh")["plan"]["active_heads"] == [15]
 
 
+GROUPS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "num_hidden_layers": 3}
+
+
+@pytest.mark.parametrize(
+    "flags", [["--shared", "importance"], ["--num-shared-heads", "0", "--budgets", "even"]], ids=str
+)
+def test_whole_groups(make_llama, convert, tmp_path, capsys, flags):
+    """Every token has both heads of a group on or off, and the choice beats random heads."""
+    assert convert(make_llama(**GROUPS), tmp_path / "moh", "--routing-unit", "kv_group", *flags) == 0
+    assert "by whole key-value groups" in " ".join(capsys.readouterr().out.split())
+    moh, record = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").eval(), record_of(tmp_path / "moh")
+    config, plan, proof = moh.config, record["plan"], record["verification"]
+    assert (config.routing_unit, config.moh_format, plan["routing_unit"]) == ("kv_group", 2, "kv_group")
+    assert [list(costs) for costs in record["calibration"]["estimated_kl_by_drops"]] == (
+        [["2", "4", "6"]] * 3 if "importance" in flags else [["2"]] * 3
+    )
+    assert sum(plan["active_heads"]) == 18 and not any(active % 2 for active in plan["active_heads"])
+    gates = []
+    for router in moh.routers:
+        router.register_forward_hook(lambda module, args, output: gates.append(output[1]))
+    with torch.no_grad():
+        moh(torch.arange(1, 60)[None])
+    for gate, shared, active in zip(gates, plan["shared_heads"], plan["active_heads"], strict=True):
+        assert torch.equal(gate[..., 0::2], gate[..., 1::2]) and (gate.sum(-1) == active).all()
+        assert gate[..., shared].eq(1).all()
+    assert proof["all_heads_active"]["equals_base"] is True and proof["paper_active_heads"] == 6
+    assert proof["converted"]["kl"] < proof["random_heads"]["kl"]
+    assert "`kv_group`: the heads that share one key-value head" in (tmp_path / "moh" / "README.md").read_text()
+
+
+def test_whole_groups_in_the_papers_layer(make_llama, convert, tmp_path):
+    base = make_llama(**GROUPS)
+    assert convert(base, tmp_path / "moh", "--routing-unit", "kv_group", "--preset", "paper") == 0
+    config = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").config
+    assert (config.num_shared_heads, config.num_active_heads, config.router_type) == (4, 6, "query_norm")
+    assert (tmp_path / "moh" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
+
+
 def test_even_budgets_without_stand_ins(make_llama, convert, read_tensors, tmp_path):
     base = make_llama()
     assert convert(base, tmp_path / "moh", "--budgets", "even", "--stand-in", "none") == 0
@@ -190,9 +228,10 @@ def test_the_index_is_written_last(make_llama, convert, tmp_path, monkeypatch):
     assert INDEX not in there
 
 
-def test_loads_where_moh_llm_is_not_importable(make_llama, convert, tmp_path):
+@pytest.mark.parametrize("unit", ["head", "kv_group"])
+def test_loads_where_moh_llm_is_not_importable(make_llama, convert, tmp_path, unit):
     output = tmp_path / "moh"
-    assert convert(make_llama(), output) == 0
+    assert convert(make_llama(), output, "--num-shared-heads", "0", "--routing-unit", unit) == 0
     # An import hook keeps the package, installed or not, out of the child's reach.
     code = """
 import sys, torch

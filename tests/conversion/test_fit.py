@@ -37,22 +37,23 @@ def ridge(x, y):
     return weight, y.mean(0) - weight @ x.mean(0)
 
 
-def half_squares(sample, tokens):
-    """1/2 o_h^T M o_h of every head, `[N, H]`."""
+def half_squares(sample, tokens, unit=1):
+    """1/2 o^T M o of every unit, o the sum of its heads' outputs, `[N, U]`."""
     s, size = doubles(vars(sample)), sample.heads.shape[-1]
     outputs = np.array(
         [[s["o_proj"][:, h * size :][:, :size] @ v[t] for h, v in enumerate(s["heads"])] for t in tokens]
     )
+    outputs = np.array([[sum(row[h : h + unit]) for h in range(0, len(row), unit)] for row in outputs])
     return np.array([[o @ s["sensitivity"] @ o / 2 for o in row] for row in outputs])
 
 
-def held_out_cost(sample, fit, routed):
+def held_out_cost(sample, fit, routed, unit=1):
     s, tensors, size = doubles(vars(sample)), doubles(fit.tensors), sample.heads.shape[-1]
     costs = []
     for t in range(sample.fitted, len(s["inputs"])):
         x, error = s["inputs"][t], 0
         logits = tensors["router.routed.weight"] @ x + tensors["router.routed.bias"]
-        for i in np.argsort(logits)[: fit.dropped]:
+        for i in [row * unit + h for row in np.argsort(logits)[: fit.dropped // unit] for h in range(unit)]:
             missing = s["heads"][routed[i], t]
             if "stand_in.bias" in tensors:
                 share = tensors["stand_in.own_value.weight"][i] @ x + tensors["stand_in.own_value.bias"][i]
@@ -72,17 +73,20 @@ def test_ridge_solves_the_normal_equations_with_a_free_bias():
     np.testing.assert_allclose(bias, expected_bias, rtol=1e-5)
 
 
-@pytest.mark.parametrize("heads", [1, 4, 9])
-def test_importance_is_half_the_squared_output_of_a_head_without_stand_in(heads):
-    sample = make_sample(heads)
-    importance = LayerFitter(sample, 0, stand_in=False).importance
-    np.testing.assert_allclose(importance, half_squares(sample, range(sample.fitted)).mean(0), rtol=1e-4)
+@pytest.mark.parametrize(("heads", "unit"), [(1, 1), (4, 1), (9, 1), (4, 4), (9, 3)])
+def test_importance_is_half_the_squared_output_of_a_unit_without_stand_in(heads, unit):
+    sample = make_sample(heads, unit)
+    importance = LayerFitter(sample, 0, stand_in=False, unit=unit).importance
+    np.testing.assert_allclose(importance, half_squares(sample, range(sample.fitted), unit).mean(0), rtol=1e-4)
 
 
-def test_router_is_the_ridge_of_the_log_error():
-    sample, routed = make_sample(5), [0, 2, 4]
-    tensors = LayerFitter(sample, [1, 3], stand_in=False).fit(1).tensors
-    log_error = np.log(half_squares(sample, range(sample.fitted))[:, routed]) / 2
+@pytest.mark.parametrize(
+    ("heads", "unit", "shared", "routed"), [(5, 1, [1, 3], [0, 2, 4]), (8, 2, [2, 3], [0, 2, 3])], ids=str
+)
+def test_router_is_the_ridge_of_the_log_error(heads, unit, shared, routed):
+    sample = make_sample(heads, unit)
+    tensors = LayerFitter(sample, shared, stand_in=False, unit=unit).fit(unit).tensors
+    log_error = np.log(half_squares(sample, range(sample.fitted), unit)[:, routed]) / 2
     weight, bias = ridge(sample.inputs[: sample.fitted].double().numpy(), log_error)
     np.testing.assert_allclose(tensors["router.routed.weight"], weight, rtol=1e-3, atol=1e-5)
     differences = (tensors["router.routed.bias"] - tensors["router.routed.bias"][0]).numpy()
@@ -91,26 +95,38 @@ def test_router_is_the_ridge_of_the_log_error():
 
 @pytest.mark.parametrize("stand_in", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "groups", "shared"), [(2, 1, []), (4, 2, [0]), (6, 3, [1, 4]), (9, 3, [0, 1, 8])], ids=str
+    ("heads", "groups", "shared", "unit"),
+    [
+        (2, 1, [], 1),
+        (4, 2, [0], 1),
+        (6, 3, [1, 4], 1),
+        (9, 3, [0, 1, 8], 1),
+        (9, 3, [3, 4, 5], 3),
+        (8, 2, [6, 7], 2),
+        (4, 4, [], 4),
+    ],
+    ids=str,
 )
-def test_cost_is_what_the_tensors_do_to_held_out_tokens(heads, groups, shared, stand_in):
+def test_cost_is_what_the_tensors_do_to_held_out_tokens(heads, groups, shared, unit, stand_in):
     sample = make_sample(heads, groups)
-    fitter = LayerFitter(sample, shared, stand_in)
+    fitter = LayerFitter(sample, shared, stand_in, unit)
     routed = [head for head in range(heads) if head not in shared]
     assert (fitter.shared_heads, fitter.routed_heads) == (shared, routed)
-    for dropped in range(1, len(routed) + 1):
+    for dropped in range(unit, len(routed) + 1, unit):
         fit = fitter.fit(dropped)
+        assert len(fit.tensors["router.routed.weight"]) == len(routed) // unit
         assert fit.dropped == dropped and fit.tensors.keys() == (ROUTER | STAND_IN if stand_in else ROUTER)
-        assert fit.cost == pytest.approx(held_out_cost(sample, fit, routed), rel=1e-4)
+        assert fit.cost == pytest.approx(held_out_cost(sample, fit, routed, unit), rel=1e-4)
 
 
-@pytest.mark.parametrize("dropped", [1, 2, 3])
-def test_stand_in_is_least_squares_over_the_tokens_that_drop_the_head(dropped):
-    sample, routed = make_sample(4, groups=2), [0, 1, 3]
-    tensors = doubles(LayerFitter(sample, [2], stand_in=True).fit(dropped).tensors)
+@pytest.mark.parametrize(("dropped", "unit"), [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)])
+def test_stand_in_is_least_squares_over_the_tokens_that_drop_the_head(dropped, unit):
+    sample = make_sample(4 * unit, groups=2)
+    routed = [head for head in range(4 * unit) if head // unit != 2]
+    tensors = doubles(LayerFitter(sample, [2 * unit + h for h in range(unit)], True, unit).fit(dropped).tensors)
     s, n = doubles(vars(sample)), sample.fitted
     logits = s["inputs"][:n] @ tensors["router.routed.weight"].T + tensors["router.routed.bias"]
-    ranks = logits.argsort(1).argsort(1)
+    ranks = (unit * logits.argsort(1).argsort(1)).repeat(unit, 1)
     for i, head in enumerate(routed):
         counts = (_EVERYWHERE + (ranks[:, i] < dropped))[:, None]
         values = s["values"][head, :n]
@@ -148,6 +164,13 @@ def test_importance_shares_the_heads_that_nothing_can_stand_in_for():
     sample.heads[2] = 3 + 0.5 * sample.values[2]
     assert LayerFitter(sample, 2, stand_in=False).shared_heads == [2, 4]
     assert LayerFitter(sample, 2, stand_in=True).shared_heads == [0, 4]
+
+
+def test_importance_shares_whole_groups():
+    sample = make_sample(6, groups=2)
+    sample.heads *= torch.tensor([2.0, 0.1, 3.0, 3.0, 0.1, 2.5])[:, None, None]
+    assert LayerFitter(sample, 2, stand_in=False, unit=2).shared_heads == [2, 3]
+    assert LayerFitter(sample, 4, stand_in=False, unit=2).shared_heads == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("stand_in", [False, True])

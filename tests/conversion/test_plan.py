@@ -42,6 +42,56 @@ def test_shared_and_active(options, heads, expected):
     assert shared_and_active(options, llama(heads)) == expected
 
 
+def by_group(**options):
+    return PlanOptions(routing_unit="kv_group", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "heads", "groups", "expected"),
+    [
+        (by_group(), 9, 3, (3, 204)),  # 67.5 groups, half to even
+        (by_group(num_active_heads=7), 9, 3, (3, 210)),
+        (by_group(num_shared_heads=0), 9, 3, (0, 204)),
+        (by_group(budgets="even"), 9, 3, (3, 180)),
+        (by_group(budgets="even", active_ratio=2 / 3), 9, 3, (3, 180)),
+        (by_group(), 32, 8, (4, 720)),
+        (by_group(), 64, 32, (8, 1440)),
+        (by_group(num_active_heads=2), 32, 16, (2, 60)),
+        (by_group(), 8, 1, (8, 240)),
+        (by_group(preset="paper"), 9, 3, (3, 180)),
+        (by_group(preset="paper"), 32, 8, (16, 720)),
+        (by_group(preset="paper"), 28, 4, (14, 630)),
+        (by_group(), 9, 9, (1, 202)),  # a group is a head
+        (by_group(preset="paper"), 9, 9, (4, 180)),
+    ],
+)
+def test_groups_are_shared_and_active_whole(options, heads, groups, expected):
+    assert shared_and_active(options, llama(heads, num_key_value_heads=groups)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "message"),
+    [
+        ({"num_shared_heads": 1}, 30, "num_shared_heads=1 splits key-value groups"),
+        ({"num_shared_heads": 4, "num_active_heads": 6}, 30, "3 heads each; these do not: 0, 3, 6, 9"),
+        ({"num_active_heads": 7, "budgets": "even"}, 30, "num_active_heads=7 splits key-value groups"),
+        ({"num_active_heads": 7, "budgets": "even"}, 30, "these do not: 3, 6, 9"),
+        ({"num_active_heads": 7, "num_shared_heads": 6}, 5, "num_active_heads=7 splits"),
+        ({"num_active_heads": 7, "num_shared_heads": 6}, 5, "these do not: 6, 9"),
+        ({"num_active_heads": 2}, 30, "num_active_heads=2 must lie between 3 and num_attention_heads=9"),
+    ],
+)
+def test_split_groups_are_refused_with_the_numbers_that_work(options, layers, message):
+    with pytest.raises(UserError) as error:
+        shared_and_active(by_group(**options), llama(9, layers, num_key_value_heads=3))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_uneven_total_of_whole_groups_need_not_be_even():
+    """Two layers of 9 heads with 0.8 of them on: 14.4, which is 5 groups, and no mean of whole heads."""
+    assert shared_and_active(by_group(active_ratio=0.8), llama(9, 2, num_key_value_heads=3)) == (3, 15)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -98,6 +148,13 @@ def test_drops_of_even_and_empty_plans():
     assert drops_to_fit(PlanOptions(preset="paper"), llama(32)) == []
     assert drops_to_fit(PlanOptions(), llama(1)) == []
     assert drops_to_fit(PlanOptions(num_shared_heads=4), llama(4)) == []
+    assert drops_to_fit(by_group(), llama(9, num_key_value_heads=3)) == [3, 6]
+    assert drops_to_fit(by_group(num_shared_heads=0), llama(9, num_key_value_heads=3)) == [3, 6]
+    assert drops_to_fit(by_group(budgets="even"), llama(32, num_key_value_heads=8)) == [8]
+    assert drops_to_fit(by_group(), llama(64, num_key_value_heads=32)) == [
+        2 * n for n in drops_to_fit(PlanOptions(), llama(32))
+    ]
+    assert drops_to_fit(by_group(), llama(8, num_key_value_heads=1)) == []
 
 
 def test_config_holds_ids_and_budgets_of_each_layer():
@@ -111,6 +168,10 @@ def test_config_holds_ids_and_budgets_of_each_layer():
     first = build_config(base, PlanOptions(preset="paper"), [[0, 1], [0, 1]], [3, 3])
     assert (first.shared_heads, first.num_shared_heads, first.num_active_heads) == (None, 2, 3)
     assert (first.router_type, first.head_stand_in) == ("query_norm", "none")
+
+    groups = build_config(base, by_group(), [[2, 3], [2, 3]], [2, 4])
+    assert (groups.routing_unit, groups.shared_heads, groups.moh_format) == ("kv_group", [[2, 3], [2, 3]], 2)
+    assert paper_plan(groups).routing_unit == "head"
 
     with pytest.raises(UserError, match=r"impossible head plan: .*num_active_heads=5 must lie between"):
         build_config(base, PlanOptions(), [[0], [0]], [4, 5])

@@ -158,8 +158,8 @@ BAD_INPUT = {
     "sliding window in use": (QWEN2, "sliding_window=64 stands in the way"),
     "code of its own": (REMOTE, "auto_map says that it runs code of its own"),
     "of a later version": (
-        edit_config(model_type="moh_llama", moh_format=2),
-        "moh_format=2 is newer than this moh-llm reads (1); pip install -U moh-llm",
+        edit_config(model_type="moh_llama", moh_format=3),
+        "moh_format=3 is newer than this moh-llm reads (2); pip install -U moh-llm",
     ),
     "dense already": (flags("--to-dense"), "is no MoH model (model_type 'llama'): it is dense already"),
     "no tokenizer": (_drop_tokenizer, "has no tokenizer that loads"),
@@ -179,6 +179,15 @@ BAD_INPUT = {
     "fewer active than shared": (
         flags("--num-shared-heads", "3", "--num-active-heads", "2"),
         "num_active_heads=2 must lie between num_shared_heads=3",
+    ),
+    "split groups shared": (
+        flags("--routing-unit", "kv_group", "--num-shared-heads", "1"),
+        "num_shared_heads=1 splits key-value groups, which --routing-unit kv_group switches whole, 2 heads each; "
+        "these do not: 0, 2, 4",
+    ),
+    "split groups active": (
+        flags("--routing-unit", "kv_group", "--num-active-heads", "3", "--budgets", "even"),
+        "num_active_heads=3 splits key-value groups",
     ),
     "licence of nothing": (flags("--licence", "mit"), "--licence is for publishing; pass --push-to-hub ORG/NAME"),
     "ratio": (flags("--active-ratio", "1.5"), "--active-ratio 1.5 must be above 0 and at most 1"),
@@ -224,7 +233,8 @@ def test_routing_flags_do_not_go_with_the_way_back(make_llama, convert, tmp_path
     """Flags that --to-dense cannot follow are refused, not passed over."""
     assert convert(make_llama(), tmp_path / "moh", "--preset", "paper", "--verify", "none") == 0
     arguments = ["convert", str(tmp_path / "moh"), "--to-dense", "--output", str(tmp_path / "dense")]
-    assert main([*arguments, "--dtype", "bfloat16"]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and "--dtype" in error
+    for flag, value in (("--dtype", "bfloat16"), ("--routing-unit", "head")):
+        assert main([*arguments, flag, value]) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: ") and flag in error
     assert [path.name for path in tmp_path.iterdir()] == ["moh"]

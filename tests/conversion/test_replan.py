@@ -54,8 +54,9 @@ def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> boo
         ["--num-active-heads", "2", "--shared", "importance"],
         ["--router", "query_norm", "--budgets", "even", "--stand-in", "none"],
         ["--preset", "paper"],
+        ["--routing-unit", "kv_group", "--num-shared-heads", "0"],
     ],
-    ids=["more shared", "fewer active", "no weights", "paper"],
+    ids=["more shared", "fewer active", "no weights", "paper", "groups"],
 )
 def test_a_new_plan_is_that_of_the_base(request, base, convert, read_tensors, one_thread, tmp_path, source, plan):
     """What the first plan was leaves no trace: the tensors are those of converting the base itself."""
@@ -74,6 +75,17 @@ def test_a_router_without_weights_leaves_the_bases_file(base, moh, convert, tmp_
     assert convert(moh, tmp_path / "again", *flags) == 0
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
     assert [path.name for path in (tmp_path / "again").glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_groups_are_forgotten_where_heads_are_asked_for(base, convert, read_tensors, one_thread, tmp_path):
+    flags = ["--routing-unit", "kv_group", "--num-shared-heads", "0", "--verify", "none"]
+    assert convert(base, tmp_path / "groups", *flags) == 0
+    assert convert(tmp_path / "groups", tmp_path / "again") == convert(base, tmp_path / "direct") == 0
+    assert equal(read_tensors(tmp_path / "again"), read_tensors(tmp_path / "direct"))
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("direct", "again")]
+    assert configs[0] == configs[1] and configs[0]["moh_format"] == 1
+    assert main(["convert", str(tmp_path / "groups"), "--to-dense", "--output", str(tmp_path / "dense")]) == 0
+    assert (tmp_path / "dense" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("link", [[], ["--link"]], ids=["copied", "linked"])

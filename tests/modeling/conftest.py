@@ -21,6 +21,7 @@ def make_pair(make_llama, tmp_path) -> Callable[..., tuple[LlamaForCausalLM, MoH
         "shared_heads",
         "router_type",
         "router_score",
+        "routing_unit",
         "head_stand_in",
     )
 

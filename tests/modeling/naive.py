@@ -15,27 +15,29 @@ def gates(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, que
     heads = config.num_attention_heads
     shared = config.shared_heads_per_layer[layer]
     routed = [head for head in range(heads) if head not in shared]
-    k = config.active_heads_per_layer[layer] - len(shared)
+    size = heads // config.num_key_value_heads if config.routing_unit == "kv_group" else 1
+    units = [routed[first : first + size] for first in range(0, len(routed), size)]
+    k = (config.active_heads_per_layer[layer] - len(shared)) // size
     prefix = f"model.layers.{layer}.self_attn.router."
     gate = np.zeros(heads)
     gate[shared] = 1.0
     if not routed:
         return gate
     if config.router_type == "query_norm":
-        norms = np.array([math.sqrt((queries[head] ** 2).sum()) for head in routed])
-        logits = norms / norms.std(ddof=1) if len(routed) > 1 else norms
+        norms = np.array([math.sqrt(sum((queries[head] ** 2).sum() for head in unit)) for unit in units])
+        logits = norms / norms.std(ddof=1) if len(units) > 1 else norms
     elif config.router_type == "linear":
         logits = weights[prefix + "routed.weight"] @ x + weights[prefix + "routed.bias"]
     else:
         logits = weights[prefix + "routed.weight"] @ x
     scores = softmax(logits)
     real = np.ones(heads)
-    real[routed] = scores
     if config.router_type == "two_stage":
         a1, a2 = softmax(weights[prefix + "stage.weight"] @ x)
-        real[shared] = a1 * softmax(weights[prefix + "shared.weight"] @ x)
-        real[routed] = a2 * scores
-    chosen = [routed[i] for i in np.argsort(-logits, kind="stable")[:k]]
+        real[shared] = a1 * softmax(weights[prefix + "shared.weight"] @ x).repeat(size)
+        scores = a2 * scores
+    real[routed] = scores.repeat(size)
+    chosen = [head for i in np.argsort(-logits, kind="stable")[:k] for head in units[i]]
     for head in [*shared, *chosen]:
         gate[head] = real[head] if config.router_score == "weighted" else 1.0
     return gate

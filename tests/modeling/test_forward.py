@@ -89,6 +89,58 @@ def test_head_layouts_agree_with_the_naive_loop(make_pair, ids, heads, router_ty
     np.testing.assert_allclose(got, naive.logits(moh.config, weights, ids[0].numpy()), atol=1e-4, rtol=1e-5)
 
 
+GROUPS = {  # heads, key-value heads; the heads shared in two layers
+    "2 heads": {"heads": (8, 4), "shared_heads": [[4, 5], [7, 6]]},
+    "3 heads": {"heads": (9, 3), "shared_heads": [[0, 1, 2], [3, 4, 5]]},
+    "4 heads": {"heads": (8, 2), "shared_heads": [[0, 1, 2, 3], [4, 5, 6, 7]]},
+}
+SCORING = {
+    "query_norm": {"router_type": "query_norm"},
+    "query_norm weighted": {"router_type": "query_norm", "router_score": "weighted"},
+    "linear": {"router_type": "linear"},
+    "linear weighted": {"router_type": "linear", "router_score": "weighted"},
+    "stand-ins": {"router_type": "linear", "head_stand_in": "value"},
+    "two_stage": {"router_type": "two_stage"},
+    "two_stage weighted": {"router_type": "two_stage", "router_score": "weighted"},
+}
+
+
+@pytest.mark.parametrize("scoring", SCORING.values(), ids=SCORING)
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_whole_groups_agree_with_the_naive_loop(make_pair, ids, groups, scoring):
+    (heads, kv_heads), shared_heads = groups["heads"], groups["shared_heads"]
+    unit = heads // kv_heads
+    _, moh = make_pair(
+        dtype=torch.float64,
+        **{"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads},
+        **{"routing_unit": "kv_group", "shared_heads": shared_heads, "num_shared_heads": unit},
+        num_active_heads=2 * unit if kv_heads > 2 else unit,
+        **scoring,
+    )
+    gates = []
+    for router in moh.routers:
+        router.register_forward_hook(lambda module, args, output: gates.append(output[1]))
+    weights = {name: tensor.numpy() for name, tensor in moh.state_dict().items()}
+    for active in (None, heads):
+        moh.set_active_heads(active)
+        moh.config.num_active_heads = active or moh.config.num_active_heads
+        with torch.no_grad():
+            got = moh(ids[:1]).logits[0].numpy()
+        np.testing.assert_allclose(got, naive.logits(moh.config, weights, ids[0].numpy()), atol=1e-4, rtol=1e-5)
+    for gate in gates:
+        by_group = gate.unflatten(-1, (kv_heads, unit))
+        assert torch.equal(by_group, by_group[..., :1].expand_as(by_group))
+
+
+@pytest.mark.parametrize("scoring", SCORING.values(), ids=SCORING)
+def test_a_group_of_one_head_is_a_head(make_pair, ids, scoring):
+    plan = {"num_key_value_heads": 4, "num_shared_heads": 1, "num_active_heads": 3, **scoring}
+    _, by_head = make_pair(**plan)
+    _, by_group = make_pair(**plan, routing_unit="kv_group")
+    with torch.no_grad():
+        assert torch.equal(by_group(ids).logits, by_head(ids).logits)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize(

@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from moh_llm.modeling.head_sparse_decoding_moh import head_sparse_decoding
+from moh_llm.modeling.head_sparse_lists_moh import selected_positions
+from moh_llm.modeling.head_sparse_moh import head_sparse_attention
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -27,3 +31,32 @@ def test_logits_are_those_of_the_cpu(make_pair, ids, router_type):
     with torch.no_grad():
         expected = moh(ids).logits
         torch.testing.assert_close(moh.cuda()(ids.cuda()).logits.cpu(), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 300])
+def test_head_sparse_attention_in_a_cuda_graph_follows_a_new_gate(length):
+    """Lists of other lengths come out of the same launches: nothing of them was read by the host."""
+    pytest.importorskip("triton")
+    q = torch.randn(1, 8, length, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 2, 600, 64, device="cuda", dtype=torch.bfloat16)
+    attend = head_sparse_decoding if length == 1 else head_sparse_attention
+    gates = [(torch.rand(1, length, 8, device="cuda") < share).float() for share in (0.9, 0.2)]
+    gate = gates[0].clone()
+    with torch.no_grad():
+        attend(q, k, v, gate, 0.1)  # compiled before the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attend(q, k, v, gate, 0.1)
+        for new in gates:
+            gate.copy_(new)
+            graph.replay()
+            assert torch.equal(out, attend(q, k, v, new, 0.1))
+
+
+def test_lists_compile_as_one_graph():
+    pytest.importorskip("triton")
+    gate = (torch.rand(2, 300, 8, device="cuda") < 0.5).float()
+    compiled = torch.compile(selected_positions, fullgraph=True)
+    (rows, counts, before), (_, *expected) = compiled(gate), selected_positions(gate)
+    assert torch.equal(counts, expected[0]) and torch.equal(before, expected[1])
+    assert rows.shape == before.shape

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from moh_llm.modeling import head_sparse_moh
-from moh_llm.modeling.head_sparse_moh import head_sparse_attention, selected_positions
+from moh_llm.modeling.head_sparse_lists_moh import all_positions, selected_positions
+from moh_llm.modeling.head_sparse_moh import head_sparse_attention
 
 pytest.importorskip("triton")
 
@@ -74,13 +75,17 @@ def compare(drawn, first=None, key_mask=None, tolerance=1e-5, all_heads=True):
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_lists_hold_the_selected_positions_in_order(share):
-    selected = torch.rand(3, 17, 5, generator=torch.Generator().manual_seed(0)) < share
-    rows, counts, before = selected_positions(selected)
-    for b in range(3):
-        for h in range(5):
-            expected = [t for t in range(17) if selected[b, t, h]]
-            assert rows[b, h, : counts[b, h]].tolist() == expected
-            assert before[b, h].tolist() == [sum(t < position for t in expected) for position in range(17)]
+    length = 2050  # the kernel goes on where a block of it ended
+    gate = (torch.rand(2, length, 3, generator=torch.Generator().manual_seed(0)) < share).float().to(DEVICE)
+    rows, counts, before = selected_positions(gate)
+    for b in range(2):
+        for h in range(3):
+            expected = gate[b, :, h].nonzero()[:, 0]
+            assert torch.equal(rows[b, h, : counts[b, h]].long(), expected)
+            assert torch.equal(before[b, h].long(), gate[b, :, h].long().cumsum(0) - gate[b, :, h].long())
+    if share == 1:
+        for got, expected in zip(all_positions(2, length, 3, rows.device), (rows, counts, before), strict=True):
+            assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +180,21 @@ def test_generation_with_left_padding_gives_the_masked_paths_tokens(make_pair, i
     settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     masked, sparse = (model.generate(ids, **settings) for model in both(make_pair, **plan))
     assert torch.equal(masked, sparse)
+
+
+def test_a_mask_without_padding_costs_nothing_and_changes_nothing(make_pair, ids, monkeypatch):
+    ids = ids.to(DEVICE)
+    masked, sparse = both(make_pair, **PLANS[1])
+    seen = []
+    attend = head_sparse_moh.head_sparse_attention
+    monkeypatch.setattr(head_sparse_moh, "head_sparse_attention", lambda *a, **k: seen.append(a) or attend(*a, **k))
+    # Positions that restart begin a document only where no mask is given.
+    positions = torch.cat([torch.arange(15), torch.arange(9)]).expand(3, -1).to(DEVICE)
+    with torch.no_grad():
+        logits = [m(ids, attention_mask=torch.ones_like(ids), position_ids=positions).logits for m in (masked, sparse)]
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+    assert len(seen) == 2
+    assert all(first is None and key_mask is None for *_, first, key_mask, _ in seen)
 
 
 def test_what_it_cannot_do_is_said_in_a_line(make_pair, ids, monkeypatch):

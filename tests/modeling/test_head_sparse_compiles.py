@@ -16,21 +16,23 @@ from triton import compile, next_power_of_2
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from moh_llm.modeling import head_sparse_decoding_moh as decoding, head_sparse_kernels_moh as kernels
+from moh_llm.modeling import head_sparse_lists_moh as lists
 from moh_llm.modeling.head_sparse_moh import tiles
 
 capability, shared_memory, size = map(int, sys.argv[1:])
-fixed = dict(H=32, G=8, D=size, BD=next_power_of_2(size), HAS_FIRST=True, HAS_MASK=False, PRECISION="tf32")
+fixed = dict(H=32, G=8, D=size, BD=next_power_of_2(size), HAS_FIRST=True, HAS_MASK=False, GATED=True, PRECISION="tf32")
 types = {name: "*bf16" for name in ("Q", "K", "V", "Out", "DOut", "DQ", "DK", "DV")}
 types |= {name: "*i32" for name in ("Rows", "Counts", "First", "Before", "Whole", "Until")}
-types |= {name: "*fp32" for name in ("Lse", "Delta", "Gate", "Outs", "Lses")} | {"KeyMask": "*i8"}
+types |= {name: "*fp32" for name in ("Lse", "Delta", "Gate", "DGate", "Outs", "Lses")} | {"KeyMask": "*i8"}
 types |= {"scale": "fp32", "scaling": "fp32"}
 kinds = {"forward_kernel": "forward", "query_gradient_kernel": "queries", "key_gradient_kernel": "keys"}
-for module, name in [(kernels, name) for name in kinds] + [(decoding, "part_kernel"), (decoding, "join_kernel")]:
+others = [(decoding, "part_kernel"), (decoding, "join_kernel"), (lists, "list_kernel")]
+for module, name in [(kernels, name) for name in kinds] + others:
     kernel = getattr(module, name)
     if module is kernels:
         chosen = tiles(kinds[name], size, torch.bfloat16, shared_memory)
     else:
-        chosen = {"BR": 16, "BN": decoding.BLOCK, "P": 32, "num_warps": 4, "num_stages": 3}
+        chosen = {"BR": 16, "BN": decoding.BLOCK, "P": 32, "BT": 2048, "num_warps": 4, "num_stages": 3}
     options = {key: chosen.pop(key) for key in ("num_warps", "num_stages")}
     constants = {key: value for key, value in (fixed | chosen).items() if key in kernel.arg_names}
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
@@ -51,5 +53,5 @@ def test_kernels_compile_and_fit_into_shared_memory(capability, tmp_path):
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     needed = {name: int(shared) for name, shared in map(str.split, done.stdout.splitlines())}
-    assert len(needed) == 5
+    assert len(needed) == 6
     assert max(needed.values()) <= SHARED_MEMORY[capability], needed

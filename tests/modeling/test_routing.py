@@ -7,10 +7,12 @@ from moh_llm.modeling import MoHLlamaConfig, MoHRouter, load_balancing_loss
 from moh_llm.modeling.routing_moh import select_top_k, straight_through
 
 
-def make_router(score: str, router_type: str = "linear") -> MoHRouter:
+def make_router(score: str, router_type: str = "linear", unit: int = 1) -> MoHRouter:
     config = MoHLlamaConfig(
         hidden_size=12,
         num_attention_heads=6,
+        num_key_value_heads=6 // unit,
+        routing_unit="kv_group" if unit > 1 else "head",
         num_hidden_layers=1,
         num_shared_heads=2,
         num_active_heads=4,
@@ -30,22 +32,24 @@ def test_quantized_gate_is_exactly_zero_or_one(dtype):
     assert (hard.sum(-1) == 3).all()
 
 
+@pytest.mark.parametrize("unit", [1, 2], ids=["heads", "groups of 2"])
 @pytest.mark.parametrize("router_type", ["linear", "query_norm", "two_stage"])
-def test_straight_through_gradient_is_the_real_valued_scores_gradient(router_type):
+def test_straight_through_gradient_is_the_real_valued_scores_gradient(router_type, unit):
     x = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
     queries = torch.randn(2, 5, 6, 2, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(2, 5, 6, dtype=torch.float64)
-    router = make_router("quantized", router_type)
+    router = make_router("quantized", router_type, unit)
 
     def real_valued(x: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """All heads' real-valued scores, written out again from the equations."""
+        """All units' real-valued scores, written out again from the equations."""
+        ones = torch.ones(2, 5, 2 // unit, dtype=x.dtype)
         if router_type == "query_norm":
-            norms = queries[:, :, 2:].pow(2).sum(-1).sqrt()
+            norms = queries[:, :, 2:].reshape(2, 5, 4 // unit, -1).pow(2).sum(-1).sqrt()
             routed = (norms / norms.std(-1, keepdim=True)).softmax(-1)
-            return torch.cat([torch.ones(2, 5, 2, dtype=x.dtype), routed], -1)
+            return torch.cat([ones, routed], -1)
         routed = (x @ router.routed.weight.T + (0 if router.routed.bias is None else router.routed.bias)).softmax(-1)
         if router_type == "linear":
-            return torch.cat([torch.ones(2, 5, 2, dtype=x.dtype), routed], -1)
+            return torch.cat([ones, routed], -1)
         stage = (x @ router.stage.weight.T).softmax(-1)
         shared = (x @ router.shared.weight.T).softmax(-1)
         return torch.cat([stage[..., :1] * shared, stage[..., 1:] * routed], -1)
@@ -54,7 +58,8 @@ def test_straight_through_gradient_is_the_real_valued_scores_gradient(router_typ
     _, gate = router(x, queries)
     assert set(gate.unique().tolist()) == {0.0, 1.0}
     got = torch.autograd.grad((gate * weight).sum(), inputs, allow_unused=True)
-    expected = torch.autograd.grad((real_valued(x, queries) * weight).sum(), inputs, allow_unused=True)
+    by_unit = weight.unflatten(-1, (-1, unit)).sum(-1)
+    expected = torch.autograd.grad((real_valued(x, queries) * by_unit).sum(), inputs, allow_unused=True)
     for a, b in zip(got, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
@@ -145,6 +150,21 @@ def test_active_heads_at_run_time(make_pair, ids):
         assert torch.equal(moh(ids).logits, two)
     with pytest.raises(ValueError, match=r"num_active_heads=5 must lie between .* \(layer 0\)"):
         moh.set_active_heads(5)
+
+
+def test_active_groups_at_run_time(make_pair, ids):
+    """The balance loss is that of groups, and what would split one is refused before anything changes."""
+    plan = {"num_shared_heads": 0, "num_active_heads": 2, "router_type": "linear"}
+    _, moh = make_pair(**plan, routing_unit="kv_group")
+    with torch.no_grad():
+        output = moh(ids, output_router_logits=True)
+    assert [tuple(layer.shape) for layer in output.router_logits] == [(3, 24, 2)] * 2
+    torch.testing.assert_close(output.aux_loss, load_balancing_loss(output.router_logits, [1, 1]))
+    with pytest.raises(ValueError, match=r"num_active_heads=3 must be whole key-value groups of 2 heads \(layer 1\)"):
+        moh.set_active_heads([4, 3])
+    assert [(router.num_active, router.top_k) for router in moh.routers] == [(2, 1), (2, 1)]
+    moh.set_active_heads([4, 2])
+    assert [(router.num_active, router.top_k) for router in moh.routers] == [(4, 2), (2, 1)]
 
 
 def test_scores_are_float32_in_a_bfloat16_model(make_pair, ids):

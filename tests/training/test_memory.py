@@ -126,6 +126,7 @@ SHAPES = {
     "wide MLP": ({"intermediate_size": 1024, "num_key_value_heads": 4, "num_hidden_layers": 3}, {}),
     "by norms": ({"router_type": "query_norm", "head_stand_in": "none"}, {}),
     "uneven": ({"num_shared_heads": [0, 1, 2, 3, 4, 8], "num_active_heads": [1, 2, 3, 4, 5, 8]}, {}),
+    "groups": ({"num_key_value_heads": 4, "routing_unit": "kv_group", "num_shared_heads": 2}, {}),
     "lora": ({}, {"lora": LORA}),
     "tied": ({"tie_word_embeddings": True, "num_hidden_layers": 3, "intermediate_size": 1024}, {}),
 }

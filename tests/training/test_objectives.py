@@ -7,7 +7,7 @@ import torch
 
 from moh_llm.data.stream import BlockStream
 from moh_llm.data.tokens import tokens_for
-from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
 from moh_llm.training.loop import train
 from moh_llm.training.objectives import balance_loss_sum, layer_distance_sum
@@ -16,10 +16,15 @@ from moh_llm.training.passes import accumulate_gradients
 from moh_llm.training.step import TrainingStep
 
 
-def test_balance_loss_is_the_models_own_block_by_block(model_folder) -> None:
-    model = MoHLlamaForCausalLM.from_pretrained(model_folder)
+@pytest.mark.parametrize("unit", [1, 2], ids=["heads", "groups"])
+def test_balance_loss_is_the_models_own_block_by_block(model_folder, unit) -> None:
+    if unit == 1:
+        model = MoHLlamaForCausalLM.from_pretrained(model_folder)
+    else:
+        config = MoHLlamaConfig.from_pretrained(model_folder, num_shared_heads=0, routing_unit="kv_group")
+        model = MoHLlamaForCausalLM(config)
     heads = model.config.num_attention_heads
-    model.set_active_heads([heads - layer % 2 for layer in range(model.config.num_hidden_layers)])
+    model.set_active_heads([heads - layer % 2 * unit for layer in range(model.config.num_hidden_layers)])
     ids = torch.randint(0, 200, (3, 16), generator=torch.Generator().manual_seed(0))
     together = model(ids, use_cache=False, output_router_logits=True)
     apart = [model(row[None], use_cache=False, output_router_logits=True).aux_loss for row in ids]

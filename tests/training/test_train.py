@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
-from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.loop import train
 
 ROOT = Path(__file__).parents[2]
@@ -247,6 +247,19 @@ def test_a_signal_saves_and_leaves(configure, name: str) -> None:
     train(configure(output=str(output), **overrides))
     train(unbroken)
     assert read_log(output) == read_log(Path(unbroken.output))
+
+
+def test_whole_groups_train_and_anneal(configure, model_folder, tmp_path) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "groups"))
+    config = MoHLlamaConfig.from_pretrained(folder, num_shared_heads=0, routing_unit="kv_group")
+    MoHLlamaForCausalLM(config).save_pretrained(folder)
+    train(configure(model=str(folder), max_steps=4, **{"schedule.anneal_steps": 2, "evaluation.every": 4}))
+    log = read_log(tmp_path / "run")
+    assert [line["active_heads"] for line in log[1:]] == [4.0, 4.0, 2.0, 2.0]
+    load = log[-1]["routing"]["load"]
+    assert [len(layer) for layer in load] == [4, 4] and all(layer[0::2] == layer[1::2] for layer in load)
+    saved = MoHLlamaForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert saved.config.routing_unit == "kv_group" and saved.routers[0].routed.weight.shape == (2, 32)
 
 
 def test_annealing_begins_at_the_base_and_ends_at_the_models_heads(configure) -> None:
