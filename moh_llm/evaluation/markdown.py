@@ -24,9 +24,8 @@ def _models(report: Record) -> str:
     lines = []
     for label, about in report["models"].items():
         heads = about.get("heads", {})
-        known = [
-            f"{key} {heads[key]}" for key in ("num_shared_heads", "num_active_heads", "router_type") if key in heads
-        ]
+        shown = ("num_shared_heads", "num_active_heads", "router_type", "routing_unit")
+        known = [f"{key} {heads[key]}" for key in shown if key in heads]
         facts = [about.get("model_type", ""), *known, about["dtype"], f"context {about['context']}"]
         if (base := base_of(report, label)) not in (None, "base"):
             facts.append(f"compared with {base}")

@@ -21,6 +21,7 @@ _HEADS = (
     "shared_heads",
     "router_type",
     "router_score",
+    "routing_unit",
     "head_stand_in",
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")

@@ -215,6 +215,8 @@ def attention_forward(
             f"attn_implementation={NAME!r} takes a mask of padding [batch, keys], not {list(attention_mask.shape)} "
             f"for {key.shape[2]} keys; use 'sdpa' with other masks"
         )
+    if torch.is_autocast_enabled(query.device.type):  # rotary embedding leaves queries and keys in float32
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     first = None
     if attention_mask is None and position_ids is not None and key.shape[2] == query.shape[2]:
         first = torch.arange(query.shape[2], device=query.device) - position_ids

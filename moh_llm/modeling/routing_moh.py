@@ -72,6 +72,10 @@ def order_of_heads(shared: Sequence[int], routed: Sequence[int]) -> list[int] | 
     return None if order == sorted(order) else [order.index(head) for head in range(len(order))]
 
 
+def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 class MoHLinear(nn.Module):
     """A small linear map that routing rests on.
 
@@ -153,9 +157,9 @@ class MoHRouter(nn.Module):
             float32 (float64 for a float64 model): close calls between heads are not left to a
             half-precision rounding.
         """
-        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
-            hidden_states = hidden_states.to(dtype)
+            if self.router_type != "query_norm":  # which does not read them: on a GPU this copy costs time
+                hidden_states = _at_least_float32(hidden_states)
             logits = self._routed_logits(hidden_states, query_states)
             selected = select_top_k(logits, self.top_k)
             routed_score = logits.softmax(-1)
@@ -182,7 +186,7 @@ class MoHRouter(nn.Module):
         routed = query_states[..., self.num_shared :, :] if first else query_states[..., self.routed_heads, :]
         if self.unit > 1:  # the norm of a unit's queries, side by side
             routed = routed.unflatten(-2, (self.routed_units, self.unit)).flatten(-2)
-        norms = routed.to(hidden_states.dtype).norm(dim=-1)
+        norms = _at_least_float32(routed).norm(dim=-1)
         if self.routed_units < 2:
             return norms  # one unit has no spread to divide by, and nothing to compete with
         # Heads that are copies of one another have no spread: the quotient must stay finite all the same.

@@ -19,6 +19,13 @@ PLANS = [
     {"router_type": "linear", "head_stand_in": "value", "num_shared_heads": 1, "num_active_heads": [2, 3]},
     {"router_type": "linear", "num_shared_heads": 1, "num_active_heads": 2, "shared_heads": [[2], [3]]},
     {"router_type": "two_stage", "router_score": "weighted", "num_shared_heads": 2, "num_active_heads": 3},
+    {
+        "router_type": "linear",
+        "routing_unit": "kv_group",
+        "head_stand_in": "value",
+        "num_shared_heads": 0,
+        "num_active_heads": 2,
+    },
 ]
 
 
@@ -173,7 +180,25 @@ def test_a_training_step_is_the_masked_paths(make_pair, ids, plan):
             assert distance(sparse_grads[name], grad.double()) < 1e-5, name
 
 
-@pytest.mark.parametrize("plan", PLANS[:2])
+def test_mixed_precision_computes_in_its_dtype(make_pair, ids, monkeypatch):
+    ids, seen, found = ids.to(DEVICE), set(), []
+    attend = head_sparse_moh.head_sparse_attention
+    monkeypatch.setattr(
+        head_sparse_moh, "head_sparse_attention", lambda *a: seen.update(x.dtype for x in a[:3]) or attend(*a)
+    )
+    masked, sparse = both(make_pair, **PLANS[1])
+    for model, half in ((masked, False), (masked, True), (sparse, True)):
+        model.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=half):
+            logits = model.train()(ids, use_cache=False).logits
+            logits.float().square().mean().backward()
+        found.append((logits.detach().float(), model.model.layers[0].self_attn.q_proj.weight.grad.clone()))
+    assert seen == {torch.bfloat16}
+    for exact, by_mask, by_lists in zip(*found, strict=True):
+        assert distance(by_lists, exact.double()) < 1.5 * distance(by_mask, exact.double()) < 0.1
+
+
+@pytest.mark.parametrize("plan", [*PLANS[:2], PLANS[4]])
 def test_generation_with_left_padding_gives_the_masked_paths_tokens(make_pair, ids, plan):
     ids, mask = ids.to(DEVICE), torch.ones_like(ids).to(DEVICE)
     mask[0, :7], mask[1, :1] = 0, 0
