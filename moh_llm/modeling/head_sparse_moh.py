@@ -187,6 +187,13 @@ def head_sparse_attention(
     return _Gate.apply(out.transpose(1, 2), gate.to(out.dtype))
 
 
+def what_lacks(device: torch.device) -> str | None:
+    """What the kernels need and do not have for tensors on `device`, in words."""
+    if triton is None:
+        return "Triton (pip install triton)"
+    return None if device.type == "cuda" or triton.knobs.runtime.interpret else "a CUDA device"
+
+
 def attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -204,8 +211,7 @@ def attention_forward(
     Without a mask and a cache positions that restart begin another document, which sees nothing
     of those before it, as with the other backends.
     """
-    if triton is None or not (query.is_cuda or triton.knobs.runtime.interpret):
-        lacking = "Triton (pip install triton)" if triton is None else "a CUDA device"
+    if lacking := what_lacks(query.device):
         raise RuntimeError(f"attn_implementation={NAME!r} needs {lacking}; 'sdpa' and 'eager' run without")
     if dropout:
         raise ValueError(f"attn_implementation={NAME!r} has no dropout; set attention_dropout=0 or use 'sdpa'")
@@ -244,4 +250,4 @@ def _padding(attention_mask: torch.Tensor | None = None, kv_length: int | None =
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _padding)
 
-__all__ = ["NAME", "head_sparse_attention"]
+__all__ = ["NAME", "head_sparse_attention", "what_lacks"]

@@ -207,6 +207,10 @@ class TrainConfig:
     seed: int = key("seed of data order, adapters and dropout", 0)
     mixed_precision: Literal["no", "bf16"] = key("bf16: forward and backward in bfloat16; weights stay float32", "no")
     gradient_checkpointing: bool = key("recompute activations in the backward pass to save memory", False)
+    attn_implementation: Literal["sdpa", "moh_sparse"] = key(
+        "sdpa: all heads are computed, then gated; moh_sparse: Triton kernels that skip heads that are off (CUDA only)",
+        "sdpa",
+    )
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = key(
         "dtype of the saved weights; null: that of the model folder", None
     )
@@ -272,7 +276,7 @@ class TrainConfig:
 # are written, what is only looked at, and recomputation, which repeats the same operations. `model`
 # and the mixture are here because the run record holds hashes of what they name, which are compared.
 _HARMLESS = {"model", "output", "save_dtype", "gradient_checkpointing", "checkpoint", "hub", "trackers"}
-_HARMLESS |= {"evaluation.every", "evaluation.batch_size", "data.mixture", "data.num_workers"}
+_HARMLESS |= {"attn_implementation", "evaluation.every", "evaluation.batch_size", "data.mixture", "data.num_workers"}
 
 
 def changed_keys(recorded: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:

@@ -27,7 +27,7 @@ from moh_llm.model_folder import read_weight_map
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import TrainConfig, changed_keys
 from moh_llm.training.memory import has_teacher
-from moh_llm.training.networks import load_tokenizer
+from moh_llm.training.networks import check_attention, load_tokenizer
 from moh_llm.training.runs import check_converted
 
 # An estimated number of tokens is off by some percent: this far from a bound it is only a warning.
@@ -94,6 +94,7 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
             f"model={folder} has router_score={model.router_score}: with all heads on it is not its base, so there is "
             "no teacher; convert with quantised scores or set objective.kind cross_entropy"
         )
+    check_attention(config)
     return model
 
 

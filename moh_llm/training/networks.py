@@ -11,6 +11,8 @@ from moh_llm.errors import UserError
 from moh_llm.files import new_folder
 from moh_llm.model_folder import licence_texts
 from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling.head_sparse_moh import NAME as HEAD_SPARSE
+from moh_llm.modeling.head_sparse_moh import what_lacks
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.schedules import learning_rates
 
@@ -40,9 +42,18 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise UserError(f"{folder} has no tokenizer that loads: {' '.join(str(error).split())}") from error
 
 
+def check_attention(config: TrainConfig) -> None:
+    """Raise UserError for an attention implementation that does not run here."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.attn_implementation == HEAD_SPARSE and (lacking := what_lacks(device)):
+        raise UserError(f"attn_implementation={HEAD_SPARSE} needs {lacking}; set it to sdpa")
+
+
 def make_student(config: TrainConfig) -> torch.nn.Module:
     """The network that is trained, with adapters if the recipe has any; master weights are float32 always."""
+    check_attention(config)
     network = load_network(Path(config.model), torch.float32)
+    network.set_attn_implementation(config.attn_implementation)
     if config.gradient_checkpointing:
         # The re-entrant kind would lose the load-balance loss's gradient.
         network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.training import networks
 from moh_llm.training.loop import train
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +68,26 @@ def test_mixed_precision_keeps_float32_weights(configure) -> None:
     weights = load_file(Path(config.output) / "checkpoints" / "step-000002" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert any(tensor.bfloat16().float().ne(tensor).any() for tensor in weights.values())
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_skipping_heads_that_are_off_trains_alike(configure, tmp_path, method: str) -> None:
+    pytest.importorskip("triton")
+    logs = []
+    for attention in ("sdpa", "moh_sparse"):
+        chosen = {"lora.rank": 4} if method == "lora" else {}
+        config = configure(attn_implementation=attention, max_steps=2, output=str(tmp_path / attention), **chosen)
+        train(config)
+        logs.append(read_log(Path(config.output)))
+    for line, expected in zip(*logs, strict=True):
+        for name in line.keys() & {"loss", "kl", "balance_loss", "gradient_norm"}:
+            assert line[name] == pytest.approx(expected[name], rel=1e-4), name
+
+
+def test_kernels_that_do_not_run_here_are_refused(configure, monkeypatch) -> None:
+    monkeypatch.setattr(networks, "what_lacks", lambda device: "a CUDA device")
+    with pytest.raises(UserError, match="attn_implementation=moh_sparse needs a CUDA device; set it to sdpa"):
+        train(configure(attn_implementation="moh_sparse"))
 
 
 def test_the_log_has_one_line_per_step(configure) -> None:
