@@ -82,7 +82,8 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
     Otherwise three quarters are active and an eighth is shared, at least one: a fitted router
     chooses better than a fixed set, see docs/conversion.md. An even budget is rounded down to
     whole heads per layer, an uneven one to the nearest whole head of the model. Where key-value
-    groups are routed, read "group" for "head".
+    groups are routed, read "group" for "head", and below eight of them none is shared: with few to
+    choose from a fixed one costs more.
 
     Raises:
         UserError: counts that no layer can follow.
@@ -100,8 +101,9 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
         )
     paper = options.preset == "paper"
     if shared is None:
-        groups = heads // 2 // unit if paper else min(max(1, heads // unit // 8), (active or heads) // unit)
-        shared = groups * unit
+        least = 1 if unit == 1 else 0
+        units = heads // 2 // unit if paper else min(max(least, heads // unit // 8), (active or heads) // unit)
+        shared = units * unit
     low = max(unit, shared)
     if active is not None:
         total = active * layers
