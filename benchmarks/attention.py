@@ -9,7 +9,8 @@
   backend, compiled FlexAttention, and our kernel with all and with part of the heads, drawn for each token. Beneath,
   what routing takes: the routers, and the lists of selected positions, which MoH's times include.
 - decode: one new token per row over a cache, routed by whole groups of keys and values, and by heads.
-- stack: prefill and decoding of a few decoder layers with random weights: dense, MoH masked, MoH head-sparse.
+- stack: prefill and decoding of a few decoder layers with random weights: dense, MoH masked, MoH head-sparse, and so
+  with routing by groups.
 
 Times are medians over rounds in which peers take turns, and ratios medians of those within a round. "error" is the
 norm of the difference from dense attention times the gate, relative to that, the largest of the output or of the

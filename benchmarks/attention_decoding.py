@@ -60,12 +60,20 @@ class Stack:
         fields = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "vocab_size": VOCABULARY}
         fields |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.groups}
         fields["num_hidden_layers"] = layers
-        on = heads_on(share, shape.heads)
-        dense, moh = LlamaConfig(**fields), MoHLlamaConfig(**fields, num_shared_heads=on // 2, num_active_heads=on)
+        unit = shape.heads // shape.groups
+        on, in_groups = heads_on(share, shape.heads), heads_on(share, shape.groups) * unit
+        routed = {"num_shared_heads": on // 2, "num_active_heads": on}
+        whole = {"num_shared_heads": in_groups // unit // 2 * unit, "num_active_heads": in_groups}
+        configs: dict[str, Any] = {"dense, sdpa": LlamaConfig(**fields)}
+        configs["MoH, sdpa"] = MoHLlamaConfig(**fields, **routed)
         self.models: dict[str, Any] = {}
-        self.shares = {"dense, sdpa": 100, "MoH, sdpa": share} | ({"MoH, moh_sparse": share} if triton else {})
-        for name in self.shares:
-            config, kind = copy.deepcopy(dense if name.startswith("dense") else moh), name.split(", ")[1]
+        self.shares = {"dense, sdpa": 100, "MoH, sdpa": share}
+        if triton:
+            configs["MoH, moh_sparse"] = copy.deepcopy(configs["MoH, sdpa"])
+            configs["MoH by groups, moh_sparse"] = MoHLlamaConfig(**fields, **whole, routing_unit="kv_group")
+            self.shares |= {"MoH, moh_sparse": share, "MoH by groups, moh_sparse": round(100 * in_groups / shape.heads)}
+        for name, config in configs.items():
+            kind = name.split(", ")[1]
             with torch.device(DEVICE):
                 model = AutoModel.from_config(config, dtype=dtype, attn_implementation=kind).eval()
             if self.models:  # the default router, query_norm, has no weights
@@ -102,7 +110,7 @@ class Stack:
             run, interpreted = stack_run(model, ids, cache), not ON_CUDA and name.endswith("moh_sparse")
             row = {"path": name, "share": self.shares[name], "ours": name.startswith("MoH"), "failed": attempt(run)}
             rows.append(row)
-            if name.endswith("moh_sparse") and not row["failed"]:
+            if name == "MoH, moh_sparse" and not row["failed"]:
                 row["error"] = distance(run(), stack_run(self.models["MoH, sdpa"], ids, cache)())
             if not row["failed"] and not interpreted:
                 runs[name] = run

@@ -10,6 +10,7 @@ selected is neither read nor computed, and its output is zero. Shared heads have
 The kernels are written in Triton; without it this file can be imported, and says what is lacking when it is used.
 """
 
+import contextlib
 import functools
 import math
 from typing import Any
@@ -228,10 +229,12 @@ def attention_forward(
         first = torch.arange(query.shape[2], device=query.device) - position_ids
         first = first.clamp_min(0).to(torch.int32).expand(query.shape[0], -1).contiguous()
     key_mask = attention_mask.to(torch.int8).contiguous() if padded else None
-    if query.shape[2] == 1 and not torch.is_grad_enabled():
-        return head_sparse_decoding(query, key, value, head_gate, scaling, key_mask), None
-    exact = module.config.sparse_gate_gradient == "exact" and torch.is_grad_enabled() and head_gate.requires_grad
-    return head_sparse_attention(query, key, value, head_gate, scaling, first, key_mask, exact), None
+    # Triton starts kernels on the current device, which need not be that of a layer of a model on several.
+    with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
+        if query.shape[2] == 1 and not torch.is_grad_enabled():
+            return head_sparse_decoding(query, key, value, head_gate, scaling, key_mask), None
+        exact = module.config.sparse_gate_gradient == "exact" and torch.is_grad_enabled() and head_gate.requires_grad
+        return head_sparse_attention(query, key, value, head_gate, scaling, first, key_mask, exact), None
 
 
 def _padding(attention_mask: torch.Tensor | None = None, kv_length: int | None = None, **kwargs) -> torch.Tensor | None:
