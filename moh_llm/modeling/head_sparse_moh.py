@@ -36,7 +36,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def tiles(kernel: str, head_size: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int]:
-    """Tile sizes and launch options: the largest that neither spill registers nor exceed `shared_memory`, in bytes."""
+    """Tile sizes and launch options: the largest that hardly spill registers and fit into `shared_memory` bytes."""
     if dtype == torch.float32:
         return {"BM": 16 if kernel == "keys" else 32, "BN": 32, "num_warps": 8, "num_stages": 1}
     if head_size > 128:
