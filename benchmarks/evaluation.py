@@ -7,10 +7,13 @@ start: seconds from the start of the command to the moment before the first mode
 data, a look at every row), against a process that only imports lm-eval and its Hugging Face model;
 scoring: seconds of each benchmark on the loaded model, against `lm_eval.evaluate` on the same tasks and model;
 command: wall time of `moh-llm evaluate` and of `lm_eval run` on the same tasks, data, limit and batch size, one process
-each, from start to report.
+each, from start to report. Below it, on how many tasks both reported the same figure: on all, as long as nothing else
+differs, with --batch-size 1 (lm-eval's command puts requests of all tasks into common batches, and what a sequence is
+padded with moves the last digits).
 """
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+Figures = dict[str, float]  # of each task, in percent
 IMPORTS = "import lm_eval.models.huggingface; from lm_eval.tasks import TaskManager; from lm_eval import evaluate"
 
 
@@ -45,9 +49,7 @@ def main() -> int:
         if "scoring" not in args.skip:
             scoring(args, Path(folder))
         if "command" not in args.skip:
-            tasks = Path(folder) / "tasks"
-            names = plain_tasks(args, tasks)
-            compare("command", args.rounds, {"ours": lambda: ours(args), "lm-eval": lambda: plain(args, tasks, names)})
+            commands(args, Path(folder) / "tasks")
     return 0
 
 
@@ -102,14 +104,33 @@ def imports() -> float:
     return timed([sys.executable, "-c", IMPORTS])
 
 
-def ours(args: argparse.Namespace) -> float:
-    """Seconds of our command."""
+def commands(args: argparse.Namespace, folder: Path) -> None:
+    """Both commands in turn, and whether their figures are the same; ``folder`` is for lm-eval's task files."""
+    metrics = plain_tasks(args, folder)
+    figures: dict[str, Figures] = {}
+    sides = {
+        "ours": lambda: ours(args, figures),
+        "lm-eval": lambda: plain(args, folder, metrics, figures),
+    }
+    compare("command", args.rounds, sides)
+    apart = {task: abs(value - figures["lm-eval"][task]) for task, value in figures["ours"].items()}
+    same = sum(difference == 0 for difference in apart.values())
+    print(f"figures: {same} of {len(apart)} tasks the same", end="")
+    print("" if same == len(apart) else f", {max(apart, key=apart.__getitem__)} {max(apart.values()):.2g} % apart")
+
+
+def ours(args: argparse.Namespace, figures: dict[str, Figures]) -> float:
+    """Seconds of our command; what it reports goes into ``figures``."""
     with tempfile.TemporaryDirectory() as folder:
-        return timed(command_line(args, Path(folder) / "out"))
+        seconds = timed(command_line(args, Path(folder) / "out"))
+        report = json.loads((Path(folder) / "out" / "report.json").read_text(encoding="utf-8"))
+    rows = [row["model"]["tasks"] for row in report["benchmarks"]]
+    figures["ours"] = {task: figure["value"] for row in rows for task, figure in row.items()}
+    return seconds
 
 
-def plain_tasks(args: argparse.Namespace, folder: Path) -> list[str]:
-    """Write the suite's tasks as a user of lm-eval would, on files; returns their names."""
+def plain_tasks(args: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """Write the suite's tasks as a user of lm-eval would, on files; returns the metric of each, as lm-eval has it."""
     import lm_eval
     import yaml
 
@@ -121,7 +142,7 @@ def plain_tasks(args: argparse.Namespace, folder: Path) -> list[str]:
     if data is None:
         raise SystemExit("give --data-dir: both sides read files")
     folder.mkdir()
-    names = []
+    metrics = {}
     for benchmark in suite.benchmarks:
         for part in benchmark.expand():
             root = Path(lm_eval.__file__).parent / "tasks" if benchmark.stock else suite.folder
@@ -133,16 +154,21 @@ def plain_tasks(args: argparse.Namespace, folder: Path) -> list[str]:
                 task |= {"training_split": None, "validation_split": None, "fewshot_split": None}
                 task |= {"test_split": benchmark.eval_split}
             (folder / f"own_{part.task}.yaml").write_text(yaml.safe_dump(task))
-            names.append(f"own_{part.task}")
-    return names
+            metrics[part.task] = f"{benchmark.metric},{benchmark.filter}"
+    return metrics
 
 
-def plain(args: argparse.Namespace, tasks: Path, names: list[str]) -> float:
-    """Seconds of lm-eval's command on the ``names`` in the folder ``tasks``."""
+def plain(args: argparse.Namespace, tasks: Path, metrics: dict[str, str], figures: dict[str, Figures]) -> float:
+    """Seconds of lm-eval's command on the tasks in the folder ``tasks``; what it reports goes into ``figures``."""
+    names = ",".join(f"own_{task}" for task in metrics)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--output_path", folder]
         command += ["--model_args", f"pretrained={args.model}", "--batch_size", str(args.batch_size)]
-        return timed([*command, "--limit", str(args.limit), "--include_path", str(tasks), "--tasks", ",".join(names)])
+        seconds = timed([*command, "--limit", str(args.limit), "--include_path", str(tasks), "--tasks", names])
+        (file,) = Path(folder).rglob("results_*.json")
+        results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    figures["lm-eval"] = {task: 100 * results[f"own_{task}"][metric] for task, metric in metrics.items()}
+    return seconds
 
 
 def timed(command: list[str]) -> float:

@@ -126,9 +126,8 @@ def run(args: argparse.Namespace) -> int:
     finally:
         processes.leave()
     report = build_report(
-        suite, scores, args.limit, args.batch_size, args.data_dir, args.command_line, processes=team.size
+        suite, scores, args.limit, args.batch_size, args.data_dir, args.command_line, team.size, args.share_prefixes
     )
-    report["share_prefixes"] = args.share_prefixes
     report["analysis"] = analysis
     if team.rank == 0:
         _write(args, report, kept)

@@ -18,6 +18,7 @@ _RECORD_KEYS = (
     *("suite", "models", "benchmarks", "average", "errors", "limit", "partial_data", "data", "batch_size"),
     *("processes", "seeds", "versions", "command", "created"),
 )
+_SETTINGS = ("data", "batch_size", "share_prefixes")  # older records lack the last one
 _MODEL_KEYS = ("model", "dtype", "context", "weights_sha256", "revision")
 # What decides whether two scores on a benchmark measure the same thing.
 _SAME = ("shots", "metric", "dataset", "revision", "eval_split", "fewshot_split")
@@ -93,7 +94,7 @@ def merge(records: dict[str, Record]) -> Record:
         "errors": [error for number, error in enumerate(errors) if error not in errors[:number]],
         "limit": next(iter(records.values()))["limit"],
         "partial_data": [row["name"] for row in rows if row["name"] in partial],
-        **{key: _common({name: record[key] for name, record in records.items()}) for key in ("data", "batch_size")},
+        **{key: _common({name: r.get(key) for name, r in records.items()}) for key in _SETTINGS},
         "processes": max(record["processes"] for record in records.values()),
         **{key: _common_values({name: r[key] for name, r in records.items()}) for key in ("seeds", "versions")},
         "command": "\n".join(dict.fromkeys(record["command"] for record in records.values())),

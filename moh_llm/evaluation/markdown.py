@@ -106,8 +106,11 @@ def _footnotes(report: Record) -> list[str]:
             )
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     processes = f" on {report['processes']} processes" if report["processes"] > 1 else ""
+    shared = report.get("share_prefixes")  # older records do not say; merged ones may name several settings
+    prefixes = f", prefixes shared: {shared}" if shared else ""
     notes.append(
-        f"Data: {report['data']}. Batch size {report['batch_size']}{processes}. {versions}. {report['created']}."
+        f"Data: {report['data']}. Batch size {report['batch_size']}{prefixes}{processes}. {versions}. "
+        f"{report['created']}."
     )
     notes.append(f"```\n{report['command']}\n```")
     return notes

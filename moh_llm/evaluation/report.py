@@ -27,11 +27,12 @@ def build_report(
     data_dir: Path | None,
     command: str,
     processes: int = 1,
+    share_prefixes: bool = False,
 ) -> Record:
     """Put what `score` returned, labelled as `label_models` does, into one JSON-ready record.
 
-    ``limit``, ``batch_size``, ``data_dir`` and ``processes`` are those of the run, ``command`` the line that
-    repeats it.
+    ``limit``, ``batch_size``, ``data_dir``, ``processes`` and ``share_prefixes`` are those of the run, ``command``
+    the line that repeats it.
     """
     rows = [_row(benchmark, scores, from_hub=suite.data_folder(data_dir) is None) for benchmark in suite.benchmarks]
     source = "Hugging Face Hub" if data_dir is None else str(data_dir)
@@ -51,6 +52,7 @@ def build_report(
         "partial_data": [row["name"] for row in rows if limit is None and _is_partial(row, list(scores))],
         "data": "the suite's own" if suite.data else source,
         "batch_size": batch_size,
+        "share_prefixes": share_prefixes,
         "processes": processes,
         "seeds": dict(SEEDS),
         "versions": installed_versions(),

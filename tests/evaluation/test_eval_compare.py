@@ -154,7 +154,7 @@ def test_all_else_is_kept(one: Record, two: Record) -> None:
     one |= {"created": "2026-01-01T00:00:00+00:00", "command": "first command", "partial_data": ["B"]}
     two |= {"created": "2026-01-02T00:00:00+00:00", "command": "second command", "partial_data": ["C", "B"]}
     two["versions"] = {**two["versions"], "torch": "9.9"}
-    two |= {"data": "folder", "processes": 4, "analysis": {"model": {"layers": 2}}}
+    two |= {"data": "folder", "processes": 4, "share_prefixes": True, "analysis": {"model": {"layers": 2}}}
     failed = {"benchmark": "A", "error": "out of luck"}
     one["errors"] = [{"model": "base", **failed}, {"model": "model", **failed}]
     two["errors"] = [{"model": "base", **failed}]
@@ -166,11 +166,14 @@ def test_all_else_is_kept(one: Record, two: Record) -> None:
     assert merged["versions"]["python"] == one["versions"]["python"] and merged["seeds"] == one["seeds"]
     assert merged["command"] == "first command\nsecond command" and merged["created"] == two["created"]
     assert merged["processes"] == 4 and merged["analysis"] == {"second": {"layers": 2}}
-    assert "first command\nsecond command" in to_markdown(merged)
+    page = to_markdown(merged)
+    assert "first command\nsecond command" in page
+    assert "prefixes shared: False (first) / True (second)" in page
 
 
 def test_records_of_before_are_merged(one: Record, two: Record) -> None:
     expected = merge({"first": one, "second": two})
+    del one["share_prefixes"]
     for about in one["models"].values():
         del about["compared_with"]
     for row in (*one["benchmarks"], one["average"]):

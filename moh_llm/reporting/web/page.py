@@ -82,6 +82,7 @@ def _environment(report: Record) -> list[tuple[str, str]]:
     return [
         ("data", report["data"]),
         ("batch size", str(report["batch_size"])),
+        ("prefixes shared", str(report.get("share_prefixes", "not recorded"))),
         ("processes", str(report["processes"])),
         ("seeds", ", ".join(f"{name} {seed}" for name, seed in report["seeds"].items())),
         ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
