@@ -1,15 +1,20 @@
 """Cost of a MoH model and of its dense base against the length of the text (in the form of Tab. 7)."""
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MethodType
 
 import torch
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaPreTrainedModel
+from moh_llm.modeling.head_sparse_moh import NAME as HEAD_SPARSE
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,9 @@ def flops_by_length(config: MoHLlamaConfig, lengths: Sequence[int]) -> list[Cost
 def seconds_by_length(model: MoHLlamaForCausalLM, lengths: Sequence[int], repeats: int = 5) -> list[Cost]:
     """Measured seconds of a forward pass over one text of each length (Tab. 7): logits of all positions, no cache.
 
-    The dense base is the same model with all heads on; its routers still run. Model and base take
-    turns, so that a machine that slows down slows both; each figure is the median of the turns after
-    one that is not counted.
+    The dense base is the same model within `dense_attention`. Model and base take turns, so that a
+    machine that slows down slows both; each figure is the median of the turns after one that is not
+    counted.
 
     Args:
         model: as it is set, in evaluation mode, where it lies.
@@ -59,10 +64,37 @@ def seconds_by_length(model: MoHLlamaForCausalLM, lengths: Sequence[int], repeat
         moh, dense = [], []
         for _ in range(1 + repeats):
             moh.append(_seconds(model, ids))
-            with model.all_heads_active():
+            with dense_attention(model):
                 dense.append(_seconds(model, ids))
         costs.append(Cost(length, median(moh[1:]), median(dense[1:])))
     return costs
+
+
+@contextlib.contextmanager
+def dense_attention(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
+    """Within the block every layer runs the base's attention as transformers has it: no router, gate or stand-in.
+
+    Head-sparse attention, which needs the gate, gives way to SDPA.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LlamaAttention)]
+    config = model.config
+    backend = config._attn_implementation
+    before = [vars(attention).get("forward") for attention in layers]  # such as a hook of accelerate's
+    for attention in layers:
+        if attention.normed:
+            attention.sliding_window = None  # Qwen3's code reads it
+        dense = Qwen3Attention if attention.normed else LlamaAttention
+        attention.forward = MethodType(dense.forward, attention)
+    if backend == HEAD_SPARSE:
+        config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = backend
+        for attention, forward in zip(layers, before, strict=True):
+            del attention.forward
+            if forward is not None:
+                attention.forward = forward
 
 
 def _check(lengths: Sequence[int]) -> None:

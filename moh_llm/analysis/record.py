@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from moh_llm.analysis.cost import flops_by_length, seconds_by_length
 from moh_llm.analysis.heads import head_load, head_load_by_text
 from moh_llm.analysis.rank import feature_rank
-from moh_llm.analysis.scores import QUANTILES, LayerScores, routing_scores
+from moh_llm.analysis.scores import QUANTILES, LayerScores, routing_scores, routing_scores_by_text
 from moh_llm.analysis.similarity import similarity_table
 from moh_llm.analysis.tokens import token_heads
 from moh_llm.analysis.watch import last_routed_layer
@@ -31,7 +31,7 @@ LENGTHS = tuple(2**n for n in range(7, 18))  # tokens: 128 to 131,072
 BINS = 20  # of the histograms in the record: finer ones would be most of it
 _ROW = 512  # tokens
 _ROWS = 4  # of a batch
-_COSTLY_TOKENS = 2048  # of all texts together, where attention weights and eigenvalues are computed
+_COSTLY_TOKENS = 2048  # of all texts together, where attention weights are computed
 _LONGEST_TIMED = 1024  # tokens
 _REPEATS = 3
 
@@ -48,9 +48,8 @@ def analyse(
     """What each function of this package finds, under its name.
 
     Of each text the first `tokens_per_text` tokens are read, in rows of 512 or of the model's context,
-    each document isolated; a document that is longer than a row loses its beginning. Similarity and
-    feature rank, which are costly, take equal parts of the texts, about 2,048 tokens in all, and
-    state how many.
+    each document isolated; a document that is longer than a row loses its beginning. Similarity,
+    which is costly, takes equal parts of the texts, about 2,048 tokens in all, and states how many.
 
     Args:
         model: a MoH model in evaluation mode, where it lies, as it is set.
@@ -94,12 +93,15 @@ def analyse(
     say("routing scores")
     layers = [_coarse(layer) for layer in routing_scores(model, everything)]
     record["routing_scores"] = _finite({"quantiles": list(QUANTILES), "bins": BINS, "layers": layers})
+    by_text = routing_scores_by_text(model, batches)
+    coarse = {name: _coarse(scores) for name, scores in by_text.texts.items()}
+    record["routing_scores_by_text"] = _finite({"layer": by_text.layer, "texts": coarse})
     record["token_heads"] = {"text": sentence, **asdict(token_heads(model, tokenizer, sentence))}
     say("similarity of heads")
     tokens = sum(batch["input_ids"].numel() for batch in few)
     record["similarity"] = _finite({"tokens": tokens, **asdict(similarity_table(model, few))})
     say("feature rank")
-    record["feature_rank"] = asdict(feature_rank(model, few))
+    record["feature_rank"] = asdict(feature_rank(model, everything))
     say("cost by length")
     lengths = [length for length in lengths if length <= context]
     record["flops"] = [asdict(cost) for cost in flops_by_length(model.config, lengths)]

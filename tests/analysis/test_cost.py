@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moh_llm.analysis import cost
-from moh_llm.analysis.cost import flops_by_length, seconds_by_length
+from moh_llm.analysis.cost import dense_attention, flops_by_length, seconds_by_length
 from moh_llm.errors import UserError
 
 LENGTHS = [1, 7, 64]
@@ -52,14 +52,15 @@ def test_seconds_are_medians_of_turns(make_moh, monkeypatch) -> None:
 
     def forward(input_ids: torch.Tensor, use_cache: bool) -> None:
         now[0] += next(durations)
-        calls.append((tuple(input_ids.shape), use_cache, [router.num_active for router in model.routers]))
+        dense = ["forward" in vars(layer.self_attn) for layer in model.model.layers]
+        calls.append((tuple(input_ids.shape), use_cache, dense))
 
     monkeypatch.setattr(model, "forward", forward)
     monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
     found = seconds_by_length(model, [3, 5], repeats=3)
     assert [(one.length, one.moh, one.dense) for one in found] == [(3, 5.0, 20.0), (5, 3.0, 7.0)]
-    turns = [[2, 2], [4, 4]] * 4
-    assert calls == [((1, length), False, heads) for length in (3, 5) for heads in turns]
+    turns = [[False, False], [True, True]] * 4
+    assert calls == [((1, length), False, dense) for length in (3, 5) for dense in turns]
 
 
 def test_seconds_of_a_real_pass(make_moh) -> None:
@@ -68,6 +69,46 @@ def test_seconds_of_a_real_pass(make_moh) -> None:
     assert [one.length for one in found] == [4, 16]
     assert all(one.moh > 0 and one.dense > 0 for one in found)
     assert [router.num_active for router in model.routers] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"head_stand_in": "value", "router_type": "linear"},
+        {"query_key_norm": True, "attention_bias": True, "attention_output_bias": False},
+        {"router_type": "two_stage", "num_key_value_heads": 4},
+    ],
+    ids=["stand-ins", "Qwen3", "two_stage"],
+)
+@torch.no_grad()
+def test_dense_attention_is_the_base_without_its_routers(make_moh, batch, fields) -> None:
+    model = make_moh(num_shared_heads=1, num_active_heads=2, **fields)
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")} | {"use_cache": False}
+    before = model(**inputs).logits
+    with model.all_heads_active():
+        expected = model(**inputs).logits
+    routed = []
+    handles = [router.register_forward_hook(lambda *_: routed.append(1)) for router in model.routers]
+    with dense_attention(model):
+        assert torch.equal(model(**inputs).logits, expected)
+    assert not routed
+    assert torch.equal(model(**inputs).logits, before) and len(routed) == 2
+    assert not torch.equal(before, expected)
+    for handle in handles:
+        handle.remove()
+
+
+@torch.no_grad()
+def test_head_sparse_attention_gives_way(make_moh, batch) -> None:
+    model = make_moh(num_shared_heads=1, num_active_heads=2)
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")} | {"use_cache": False}
+    with model.all_heads_active():
+        expected = model(**inputs).logits
+    model.config._attn_implementation = "moh_sparse"
+    with pytest.raises(RuntimeError), dense_attention(model):
+        assert torch.equal(model(**inputs).logits, expected)
+        raise RuntimeError
+    assert model.config._attn_implementation == "moh_sparse"
 
 
 def test_lengths_and_repeats_below_one_are_refused(make_moh) -> None:

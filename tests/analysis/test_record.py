@@ -13,7 +13,7 @@ from moh_llm.analysis.cost import flops_by_length
 from moh_llm.analysis.heads import head_load, head_load_by_text
 from moh_llm.analysis.rank import feature_rank
 from moh_llm.analysis.record import SENTENCE, analyse
-from moh_llm.analysis.scores import routing_scores
+from moh_llm.analysis.scores import routing_scores, routing_scores_by_text
 from moh_llm.analysis.similarity import similarity_table
 from moh_llm.analysis.tokens import token_heads
 from moh_llm.errors import UserError
@@ -70,9 +70,13 @@ def test_parts_are_those_of_direct_calls(make_moh, plan, tokenizer, by_hand, mon
 
     few = [batch for documents in TEXTS.values() for batch in by_hand(documents, 40)]
     assert found["similarity"] == {"tokens": 80, **asdict(similarity_table(model, few))}
-    assert found["feature_rank"] == asdict(feature_rank(model, few)) and found["feature_rank"]["tokens"] == 80
+    assert found["feature_rank"] == asdict(feature_rank(model, everything))
 
-    for layer, direct in zip(found["routing_scores"]["layers"], routing_scores(model, everything), strict=True):
+    by_text = routing_scores_by_text(model, batches)
+    assert found["routing_scores_by_text"]["layer"] == by_text.layer
+    assert list(found["routing_scores_by_text"]["texts"]) == list(TEXTS)
+    recorded = found["routing_scores"]["layers"] + list(found["routing_scores_by_text"]["texts"].values())
+    for layer, direct in zip(recorded, routing_scores(model, everything) + list(by_text.texts.values()), strict=True):
         for kind, distribution in asdict(direct).items():
             if distribution is not None:
                 fine = distribution.pop("histogram")

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from moh_llm.analysis.scores import BINS, QUANTILES, routing_scores
+from moh_llm.analysis.scores import BINS, QUANTILES, routing_scores, routing_scores_by_text
+from moh_llm.errors import UserError
 
 
 def check(found, scores: list[float]) -> None:
@@ -36,6 +37,24 @@ def test_scores_are_those_of_the_equations(make_moh, batches, recompute, plan) -
         check(found[layer].routed, [scores[h] for scores, _ in tokens for h in routed])
         check(found[layer].selected, [scores[h] for scores, gate in tokens for h in routed if gate[h] != 0])
     assert json.loads(json.dumps([asdict(layer) for layer in found])) == [asdict(layer) for layer in found]
+
+
+def test_each_text_has_its_own_scores_of_the_last_routed_layer(make_moh, batches, recompute, plan) -> None:
+    model = make_moh(**plan)
+    texts = {"first": batches[:1], "rest": batches[1:]}
+    found = routing_scores_by_text(model, texts)
+    assert list(found.texts) == ["first", "rest"]
+    shared = model.config.shared_heads_per_layer
+    assert found.layer == max(n for n, ids in enumerate(shared) if len(ids) < model.config.num_attention_heads)
+    for name, text in texts.items():
+        tokens = recompute(model, text)[found.layer].scores
+        routed = [head for head in range(model.config.num_attention_heads) if head not in shared[found.layer]]
+        check(found.texts[name].routed, [scores[h] for scores in tokens for h in routed])
+        known = [scores[h] for scores in tokens for h in shared[found.layer] if scores[h] is not None]
+        check(found.texts[name].shared, known)
+    assert found.texts["first"] != found.texts["rest"]
+    with pytest.raises(UserError, match="no tokens"):
+        routing_scores_by_text(model, {"empty": []})
 
 
 @pytest.mark.parametrize("router_type", ["query_norm", "linear", "two_stage"])

@@ -1,6 +1,6 @@
 """What a model costs against its dense base (in the form of Tab. 7), as charts and rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_llm.reporting.web.charts import Axis, Chart, line_chart
@@ -19,30 +19,40 @@ def head_rows(analyses: Mapping[str, Record]) -> list[tuple[str, ...]]:
     return rows
 
 
-def cost_charts(analyses: Mapping[str, Record]) -> list[Chart]:
-    """Theoretical FLOPs and measured seconds of one forward pass, as ratios to the dense base and as they are."""
+def cost_charts(analyses: Mapping[str, Record], order: Sequence[str]) -> list[Chart]:
+    """Theoretical FLOPs and measured seconds of one forward pass, as ratios to the dense base and as they are.
+
+    ``order``: the report's models, which have the same colours in all of its charts.
+    """
     length = Axis("tokens", log=2)
     kinds = {
         "flops": ("Theoretical FLOPs of a forward pass", "FLOPs", "What heads that are off would cost is not counted."),
         "seconds": (
             "Measured time of a forward pass",
             "seconds",
-            "Model and base take turns on the same device. A model whose heads are all computed and then masked is "
-            "no faster than its base.",
+            "Model and base, the same weights through plain LLaMA attention, take turns on the same device. A model "
+            "whose heads are all computed and then masked is no faster than its base.",
         ),
     }
     charts = []
     for key, (title, unit, note) in kinds.items():
         ratios = {label: [(c["length"], c["moh"] / c["dense"]) for c in a[key]] for label, a in analyses.items()}
         values = {label: [(cost["length"], cost["moh"]) for cost in a[key]] for label, a in analyses.items()}
-        for label, found in analyses.items():
-            name = "dense base" if len(analyses) == 1 else f"{label}'s dense base"
-            values[name] = [(cost["length"], cost["dense"]) for cost in found[key]]
+        dense = {label: [(cost["length"], cost["dense"]) for cost in a[key]] for label, a in analyses.items()}
+        one = all(costs == next(iter(dense.values())) for costs in dense.values())
+        values |= {"dense base" if one else f"{label}'s dense base": costs for label, costs in dense.items()}
         if any(ratios.values()):
             charts += [
                 line_chart(
-                    f"{key}-ratio", f"{title}, ratio to the base's", ratios, length, Axis("ratio"), note, reference=1
+                    f"{key}-ratio",
+                    f"{title}, ratio to the base's",
+                    ratios,
+                    length,
+                    Axis("ratio"),
+                    note,
+                    reference=1,
+                    order=order,
                 ),
-                line_chart(key, title, values, length, Axis(unit, log=10)),
+                line_chart(key, title, values, length, Axis(unit, log=10), order=order),
             ]
     return charts

@@ -35,7 +35,10 @@ def router_page(number: int, label: str, found: Record) -> RouterPage:
     name = f"m{number}"
     by_text, tokens = found["head_load_by_text"], found["token_heads"]
     charts = [_load(name, found), _load_by_text(name, by_text)]
-    charts += [*_scores(name, found["routing_scores"]), *_similarity(name, found), _rank(name, found["feature_rank"])]
+    charts += _scores(name, found["routing_scores"])
+    if "routing_scores_by_text" in found:  # older records lack it
+        charts += _scores_by_text(name, found["routing_scores_by_text"])
+    charts += [*_similarity(name, found), _rank(name, found["feature_rank"])]
     table = list(zip(tokens["tokens"], tokens["on"][-1], strict=True))
     return RouterPage(
         label, charts, table, tokens["layers"][-1], by_text["shared_heads"], _similarity_rows(found["similarity"])
@@ -95,8 +98,8 @@ def _scores(name: str, found: Record) -> list[Chart]:
             medians,
             _LAYER,
             Axis("score"),
-            "Median and middle half of the scores g_i before quantisation (the paper's Fig. C to E): of all routed "
-            "heads, of those that are on, and of shared heads where the router scores them.",
+            "Median and middle half of the scores g_i before quantisation: of all routed heads, of those that are "
+            "on, and of shared heads where the router scores them.",
             bands=bands,
         ),
         line_chart(
@@ -107,6 +110,29 @@ def _scores(name: str, found: Record) -> list[Chart]:
             Axis("share of scores"),
         ),
     ]
+
+
+def _scores_by_text(name: str, found: Record) -> list[Chart]:
+    charts = []
+    for kind in ("shared", "routed"):
+        known = {text: scores[kind]["histogram"] for text, scores in found["texts"].items() if scores[kind]}
+        if not known:
+            continue
+        bins = len(next(iter(known.values())))
+        charts.append(
+            heat_map(
+                f"{name}-scores-{kind}",
+                f"Routing scores of layer {found['layer']}'s {kind} heads on each benchmark",
+                list(known),
+                [f"{place / bins:g}" for place in range(bins)],
+                [[count / sum(counts) for count in counts] for counts in known.values()],
+                (f"score, from ... on, {1 / bins:g} wide", ""),
+                "share of scores",
+                f"Distribution of the scores g_i before quantisation (the paper's Fig. C to E); all {kind} heads, "
+                "selected or not.",
+            )
+        )
+    return charts
 
 
 def _similarity(name: str, found: Record) -> list[Chart]:
@@ -136,10 +162,13 @@ def _similarity_rows(found: Record) -> list[tuple[str, float, float]]:
 
 
 def _rank(name: str, found: Record) -> Chart:
+    kinds = ("shared", "routed")
     series = {
         f"{kind} heads": [(layer, r["energy"] / r["width"]) for layer, r in enumerate(found[kind]) if r["width"]]
-        for kind in ("shared", "routed")
+        for kind in kinds
     }
+    widest = max(r["width"] for kind in kinds for r in found[kind])
+    bounded = " Too few tokens for so wide features: they bound the rank." if found["tokens"] < 4 * widest else ""
     return line_chart(
         f"{name}-rank",
         "Feature rank of shared and routed heads",
@@ -147,5 +176,5 @@ def _rank(name: str, found: Record) -> Chart:
         _LAYER,
         Axis("rank / width"),
         f"How many singular values hold 99 % of the squared norm of what the heads of a layer give, over their width; "
-        f"{found['tokens']:,} tokens.",
+        f"{found['tokens']:,} tokens. A routed head that is off gives its stand-in, or zeros.{bounded}",
     )
