@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moh_llm.errors import UserError
-
 if TYPE_CHECKING:
     from moh_llm.evaluation.kept import Kept
     from moh_llm.reporting.runs import TrainingRun
@@ -165,12 +163,7 @@ def _runs_behind(report: dict[str, Any]) -> "list[TrainingRun]":
     from moh_llm.reporting.evaluations import models_of, runs_behind
     from moh_llm.reporting.runs import read_runs
 
-    folders = runs_behind(models_of(report))
-    try:
-        return read_runs(folders) if folders else []
-    except UserError as error:
-        _say(f"the report goes without the curves of {', '.join(map(str, folders))}: {error}")
-        return []
+    return read_runs([], runs_behind(models_of(report)), _say)
 
 
 def _say(line: str) -> None:

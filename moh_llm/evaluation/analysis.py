@@ -17,9 +17,6 @@ from moh_llm.evaluation.tasks import load_tasks
 
 Record = dict[str, Any]
 
-# torch reports a full GPU, a CPU without memory and matrices it cannot decompose as RuntimeErrors.
-_FAILURES = (UserError, RuntimeError, MemoryError)
-
 
 def analyse_models(
     models: dict[str, str],
@@ -43,23 +40,31 @@ def analyse_models(
         By label, the record of `moh_llm.analysis.record.analyse`; or ``{"error": ...}``, in one line, for
         a model whose analysis failed, or for all of them where the text cannot be read.
     """
-    chosen = {label: model for label, model in models.items() if _chooses(model)}
+    # Whatever goes wrong here must not lose the scores, which took hours: every `except` takes all errors.
+    found: dict[str, Record] = {}
+    chosen = {}
+    for label, model in models.items():
+        try:
+            if _chooses(model):
+                chosen[label] = model
+        except Exception as error:
+            found[label] = _failed(label, error, say)
     if not chosen:
-        return {}
+        return found
     say("analysis: reading the benchmarks' text (--no-analysis leaves all of it out)")
     try:
-        texts = _texts(suite, data_dir)
-    except _FAILURES as error:
-        return {label: _failed(label, error, say) for label in chosen}
-    device = choose_device(device, Team())
-    found = {}
+        texts = _texts(suite, data_dir, say)
+        device = choose_device(device, Team())
+    except Exception as error:
+        return found | {label: _failed(label, error, say) for label in chosen}
     for label, model in chosen.items():
         try:
+            # The one before has left its memory by now.
+            _free_memory()
             found[label] = _analyse(label, model, texts, device, dtype, say)
-        except _FAILURES as error:
+        except Exception as error:
             found[label] = _failed(label, error, say)
-        _free_memory()
-    return found
+    return {label: found[label] for label in models if label in found}
 
 
 def _chooses(model: str) -> bool:
@@ -73,9 +78,12 @@ def _chooses(model: str) -> bool:
     return isinstance(config, MoHLlamaConfig) and min(config.active_heads_per_layer) < config.num_attention_heads
 
 
-def _texts(suite: Suite, data_dir: Path | None) -> dict[str, list[str]]:
+def _texts(suite: Suite, data_dir: Path | None, say: Callable[[str], None]) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
-        return prompts(load_tasks(suite, Path(folder), data_dir, ITEMS))
+        texts = prompts(load_tasks(suite, Path(folder), data_dir, ITEMS), say=lambda line: say(f"analysis: {line}"))
+    if not texts:
+        raise UserError("no benchmark's text can be built; the lines above say why")
+    return texts
 
 
 def _analyse(
@@ -111,7 +119,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _free_memory() -> None:
-    """The next model needs it."""
+    """Give back what earlier models took."""
     import torch
 
     gc.collect()

@@ -8,10 +8,11 @@ limit, dtype, kind of device, seeds, versions, and whether prefixes are shared. 
 not in it: they change a score by rounding alone.
 """
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def make_key(
     return {
         "model": model,
         "benchmark": about,
+        "definition": loaded.definition,
         "data": loaded.data,
         "limit": limit,
         "dtype": dtype,
@@ -43,8 +45,12 @@ def make_key(
 
 
 def file_name(name: str) -> str:
-    """A benchmark's or model's name as part of a path: neither hidden nor the folder above."""
-    return re.sub(r"^\.+|[^\w.-]+", "_", name)
+    """A benchmark's or model's name as part of a path: neither hidden nor the folder above.
+
+    Where it has to be changed, a part of its hash keeps apart names that are then spelt alike.
+    """
+    plain = re.sub(r"^\.+|[^\w.-]+", "_", name)
+    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 class Kept:
@@ -96,11 +102,28 @@ class Kept:
         return self._path(label, benchmark).with_suffix(".samples.jsonl")
 
     def remove(self) -> None:
-        """Remove the folder and all that is kept."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove all that was ever kept, and the folders that this empties; a file of somebody else's stays."""
+        results = [path for path in self.folder.glob("*/*.json") if _is_kept(path)]
+        with contextlib.suppress(OSError):
+            for path in results:
+                # A killed process may have left a temporary file.
+                for file in (path, path.with_suffix(".samples.jsonl"), *path.parent.glob(f".{path.stem}.*.tmp")):
+                    file.unlink(missing_ok=True)
+        for folder in (*{path.parent for path in results}, *{path.parents[1] for path in results}):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
     def _path(self, label: str, benchmark: str) -> Path:
         return self.folder / file_name(label) / f"{file_name(benchmark)}.json"
+
+
+def _is_kept(path: Path) -> bool:
+    """Whether `Kept.keep` wrote this JSON file."""
+    try:
+        record = read_json(path)
+    except UserError:
+        return False
+    return isinstance(record, dict) and set(record) == {"key", "run", "score"}
 
 
 def _differences(old: Key, new: Key) -> list[str]:
@@ -108,6 +131,7 @@ def _differences(old: Key, new: Key) -> list[str]:
     words = {
         "model": "the model's files differ",
         "benchmark": "the benchmark is defined otherwise",
+        "definition": "the files of its task differ",
         "data": "its data differ",
     }
     new = json.loads(json.dumps(new))

@@ -42,6 +42,7 @@ TAKEN_LABELS = {
         "metric",
         "dataset",
         "dataset_config",
+        "data_sha256",
         "revision",
     ),
     *("eval_split", "fewshot_split", "items_in_full", "note", "published"),

@@ -1,5 +1,6 @@
 """What lm-eval shows a model, as plain text: a few items of each benchmark, for the analysis of heads."""
 
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
 ITEMS = 32
 
 
-def prompts(loaded: list[Loaded], items: int = ITEMS) -> dict[str, list[str]]:
+def prompts(
+    loaded: list[Loaded], items: int = ITEMS, say: Callable[[str], None] = lambda line: None
+) -> dict[str, list[str]]:
     """The first items of each benchmark, one string an item: examples, question and right answer, as they are scored.
 
     An answer that the model has to write itself is left out. Where a benchmark is made of several
@@ -22,8 +25,16 @@ def prompts(loaded: list[Loaded], items: int = ITEMS) -> dict[str, list[str]]:
     Args:
         loaded: the benchmarks. Their tasks are left with the requests of these items.
         items: how many of each benchmark; fewer where a task has fewer.
+        say: receives a line for each benchmark that is left out because its text cannot be built.
     """
-    return {one.benchmark.name: _prompts(one.tasks, items) for one in loaded}
+    texts = {}
+    for one in loaded:
+        try:
+            texts[one.benchmark.name] = _prompts(one.tasks, items)
+        except Exception as error:  # functions and templates of tasks may raise anything
+            reason = " ".join(str(error).split())[:300]
+            say(f"the text of {one.benchmark.name} is left out: {type(error).__name__}: {reason}")
+    return texts
 
 
 def _prompts(tasks: "list[ConfigurableTask]", items: int) -> list[str]:

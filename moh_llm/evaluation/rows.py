@@ -1,10 +1,13 @@
 """The rows of benchmarks: reading them from JSON lines, and looking at all of them before a model is loaded.
 
-lm-eval itself looks at the first row only. A null in another one becomes the word "None" in a prompt, and a
-label that names no choice counts as a wrong answer.
+lm-eval itself looks at the first row only. A null in another one becomes the word "None" in a prompt, a label that
+names no choice counts as a wrong answer, and a choice that is missing stops a benchmark halfway.
 """
 
+import contextlib
+import functools
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,54 +30,128 @@ def read_splits(data_files: dict[str, str], **_: Any) -> "dict[str, Dataset]":
 
 def find_bad_row(task: "ConfigurableTask", limit: int | None) -> str | None:
     """What is wrong with the first row that ``task`` cannot score or show, or None. Of ``limit`` rows, if given."""
-    config = task.config
-    gold = config.doc_to_text if task.multiple_input else config.doc_to_target
-    shown = _fields(task, config.doc_to_text, config.doc_to_choice, config.doc_to_target)
+    shown = _shown(task, task.task_docs[0], task.config)
     columns = task.task_docs[:limit]
-    for field in shown:
-        if (row := _first_null(columns[field])) is not None:
-            return f"row {row} has no {field!r}"
-    for field in shown if config.num_fewshot else ():
-        if (row := _first_null([example.get(field) for example in task.sampler.df])) is not None:
-            return f"row {row} of the examples has no {field!r}"
-    if task.OUTPUT_TYPE != "multiple_choice":
-        return None
-    # Labels repeat: one row for each value that the label is made of stands for all of them.
-    parts = [columns[field] for field in sorted(_fields(task, gold))]
-    values = [repr(value) for value in zip(*parts, strict=True)] if parts else ["constant"]
-    for value, row in {value: row for row, value in reversed(list(enumerate(values)))}.items():
-        if problem := _bad_label(task, task.task_docs[row]):
-            return f"row {row + 1}: {problem} (label made of {value[:80]})"
+    for number, values in enumerate(zip(*columns.values(), strict=True), start=1):
+        row = dict(zip(columns, values, strict=True))
+        if field := _null(row, shown):
+            return f"row {number} has no {field!r}"
+        if problem := _unscorable(task, row):
+            return f"row {number}: {problem}"
+    return _bad_example(task) if task.config.num_fewshot else None
+
+
+def _bad_example(task: "ConfigurableTask") -> str | None:
+    """What is wrong with the first few-shot example that cannot be shown, or None."""
+    from lm_eval.api.samplers import FirstNSampler
+
+    examples, shots = task.sampler.df, task.config.num_fewshot
+    first = isinstance(task.sampler, FirstNSampler)
+    shown = _shown(task, examples[0], task.fewshot_cfg)
+    for number, row in enumerate(examples[:shots] if first else examples, start=1):
+        if field := _null(row, shown):
+            return f"row {number} of the examples has no {field!r}"
+        # Where examples are drawn there may be a hundred thousand, too many to try each.
+        if first and (problem := _unshowable(task, row)):
+            return f"row {number} of the examples: {problem}"
     return None
 
 
-def _bad_label(task: "ConfigurableTask", doc: dict[str, Any]) -> str | None:
-    """What is wrong with the right answer of one multiple-choice item, or None."""
+def find_null(data_files: dict[str, str]) -> str | None:
+    """The first null in files as `read_splits` takes them, or None."""
+    for split, rows in read_splits(data_files).items():
+        for number, row in enumerate(rows, start=1):
+            if field := _null(row, row):
+                return f"row {number} of {split} has no {field!r}"
+    return None
+
+
+def _null(row: dict[str, Any], fields: Iterable[str]) -> str | None:
+    """The first of ``fields`` that is null or a list with a null."""
+    for field in fields:
+        value = row.get(field)
+        if value is None or (isinstance(value, list) and None in value):
+            return field
+    return None
+
+
+def _unscorable(task: "ConfigurableTask", row: dict[str, Any]) -> str | None:
+    """Why lm-eval could not score one item, or only as wrong; or None."""
     try:
-        choices = task.doc_to_choice(doc)
-        label = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+        text, target = task.doc_to_text(row), task.doc_to_target(row)
+        if not task.multiple_input and not isinstance(text, str):
+            return f"its question is {text!r}, which lm-eval does not take for text"
+        return _bad_choice(task, row, text if task.multiple_input else target)
     except Exception as error:  # templates and functions of tasks may raise anything
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    labels = label if isinstance(label, list) else [label]
-    if all(0 <= one < len(choices) if isinstance(one, int) else one in choices for one in labels):
+        return _in_words(error)
+
+
+def _unshowable(task: "ConfigurableTask", row: dict[str, Any]) -> str | None:
+    """Why lm-eval could not show one example, or None. The steps are those of its `fewshot_context`."""
+    config = task.fewshot_cfg
+    try:
+        text, answer = task.doc_to_text(row, config.doc_to_text), task.doc_to_target(row, config.doc_to_target)
+        choices = task.doc_to_choice(row, config.doc_to_choice) if config.doc_to_choice else None
+        if task.multiple_input:
+            text, choices = choices[text], None
+        task.build_qa_turn(q=text, c=choices, a=answer)
+    except Exception as error:  # as above
+        return _in_words(error)
+    return None
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _bad_choice(task: "ConfigurableTask", row: dict[str, Any], label: Any) -> str | None:
+    """What is wrong with the choices of one item or with its label; or None, also where there is nothing to choose."""
+    if task.OUTPUT_TYPE != "multiple_choice":
         return None
-    return f"the answer {label!r} is none of the {len(choices)} choices"
+    choices = task.doc_to_choice(row)
+    if not choices or not all(isinstance(choice, str) for choice in choices):
+        return f"its choices are {str(choices)[:80]}, not one text or more"
+    labels = label if isinstance(label, list) else [label]
+    if not labels or not all(0 <= one < len(choices) if isinstance(one, int) else one in choices for one in labels):
+        return f"the answer {label!r} is none of the {len(choices)} choices"
+    if callable(task.config.process_results):
+        # What it reads is not known: it is tried on likelihoods as a model might give them.
+        requests = task.construct_requests(row, choices if task.multiple_input else "")
+        task.process_results(row, [(-1.0, False)] * len(requests))
+    return None
 
 
-def _fields(task: "ConfigurableTask", *specifications: Any) -> set[str]:
-    """The columns that parts of a task's definition (templates, names of columns, functions) read."""
+@contextlib.contextmanager
+def templates_compiled_once() -> Iterator[None]:
+    """Spare lm-eval from compiling a template anew for every row, a hundred times the work of filling it in."""
+    from lm_eval.utils import env
+
+    env.from_string = functools.cache(env.from_string)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del env.from_string  # the method of its class is back
+
+
+def _shown(task: "ConfigurableTask", first: dict[str, Any], config: Any) -> list[str]:
+    """The columns that a definition reads by its templates, names of columns, or functions, tried on a first row."""
+    used: set[str] = set()
+    for specification in (config.doc_to_text, config.doc_to_choice, config.doc_to_target):
+        if isinstance(specification, str):
+            used |= {specification} | _variables(specification)
+        elif callable(specification):
+            noting = _Noting(first)
+            specification(noting)
+            used |= noting.read
+    return sorted(used & set(task.features))
+
+
+@functools.cache
+def _variables(template: str) -> set[str]:
     from jinja2 import meta
     from lm_eval.utils import env
 
-    used: set[str] = set()
-    for specification in specifications:
-        if isinstance(specification, str):
-            used |= {specification} | meta.find_undeclared_variables(env.parse(specification))
-        elif callable(specification):
-            noting = _Noting(task.task_docs[0])
-            specification(noting)
-            used |= noting.read
-    return used & set(task.features)
+    return meta.find_undeclared_variables(env.parse(template))
 
 
 class _Noting(dict):
@@ -91,11 +168,6 @@ class _Noting(dict):
     def get(self, field: str, default: Any = None) -> Any:
         self.read.add(field)
         return super().get(field, default)
-
-
-def _first_null(values: Any) -> int | None:
-    """The number, from 1, of the first null."""
-    return next((number for number, value in enumerate(values, start=1) if value is None), None)
 
 
 def _read(file: Path) -> "Dataset":

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 from moh_llm import __version__
 from moh_llm.errors import UserError
 from moh_llm.evaluation.converters import load_sources
-from moh_llm.evaluation.rows import find_bad_row
+from moh_llm.evaluation.definitions import hash_definitions, unknown_names
+from moh_llm.evaluation.rows import find_bad_row, find_null, templates_compiled_once
 from moh_llm.evaluation.suite import Benchmark, Part, Suite
 from moh_llm.files import sha256
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks import TaskManager
 
 _TAKE_FILES = "give the data as files with --data-dir (moh-llm data fetch-benchmarks makes them)"
 _READER = "custom_dataset: !function moh_llm.evaluation.rows.read_splits\n"
@@ -36,6 +38,8 @@ class Loaded:
     tasks: "list[ConfigurableTask]"
     data: str
     """SHA-256 of what was read: of the local files, or of the Hub's dataset by name, commit and contents."""
+    definition: str | None = None
+    """SHA-256 of the files that define a suite's own tasks; None where they are lm-eval's."""
 
     def items(self, limit: int | None) -> int:
         """How many items are scored, of at most ``limit`` in each task."""
@@ -143,47 +147,54 @@ def write_task_files(suite: Suite, folder: Path, data_dir: Path | None) -> None:
 def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | None = None) -> list[Loaded]:
     """Make the suite's lm-eval tasks, read their data and look at the rows that ``limit`` leaves.
 
-    ``folder`` (temporary) must outlive their use. Raises one UserError that names every benchmark whose data
-    cannot be used.
+    ``folder`` (temporary) must outlive their use. Raises one UserError that names every benchmark whose metric or
+    filter its task lacks, or else whose data cannot be used.
     """
     require_lm_eval()
     check_data(suite, data_dir)
-    import datasets
-    from jinja2 import TemplateError
     from lm_eval.tasks import TaskManager
 
     write_task_files(suite, folder, data_dir)
     manager = TaskManager(include_path=str(folder), include_defaults=False)
-    loaded, failures = [], []
-    unreadable = (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RuntimeError,
-        TemplateError,
-        datasets.exceptions.DatasetsError,
-    )
-    with quiet_data():
+    loaded: list[Loaded] = []
+    unknown, failures = [], []
+    with quiet_data(), templates_compiled_once():
         for benchmark in suite.benchmarks:
             try:
-                tasks = manager.load([part.task for part in benchmark.expand()])["tasks"]
+                loaded.append(_load(manager, suite, benchmark, data_dir))
+                unknown += [f"{benchmark.name} ({name})" for name in unknown_names(benchmark, loaded[-1].tasks)[:1]]
+                problems = _too_few_examples(loaded[-1]) or _bad_rows(loaded[-1], limit)
+                failures += [f"{benchmark.name} ({problem})" for problem in problems[:1]]
             except UserError as error:
                 failures.append(f"{benchmark.name} ({error})")
-                continue
-            except unreadable as error:
-                if isinstance(error, ConnectionError):
-                    # The next thirteen would each wait for the network as long as this one did.
-                    raise UserError(f"{_first_line(error)}; {_TAKE_FILES}") from error
-                failures.append(f"{benchmark.name} ({benchmark.dataset}: {_first_line(error)})")
-                continue
-            loaded.append(Loaded(benchmark, list(tasks.values()), _digest(suite, benchmark, data_dir, tasks)))
-            problems = _too_few_examples(loaded[-1]) or _bad_rows(loaded[-1], limit)
-            failures += [f"{benchmark.name} ({problem})" for problem in problems[:1]]
+            except ConnectionError as error:
+                # The next thirteen would each wait for the network as long as this one did.
+                raise UserError(f"{_first_line(error)}; {_TAKE_FILES}") from error
+            except Exception as error:
+                # Templates and functions of tasks meet rows here, and may raise anything.
+                where = _null_row(suite, benchmark, data_dir)
+                failures.append(f"{benchmark.name} ({benchmark.dataset}: {_first_line(error)}{where})")
+    if unknown:
+        raise UserError(f"suite {suite.name} asks for what its tasks do not have; mend the suite: {', '.join(unknown)}")
     if failures:
         way_out = "mend the files" if suite.data_folder(data_dir) else _TAKE_FILES
         raise UserError(f"data of {len(failures)} benchmark(s) cannot be used; {way_out}: {', '.join(failures)}")
     return loaded
+
+
+def _load(manager: "TaskManager", suite: Suite, benchmark: Benchmark, data_dir: Path | None) -> Loaded:
+    tasks = manager.load([part.task for part in benchmark.expand()])["tasks"]
+    own = None if benchmark.stock else hash_definitions(suite.folder / part.definition for part in benchmark.expand())
+    return Loaded(benchmark, list(tasks.values()), _digest(suite, benchmark, data_dir, tasks), own)
+
+
+def _null_row(suite: Suite, benchmark: Benchmark, data_dir: Path | None) -> str:
+    """The first null in a benchmark's local files, the likeliest cause of an error that names no row; or nothing."""
+    folder = suite.data_folder(data_dir)
+    for part in benchmark.expand() if folder else ():
+        if null := find_null({s: str(data_file(folder, benchmark, part, s)) for s in benchmark.splits()}):
+            return f"; {part.config}: {null}"
+    return ""
 
 
 def _too_few_examples(loaded: Loaded) -> list[str]:

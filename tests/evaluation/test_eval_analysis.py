@@ -72,6 +72,18 @@ def test_items_are_spread_over_tasks(load: Callable[..., list[Any]]) -> None:
     assert prompts([joined], items=2) == {"Facts": turns[:2]}
 
 
+def test_text_that_cannot_be_built_leaves_the_others(load: Callable[..., list[Any]]) -> None:
+    from moh_llm.evaluation.prompts import prompts
+
+    def fail(**_: Any) -> None:
+        raise LookupError("no\nfield")
+
+    loaded, said = load(), []
+    loaded[1].tasks[0].build_all_requests = fail
+    assert list(prompts(loaded, 2, said.append)) == ["Facts", "Answers"]
+    assert said == ["the text of Stories is left out: LookupError: no field"]
+
+
 SUITE = """
 name: some
 title: Some of each kind
@@ -160,6 +172,44 @@ def test_text_that_cannot_be_read_is_named(tiny_llama: Path, tiny_moh: Path, tmp
     found = analyse_models(models, load_suite("paper"), tmp_path / "nowhere", "cpu", "auto", said.append)
     assert list(found) == ["model"] and "nowhere is not a folder" in found["model"]["error"]
     assert said[-1] == f"analysis of model failed: {found['model']['error']}"
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyError("bad"), AttributeError("bad"), OSError("bad")])
+def test_whatever_is_raised_loses_one_models_analysis(
+    error: Exception, tiny_moh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a model chooses, the benchmarks' text, the analysis: nothing that fails there ends the run."""
+    from moh_llm.evaluation import analysis
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    def analyse(failing: str) -> dict[str, Any]:
+        def act(*arguments: Any, **_: Any) -> Any:
+            return fail() if failing in arguments else {"texts": {}}
+
+        with monkeypatch.context() as patch:
+            patch.setattr(analysis, "_analyse", act)
+            if failing == "text":
+                patch.setattr(analysis, "load_tasks", fail)
+            if failing == "config":
+                whole = analysis._chooses
+                patch.setattr(analysis, "_chooses", lambda model: fail() if model == "nowhere" else whole(model))
+            models = {"one": "nowhere" if failing == "config" else str(tiny_moh), "two": str(tiny_moh)}
+            return analyse_models(models, load_suite("smoke"), None, "cpu", "auto", lambda line: None)
+
+    failed, whole = {"error": f"{type(error).__name__}: {error}"}, {"texts": {}}
+    assert list(analyse("one").items()) == [("one", failed), ("two", whole)]
+    assert list(analyse("config").items()) == [("one", failed), ("two", whole)]
+    assert analyse("text") == {"one": failed, "two": failed}
+
+
+def test_no_text_at_all_is_an_error(tiny_moh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moh_llm.evaluation import analysis
+
+    monkeypatch.setattr(analysis, "prompts", lambda *_, **__: {})
+    found = analyse_models({"model": str(tiny_moh)}, load_suite("smoke"), None, "cpu", "auto", lambda line: None)
+    assert found == {"model": {"error": "no benchmark's text can be built; the lines above say why"}}
 
 
 def test_a_failed_analysis_is_named_and_loses_nothing(

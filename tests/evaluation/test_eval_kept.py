@@ -181,8 +181,63 @@ def test_other_data_is_scored_anew(
     assert "model: Stories is scored anew: its data differ" in said
 
 
+def test_another_definition_is_scored_anew(
+    tiny_llama: Path, tmp_path: Path, run_evaluate: Callable[..., int], calls: list[str]
+) -> None:
+    """Its path is the same; what lies there is not."""
+    from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.runner import score
+    from moh_llm.evaluation.suite import SUITES, load_suite
+
+    shutil.copytree(SUITES / "smoke", tmp_path / "smoke")
+    shutil.copy(SUITES / "smoke.yaml", tmp_path / "own.yaml")
+    kept, said = Kept(tmp_path / "kept"), []
+
+    def run() -> None:
+        score({"model": str(tiny_llama)}, load_suite(str(tmp_path / "own.yaml")), limit=1, kept=kept, say=said.append)
+
+    run()
+    definition = tmp_path / "smoke" / "stories.yaml"
+    definition.write_text(definition.read_text(encoding="utf-8").replace("Story:", "Tale:"))
+    calls.clear()
+    run()
+    assert calls == ["Stories"]
+    assert "model: Stories is scored anew: the files of its task differ" in said
+
+
+def test_only_what_was_kept_is_removed(tmp_path: Path) -> None:
+    from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.scoring import Score
+
+    kept = Kept(tmp_path / "report.partial")
+    score = Score([[1.0]], {"facts": (1.0, 1)}, 1.0, False, 8)
+    for label in ("base", "model", "an earlier one"):
+        kept.keep(label, "Natural Questions", {}, score, {}, [{"doc_id": 0}])
+    leftover = kept.samples_file("base", "Natural Questions")
+    leftover.with_name(f".{leftover.name}.123.tmp").write_text("half")
+    mine = [kept.folder / name for name in ("notes.txt", "model/config.json", "model/list.json", "other/data.json")]
+    (kept.folder / "other").mkdir()
+    for file, text in zip(mine, ["mine", '{"key": 1}', "[1", "{}"], strict=True):
+        file.write_text(text)
+    kept.remove()
+    assert sorted(path for path in kept.folder.rglob("*") if path.is_file()) == sorted(mine)
+    assert sorted(path.name for path in kept.folder.iterdir()) == ["model", "notes.txt", "other"]
+    for file in mine:
+        file.unlink()
+    (kept.folder / "other").rmdir()
+    kept.keep("model", "Facts", {}, score, {}, None)
+    kept.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
-    ("name", "expected"), [("..", "_"), (".hidden", "_hidden"), ("a/../b", "a_.._b"), ("v1.5", "v1.5")]
+    ("name", "expected"), [("..", "_-"), (".hidden", "_hidden-"), ("a/../b", "a_.._b-"), ("Natural Q", "Natural_Q-")]
 )
 def test_names_stay_below_their_folder(name: str, expected: str) -> None:
-    assert file_name(name) == expected
+    assert file_name(name)[:-8] == expected
+
+
+def test_names_that_would_be_spelt_alike_stay_apart() -> None:
+    names = ["a b", "a_b", "a/b", "a  b", ".b", "_b", "..b"]
+    assert len({file_name(name) for name in names}) == len(names)
+    assert [file_name(name) for name in ("a_b", "v1.5", "MMLU-5")] == ["a_b", "v1.5", "MMLU-5"]

@@ -1,5 +1,6 @@
 """Rows that lm-eval would score without a word are named, by file and number, before a model is loaded."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 from moh_llm.errors import UserError
 from moh_llm.evaluation.rows import read_splits
 from moh_llm.evaluation.suite import load_suite
-from moh_llm.evaluation.tasks import load_tasks
+from moh_llm.evaluation.tasks import data_file, load_tasks
 
 pytest.importorskip("lm_eval")
 
@@ -45,6 +46,7 @@ CHANGES = [
     ("facts/test.jsonl", 3, lambda row: row | {"answer": 4}, r"row 3: the answer 4 is none of the 4 choices"),
     ("facts/test.jsonl", 3, lambda row: row | {"answer": "b"}, r"test.jsonl: row 3: answer='b' is of another type"),
     ("stories/train.jsonl", 2, without("story"), r"Stories \(stories/test: row 2 of the examples has no 'story'\)"),
+    ("stories/train.jsonl", 2, lambda row: row | {"endings": ["Only one."]}, r"row 2 of the examples: IndexError"),
     ("answers/test.jsonl", 6, without("question"), r"Answers \(answers/test: row 6 has no 'question'\)"),
 ]
 
@@ -60,6 +62,85 @@ def test_bad_rows_are_named(
 
 def test_rows_that_are_not_scored_do_not_matter(load_changed: Callable[..., None]) -> None:
     load_changed("facts/test.jsonl", 5, without("sentence"), limit=4)
+
+
+@pytest.fixture
+def load_stock(tmp_path: Path) -> Callable[..., None]:
+    """Load a benchmark of the paper, without examples and of several subjects one, with the given rows."""
+
+    def load(name: str, rows: list[Row], limit: int | None = None) -> None:
+        suite = load_suite("paper")
+        benchmark = next(benchmark for benchmark in suite.benchmarks if benchmark.name == name)
+        parts = benchmark.parts if benchmark.average == "parts" else benchmark.parts[:1]
+        benchmark = dataclasses.replace(benchmark, shots=0, fewshot_split=None, parts=parts)
+        for part in benchmark.expand():
+            file = data_file(tmp_path / "data", benchmark, part, benchmark.eval_split)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        suite = dataclasses.replace(suite, benchmarks=[benchmark])
+        load_tasks(suite, tmp_path / "tasks", tmp_path / "data", limit)
+
+    return load
+
+
+MMLU = {"question": "Which is even?", "choices": ["1", "2", "3", "5"], "answer": 1}
+WINOGRANDE = {"sentence": "The _ barked.", "option1": "dog", "option2": "cat", "answer": "1"}
+HELLASWAG = {"ctx_a": "A man sits.", "ctx_b": "he", "activity_label": "Sitting", "endings": ["a", "b"], "label": "1"}
+ARC: Row = {"question": "Which?", "choices": {"text": ["x", "y", "z"], "label": ["A", "B", "C"]}, "answerKey": "C"}
+CHOICES = ARC["choices"]
+TARGETS = {"choices": ["yes", "no"], "labels": [1, 0]}
+TRUTHFULQA = {"question": "Is it?", "mc1_targets": TARGETS, "mc2_targets": TARGETS}
+DAMAGES = [
+    ("HellaSwag", HELLASWAG, {"ctx_b": None}, r"AttributeError: .*; default: row 3 of validation has no 'ctx_b'"),
+    ("MMLU", MMLU, {"choices": ["1", "2", "3"]}, r"abstract_algebra/test: row 3: UndefinedError: .* no element 3"),
+    ("MMLU", MMLU, {"choices": ["1", "2", None, "5"]}, r"abstract_algebra/test: row 3 has no 'choices'"),
+    ("MMLU", MMLU, {"choices": []}, r"abstract_algebra/test: row 3: UndefinedError: .* no element 0"),
+    ("MMLU", MMLU, {"answer": 4}, r"abstract_algebra/test: row 3: the answer 4 is none of the 4 choices"),
+    ("MMLU", MMLU, {"question": 1984}, r"row 3: question='1984' is of another type"),
+    ("WinoGrande", WINOGRANDE, {"sentence": "The dog barked."}, r"validation: row 3: ValueError: substring not found"),
+    ("WinoGrande", WINOGRANDE, {"answer": "3"}, r"validation: row 3: KeyError: '3'"),
+    ("ARC-Challenge", ARC, {"answerKey": "D"}, r"ARC-Challenge/test: row 3: .*"),
+    ("ARC-Challenge", ARC, {"choices": CHOICES | {"text": ["x"]}}, r"row 3: the answer 2 is none of"),
+    (
+        "ARC-Challenge",
+        ARC,
+        {"choices": CHOICES | {"text": ["x", "y", None]}},
+        r"row 3: its choices are",
+    ),
+    ("TruthfulQA", TRUTHFULQA, {"mc1_targets": {"choices": [], "labels": []}}, r"row 3: its choices are \[\], not"),
+    ("TruthfulQA", TRUTHFULQA, {"mc2_targets": TARGETS | {"labels": [1]}}, r"validation: row 3: IndexError: "),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "damage", "message"), DAMAGES)
+def test_every_row_that_is_scored_is_tried(
+    load_stock: Callable[..., None], name: str, row: Row, damage: Row, message: str
+) -> None:
+    """Also where a row with the same label went well, and where the damage lies within a list."""
+    with pytest.raises(UserError, match=rf"{name} \(.*{message}") as caught:
+        load_stock(name, [row, row, row | damage])
+    assert "\n" not in str(caught.value) and "mend the files" in str(caught.value)
+    load_stock(name, [row, row, row])
+    if name != "HellaSwag" and "another type" not in message:
+        load_stock(name, [row, row, row | damage], limit=2)
+
+
+def test_fewer_choices_than_others_have_may_be_scored(load_stock: Callable[..., None]) -> None:
+    four = {"text": ["w", "x", "y", "z"], "label": ["1", "2", "3", "4"]}
+    load_stock("ARC-Challenge", [ARC | {"choices": four, "answerKey": "4"}, ARC])
+
+
+def test_a_question_that_lm_eval_takes_for_a_label_is_named(load_changed: Callable[..., None]) -> None:
+    with pytest.raises(UserError, match=r"facts/test: row 2: its question is 1984, which lm-eval does not take"):
+        load_changed("facts/test.jsonl", 2, lambda row: row | {"sentence": "1984"})
+
+
+def test_templates_are_compiled_anew_afterwards(load_changed: Callable[..., None]) -> None:
+    """lm-eval is left as it was."""
+    from lm_eval.utils import env
+
+    load_changed("facts/test.jsonl", 1, lambda row: row)
+    assert "from_string" not in vars(env)
 
 
 def test_fields_that_no_prompt_shows_may_be_missing(load_changed: Callable[..., None]) -> None:

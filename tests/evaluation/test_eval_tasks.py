@@ -63,6 +63,73 @@ def test_task_file_that_lm_eval_lacks_is_named(own_smoke: Path, tmp_path: Path) 
         load_tasks(load_suite(str(suite)), tmp_path / "tasks", None)
 
 
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert old in text
+    file.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def test_metrics_and_filters_that_tasks_lack_are_named_together(own_smoke: Path, tmp_path: Path) -> None:
+    suite = own_smoke / "own.yaml"
+    change(suite, "metric: acc\n    task: moh_smoke_facts", "metric: acc_norm\n    task: moh_smoke_facts")
+    change(suite, "metric: acc\n    task: moh_smoke_stories", "metric: f1\n    task: moh_smoke_stories")
+    change(
+        own_smoke / "smoke" / "stories.yaml",
+        "  - metric: acc\n    aggregation: mean",
+        "  - metric: acc\n  - metric: f1",
+    )
+    change(suite, "filter: first_word", "filter: strict-match")
+    with pytest.raises(UserError) as caught:
+        load_tasks(load_suite(str(suite)), tmp_path / "tasks", None)
+    assert str(caught.value) == (
+        "suite smoke asks for what its tasks do not have; mend the suite: "
+        "Facts (metric 'acc_norm': moh_smoke_facts has acc), "
+        "Stories (metric 'f1': moh_smoke_stories has acc), "
+        "Answers (filter 'strict-match': moh_smoke_answers has first_word)"
+    )
+
+
+def test_metrics_that_functions_name_when_called_are_let_through(own_smoke: Path, tmp_path: Path) -> None:
+    (own_smoke / "smoke" / "own.py").write_text("def passed(references, predictions):\n    return {'pass@1': 1.0}\n")
+    change(own_smoke / "smoke" / "answers.yaml", "metric: exact_match", "metric: !function own.passed")
+    change(own_smoke / "smoke" / "answers.yaml", "    ignore_case: true\n", "")
+    change(own_smoke / "own.yaml", "metric: exact_match", "metric: pass@1")
+    assert len(load_tasks(load_suite(str(own_smoke / "own.yaml")), tmp_path / "tasks", None)) == 3
+
+
+def test_whatever_a_definition_raises_is_one_line(own_smoke: Path, tmp_path: Path) -> None:
+    (own_smoke / "smoke" / "own.py").write_text("def text(row):\n    assert False, 'not\\nready'\n")
+    change(own_smoke / "smoke" / "facts.yaml", '"{{sentence}}"', "!function own.text")
+    with pytest.raises(UserError, match=r"Facts \(moh-llm/smoke: AssertionError: not ready\)$"):
+        load_tasks(load_suite(str(own_smoke / "own.yaml")), tmp_path / "tasks", None)
+
+
+def test_the_hash_of_definitions_follows_all_their_files(tmp_path: Path) -> None:
+    from moh_llm.evaluation.definitions import hash_definitions
+
+    (tmp_path / "tasks" / "code").mkdir(parents=True)
+    (tmp_path / "common").mkdir()
+    files = {
+        "tasks/one.yaml": "include: ../common/base.yaml\ntask: one\ndoc_to_text: !function code.prompts.text\n",
+        "common/base.yaml": "include: [more.yaml]\n",
+        "common/more.yaml": "include: base.yaml\n",  # a circle, which lm-eval refuses, ends here, too
+        "common/metrics.py": "",
+        "tasks/helpers.py": "",
+        "tasks/code/prompts.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    definition = tmp_path / "tasks" / "one.yaml"
+    hashes = [hash_definitions([definition])]
+    for name in files:
+        with (tmp_path / name).open("a") as file:
+            file.write("# changed\n")
+        hashes.append(hash_definitions([definition]))
+    assert len(set(hashes)) == 7
+    (tmp_path / "tasks" / "two.yaml").write_text("task: two\n")
+    assert hash_definitions([definition]) == hashes[-1]
+
+
 def test_without_data_dir_the_hub_paths_stay(tmp_path: Path) -> None:
     import yaml
 
