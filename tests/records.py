@@ -1,6 +1,7 @@
 """Records of evaluations with made scores."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 from moh_llm.evaluation.models import Identity
@@ -14,20 +15,32 @@ ITEMS = 200
 RIGHT = {"A": 0.7, "B": 0.5, "C": 0.6}
 
 
-def make_record(models: dict[str, tuple[str, float]], names: str = "ABC", suite: str = "three") -> Record:
+Models = dict[str, tuple[str, float]]
+
+
+def make_record(models: Models, names: str = "ABC", suite: str = "three") -> Record:
     """A report of ``names``; ``models``: label to weights and the part of its right answers that it keeps."""
     published = {"A": {"paper": 71.0}, "B": {"paper": 52.0}, "C": {}}
     benchmarks = [
         Benchmark(n, 0, "acc", n, n, n, "test", ITEMS, revision="0" * 40, stock=f"{n}.yaml", published=published[n])
         for n in names
     ]
+    return record_of(Suite(suite, f"Suite {suite}", benchmarks, columns=["paper"]), models)
+
+
+def record_of(suite: Suite, models: Models, failed: tuple[str, ...] = (), data_dir: Path | None = None) -> Record:
+    """A report of any suite, with benchmarks that no model has a score on. Data is said to have the name as digest."""
+    names = [benchmark.name for benchmark in suite.benchmarks]
     results = {}
     for label, (weights, keep) in models.items():
         scores = {}
-        for name in names:
+        for name in (name for name in names if name not in failed):
             draw, lose = random.Random(name), random.Random(weights + name)
-            values = [float(draw.random() < RIGHT[name] and lose.random() < keep) for _ in range(ITEMS)]
+            values = [float(draw.random() < RIGHT.get(name, 0.5) and lose.random() < keep) for _ in range(ITEMS)]
             scores[name] = Score([values], {name: (sum(values) / ITEMS, ITEMS)}, 2.0, False, 8)
-        results[label] = ModelScores(f"in/{weights}", Identity(weights, weights, None), "float32", "cpu", 64, scores)
-    made = Suite(suite, f"Suite {suite}", benchmarks, columns=["paper"])
-    return build_report(made, results, None, 8, None, f"moh-llm evaluate {' '.join(models)}")
+        results[label] = ModelScores(
+            *(f"in/{weights}", Identity(weights, weights, None), "float32", "cpu", 64, scores),
+            data={name: f"digest of {name}" for name in names},
+            hardware={name: "a fast card" for name in scores},
+        )
+    return build_report(suite, results, None, 8, data_dir, f"moh-llm evaluate {' '.join(models)}")

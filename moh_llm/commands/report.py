@@ -1,13 +1,11 @@
 """`moh-llm report FOLDER ...`: evaluations and training runs on one page, and a check against a baseline."""
 
 import argparse
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moh_llm.errors import UserError
-
-if TYPE_CHECKING:
-    from moh_llm.reporting.runs import TrainingRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{len(args.folders)} folders have no common place for the report; name one with --output")
     evaluations = [folder for folder in args.folders if _is_evaluation(folder)]
     folders = [folder for folder in args.folders if folder not in evaluations]
-    record, drops = None, []
+    record, behind, drops = None, [], []
     if args.max_drop is not None and args.baseline is None:
         raise UserError(f"--max-drop {args.max_drop:g} has nothing to compare with; name an evaluation with --baseline")
     if args.baseline is not None and not evaluations:
@@ -53,15 +51,15 @@ def run(args: argparse.Namespace) -> int:
 
         read = [read_evaluation(folder) for folder in evaluations]
         record = merge(dict(zip(names_of(evaluations), read, strict=True)))
-        folders += runs_behind(models_of(record), folders)
+        behind = runs_behind(models_of(record), folders)
         if args.baseline is not None:
             allowed = 0.5 if args.max_drop is None else args.max_drop
             drops = check_regression(record, read_evaluation(args.baseline), allowed)
-    runs = read_runs(folders) if folders else []
+    runs = read_runs(folders, behind, lambda line: print(line, file=sys.stderr))
     output = args.output or args.folders[0] / "report"
     # A run that goes on gets many reports in its own folder.
     overwrite = args.overwrite or (args.output is None and _is_ours(output))
-    check_output_folder(output, overwrite, [*_read_from(args, runs)])
+    check_output_folder(output, overwrite, [*_read_from(args), *behind])
     require_matplotlib()
 
     from moh_llm.reporting.report import write_report
@@ -79,13 +77,13 @@ def _is_evaluation(folder: Path) -> bool:
     return (folder / "report.json").is_file() and not (folder / "run.json").is_file()
 
 
-def _read_from(args: argparse.Namespace, runs: "list[TrainingRun]") -> list[Path]:
+def _read_from(args: argparse.Namespace) -> list[Path]:
     """What the output folder must not replace."""
     inputs = [args.baseline] if args.baseline else []
     for folder in args.folders:
         names = ("run.json", "log.jsonl", "model", "checkpoints", "report.json")
         inputs += [folder / name for name in names]
-    return [*inputs, *(run.folder for run in runs if run.folder not in args.folders)]
+    return inputs
 
 
 def _is_ours(folder: Path) -> bool:

@@ -24,7 +24,9 @@ _MODEL_KEYS = ("model", "dtype", "context", "weights_sha256", "revision")
 _SAME = ("shots", "metric", "dataset", "revision", "eval_split", "fewshot_split")
 # What a row says of the benchmark; all else in it is the models' figures.
 _ROW_KEYS = ("name", *_SAME, "items_in_full", "note", "published")
-_NEWER = "dataset_config"  # older records lack it; it is None where several are read as one
+# Older records lack these. The first is None where several are read as one, the second for data from the Hub.
+_NEWER = ("dataset_config", "data_sha256")
+_MAY_LACK = (*_NEWER, "items")
 
 # The same weights on the same items may differ by the rounding of another batch size; in points.
 _ROUNDING = 1e-6
@@ -78,7 +80,6 @@ def merge(records: dict[str, Record]) -> Record:
     rows = _rows(records, labels)
     suites = [record["suite"] for record in records.values()]
     columns = list(dict.fromkeys(column for suite in suites for column in suite["columns"]))
-    published = {column: _published_average(rows, column) for column in columns}
     errors = [
         {**error, "model": labels[name, error["model"]]}
         for name, record in records.items()
@@ -90,7 +91,7 @@ def merge(records: dict[str, Record]) -> Record:
         | {"columns": columns},
         "models": models,
         "benchmarks": rows,
-        "average": average_record(rows, {label: about["compared_with"] for label, about in models.items()}, published),
+        "average": average_record(rows, {label: about["compared_with"] for label, about in models.items()}, columns),
         "errors": [error for number, error in enumerate(errors) if error not in errors[:number]],
         "limit": next(iter(records.values()))["limit"],
         "partial_data": [row["name"] for row in rows if row["name"] in partial],
@@ -148,18 +149,19 @@ def _check_comparable(records: dict[str, Record]) -> None:
             if row["name"] in others:
                 facts, other_facts = _facts(one, row), _facts(other, others[row["name"]])
                 for key, value in facts.items():
-                    _check_same(f"benchmark {row['name']}: {key}", here, value, there, other_facts[key])
+                    if key not in _MAY_LACK or None not in (value, other_facts[key]):
+                        _check_same(f"benchmark {row['name']}: {key}", here, value, there, other_facts[key])
         _check_same("--limit", here, one["limit"], there, other["limit"])
 
 
 def _facts(record: Record, row: Record) -> Record:
-    facts = {key: row[key] for key in _SAME} | {_NEWER: row.get(_NEWER), "limit": record["limit"]}
+    facts = {key: row[key] for key in _SAME} | {key: row.get(key) for key in _NEWER} | {"limit": record["limit"]}
     # Part of the data is another benchmark, too.
     return facts | {"items": max((row[label]["items"] for label in record["models"] if label in row), default=None)}
 
 
 def _check_same(what: str, here: str, value: Any, there: str, other: Any) -> None:
-    if value == other or (what.endswith((": items", f": {_NEWER}")) and None in (value, other)):
+    if value == other:
         return
     spelt, other_spelt = ("none" if v is None else v for v in (value, other))
     raise UserError(
@@ -232,7 +234,7 @@ def _rows(records: dict[str, Record], labels: _Labels) -> list[Record]:
     rows: dict[str, Record] = {}
     for name, record in records.items():
         for row in record["benchmarks"]:
-            facts = {key: row[key] for key in (*_ROW_KEYS, _NEWER) if key in row}
+            facts = {key: row[key] for key in (*_ROW_KEYS, *_NEWER) if key in row}
             merged = rows.setdefault(row["name"], {**facts, "published": {}})
             merged["published"] = {**row["published"], **merged["published"]}
             for label in record["models"]:
@@ -241,12 +243,6 @@ def _rows(records: dict[str, Record], labels: _Labels) -> list[Record]:
                     figures = {key: value for key, value in row[label].items() if key != "samples"}
                     merged.setdefault(labels[name, label], figures)
     return list(rows.values())
-
-
-def _published_average(rows: list[Record], column: str) -> float | None:
-    """Mean of a published column over all rows, or None where one lacks it."""
-    figures = [row["published"].get(column) for row in rows]
-    return None if None in figures else plain_mean(figures)
 
 
 def _analysis(records: dict[str, Record], labels: _Labels) -> Record:

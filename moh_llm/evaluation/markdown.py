@@ -26,7 +26,9 @@ def _models(report: Record) -> str:
         heads = about.get("heads", {})
         shown = ("num_shared_heads", "num_active_heads", "router_type", "routing_unit")
         known = [f"{key} {heads[key]}" for key in shown if key in heads]
-        facts = [about.get("model_type", ""), *known, about["dtype"], f"context {about['context']}"]
+        # Older records do not name the hardware.
+        facts = [about.get("model_type", ""), *known, about["dtype"], about.get("hardware", "")]
+        facts.append(f"context {about['context']}")
         if (base := base_of(report, label)) not in (None, "base"):
             facts.append(f"compared with {base}")
         lines.append(f"- {label}: `{about['model']}` ({', '.join(fact for fact in facts if fact)})")
@@ -84,7 +86,6 @@ def _number(value: float | None) -> str:
 
 
 def _footnotes(report: Record) -> list[str]:
-    rows = report["benchmarks"]
     notes = [
         "Figures are in percent; ± is one standard error (none for a single item). The delta's is that of the "
         "differences on the same items. The average counts every benchmark alike."
@@ -94,16 +95,9 @@ def _footnotes(report: Record) -> list[str]:
             " The recovery's interval is 1.96 standard errors to either side, by the delta method from the errors of "
             "both averages and of their difference: it stands for the choice of items, not of benchmarks."
         )
-    inferred = [f"- {row['name']}: {row['note']}" for row in rows if row["note"]]
+    inferred = [f"- {row['name']}: {row['note']}" for row in report["benchmarks"] if row["note"]]
     if inferred:
         notes.append("\\* The metric is inferred, not stated by the paper:\n\n" + "\n".join(inferred))
-    for label, about in report["models"].items():
-        cut = [row["name"] for row in rows if row.get(label, {}).get("truncated")]
-        if cut:
-            notes.append(
-                f"Prompts longer than {label}'s context of {about['context']} tokens lost their beginning in "
-                f"{', '.join(cut)}."
-            )
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     processes = f" on {report['processes']} processes" if report["processes"] > 1 else ""
     shared = report.get("share_prefixes")  # older records do not say; merged ones may name several settings

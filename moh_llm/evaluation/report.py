@@ -37,12 +37,11 @@ def build_report(
     rows = [_row(benchmark, scores, from_hub=suite.data_folder(data_dir) is None) for benchmark in suite.benchmarks]
     source = "Hugging Face Hub" if data_dir is None else str(data_dir)
     bases = {label: "base" if "base" in scores and label != "base" else None for label in scores}
-    published = {column: suite.published_average(column) for column in suite.columns}
     return {
         "suite": {"name": suite.name, "title": suite.title, "columns": list(suite.columns)},
         "models": {label: {**_about(result), "compared_with": bases[label]} for label, result in scores.items()},
         "benchmarks": rows,
-        "average": average_record(rows, bases, published),
+        "average": average_record(rows, bases, suite.columns),
         "errors": [
             {"model": label, "benchmark": name, "error": error}
             for label, result in scores.items()
@@ -80,6 +79,7 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
     found = {
         label: result.scores[benchmark.name] for label, result in scores.items() if benchmark.name in result.scores
     }
+    digest = next((result.data[benchmark.name] for result in scores.values() if benchmark.name in result.data), None)
     row: Record = {
         "name": benchmark.name,
         "shots": benchmark.shots,
@@ -87,6 +87,8 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
         "dataset": benchmark.dataset,
         "dataset_config": _config(benchmark),
         "revision": benchmark.revision if from_hub else None,
+        # The Hub's is a digest of `datasets`' fingerprints, other ones in other versions of it: the commit tells more.
+        "data_sha256": None if from_hub else digest,
         "eval_split": benchmark.eval_split,
         "fewshot_split": benchmark.fewshot_split,
         "items_in_full": benchmark.items,
@@ -130,17 +132,18 @@ def _value_and_error(strata: statistics.Strata) -> Record:
     return {"value": 100 * statistics.mean(strata), "stderr": None if error is None else 100 * error}
 
 
-def average_record(rows: list[Record], bases: dict[str, str | None], published: dict[str, float | None]) -> Record:
+def average_record(rows: list[Record], bases: dict[str, str | None], columns: list[str]) -> Record:
     """Plain mean over the benchmarks that every model has a score on, with its difference where it has a base.
 
-    ``bases``: for each model's label that of its base, or None. ``published``: the averages of the published
-    columns, which are over all of theirs.
+    ``bases``: for each model's label that of its base, or None. ``columns``: the published ones, whose averages are
+    over the same benchmarks; None for one that lacks a figure on any of them.
     """
     complete = [
         row
         for row in rows
         if all(label in row and (base is None or "delta" in row[label]) for label, base in bases.items())
     ]
+    published = {column: _published_mean(complete, column) for column in columns}
     average: Record = {"over": len(complete), "of": len(rows), "published": published}
     if complete:
         average |= {label: _plain_mean([row[label] for row in complete]) for label in bases}
@@ -149,6 +152,11 @@ def average_record(rows: list[Record], bases: dict[str, str | None], published: 
                 average[label]["delta"] = _plain_mean([row[label]["delta"] for row in complete])
                 average[label] |= _recovery(average[label], average[base])
     return _with_single_delta(average)
+
+
+def _published_mean(rows: list[Record], column: str) -> float | None:
+    figures = [row["published"][column] for row in rows if column in row["published"]]
+    return statistics.plain_mean(figures) if figures and len(figures) == len(rows) else None
 
 
 def _plain_mean(figures: list[Record]) -> Record:
@@ -192,6 +200,7 @@ def _about(result: ModelScores) -> Record:
         "revision": result.identity.revision,
         "dtype": result.dtype,
         "device": result.device,
+        "hardware": " / ".join(dict.fromkeys(name for name in result.hardware.values() if name)),
         "context": result.context,
         "seconds": round(seconds, 2),
         "items": items,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation import statistics
+from moh_llm.evaluation.hardware import name_hardware
 from moh_llm.evaluation.kept import Kept, Key, make_key
 from moh_llm.evaluation.models import Identity, identify
 from moh_llm.evaluation.processes import Team, join
@@ -40,6 +41,10 @@ class ModelScores:
     """Longest input in tokens."""
     scores: dict[str, Score] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    data: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each benchmark's data (`Loaded.data`)."""
+    hardware: dict[str, str] = field(default_factory=dict)
+    """What each benchmark was scored on: parts of a run may come from different machines."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ def choose_device(device: str | None, team: Team) -> str:
 
 def _score_model(label: str, model: str, run: _Run) -> ModelScores:
     identity = run.team.share(lambda: identify(model))
-    result = ModelScores(model, identity)
+    result = ModelScores(model, identity, data={item.benchmark.name: item.data for item in run.loaded})
     keys = {
         item.benchmark.name: make_key(identity.sha256, item, run.limit, run.dtype, run.device, run.share_prefixes)
         for item in run.loaded
@@ -177,6 +182,7 @@ def _take_up(label: str, result: ModelScores, keys: dict[str, Key], run: _Run) -
             score, how = old
             result.scores[name] = score
             result.dtype, result.device, result.context = how["dtype"], how["device"], how["context"]
+            result.hardware[name] = how.get("hardware", "")  # older versions did not keep it
             run.progress.done(label, name, score.seconds)
             run.say(f"[{number}/{len(keys)}] {label}: {name} {_figure(score)} (kept from an earlier run)")
 
@@ -193,7 +199,9 @@ def _score_benchmark(
         run.say(f"{number} {label}: {name} failed")
         return
     result.scores[name] = score
+    result.hardware[name] = " + ".join(dict.fromkeys(run.team.gather(name_hardware(lm.device))))
     how: dict[str, Any] = {"dtype": result.dtype, "device": result.device, "context": result.context}
+    how["hardware"] = result.hardware[name]
     kept = run.kept
     if kept is not None:
         run.team.share(lambda: kept.keep(label, name, key, score, how, samples if run.log_samples else None))

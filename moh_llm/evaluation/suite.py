@@ -101,13 +101,6 @@ class Suite:
         """Where this suite's data lies: the data it carries, else ``data_dir``, else None (the Hub)."""
         return self.folder / self.data if self.data else data_dir
 
-    def published_average(self, column: str) -> float | None:
-        """Mean of a published column over the suite, or None where a benchmark lacks it."""
-        figures = [benchmark.published.get(column) for benchmark in self.benchmarks]
-        if any(figure is None for figure in figures):
-            return None
-        return sum(figure for figure in figures if figure is not None) / len(figures)
-
 
 def known_suites() -> list[str]:
     """Names of the suites that come with the package."""

@@ -55,7 +55,34 @@ def warnings(report: Record) -> list[str]:
     for label, analysis in (report.get("analysis") or {}).items():
         if "error" in analysis:
             found.append(f"NOT ANALYSED: what the heads of {label} did ({_one_line(analysis['error'])}).")
+    return found + _truncated(report) + _scored_alike(report)
+
+
+def _truncated(report: Record) -> list[str]:
+    found = []
+    for label, about in report["models"].items():
+        cut = [row["name"] for row in report["benchmarks"] if row.get(label, {}).get("truncated")]
+        if cut:
+            found.append(
+                f"Prompts longer than {label}'s context of {about['context']} tokens lost their beginning in "
+                f"{', '.join(cut)}."
+            )
     return found
+
+
+def _scored_alike(report: Record) -> list[str]:
+    """The benchmarks whose standard error is 0, as lm-eval has it where the items do not differ."""
+    alike = []
+    for row in report["benchmarks"]:
+        # A single item has no standard error.
+        if labels := [label for label in report["models"] if label in row and row[label]["stderr"] == 0]:
+            alike.append(f"{row['name']} ({', '.join(labels)})")
+    if not alike:
+        return []
+    return [
+        f"All items scored alike in {', '.join(alike)}: the standard error of 0 there is no certainty, and the "
+        "average's may be too small."
+    ]
 
 
 def _one_line(text: str) -> str:

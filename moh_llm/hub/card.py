@@ -226,7 +226,6 @@ def _shown(evaluated: Evaluated) -> Record:
         "verdict": evaluated.verdict,
         "warnings": evaluated.warnings,
         "limited": record["limit"] is not None,
-        "truncated": evaluated.truncated,
         "base": base,
         "rows": [
             {key: row[key] for key in ("name", "shots", "metric")}

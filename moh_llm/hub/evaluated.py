@@ -41,11 +41,6 @@ class Evaluated:
         """What must be known before a figure is quoted."""
         return warnings(self.record)
 
-    @property
-    def truncated(self) -> list[str]:
-        """Benchmarks whose longest prompts did not fit into the model's context."""
-        return [row["name"] for row in self.record["benchmarks"] if row.get(self.label, {}).get("truncated")]
-
 
 def find_evaluated(evaluation: Path, folder: Path) -> Evaluated:
     """The part of an evaluation that is about the model in ``folder``: that with the same weights.

@@ -33,7 +33,7 @@ _SCORES = {
     "perplexity": ("Held-out perplexity", "perplexity"),
 }
 # These follow from the recipe, so they have no noise, and the runs' curves lie on one another.
-_EXACT = ("learning_rate", "router_learning_rate", "active_heads")
+EXACT = ("learning_rate", "router_learning_rate", "active_heads")
 _BASE = {"color": "#555555", "linewidth": 1, "linestyle": ":", "zorder": 1}
 
 
@@ -91,7 +91,7 @@ def draw_scores(path: Path, groups: Sequence[Group]) -> bool:
     for axes, key in zip(every, shown, strict=True):
         values: list[float] = []
         for index, group in enumerate(groups):
-            look = style.line_style(index) | {"marker": style.MARKERS[index % len(style.MARKERS)], "markersize": 4}
+            look = style.line_style(index) | {"marker": style.marker(index), "markersize": 4}
             for run in group.runs:
                 points = [(score["tokens"], score[key]) for score in run.scores if score[key] is not None]
                 alone = {"linewidth": 1.6} if len(group.runs) == 1 else {"linewidth": 0.8, "alpha": 0.4, "marker": ""}
@@ -133,7 +133,7 @@ def _draw_curves(path: Path, groups: Sequence[Group], names: dict[str, tuple[str
         for index, run in runs:
             tokens, points = run.points(key)
             values += points
-            if key in _EXACT:
+            if key in EXACT:
                 width = min(6.0, 1.2 + 1.2 * (len(groups) - 1 - index))  # later ones leave a rim of earlier ones
                 axes.plot(tokens, points, linewidth=width, **style.line_style(index))
             else:
@@ -155,9 +155,10 @@ def _draw_curves(path: Path, groups: Sequence[Group], names: dict[str, tuple[str
 
 def _draw_curve(axes: Axes, tokens: Sequence[int], points: Sequence[float], look: dict[str, str], curves: int) -> bool:
     """One run's curve; True where it is long enough for a running median."""
-    if len(points) > style.RAW_POINTS:
+    window = style.median_window(len(points))
+    if window > 1:
         axes.plot(tokens, points, linewidth=0.5, alpha=0.35 if curves < 4 else 0.15, **look)
-        axes.plot(tokens, style.running_median(points, max(11, len(points) // 20 | 1)), linewidth=1.5, **look)
+        axes.plot(tokens, style.running_median(points, window), linewidth=1.5, **look)
         return True
     # A curve of one point is a point.
     axes.plot(tokens, points, linewidth=1.1, marker="o" if len(points) == 1 else "", markersize=4, **look)
@@ -189,7 +190,7 @@ def _handle(groups: Sequence[Group], index: int, marker: bool = False) -> Line2D
     """The legend's entry of a group."""
     count = len(groups[index].runs)
     name = style.label(groups[index].name) + (f" ({count} seeds)" if count > 1 else "")
-    shape = style.MARKERS[index % len(style.MARKERS)] if marker else ""
+    shape = style.marker(index) if marker else ""
     return Line2D([], [], label=name, marker=shape, markersize=4, **style.line_style(index))
 
 

@@ -6,8 +6,11 @@ from typing import Any
 
 from moh_llm.reporting.runs import Record
 
+OTHER_TEXT = "The runs were not scored on the same held-out text: compare only ratios, and with care."
 # Dropped steps that are listed one by one.
 _LISTED = 10
+# Facts that are names of files.
+_NAMES = ("folder", "model", "mixture")
 
 
 def to_markdown(report: Record) -> str:
@@ -28,6 +31,39 @@ def to_markdown(report: Record) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def run_facts(run: Record) -> dict[str, str]:
+    """What there is to say of a run that `summarise` returned, beside its scores; the HTML page says it, too."""
+    objective = run["objective"]
+    # A layer coefficient of 0 says that there is no such term.
+    given = {key: value for key, value in objective.items() if key != "kind" and value is not None}
+    settings = [f"{key} {_short(value)}" for key, value in given.items() if value or key != "layer_coefficient"]
+    tuned = "all weights" if run["lora"] is None else f"LoRA of rank {run['lora']['rank']}"
+    speed = run["tokens_per_second"]
+    status = "finished" if run["status"] == "finished" else f"{run['status']}: not finished, or stopped before its end"
+    facts = {
+        "folder": run["folder"],
+        "status": status,
+        "model": run["model"],
+        "mixture": run["mixture"],
+        "objective": f"{objective['kind']} ({', '.join(settings)}), {tuned}, seed {run['seed']}",
+        "steps": f"{run['steps']:,} of {run['max_steps']:,}",
+        "tokens": f"{run['tokens']:,}",
+        "seconds of training": f"{run['seconds']:,.1f}",
+        "tokens per second (median)": "-" if speed is None else f"{speed:,.5g}",
+        "device": f"{run['device']}, {run['processes']} process(es)",
+    }
+    if run["loss"]:
+        facts["loss"] = ", ".join(
+            f"{which} {found['loss']:.4g} (step {found['step']:,})" for which, found in run["loss"].items()
+        )
+    if run["dropped"]:
+        listed = "; ".join(f"{step['step']:,}: {step['reason']}" for step in run["dropped"][:_LISTED])
+        facts["dropped steps"] = f"{len(run['dropped']):,} ({listed}{'; …' if len(run['dropped']) > _LISTED else ''})"
+    if run["last_log_line_cut"]:
+        facts["log"] = "the last line was cut short and is left out"
+    return facts
+
+
 def _comparison(report: Record) -> list[str]:
     keys = report["differences"]
     rows = []
@@ -43,7 +79,7 @@ def _comparison(report: Record) -> list[str]:
             "The columns after the seeds are the recipe keys that differ; those that change no curve are left out."
         )
     if not report["same_held_out_text"]:
-        parts.append("> **The runs were not scored on the same held-out text: compare only ratios, and with care.**")
+        parts.append(f"> **{OTHER_TEXT}**")
     if not report["comparison"]:
         return [*parts, "No two runs have a score at the same number of tokens."]
     head = ["tokens", "group", "runs", "perplexity / base's", "KL", "same top-1 %", "perplexity"]
@@ -63,35 +99,8 @@ def _comparison(report: Record) -> list[str]:
 
 
 def _run(run: Record) -> list[str]:
-    objective = run["objective"]
-    # A layer coefficient of 0 says that there is no such term.
-    given = {key: value for key, value in objective.items() if key != "kind" and value is not None}
-    settings = [f"{key} {_short(value)}" for key, value in given.items() if value or key != "layer_coefficient"]
-    tuned = "all weights" if run["lora"] is None else f"LoRA of rank {run['lora']['rank']}"
-    speed = run["tokens_per_second"]
-    status = "finished" if run["status"] == "finished" else f"{run['status']}: not finished, or stopped before its end"
-    facts = {
-        "folder": f"`{run['folder']}`",
-        "status": status,
-        "model": f"`{run['model']}`",
-        "mixture": f"`{run['mixture']}`",
-        "objective": f"{objective['kind']} ({', '.join(settings)}), {tuned}, seed {run['seed']}",
-        "steps": f"{run['steps']:,} of {run['max_steps']:,}",
-        "tokens": f"{run['tokens']:,}",
-        "seconds of training": f"{run['seconds']:,.1f}",
-        "tokens per second (median)": "-" if speed is None else f"{speed:,.5g}",
-        "device": f"{run['device']}, {run['processes']} process(es)",
-    }
-    if run["loss"]:
-        facts["loss"] = ", ".join(
-            f"{which} {found['loss']:.4g} (step {found['step']:,})" for which, found in run["loss"].items()
-        )
-    if run["dropped"]:
-        listed = "; ".join(f"{step['step']:,}: {step['reason']}" for step in run["dropped"][:_LISTED])
-        facts["dropped steps"] = f"{len(run['dropped']):,} ({listed}{'; …' if len(run['dropped']) > _LISTED else ''})"
-    if run["last_log_line_cut"]:
-        facts["log"] = "the last line was cut short and is left out"
-    parts = [_table(["", ""], [[name, value] for name, value in facts.items()], left=2)]
+    rows = [[name, f"`{value}`" if name in _NAMES else value] for name, value in run_facts(run).items()]
+    parts = [_table(["", ""], rows, left=2)]
     return [*parts, _scores(run)] if run["scores"] or run["saved_model"] else [*parts, "No score on held-out text yet."]
 
 

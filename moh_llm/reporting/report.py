@@ -33,13 +33,15 @@ def write_report(
     Returns:
         What was written beside the page, in words.
     """
+    evaluation = evaluation and _with_samples_here(evaluation, folder)
     groups = group_runs(runs) if runs else []
     training = training_record(folder, runs, groups, command) if runs else None
     pages = [evaluation_markdown(evaluation)] if evaluation else []
     pages += [to_markdown(training)] if training else []
     write_text(folder / "report.md", "\n".join(pages))
-    write_json(folder / "report.json", evaluation | {"training": training} if evaluation else training)
-    write_text(folder / "report.html", to_html(evaluation, groups, command))
+    record = evaluation | {"training": training} if evaluation else training
+    write_json(folder / "report.json", record)
+    write_text(folder / "report.html", to_html(record, groups, command))
     pictures = [f"{len(training['pictures'])} pictures"] if training else []
     return ["report.md", "report.json", *pictures]
 
@@ -60,3 +62,15 @@ def training_record(folder: Path, runs: Sequence[TrainingRun], groups: Sequence[
         "command": command,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def _with_samples_here(evaluation: Record, folder: Path) -> Record:
+    """An evaluation that names only those logs of items that lie in ``folder``; one that is told again has none."""
+    rows = []
+    for row in evaluation["benchmarks"]:
+        scored = {label: row[label] for label in evaluation["models"] if label in row}
+        for label, figures in scored.items():
+            if "samples" in figures and not (folder / figures["samples"]).is_file():
+                scored[label] = {key: value for key, value in figures.items() if key != "samples"}
+        rows.append(row | scored)
+    return evaluation | {"benchmarks": rows}

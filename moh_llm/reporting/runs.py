@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,14 +88,27 @@ class TrainingRun:
         return found[-1] if found else None
 
 
-def read_runs(folders: Sequence[Path]) -> list[TrainingRun]:
+def read_runs(
+    folders: Sequence[Path], behind: Sequence[Path] = (), say: Callable[[str], None] = print
+) -> list[TrainingRun]:
     """Read the runs of some folders. Each is named by the end of its path that sets it apart.
 
+    Args:
+        folders: those that the user named.
+        behind: more of them, as `runs_behind` found them: one that cannot be read is told and left out.
+        say: takes what is told.
+
     Raises:
-        UserError: a folder is none, is named twice, or holds no run that has begun.
+        UserError: one of ``folders`` is none, is named twice, or holds no run that has begun.
     """
-    names = names_of(folders)
-    return [_read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    names = names_of([*folders, *behind])
+    runs = [_read_run(folder, name) for folder, name in zip(folders, names, strict=False)]
+    for folder, name in zip(behind, names[len(folders) :], strict=True):
+        try:
+            runs.append(_read_run(folder, name))
+        except UserError as error:
+            say(f"the report goes without the curves of {folder}: {error}")
+    return runs
 
 
 def summarise(run: TrainingRun) -> Record:

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 # Okabe and Ito's colours, which colour-blind readers tell apart, without the yellow, which white swallows.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", "-.", ":")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # Up to here every point is a line's own; above, a running median shows the trend.
 RAW_POINTS = 200
 _STYLE = {
@@ -52,6 +52,11 @@ def panels(count: int, columns: int = 2, width: float = 5.0, height: float = 3.0
 def line_style(index: int) -> dict[str, str]:
     """Colour and dashes of the group of that index."""
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": _DASHES[index // len(COLOURS) % len(_DASHES)]}
+
+
+def marker(index: int) -> str:
+    """Marker of the group of that index: where the colours begin again, each meets another marker than before."""
+    return _MARKERS[(index + index // len(COLOURS)) % len(_MARKERS)]
 
 
 def label(text: str, longest: int = 42) -> str:
@@ -102,6 +107,11 @@ def legend_below(figure: Figure, handles: Sequence[Line2D]) -> None:
 def save(figure: Figure, path: Path) -> None:
     """Write a picture as PNG."""
     figure.savefig(path, format="png")
+
+
+def median_window(count: int) -> int:
+    """Of how many points the running median of ``count`` is one: 5 %, or 1 where each is drawn as it is."""
+    return max(11, count // 20 | 1) if count > RAW_POINTS else 1
 
 
 def running_median(values: Sequence[float], window: int) -> list[float]:

@@ -11,7 +11,7 @@ from moh_llm.evaluation.report import build_report
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import Score
 from moh_llm.evaluation.suite import Benchmark, Suite
-from moh_llm.evaluation.verdict import verdict
+from moh_llm.evaluation.verdict import verdict, warnings
 
 Scores = dict[str, dict[str, list[float]]]
 
@@ -116,6 +116,30 @@ def test_part_of_the_data_is_told_first(scores: Scores) -> None:
         "ONLY PART OF THE ITEMS (Easy 100 of 250, Hard 100 of 250): model keeps"
     )
     assert "B2 100 of 250, and 2 more): model averages" in verdict(make_report({"model": many}, full=250), "model")
+
+
+def test_cut_prompts_are_a_warning(scores: Scores) -> None:
+    report = make_report(scores)
+    assert warnings(report) == []
+    for row in report["benchmarks"]:
+        row["model"]["truncated"] = True
+    expected = "Prompts longer than model's context of 64 tokens lost their beginning in Easy, Hard."
+    assert warnings(report) == [expected]
+    assert to_markdown(report).count("lost their beginning") == 1 and f"> **{expected}**" in to_markdown(report)
+
+
+def test_items_that_scored_alike_are_no_certainty(scores: Scores) -> None:
+    scores["base"]["Hard"], scores["model"]["Hard"] = [0.0] * 20, [1.0] * 20
+    scores["other"] = {"Easy": [1.0] * 100, "Hard": [1.0] * 19 + [0.0]}
+    report = make_report(scores, full=20)
+    assert warnings(report) == [
+        "All items scored alike in Easy (other), Hard (base, model): the standard error of 0 there is no certainty, "
+        "and the average's may be too small."
+    ]
+    assert f"> **{warnings(report)[0]}**" in to_markdown(report)
+    # A single item has no standard error at all.
+    single = make_report({"model": {"Easy": [1.0], "Hard": [0.0]}}, full=1)
+    assert warnings(single) == []
 
 
 def test_a_record_of_before_is_read(scores: Scores) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 from matplotlib.image import imread
-from records import make_record
 
 from moh_llm.cli import main
 from moh_llm.modeling import MoHLlamaConfig
@@ -249,68 +248,3 @@ def test_matplotlib_is_asked_for_by_name(make_run: MakeRun, monkeypatch: pytest.
     assert report(run) == 2
     assert capsys.readouterr().err == 'error: the report needs matplotlib: pip install "moh-llm[report]"\n'
     assert not (run / "report").exists()
-
-
-def evaluated(folder: Path, models: dict[str, tuple[str, float]], **changes: Any) -> Path:
-    folder.mkdir()
-    record = make_record({"base": ("dense", 1.0)} | models) | changes
-    (folder / "report.json").write_text(json.dumps(record))
-    return folder
-
-
-def test_evaluations_and_runs_on_one_page(make_run: MakeRun, tmp_path: Path) -> None:
-    first = evaluated(tmp_path / "first", {"model": ("one", 0.9)})
-    second = evaluated(tmp_path / "second", {"model": ("two", 0.8)})
-    assert report(first, make_run("run"), second, "--output", tmp_path / "out") == 0
-    found = read(tmp_path / "out")
-    assert list(found["models"]) == ["base", "first", "second"]
-    assert [run["name"] for run in found["training"]["runs"]] == ["run"]
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "second keeps" in page and 'id="held-out-ratio"' in page
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert "| first |" in text and "![Held-out text](held_out.png)" in text
-
-
-def test_the_run_that_made_a_model_comes_with_it(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run("run")
-    (run / "model").mkdir()
-    folder = evaluated(tmp_path / "scores", {"model": ("one", 0.9)})
-    record = read(folder)
-    record["models"]["model"]["model"] = str(run / "model")
-    (folder / "report.json").write_text(json.dumps(record))
-    assert report(folder) == 0
-    assert [found["name"] for found in read(folder / "report")["training"]["runs"]] == ["run"]
-
-
-def test_a_build_fails_where_a_model_fell_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = evaluated(tmp_path / "before", {"model": ("one", 0.9)})
-    after = evaluated(tmp_path / "after", {"model": ("one", 0.8)})
-    check = [after, "--output", tmp_path / "out", "--overwrite", "--baseline", before]
-    assert report(*check) == 1
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WORSE")]
-    assert "average fell by" in line and "more than --max-drop 0.5" in line
-    assert (tmp_path / "out" / "report.html").is_file()
-    assert report(*check, "--max-drop", "50") == 0
-    assert report(before, "--output", tmp_path / "out", "--overwrite", "--baseline", after, "--max-drop", "0") == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["RUN", "--baseline", "EVAL"], "no evaluation among RUN to compare with it"),
-        (["EVAL", "--max-drop", "1"], "name an evaluation with --baseline"),
-        (["EVAL", "--baseline", "RUN"], "holds no report.json"),
-        (["EVAL", "LIMITED", "--output", "out"], "limit is none in EVAL and 5 in LIMITED"),
-        (["EVAL", "EVAL", "--output", "out"], "is named twice"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, words: list[str], line: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_run("RUN")
-    evaluated(Path("EVAL"), {"model": ("one", 0.9)})
-    evaluated(Path("LIMITED"), {"model": ("one", 0.9)}, limit=5)
-    assert report(*words) == 2
-    assert line in capsys.readouterr().err
-    assert not Path("out").exists() and not Path("EVAL/report").exists()

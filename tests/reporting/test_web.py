@@ -11,13 +11,17 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from matplotlib.figure import Figure
 from records import make_record
 
 from moh_llm.evaluation.verdict import verdict
 from moh_llm.reporting.groups import group_runs
-from moh_llm.reporting.runs import read_runs
-from moh_llm.reporting.web.charts import Axis, heat_map, interval_chart, line_chart
+from moh_llm.reporting.page import run_facts
+from moh_llm.reporting.runs import read_runs, summarise
+from moh_llm.reporting.web import charts as charts_module
+from moh_llm.reporting.web.charts import Axis, Chart, heat_map, interval_chart, line_chart
 from moh_llm.reporting.web.page import to_html
+from moh_llm.reporting.web.training import training_charts
 
 Record = dict[str, Any]
 
@@ -92,6 +96,11 @@ def test_router_charts_hold_the_analysis(evaluation: Record, analysis: Record) -
     assert [[float(c) for c in row[1:]] for row in tables["m1-load"][1:]] == analysis["head_load"]["load"]
     by_text = {row[0]: [float(c) for c in row[1:]] for row in tables["m1-texts"][1:]}
     assert by_text == analysis["head_load_by_text"]["load"]
+    for text, scores in analysis["routing_scores_by_text"]["texts"].items():
+        counts = scores["routed"]["histogram"]
+        (row,) = [row for row in tables["m1-scores-routed"] if row[0] == text]
+        assert [float(cell) for cell in row[1:]] == [count / sum(counts) for count in counts]
+    assert "m1-scores-shared" not in tables  # this router does not score them
     ranks = {row[0]: row[1:] for row in tables["m1-rank"][1:]}
     for layer, (shared, routed) in enumerate(
         zip(analysis["feature_rank"]["shared"], analysis["feature_rank"]["routed"], strict=True)
@@ -117,13 +126,80 @@ def test_router_charts_hold_the_analysis(evaluation: Record, analysis: Record) -
 def test_training_is_shown_with_its_receipt(make_run: Callable[..., Path]) -> None:
     read = {"wiki": {"weight": 0.25, "tokens": 1024, "share": 0.26, "epochs": 0.5, "repeated_tokens": 0}}
     runs = [make_run("a", record={"data_read": read}), make_run("b", scale=0.4, recipe={"lora": {"rank": 4}})]
-    page = to_html(None, group_runs(read_runs(runs)))
+    page = to_html({}, group_runs(read_runs(runs)))
     text = text_of(page)
     assert "2 training runs" in text and "wiki 0.2500 1,024 0.2600 0.5000 0" in text and "LoRA of rank 4" in text
     (link,) = re.findall(r'download="held-out-ratio\.csv" href="([^"]+)"', page)
     head, *rows = table_of(html.unescape(link))
     assert head == ["training tokens", "a", "b"] and [int(row[0]) for row in rows] == [0, 96, 192]
     assert [float(row[1]) for row in rows] == pytest.approx([1.3, 1 + 0.3 / 4, 1 + 0.3 / 7])
+
+
+def charts_of(*runs: Path) -> dict[str, Chart]:
+    return {chart.name: chart for chart in training_charts(group_runs(read_runs(runs)))}
+
+
+def test_smoothed_curves_say_so_and_exact_ones_are_not_smoothed(make_run: Callable[..., Path]) -> None:
+    def run(name: str, steps: int) -> Path:
+        rates = {step: 1e-6 * min(step, 50) for step in range(1, steps + 1)}  # a warm-up of 50 steps
+        lines = [{"step": step, "loss": 1 / step, "learning_rate": rate} for step, rate in rates.items()]
+        return make_run(name, lines=lines, recipe={"max_steps": steps})
+
+    long, shorter, short = run("long", 10_000), run("shorter", 300), run("short", 5)
+    found = charts_of(long)
+    rate = found["log-learning_rate"]
+    assert rate.note == "" and len(rate.body) < 500
+    assert [row[1] for row in rate.body] == [1e-6 * min(row[0] // 32, 50) for row in rate.body]
+    assert (rate.body[0][0], rate.body[-1][0]) == (32, 10_000 * 32)
+    assert len([row for row in rate.body if row[1] < 5e-5]) >= 2
+    loss = found["log-loss"]
+    assert loss.note == "Running median of 501 steps; the log has every step."
+    assert loss.body[-1][0] == 10_000 * 32
+    about = "Running median of about 5 % of the run's steps"
+    assert charts_of(long, shorter)["log-loss"].note == f"{about}; the log has every step."
+    with_short = charts_of(long, short)["log-loss"]
+    assert with_short.note == f"{about} where it has more than 200; the log has every step."
+    assert [row[2] for row in with_short.body if row[2] is not None] == [1 / step for step in range(1, 6)]
+    assert charts_of(short)["log-loss"].note == ""
+
+
+def test_a_run_without_a_base_has_its_held_out_curve(make_run: Callable[..., Path]) -> None:
+    lines = [{"step": step, "validation": {"tokens": 512, "perplexity": 30.0 - step}} for step in (0, 3, 6)]
+    alone, beside = make_run("alone", lines=lines), make_run("beside")
+    found = charts_of(beside, alone)
+    assert [row[2] for row in found["held-out-perplexity"].body] == [30.0, 27.0, 24.0]
+    # A chart names every run, so that a run has one colour on the page.
+    assert found["held-out-ratio"].head == found["held-out-perplexity"].head == ["training tokens", "beside", "alone"]
+    assert "held-out-perplexity" not in charts_of(beside)
+
+
+def test_the_page_says_of_a_run_what_the_markdown_says(make_run: Callable[..., Path], log_lines: Any) -> None:
+    lines = log_lines(4, 3, 0.3)
+    lines[2] |= {"dropped": "the loss is not finite", "loss": None}
+    one = make_run("one", seed=3, lines=lines, tail='{"step": 5, "lo', record={"status": "running"})
+    runs = read_runs([one, make_run("two")])
+    page = to_html({}, group_runs(runs))
+    text = text_of(page)
+    for run in runs:
+        for name, value in run_facts(summarise(run)).items():
+            assert f"{name} {value}" in text
+    for part in ("running: not finished", "1 (2: the loss is not finite)", "line was cut short", "seed 3"):
+        assert part in text
+    assert 'class="warning"' not in page
+    other = read_runs([one, make_run("other", record={"data": {"another": {"tokens": 9}}})])
+    page = to_html({}, group_runs(other))
+    assert page.count('class="warning"') == 1
+    assert "not scored on the same held-out text" in text_of(page[: page.index("<figure")])
+
+
+def test_more_series_than_colours_can_be_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    make = charts_module._svg
+    monkeypatch.setattr(charts_module, "_svg", lambda figure, *names: drawn.append(figure) or make(figure, *names))
+    interval_chart("b", "B", ["p"], {str(number): [(1.0, 0.5)] for number in range(20)}, "points")
+    marks = [container.lines[0] for container in drawn[0].axes[0].containers]
+    looks = {(line.get_marker(), line.get_color(), line.get_markerfacecolor()) for line in marks}
+    assert len(marks) == len(looks) == 20
 
 
 def test_charts_give_their_data_and_no_fixed_colour() -> None:

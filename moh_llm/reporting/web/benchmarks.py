@@ -64,7 +64,16 @@ def score_charts(report: Record) -> list[Chart]:
     if any(any(values) for values in deltas.values()):
         note = "With 95 % intervals, from the differences on the same items. Left of the line: worse than the base."
         charts.append(
-            interval_chart("deltas", "Difference to the base", names, deltas, "points (percent)", note, zero=True)
+            interval_chart(
+                "deltas",
+                "Difference to the base",
+                names,
+                deltas,
+                "points (percent)",
+                note,
+                zero=True,
+                order=list(scores),
+            )
         )
     if any(any(values) for values in scores.values()):
         charts.append(interval_chart("scores", "Scores", names, scores, "percent", "With 95 % intervals."))

@@ -7,7 +7,7 @@ matplotlib draws in a placeholder colour comes out as a CSS variable.
 import csv
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from moh_llm.reporting.style import MARKERS, label
+from moh_llm.reporting.style import label, marker
 
 Cell = str | float | int | None
 Points = Sequence[tuple[float, float]]
@@ -99,6 +99,7 @@ def line_chart(
     note: str = "",
     bands: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
     reference: float | None = None,
+    order: Sequence[str] = (),
 ) -> Chart:
     """Curves over a common axis.
 
@@ -108,17 +109,19 @@ def line_chart(
         x, y: the axes.
         bands: per series (x, low, high), drawn behind its curve.
         reference: a value to compare with, drawn as a dotted line.
+        order: names whose places decide on colours, so that a name has one in several charts; others follow.
     """
     with matplotlib.style.context(["default", _STYLE]):
         figure, axes = _figure(2.9)
         many = max(map(len, series.values()), default=0) > 40
-        for number, (key, points) in enumerate(series.items()):
-            look = _look(number)
+        for key, points in series.items():
+            place = _place(key, order, series)
+            look = _look(place)
             for band in [bands[key]] if bands and key in bands else []:
                 low, high = [row[1] for row in band], [row[2] for row in band]
                 axes.fill_between([row[0] for row in band], low, high, color=look["color"], alpha=0.18, linewidth=0)
-            marker = {} if many else {"marker": MARKERS[number % len(MARKERS)], "markersize": 3.5}
-            axes.plot(*_columns(points), label=label(key), linewidth=1.4, **look, **marker)
+            marks = {} if many else {"marker": marker(place), "markersize": 3.5}
+            axes.plot(*_columns(points), label=label(key), linewidth=1.4, **look, **marks)
         if reference is not None:
             axes.axhline(reference, color=INK, linewidth=0.8, linestyle=":", zorder=1)
         _set_axis(axes, "x", x)
@@ -141,6 +144,7 @@ def interval_chart(
     unit: str,
     note: str = "",
     zero: bool = False,
+    order: Sequence[str] = (),
 ) -> Chart:
     """A row for each name and in it each series' value with its 95 % interval.
 
@@ -150,20 +154,22 @@ def interval_chart(
         series: per name (value, standard error), or None where there is none.
         unit: of the values.
         zero: whether to draw the line of no difference.
+        order: as `line_chart` has it.
     """
     with matplotlib.style.context(["default", _STYLE]):
         figure, axes = _figure(0.9 + (0.16 + 0.1 * len(series)) * len(names))
         for number, (key, values) in enumerate(series.items()):
             shift = 0.6 * (number + 0.5) / len(series) - 0.3
+            place = _place(key, order, series)
             known = [(row, *value) for row, value in enumerate(values) if value is not None]
             axes.errorbar(
                 [value for _, value, _ in known],
                 [row + shift for row, _, _ in known],
                 xerr=[1.96 * (error or 0) for _, _, error in known],
-                fmt=MARKERS[number % len(MARKERS)],
+                fmt=marker(place),
                 markersize=4,
                 elinewidth=1,
-                color=_look(number)["color"],
+                color=_look(place)["color"],
                 label=label(key),
             )
         if zero:
@@ -218,6 +224,10 @@ def heat_map(
 def _figure(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     return figure, figure.subplots()
+
+
+def _place(name: str, order: Sequence[str], series: Iterable[str]) -> int:
+    return list(dict.fromkeys([*order, *series])).index(name)
 
 
 def _look(number: int) -> dict[str, str]:

@@ -9,7 +9,8 @@ from urllib.parse import quote
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moh_llm.evaluation.verdict import compared_models, verdict, warnings
-from moh_llm.reporting.groups import Group
+from moh_llm.reporting.groups import Group, same_held_out_text
+from moh_llm.reporting.page import OTHER_TEXT
 from moh_llm.reporting.web.benchmarks import score_charts, table_head, table_rows
 from moh_llm.reporting.web.efficiency import cost_charts, head_rows
 from moh_llm.reporting.web.routers import router_page
@@ -18,11 +19,11 @@ from moh_llm.reporting.web.training import run_rows, training_charts
 Record = dict[str, Any]
 
 
-def to_html(report: Record | None, groups: Sequence[Group] = (), command: str = "") -> str:
+def to_html(report: Record, groups: Sequence[Group] = (), command: str = "") -> str:
     """The page of an evaluation, of training runs, or of both.
 
     Args:
-        report: a record made by `build_report` or `merge`; None where there are only runs.
+        report: what `report.json` holds: a record made by `build_report` or `merge`, or one of training runs.
         groups: training runs, as `group_runs` puts them together.
         command: the line that repeats the page.
     """
@@ -30,11 +31,13 @@ def to_html(report: Record | None, groups: Sequence[Group] = (), command: str = 
     context: Record = {
         "command": command,
         "runs": [run_rows(run) for run in runs],
+        "training_warning": "" if same_held_out_text(runs) else OTHER_TEXT,
         "training_charts": training_charts(groups) if groups else [],
+        "json_link": "data:application/json;charset=utf-8," + quote(json.dumps(report, separators=(",", ":"))),
         "title": f"Training run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} training runs",
         "evaluation": None,
     }
-    if report is not None:
+    if "suite" in report:
         context |= {"title": report["suite"]["title"], "evaluation": _evaluation(report)}
     loader = PackageLoader("moh_llm.reporting.web")
     templates = Environment(
@@ -56,12 +59,11 @@ def _evaluation(report: Record) -> Record:
         "rows": table_rows(report),
         "charts": score_charts(report),
         "heads": head_rows(known),
-        "costs": cost_charts(known),
+        "costs": cost_charts(known, list(report["models"])),
         "routers": [router_page(number, label, found) for number, (label, found) in enumerate(known.items(), start=1)],
         "models": [(label, _facts(about)) for label, about in report["models"].items()],
         "environment": _environment(report),
         "commands": report["command"],
-        "json_link": "data:application/json;charset=utf-8," + quote(json.dumps(report, separators=(",", ":"))),
     }
 
 
@@ -73,7 +75,8 @@ def _facts(about: Record) -> list[tuple[str, str]]:
         if not isinstance(value, (list, dict, NoneType))
     ]
     facts += [("weights (SHA-256)", about.get("weights_sha256") or ""), ("commit", about.get("revision") or "")]
-    facts += [("dtype", about["dtype"]), ("device", about["device"]), ("context", f"{about['context']:,} tokens")]
+    facts += [("dtype", about["dtype"]), ("device", about["device"]), ("hardware", about.get("hardware", ""))]
+    facts += [("context", f"{about['context']:,} tokens")]
     facts += [("scored", f"{about['items']:,} items in {about['seconds']:,.0f} s")]
     return [(name, value) for name, value in facts if value]
 

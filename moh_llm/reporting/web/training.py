@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moh_llm.reporting.figures import LOSSES, SETTINGS
+from moh_llm.reporting.figures import EXACT, LOSSES, SETTINGS
 from moh_llm.reporting.groups import Group
+from moh_llm.reporting.page import run_facts
 from moh_llm.reporting.runs import Record, TrainingRun, number, summarise
-from moh_llm.reporting.style import RAW_POINTS, running_median
+from moh_llm.reporting.style import RAW_POINTS, median_window, running_median
 from moh_llm.reporting.web.charts import Axis, Chart, Points, line_chart
 
 _TOKENS = Axis("training tokens")
@@ -40,15 +41,7 @@ def run_rows(run: TrainingRun) -> RunRows:
     """The tables of one run."""
     found = summarise(run)
     scores = [*found["scores"], *([found["saved_model"]] if found["saved_model"] else [])]
-    facts = [
-        ("model", found["model"]),
-        ("objective", found["objective"]["kind"]),
-        ("tuned", "all weights" if found["lora"] is None else f"LoRA of rank {found['lora']['rank']}"),
-        ("steps", f"{found['steps']:,} of {found['max_steps']:,}"),
-        ("tokens", f"{found['tokens']:,}"),
-        ("device", f"{found['device']}, {found['processes']} process(es)"),
-        ("time of training", f"{found['seconds'] / 3600:.2f} h"),
-    ]
+    facts = [*run_facts(found).items()]
     if scores and scores[-1]["ratio"] is not None:
         facts.append(("held-out perplexity / base's", f"{scores[-1]['ratio']:.4f}"))
     if scores and scores[-1]["kl"] is not None:
@@ -64,13 +57,16 @@ def training_charts(groups: Sequence[Group]) -> list[Chart]:
             name: [(score["tokens"], score[key]) for score in run.scores if score[key] is not None]
             for name, run in _runs(groups)
         }
-        if key == "perplexity" and any(score["ratio"] is not None for _, run in _runs(groups) for score in run.scores):
+        if key == "perplexity" and all(score["ratio"] is not None for _, run in _runs(groups) for score in run.scores):
             continue  # the ratio says more
         charts += _chart(f"held-out-{key}", title, series, unit, reference=reference)
     for names in (LOSSES, SETTINGS):
         for key, (title, unit) in names.items():
-            series = {name: _thinned(*run.points(key)) for name, run in _runs(groups)}
-            charts += _chart(f"log-{key.replace('.', '-')}", title, series, unit)
+            curves = {name: run.points(key) for name, run in _runs(groups)}
+            windows = {name: 1 if key in EXACT else median_window(len(curve[1])) for name, curve in curves.items()}
+            series = {name: _thinned(*curve, windows[name]) for name, curve in curves.items()}
+            note = _smoothing({windows[name] for name, points in series.items() if points})
+            charts += _chart(f"log-{key.replace('.', '-')}", title, series, unit, note)
     return charts
 
 
@@ -82,21 +78,30 @@ def _runs(groups: Sequence[Group]) -> list[tuple[str, TrainingRun]]:
     ]
 
 
-def _chart(name: str, title: str, series: dict[str, Points], unit: str, reference: float | None = None) -> list[Chart]:
-    known = {key: points for key, points in series.items() if points}
-    values = [value for points in known.values() for _, value in points]
+def _chart(
+    name: str, title: str, series: dict[str, Points], unit: str, note: str = "", reference: float | None = None
+) -> list[Chart]:
+    """The chart, if any run has a point: with all runs, so that each has the same colour in every chart."""
+    values = [value for points in series.values() for _, value in points]
     if not values:
         return []
     log = 10 if min(values) > 0 and max(values) > 10 * min(values) else None
-    return [line_chart(name, title, known, _TOKENS, Axis(unit, log), reference=reference)]
+    return [line_chart(name, title, series, _TOKENS, Axis(unit, log), note, reference=reference)]
 
 
-def _thinned(tokens: list[int], values: list[float]) -> Points:
-    """A curve with few enough points; a long one is smoothed, so that none that is drawn stands for its neighbours."""
-    if len(values) > RAW_POINTS:
-        values = running_median(values, max(11, len(values) // 20 | 1))
-    step = max(1, len(values) // _DRAWN)
-    return list(zip(tokens, values, strict=True))[::step]
+def _thinned(tokens: list[int], values: list[float], window: int) -> Points:
+    """The running median of a curve with few enough points, its ends among them."""
+    points = list(zip(tokens, running_median(values, window), strict=True))
+    return points[: -1 : max(1, len(points) // _DRAWN)] + points[-1:]
+
+
+def _smoothing(windows: set[int]) -> str:
+    """What a chart says of the running medians in it."""
+    if max(windows, default=1) == 1:
+        return ""
+    steps = f"{windows.pop()} steps" if len(windows) == 1 else "about 5 % of the run's steps"
+    where = f" where it has more than {RAW_POINTS}" if 1 in windows else ""
+    return f"Running median of {steps}{where}; the log has every step."
 
 
 def _receipt(run: TrainingRun) -> list[tuple[str, str, str, str, str, str]]:

@@ -1,0 +1,129 @@
+"""`moh-llm report` of evaluations: with the runs behind their models, and against a baseline."""
+
+import html
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from records import make_record
+
+from moh_llm.cli import main
+from moh_llm.reporting.report import write_report
+
+MakeRun = Callable[..., Path]
+
+
+def report(*arguments: str | Path) -> int:
+    return main(["report", *map(str, arguments)])
+
+
+def read(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report.json").read_text())
+
+
+def evaluated(
+    folder: Path, models: dict[str, tuple[str, float]], made_by: dict[str, Path] | None = None, **changes: Any
+) -> Path:
+    """A folder as evaluate leaves it; ``made_by``: per model the folder of its training run."""
+    folder.mkdir()
+    record = make_record({"base": ("dense", 1.0)} | models) | changes
+    for label, run in (made_by or {}).items():
+        (run / "model").mkdir()
+        record["models"][label]["model"] = str(run / "model")
+    (folder / "report.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_evaluations_and_runs_on_one_page(make_run: MakeRun, tmp_path: Path) -> None:
+    first = evaluated(tmp_path / "first", {"model": ("one", 0.9)})
+    second = evaluated(tmp_path / "second", {"model": ("two", 0.8)})
+    assert report(first, make_run("run"), second, "--output", tmp_path / "out") == 0
+    found = read(tmp_path / "out")
+    assert list(found["models"]) == ["base", "first", "second"]
+    assert [run["name"] for run in found["training"]["runs"]] == ["run"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "second keeps" in page and 'id="held-out-ratio"' in page
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| first |" in text and "![Held-out text](held_out.png)" in text
+
+
+def test_the_run_that_made_a_model_comes_with_it(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = evaluated(tmp_path / "scores", {"model": ("one", 0.9)}, {"model": make_run("run")})
+    assert report(folder) == 0
+    assert [found["name"] for found in read(folder / "report")["training"]["runs"]] == ["run"]
+
+
+def test_a_damaged_run_that_nobody_named_is_left_out(make_run: MakeRun, tmp_path: Path, capsys) -> None:
+    good, bad = make_run("good"), make_run("bad", lines=[])
+    models = {"one": ("first", 0.9), "two": ("second", 0.8)}
+    folder = evaluated(tmp_path / "scores", models, {"one": bad, "two": good})
+    assert report(folder) == 0
+    assert [found["name"] for found in read(folder / "report")["training"]["runs"]] == ["good"]
+    error = capsys.readouterr().err
+    assert f"the report goes without the curves of {bad}: {bad / 'log.jsonl'} holds no step yet" in error
+    assert error.count("\n") == 1
+    # Its folder is still not replaced, and who names it is told.
+    assert report(folder, "--output", bad, "--overwrite") == 2
+    assert "would replace" in capsys.readouterr().err
+    assert report(folder, bad, "--output", tmp_path / "out") == 2
+    assert "holds no step yet" in capsys.readouterr().err
+
+
+def test_a_report_names_no_logs_of_items_that_it_lacks(tmp_path: Path) -> None:
+    folder = evaluated(tmp_path / "scores", {"model": ("one", 0.9)})
+    record = read(folder)
+    record["benchmarks"][0]["model"]["samples"] = "samples/model/A.jsonl"
+    (folder / "report.json").write_text(json.dumps(record))
+    (folder / "samples" / "model").mkdir(parents=True)
+    (folder / "samples" / "model" / "A.jsonl").write_text("")
+    assert report(folder) == 0
+    assert "samples" not in read(folder / "report")["benchmarks"][0]["model"]
+    write_report(folder, [], "moh-llm evaluate", record)  # as evaluate does, where the logs lie
+    assert read(folder)["benchmarks"][0]["model"]["samples"] == "samples/model/A.jsonl"
+
+
+def test_the_page_holds_the_whole_record(make_run: MakeRun, tmp_path: Path) -> None:
+    run, folder = make_run("run"), evaluated(tmp_path / "scores", {"model": ("one", 0.9)})
+    for number, folders in enumerate(([run], [folder], [folder, run])):
+        out = tmp_path / f"out{number}"
+        assert report(*folders, "--output", out) == 0
+        (link,) = re.findall(r'download="report.json" href="[^,]+,([^"]+)"', (out / "report.html").read_text())
+        assert json.loads(unquote(html.unescape(link))) == read(out)
+
+
+def test_a_build_fails_where_a_model_fell_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = evaluated(tmp_path / "before", {"model": ("one", 0.9)})
+    after = evaluated(tmp_path / "after", {"model": ("one", 0.8)})
+    check = [after, "--output", tmp_path / "out", "--overwrite", "--baseline", before]
+    assert report(*check) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WORSE")]
+    assert "average fell by" in line and "more than --max-drop 0.5" in line
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert report(*check, "--max-drop", "50") == 0
+    assert report(before, "--output", tmp_path / "out", "--overwrite", "--baseline", after, "--max-drop", "0") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["RUN", "--baseline", "EVAL"], "no evaluation among RUN to compare with it"),
+        (["EVAL", "--max-drop", "1"], "name an evaluation with --baseline"),
+        (["EVAL", "--baseline", "RUN"], "holds no report.json"),
+        (["EVAL", "LIMITED", "--output", "out"], "limit is none in EVAL and 5 in LIMITED"),
+        (["EVAL", "EVAL", "--output", "out"], "is named twice"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, words: list[str], line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run("RUN")
+    evaluated(Path("EVAL"), {"model": ("one", 0.9)})
+    evaluated(Path("LIMITED"), {"model": ("one", 0.9)}, limit=5)
+    assert report(*words) == 2
+    assert line in capsys.readouterr().err
+    assert not Path("out").exists() and not Path("EVAL/report").exists()
