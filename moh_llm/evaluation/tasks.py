@@ -5,9 +5,11 @@ lm-eval's full index takes about ten seconds to read, so only the files of the s
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import logging
 import platform
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -154,6 +156,7 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
     check_data(suite, data_dir)
     from lm_eval.tasks import TaskManager
 
+    _defer("rouge_score", "rouge_scorer")
     write_task_files(suite, folder, data_dir)
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     loaded: list[Loaded] = []
@@ -180,6 +183,21 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
         way_out = "mend the files" if suite.data_folder(data_dir) else _TAKE_FILES
         raise UserError(f"data of {len(failures)} benchmark(s) cannot be used; {way_out}: {', '.join(failures)}")
     return loaded
+
+
+def _defer(package: str, name: str) -> None:
+    """Have a module imported when something of it is used.
+
+    What lm-eval has beside TruthfulQA's choices scores text by ROUGE; importing that takes a second (nltk, scipy).
+    """
+    spec = importlib.util.find_spec(f"{package}.{name}") if importlib.util.find_spec(package) else None
+    if spec is None or spec.loader is None or spec.name in sys.modules:
+        return
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    # An import of a name that its package has already asks for no more of it.
+    setattr(sys.modules[package], name, module)
 
 
 def _load(manager: "TaskManager", suite: Suite, benchmark: Benchmark, data_dir: Path | None) -> Loaded:

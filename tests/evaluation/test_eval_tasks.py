@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,20 @@ def test_every_task_reads_local_data_and_builds_a_prompt(name: str, tmp_path: Pa
             if benchmark.shots:
                 shown = task.fewshot_cfg.split or task.config.training_split
                 assert shown == benchmark.fewshot_split
+
+
+def test_text_scores_that_nothing_asks_for_are_not_imported(tmp_path: Path) -> None:
+    """What TruthfulQA's tasks import for them comes late, and works when it is used."""
+    pytest.importorskip("rouge_score")
+    script = f"""
+import pathlib, sys
+from moh_llm.evaluation.suite import load_suite
+from moh_llm.evaluation.tasks import load_tasks
+load_tasks(load_suite("smoke"), pathlib.Path({str(tmp_path)!r}), None)
+from rouge_score import rouge_scorer
+assert "nltk" not in sys.modules
+assert rouge_scorer.RougeScorer(["rouge1"]).score("a b c d", "a b c e")["rouge1"].recall == 0.75
+assert "nltk" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
