@@ -51,6 +51,15 @@ def test_the_page_says_what_the_record_says(evaluation: Record) -> None:
         for label in ("one", "two"):
             assert f"{row[label]['delta']['value']:+.1f} ± {row[label]['delta']['stderr']:.1f}" in text
             assert f"{row[label]['recovery']:.1f} %" in text
+    links = dict(re.findall(r'download="([^"]+)\.csv" href="([^"]+)"', page))
+    head, *rows = table_of(html.unescape(links["deltas"]))
+    assert head == ["", "one", "one: from", "one: to", "two", "two: from", "two: to"]
+    for cells, row in zip(rows, evaluation["benchmarks"], strict=True):
+        limits = []
+        for label in ("one", "two"):
+            value, error = row[label]["delta"]["value"], row[label]["delta"]["stderr"]
+            limits += [value, value - 1.96 * error, value + 1.96 * error]
+        assert [float(cell) for cell in cells[1:]] == limits
     assert evaluation["command"] in text and "moh-llm report a" in text
     assert "NOT ANALYSED: what the heads of two did (out of <memory>)." in text
     link = re.search(r'download="report.json" href="([^"]+)"', page)
@@ -97,10 +106,9 @@ def test_router_charts_hold_the_analysis(evaluation: Record, analysis: Record) -
     by_text = {row[0]: [float(c) for c in row[1:]] for row in tables["m1-texts"][1:]}
     assert by_text == analysis["head_load_by_text"]["load"]
     for text, scores in analysis["routing_scores_by_text"]["texts"].items():
-        counts = scores["routed"]["histogram"]
-        (row,) = [row for row in tables["m1-scores-routed"] if row[0] == text]
-        assert [float(cell) for cell in row[1:]] == [count / sum(counts) for count in counts]
-    assert "m1-scores-shared" not in tables  # this router does not score them
+        (row,) = [row for row in tables["m1-scores-texts"] if row[0] == text]
+        wanted = [scores[kind]["quantiles"][place] for kind in ("routed", "selected") for place in (2, 1, 3)]
+        assert [float(cell) for cell in row[1:]] == wanted  # this router does not score shared heads
     ranks = {row[0]: row[1:] for row in tables["m1-rank"][1:]}
     for layer, (shared, routed) in enumerate(
         zip(analysis["feature_rank"]["shared"], analysis["feature_rank"]["routed"], strict=True)
@@ -196,20 +204,23 @@ def test_more_series_than_colours_can_be_told_apart(monkeypatch: pytest.MonkeyPa
     drawn: list[Figure] = []
     make = charts_module._svg
     monkeypatch.setattr(charts_module, "_svg", lambda figure, *names: drawn.append(figure) or make(figure, *names))
-    interval_chart("b", "B", ["p"], {str(number): [(1.0, 0.5)] for number in range(20)}, "points")
+    interval_chart("b", "B", ["p"], {str(number): [(1.0, 0.5, 2.0)] for number in range(20)}, "points")
     marks = [container.lines[0] for container in drawn[0].axes[0].containers]
     looks = {(line.get_marker(), line.get_color(), line.get_markerfacecolor()) for line in marks}
     assert len(marks) == len(looks) == 20
+    (bar,) = drawn[0].axes[0].containers[0].lines[2][0].get_segments()
+    assert bar[:, 0].tolist() == [0.5, 2.0]
 
 
 def test_charts_give_their_data_and_no_fixed_colour() -> None:
     charts = [
         line_chart("a", "A & <b>", {"x": [(1, 2.0), (4, 3.0)], "y": [(4, 1.0)]}, Axis("n", log=2), Axis("v")),
-        interval_chart("b", "B", ["p", "q"], {"x": [(1.0, 0.5), None]}, "points", zero=True),
+        interval_chart("b", "B", ["p", "q", "r"], {"x": [(1.0, 0.5, 1.75), None, (2.0, None, None)]}, "points"),
         heat_map("c", "C", ["0", "1"], ["0", "1"], [[0.5, 1.0], [0.25]], ("head", "layer"), "share"),
     ]
     assert charts[0].body == [[1, 2.0, None], [4, 3.0, 1.0]]
-    assert charts[1].body == [["p", 1.0, 0.5], ["q", None, None]]
+    assert charts[1].head == ["", "x", "x: from", "x: to"]
+    assert charts[1].body == [["p", 1.0, 0.5, 1.75], ["q", None, None, None], ["r", 2.0, None, None]]
     assert charts[2].body == [["0", 0.5, 1.0], ["1", 0.25]]
     for chart in charts:
         assert chart.svg.startswith("<svg") and chart.svg.rstrip().endswith("</svg>")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from moh_llm.reporting.web.charts import Chart, interval_chart
+from moh_llm.reporting.web.charts import Chart, Interval, interval_chart
 
 Record = dict[str, Any]
 
@@ -55,11 +55,11 @@ def score_charts(report: Record) -> list[Chart]:
     rows = report["benchmarks"]
     names = [row["name"] for row in rows]
     deltas = {
-        label: [_pair(row.get(label, {}).get("delta")) for row in rows]
+        label: [_interval(row.get(label, {}).get("delta")) for row in rows]
         for label in report["models"]
         if _has_delta(report, label)
     }
-    scores = {label: [_pair(row.get(label)) for row in rows] for label in report["models"]}
+    scores = {label: [_interval(row.get(label)) for row in rows] for label in report["models"]}
     charts = []
     if any(any(values) for values in deltas.values()):
         note = "With 95 % intervals, from the differences on the same items. Left of the line: worse than the base."
@@ -103,5 +103,9 @@ def _figure(figures: Record, sign: str = "") -> str:
     return f"{figures['value']:{sign}.1f}" + ("" if error is None else f" ± {error:.1f}")
 
 
-def _pair(figures: Record | None) -> tuple[float, float | None] | None:
-    return (figures["value"], figures["stderr"]) if figures else None
+def _interval(figures: Record | None) -> Interval | None:
+    """A score with its 95 % interval."""
+    if not figures:
+        return None
+    value, error = figures["value"], figures["stderr"]
+    return (value, None, None) if error is None else (value, value - 1.96 * error, value + 1.96 * error)

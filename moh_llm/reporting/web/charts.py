@@ -22,6 +22,8 @@ from moh_llm.reporting.style import label, marker
 
 Cell = str | float | int | None
 Points = Sequence[tuple[float, float]]
+Interval = tuple[float, float | None, float | None]
+"""A value and the ends of an interval around it, if they are known."""
 
 INK, FAINT = "#0a0b01", "#0a0b02"
 # As many as there are colours that colour-blind readers tell apart; more series differ by their dashes.
@@ -140,18 +142,18 @@ def interval_chart(
     name: str,
     title: str,
     names: Sequence[str],
-    series: Mapping[str, Sequence[tuple[float, float | None] | None]],
+    series: Mapping[str, Sequence[Interval | None]],
     unit: str,
     note: str = "",
     zero: bool = False,
     order: Sequence[str] = (),
 ) -> Chart:
-    """A row for each name and in it each series' value with its 95 % interval.
+    """A row for each name and in it each series' value with its interval.
 
     Args:
         name, title, note: see `Chart`.
         names: of the rows, from above.
-        series: per name (value, standard error), or None where there is none.
+        series: per name a value with its interval, or None where there is none.
         unit: of the values.
         zero: whether to draw the line of no difference.
         order: as `line_chart` has it.
@@ -162,10 +164,12 @@ def interval_chart(
             shift = 0.6 * (number + 0.5) / len(series) - 0.3
             place = _place(key, order, series)
             known = [(row, *value) for row, value in enumerate(values) if value is not None]
+            below = [0 if low is None else value - low for _, value, low, _ in known]
+            above = [0 if high is None else high - value for _, value, _, high in known]
             axes.errorbar(
-                [value for _, value, _ in known],
-                [row + shift for row, _, _ in known],
-                xerr=[1.96 * (error or 0) for _, _, error in known],
+                [value for _, value, _, _ in known],
+                [row + shift for row, *_ in known],
+                xerr=[below, above],
                 fmt=marker(place),
                 markersize=4,
                 elinewidth=1,
@@ -180,8 +184,8 @@ def interval_chart(
         if len(series) > 1:
             _legend(figure, axes)
         svg = _svg(figure, name, title)
-    head = ["", *[column for key in series for column in (key, f"{key}: standard error")]]
-    body = [[row, *[c for values in series.values() for c in values[n] or (None, None)]] for n, row in enumerate(names)]
+    head = ["", *[column for key in series for column in (key, f"{key}: from", f"{key}: to")]]
+    body = [[row, *[c for values in series.values() for c in values[n] or [None] * 3]] for n, row in enumerate(names)]
     return Chart(name, title, note, svg, head, body)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from moh_llm.reporting.web.charts import Axis, Chart, heat_map, line_chart
+from moh_llm.reporting.web.charts import Axis, Chart, Interval, heat_map, interval_chart, line_chart
 
 Record = dict[str, Any]
 _LAYER = Axis("layer")
@@ -37,7 +37,8 @@ def router_page(number: int, label: str, found: Record) -> RouterPage:
     charts = [_load(name, found), _load_by_text(name, by_text)]
     charts += _scores(name, found["routing_scores"])
     if "routing_scores_by_text" in found:  # older records lack it
-        charts += _scores_by_text(name, found["routing_scores_by_text"])
+        quantiles = found["routing_scores"]["quantiles"]
+        charts.append(_scores_by_text(name, quantiles, found["routing_scores_by_text"]))
     charts += [*_similarity(name, found), _rank(name, found["feature_rank"])]
     table = list(zip(tokens["tokens"], tokens["on"][-1], strict=True))
     return RouterPage(
@@ -112,27 +113,23 @@ def _scores(name: str, found: Record) -> list[Chart]:
     ]
 
 
-def _scores_by_text(name: str, found: Record) -> list[Chart]:
-    charts = []
-    for kind in ("shared", "routed"):
-        known = {text: scores[kind]["histogram"] for text, scores in found["texts"].items() if scores[kind]}
-        if not known:
-            continue
-        bins = len(next(iter(known.values())))
-        charts.append(
-            heat_map(
-                f"{name}-scores-{kind}",
-                f"Routing scores of layer {found['layer']}'s {kind} heads on each benchmark",
-                list(known),
-                [f"{place / bins:g}" for place in range(bins)],
-                [[count / sum(counts) for count in counts] for counts in known.values()],
-                (f"score, from ... on, {1 / bins:g} wide", ""),
-                "share of scores",
-                f"Distribution of the scores g_i before quantisation (the paper's Fig. C to E); all {kind} heads, "
-                "selected or not.",
-            )
-        )
-    return charts
+def _scores_by_text(name: str, places: list[float], found: Record) -> Chart:
+    middle, low, high = (places.index(share) for share in (0.5, 0.25, 0.75))
+    texts = found["texts"]
+
+    def middle_half(scores: Record | None) -> Interval | None:
+        return (scores["quantiles"][middle], scores["quantiles"][low], scores["quantiles"][high]) if scores else None
+
+    kinds = [kind for kind in ("shared", "routed", "selected") if any(scores[kind] for scores in texts.values())]
+    return interval_chart(
+        f"{name}-scores-texts",
+        f"Routing scores of layer {found['layer']} on each benchmark",
+        list(texts),
+        {kind: [middle_half(scores[kind]) for scores in texts.values()] for kind in kinds},
+        "score",
+        "Median and middle half of the scores g_i before quantisation (the paper's Fig. C to E); the last layer with "
+        "routed heads.",
+    )
 
 
 def _similarity(name: str, found: Record) -> list[Chart]:
