@@ -100,7 +100,7 @@ def test_the_home_folder_itself_and_paths_with_spaces(tmp_path, monkeypatch):
     [
         "https://huggingface.co/data/models/x",
         "data_mixtures/web.yaml",
-        "out/home/x",
+        "out/var/x",
         "</tmp></tool>",
         "#!/usr/bin/env python",
         "and/or, 1/2, /v1/chat/completions",
@@ -112,13 +112,13 @@ def test_what_is_no_path_of_this_machine(text):
 
 
 def test_scrubbing_json_tells_what_it_changed_and_keeps_templates():
-    content = {"base": {"name": "/tmp/w/llama"}, "command": "run /tmp/w/llama", "n": [1, "/tmp/a/b"]}
+    content = {"base": {"name": "/tmp/models/llama"}, "command": "run /tmp/models/llama", "n": [1, "/tmp/a/b"]}
     copy, changed = scrub_json(content, whole=False)
     assert copy == {"base": {"name": "llama"}, "command": "run llama", "n": [1, "b"]}
-    assert changed == {"base.name": "/tmp/w/llama", "command": "run /tmp/w/llama", "n[1]": "/tmp/a/b"}
+    assert changed == {"base.name": "/tmp/models/llama", "command": "run /tmp/models/llama", "n[1]": "/tmp/a/b"}
     copy, changed = scrub_json(content, whole=True)
-    assert copy["command"] == "run /tmp/w/llama" and set(changed) == {"base.name", "n[1]"}
-    assert content["base"] == {"name": "/tmp/w/llama"}
+    assert copy["command"] == "run /tmp/models/llama" and set(changed) == {"base.name", "n[1]"}
+    assert content["base"] == {"name": "/tmp/models/llama"}
 
 
 def test_scrubbing_json_keeps_apart_what_has_one_name_in_two_folders():

@@ -30,7 +30,7 @@ def cost_charts(analyses: Mapping[str, Record], order: Sequence[str]) -> list[Ch
         "seconds": (
             "Measured time of a forward pass",
             "seconds",
-            "Model and base, the same weights through plain LLaMA attention, take turns on the same device. A model "
+            "Model and base, the same weights through its own attention, take turns on the same device. A model "
             "whose heads are all computed and then masked is no faster than its base.",
         ),
     }
