@@ -1,0 +1,1 @@
+"""The typed records that each step writes and the next one reads."""
