@@ -111,16 +111,27 @@ def whole_shape(weight: torch.nn.Parameter) -> torch.Size:
     return torch.Size(getattr(weight, "ds_shape", weight.shape))
 
 
+def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
+    """Whether weight decay acts on a parameter: on matrices, and never on biases and norms, whatever their shape.
+
+    Names are read from their ends, since wrappers (DDP, FSDP, peft) put others before and between.
+    """
+    *modules, kind = name.split(".")
+    if kind == "bias" or any(module.endswith("norm") for module in modules):
+        return False
+    return len(whole_shape(weight)) >= 2
+
+
 def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over up to four groups: base or router, decayed (matrices) or not (vectors)."""
+    """AdamW over up to four groups: base or router, decayed or not (see `is_decayed`)."""
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, weight in trained_weights(network).items():
-        groups.setdefault((is_routing_weight(name), len(whole_shape(weight)) >= 2), []).append(weight)
+        groups.setdefault((is_routing_weight(name), is_decayed(name, weight)), []).append(weight)
     settings = config.optimizer
     return torch.optim.AdamW(
         [
-            {"params": weights, "router": router, "weight_decay": settings.weight_decay if matrix else 0.0}
-            for (router, matrix), weights in sorted(groups.items(), key=lambda item: item[0])
+            {"params": weights, "router": router, "weight_decay": settings.weight_decay if decayed else 0.0}
+            for (router, decayed), weights in sorted(groups.items(), key=lambda item: item[0])
         ],
         lr=settings.learning_rate,
         betas=settings.betas,

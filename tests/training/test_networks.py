@@ -1,4 +1,5 @@
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
-from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
 from moh_llm.training.step import TrainingStep
 
@@ -92,7 +93,60 @@ def test_merging_keeps_the_function(configure, tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(merged.eval())(batch).detach(), before, atol=2e-3, rtol=1e-4)
 
 
-def test_decay_acts_on_matrices_and_routers_have_their_rate(configure) -> None:
+def wrapped_lora(network: torch.nn.Module, config) -> torch.nn.Module:
+    return networks.add_lora(network, config.lora)
+
+
+def in_wrappers(network: torch.nn.Module, config) -> torch.nn.Module:
+    """With the names that wrappers of the whole model and of its layers make."""
+    for index, layer in enumerate(network.model.layers):
+        network.model.layers[index] = torch.nn.Sequential(OrderedDict(_fsdp_wrapped_module=layer))
+    return torch.nn.Sequential(OrderedDict(module=network))
+
+
+def in_zero3(network: torch.nn.Module, config) -> torch.nn.Module:
+    """With the parameters that DeepSpeed leaves a process: a flat part, and the shape of the whole beside it."""
+    for weight in network.parameters():
+        shape, weight.data = weight.shape, weight.data.flatten()[::2].clone()
+        weight.ds_shape = shape
+    return network
+
+
+LINEAR = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")} | {"routed", "own_value"}
+MATRICES = LINEAR | {"embed_tokens", "lm_head", "lora_A", "lora_B"}
+
+
+@pytest.mark.parametrize("wrap", [None, wrapped_lora, in_wrappers, in_zero3])
+def test_decay_acts_on_matrices_and_never_on_biases_and_norms(configure, make_model, wrap) -> None:
+    folder = make_model(
+        MoHLlamaConfig,
+        **{"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_stand_in": "value"},
+        **{"attention_bias": True, "mlp_bias": True, "query_key_norm": True},
+    )
+    config = configure(model=str(folder), **{"lora.rank": 2} if wrap is wrapped_lora else {})
+    model = networks.load_network(folder, torch.float32)
+    model = wrap(model, config) if wrap else model
+    optimizer = networks.make_optimizer(model, config)
+    decay = {id(weight): group["weight_decay"] for group in optimizer.param_groups for weight in group["params"]}
+    owners = {"bias": set(), "norm": set(), "matrix": set()}
+    for name, weight in networks.trained_weights(model).items():
+        owner, kind = [part for part in name.split(".") if part not in ("default", "base_layer")][-2:]
+        group = "bias" if kind == "bias" else "norm" if "norm" in owner else "matrix"
+        owners[group].add(owner)
+        assert decay.pop(id(weight)) == (0.1 if group == "matrix" else 0.0), name
+    assert not decay
+    if wrap is wrapped_lora:  # of the base nothing is trained
+        assert owners == {
+            "bias": {"routed", "own_value", "stand_in"},
+            "norm": set(),
+            "matrix": {"lora_A", "lora_B", "routed", "own_value"},
+        }
+    else:
+        norms = {"input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm"}
+        assert owners == {"bias": LINEAR | {"stand_in"}, "norm": norms, "matrix": MATRICES - {"lora_A", "lora_B"}}
+
+
+def test_routers_have_their_rate(configure) -> None:
     config = configure()
     model = networks.load_network(config.model, torch.float32)
     optimizer = networks.make_optimizer(model, config)
@@ -101,7 +155,6 @@ def test_decay_acts_on_matrices_and_routers_have_their_rate(configure) -> None:
     routers = {id(weight) for router in model.routers for weight in router.parameters()}
     for group in optimizer.param_groups:
         for weight in group["params"]:
-            assert group["weight_decay"] == (0.1 if weight.ndim == 2 else 0.0)
             assert group["lr"] == pytest.approx(1e-2 if id(weight) in routers else 1e-3)
 
 
