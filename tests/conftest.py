@@ -2,17 +2,66 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+# Read when the libraries are first imported. Two workers with two threads each would wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
+from filelock import FileLock
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are first imported
 
 ROOT = Path(__file__).resolve().parents[1]
 EOS = "<end>"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`made_once(name, make)`: the folder that `make(folder)` fills, made by one of pytest-xdist's workers for all.
+
+    It is for reading only: a test that changes files works on a copy.
+    """
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def folder(name: str, make: Callable[[Path], object]) -> Path:
+        with FileLock(root / f"{name}.lock"):
+            if not (root / name).exists():
+                shutil.rmtree(root / f"{name}.tmp", ignore_errors=True)
+                (root / f"{name}.tmp").mkdir()
+                make(root / f"{name}.tmp")
+                (root / f"{name}.tmp").rename(root / name)
+        return root / name
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder."""
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+@pytest.fixture(autouse=True)
+def working_folder(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test runs in an empty folder and leaves it empty, so none depends on where pytest was started."""
+    monkeypatch.chdir(elsewhere)
+    yield
+    left = sorted(elsewhere.iterdir())
+    for path in left:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert not left, "the test left files in the working folder"
 
 
 def save_byte_tokenizer(folder: Path) -> int:
