@@ -12,12 +12,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 from filelock import FileLock
+from tiny import save_byte_tokenizer, save_model
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are first imported
 
 ROOT = Path(__file__).resolve().parents[1]
-EOS = "<end>"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,19 +64,6 @@ def working_folder(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     assert not left, "the test left files in the working folder"
 
 
-def save_byte_tokenizer(folder: Path) -> int:
-    """Write a tokenizer with one token per byte and an end-of-text token 0; returns its vocabulary size."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = [EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS).save_pretrained(folder)
-    return len(alphabet)
-
-
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Callable[[Path], int]:
     """`save_byte_tokenizer`, for the folders below."""
@@ -108,7 +95,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     `dtype` and `max_shard_size` go to saving. Weights are drawn wide, so that a head that is off is
     felt, and with `vectors` biases and norms, too, so that one that is lost is.
     """
-    from transformers import AutoModelForCausalLM, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
     def make(
         config_class: type[PreTrainedConfig],
@@ -118,27 +105,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         **fields: object,
     ) -> Path:
         folder = tmp_path_factory.mktemp(config_class.model_type)
-        vocab_size = save_byte_tokenizer(folder)
-        defaults = {
-            "vocab_size": vocab_size,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 128,
-            "initializer_range": 0.2,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        }
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_class(**(defaults | fields)))
-        if vectors:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.dim() == 1:
-                        parameter += 0.2 * torch.randn_like(parameter)
-        model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+        save_model(folder, config_class, dtype, max_shard_size, vectors, **fields)
         return folder
 
     return make
