@@ -1,17 +1,25 @@
 # make quickstart   converts, tunes and scores a small real model: about ten minutes on two cores
 #                   BASE=FOLDER_OR_HUB_ID takes another base than SmolLM2-135M
-# make test         sets up and runs the tests
+# make test         sets up and runs the tests but for the slow ones: about five minutes on two cores
+# make test-all     all of them, as CI does: about twelve
+# make mutants      puts faults into a copy of the package and sees a test find each
 PYTHON ?= python3
 VENV ?= .venv
 OUTPUT ?= out/quickstart
 
-.PHONY: quickstart test lint
+.PHONY: quickstart test test-all mutants lint
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/moh-llm quickstart --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
 
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-all: $(VENV)/installed
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+
+mutants: $(VENV)/installed
+	$(VENV)/bin/python tests/mutants/run.py
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

@@ -2,30 +2,66 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+# Read when the libraries are first imported. Two workers with two threads each would wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
+from filelock import FileLock
+from tiny import save_byte_tokenizer, save_model
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are first imported
 
 ROOT = Path(__file__).resolve().parents[1]
-EOS = "<end>"
 
 
-def save_byte_tokenizer(folder: Path) -> int:
-    """Write a tokenizer with one token per byte and an end-of-text token 0; returns its vocabulary size."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
-    alphabet = [EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS).save_pretrained(folder)
-    return len(alphabet)
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`made_once(name, make)`: the folder that `make(folder)` fills, made by one of pytest-xdist's workers for all.
+
+    It is for reading only: a test that changes files works on a copy.
+    """
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def folder(name: str, make: Callable[[Path], object]) -> Path:
+        with FileLock(root / f"{name}.lock"):
+            if not (root / name).exists():
+                shutil.rmtree(root / f"{name}.tmp", ignore_errors=True)
+                (root / f"{name}.tmp").mkdir()
+                make(root / f"{name}.tmp")
+                (root / f"{name}.tmp").rename(root / name)
+        return root / name
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder."""
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+@pytest.fixture(autouse=True)
+def working_folder(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test runs in an empty folder and leaves it empty, so none depends on where pytest was started."""
+    monkeypatch.chdir(elsewhere)
+    yield
+    left = sorted(elsewhere.iterdir())
+    for path in left:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert not left, "the test left files in the working folder"
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +95,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     `dtype` and `max_shard_size` go to saving. Weights are drawn wide, so that a head that is off is
     felt, and with `vectors` biases and norms, too, so that one that is lost is.
     """
-    from transformers import AutoModelForCausalLM, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
     def make(
         config_class: type[PreTrainedConfig],
@@ -69,27 +105,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         **fields: object,
     ) -> Path:
         folder = tmp_path_factory.mktemp(config_class.model_type)
-        vocab_size = save_byte_tokenizer(folder)
-        defaults = {
-            "vocab_size": vocab_size,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 128,
-            "initializer_range": 0.2,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        }
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_class(**(defaults | fields)))
-        if vectors:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.dim() == 1:
-                        parameter += 0.2 * torch.randn_like(parameter)
-        model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+        save_model(folder, config_class, dtype, max_shard_size, vectors, **fields)
         return folder
 
     return make

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import forks
 import pytest
 
 from moh_llm.errors import UserError
@@ -29,27 +30,19 @@ def dead_process() -> int:
 
 
 @contextlib.contextmanager
-def child(code: str) -> Iterator[subprocess.Popen]:
+def child(code: str) -> Iterator[forks.Program]:
     """A Python process, slow for want of an accelerator, that is gone after the block."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    process = forks.Program(["-c", code], ROOT, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     try:
         yield process
     finally:
         process.kill()
-        process.communicate()
 
 
-def wait_for(pattern: str, folder: Path, process: subprocess.Popen) -> None:
+def wait_for(pattern: str, folder: Path, process: forks.Program) -> None:
     deadline = time.monotonic() + 120
     while not list(folder.glob(pattern)):
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read().decode()
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr
         time.sleep(0.005)
 
 
@@ -165,7 +158,7 @@ def test_a_disk_that_refuses_leaves_nothing(make_llama, river, tmp_path, flags):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))\n"
         f"sys.exit(main({command!r}))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = forks.run("-c", code, folder=ROOT)
     error = done.stderr.strip().splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
     assert done.returncode == 2, done.stderr

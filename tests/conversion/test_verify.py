@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,7 @@ from moh_llm.conversion.verify import RandomRouter, by_paper_plan, compare_with_
 from moh_llm.errors import UserError
 from moh_llm.metrics import compare_to_reference, logits_of
 from moh_llm.model_folder import read_weight_map
-from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,60 @@ def test_figures_are_those_of_whole_models(folders, batches, one_thread):
 
     model, beside = compare_with_paper(converted, dense, batches)
     assert (model.kl, beside.kl) == (found["converted"].kl, found["paper_router"].kl)
+
+
+def plain_figures(model, base, batches):
+    """The figures of a model beside its base's by a loop over positions, in float64, sharing no code with the proof."""
+    nats, reference, kl, agreement, count = 0.0, 0.0, 0.0, 0, 0
+    for batch in batches:
+        for ids, positions, labels in zip(
+            *(batch[name] for name in ("input_ids", "position_ids", "labels")), strict=True
+        ):
+            inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+            own, wanted = (network(**inputs).logits[0].double().numpy() for network in (model, base))
+            for position, label in enumerate(labels[1:].tolist()):
+                if label == -100:
+                    continue
+                q, p = (
+                    np.exp(row - row.max()) / np.exp(row - row.max()).sum() for row in (own[position], wanted[position])
+                )
+                kl += sum(p * (np.log(p) - np.log(q)))
+                nats, reference = nats - np.log(q[label]), reference - np.log(p[label])
+                agreement, count = agreement + (q.argmax() == p.argmax()), count + 1
+    figures = {"perplexity": np.exp(nats / count), "perplexity_ratio": np.exp((nats - reference) / count)}
+    return figures | {"kl": kl / count, "top1_agreement": agreement / count}, np.exp(reference / count), count
+
+
+def route_by_chance(model, batches):
+    """Give a model's routers uniform numbers for logits, those that the layer's own seed gives to whole batches."""
+    for number, block in enumerate(model.model.layers):
+        source = torch.Generator().manual_seed(number)
+        drawn = [torch.rand((*batch["input_ids"].shape, 2), generator=source) for batch in batches]
+        rows = iter([row[None] for batch in drawn for row in batch])
+        block.self_attn.router._routed_logits = lambda hidden, queries, rows=rows: next(rows)
+
+
+@torch.no_grad()
+def test_figures_are_those_of_a_loop_over_positions(folders, batches, one_thread):
+    base, moh = folders
+    proof = verify(layerwise(base), layerwise(moh), batches, progress=False)
+    dense = LlamaForCausalLM.from_pretrained(base).eval()
+    converted = MoHLlamaForCausalLM.from_pretrained(moh).eval()
+    # The paper's layer with as many active heads, written out: half of the four shared, chosen by the queries' norms.
+    assert sum(converted.config.active_heads_per_layer) == 8  # 2.7 in each of 3 layers
+    layer = {"num_shared_heads": 2, "num_active_heads": 3, "router_type": "query_norm"}
+    shape = {
+        name: value for name, value in dense.config.to_dict().items() if name not in ("model_type", "architectures")
+    }
+    paper, chance = (MoHLlamaForCausalLM(MoHLlamaConfig(**shape, **layer)).eval() for _ in range(2))
+    for model in (paper, chance):
+        model.load_state_dict(dense.state_dict())
+    route_by_chance(chance, batches)
+    for name, model in {"converted": converted, "paper_router": paper, "random_heads": chance}.items():
+        expected, reference, count = plain_figures(model, dense, batches)
+        assert {figure: proof[name][figure] for figure in expected} == pytest.approx(expected, rel=1e-4), name
+        assert proof["base_perplexity"] == pytest.approx(reference, rel=1e-5)
+        assert proof["held_out_tokens"] == count == 3 * 30
 
 
 @torch.no_grad()

@@ -3,11 +3,10 @@
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 
@@ -86,11 +85,11 @@ def test_killed_at_random_moments_and_run_again(corpus, tokenizer, tmp_path, sha
     tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "unbroken", workers=1)
 
     output = tmp_path / "killed"
-    command = [sys.executable, "-m", "moh_llm.cli", "tokenize", str(corpus), "--tokenizer", tokenizer.name]
+    command = ["-m", "moh_llm.cli", "tokenize", str(corpus), "--tokenizer", tokenizer.name]
     command += ["--output", str(output), "--workers", "2"]
     draw, killed = random.Random(1), 0
     for _ in range(3):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = forks.Program(command, tmp_path)
         while process.poll() is None and not hidden(output):
             time.sleep(0.01)
         time.sleep(draw.random() * 0.5)
@@ -102,10 +101,10 @@ def test_killed_at_random_moments_and_run_again(corpus, tokenizer, tmp_path, sha
             with pytest.raises(UserError, match=r"mixture.json"):
                 open_tokens(output)
     assert killed
-    assert subprocess.run(command, capture_output=True, text=True).returncode == 0
+    assert forks.run(*command, folder=tmp_path).returncode == 0
     assert shards(output) == shards(tmp_path / "unbroken")
     time.sleep(0.5)  # processes that outlived their parent end their task
-    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert forks.run(*command, folder=tmp_path).returncode == 0
     assert shards(output) == shards(tmp_path / "unbroken")
 
 

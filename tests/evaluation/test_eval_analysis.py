@@ -1,14 +1,12 @@
 """What the heads did on the benchmarks' text: the text, the record in the report, and failures that lose no score."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 from moh_llm.evaluation.analysis import analyse_models
@@ -275,17 +273,10 @@ def test_an_interrupted_analysis_is_repeated_without_scoring(
 
 
 def test_of_several_processes_the_first_one_analyses(tiny_moh: Path, tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["-m", "moh_llm.cli", "evaluate", str(tiny_moh), "--suite", "smoke", "--limit", "1"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*launch, *command, "--output", str(tmp_path / "report")],
-        cwd=tmp_path,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-    )
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command += ["--output", str(tmp_path / "report")]
+    done = forks.run(*command, folder=tmp_path, environment=variables, processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("analysis of model: head load") == 1 == done.stdout.count("report:")
     assert read(tmp_path / "report")["analysis"]["model"]["texts"].keys() == set(NAMES)

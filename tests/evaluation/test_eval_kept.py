@@ -1,15 +1,13 @@
 """A run that is killed keeps what it had finished; the same command takes that up, and only that which fits."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 from moh_llm import __version__
@@ -63,9 +61,8 @@ def test_a_killed_run_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = [tiny_moh, "--base", tiny_llama, "--suite", "smoke", "--device", "cpu", "--log-samples", "--output"]
-    command = [sys.executable, "-c", DIE, "evaluate", *map(str, words), str(tmp_path / "killed")]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    died = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True)
+    command = ["-c", DIE, "evaluate", *map(str, words), str(tmp_path / "killed")]
+    died = forks.run(*command, folder=tmp_path, environment={"PYTHONPATH": str(ROOT)})
     assert died.returncode == -signal.SIGKILL
     assert not (tmp_path / "killed").exists()
     kept = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json"))

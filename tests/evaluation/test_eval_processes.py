@@ -1,13 +1,12 @@
 """Two processes on the CPU give what one gives, and agree on what went wrong."""
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 pytest.importorskip("lm_eval")
@@ -15,11 +14,9 @@ pytest.importorskip("lm_eval")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def on_two_processes(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([*launch, *words], cwd=folder, env=os.environ | variables, capture_output=True, text=True)
+def on_two_processes(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return forks.run(*words, folder=folder, environment=variables, processes=2)
 
 
 SUITE = """

@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 from moh_llm.errors import UserError
@@ -82,10 +81,8 @@ def naive_smoke(folder: Path) -> dict[str, list[float]]:
 def report_folder(tiny_llama: Path, tiny_moh: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the script writes for the tiny models."""
     output = tmp_path_factory.mktemp("report") / "out"
-    command = [sys.executable, "evaluate.py", str(tiny_moh), "--base", str(tiny_llama), "--suite", "smoke"]
-    done = subprocess.run(
-        [*command, "--batch-size", "3", "--output", str(output)], cwd=ROOT, capture_output=True, text=True
-    )
+    command = ["evaluate.py", str(tiny_moh), "--base", str(tiny_llama), "--suite", "smoke", "--batch-size", "3"]
+    done = forks.run(*command, "--output", str(output), folder=ROOT)
     assert done.returncode == 0, done.stderr
     assert "| Facts | 0 | acc | 14 |" in done.stdout
     assert "[3/3] model: Answers" in done.stderr

@@ -23,6 +23,7 @@ runpy.run_path(script, run_name="__main__")
 CONFIGURATION = Path(__file__).resolve().parents[2] / "moh_llm" / "modeling" / "configuration_moh_llama.py"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OLDEST.is_dir(), reason="make test installs tests/oldest-transformers.txt")
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_oldest_gives_what_the_newest_gives(make_model, tmp_path, monkeypatch, tied):

@@ -45,6 +45,7 @@ for module, name in [(kernels, name) for name in kinds] + others:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_kernels_compile_and_fit_into_shared_memory(capability, tmp_path):
     words = [sys.executable, "-c", SCRIPT, str(capability), str(SHARED_MEMORY[capability]), "128"]

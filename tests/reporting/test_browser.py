@@ -13,6 +13,7 @@ from moh_llm.reporting.runs import read_runs
 from moh_llm.reporting.web.page import to_html
 
 playwright = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.slow
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 # Contrast of each text with what it stands on, as WCAG 2 defines it; below 4.5 for anything but marks.
 _CONTRAST = """() => {

@@ -1,15 +1,15 @@
-"""A tiny converted model with a tokenizer and a text, and recipes over them."""
+"""The default conversion of a tiny model, a text, and recipes over them."""
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.recipe import load_config
 
@@ -22,59 +22,79 @@ def equal_bits(one_thread: None) -> None:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Callable[[Path], int]) -> Path:
-    """A random model of 2 layers and 4 heads (2 KV heads) that uses 2 of them, with linear routers."""
-    folder = tmp_path_factory.mktemp("model")
-    vocab_size = byte_tokenizer(folder)
-    torch.manual_seed(0)
-    config = MoHLlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,  # large enough that a head that is off is felt
-        num_shared_heads=1,
-        num_active_heads=2,
-        router_type="linear",
-        tie_word_embeddings=True,
-        eos_token_id=0,
-        bos_token_id=0,
-    )
-    MoHLlamaForCausalLM(config).save_pretrained(folder)
+def base_folder(made_once: Callable[..., Path], make_llama: Callable[..., Path]) -> Path:
+    """A random LLaMA of 2 layers and 4 heads (2 KV heads), not to be changed."""
+
+    def make(folder: Path) -> None:
+        made = make_llama(max_position_embeddings=64, tie_word_embeddings=True)
+        shutil.copytree(made, folder, dirs_exist_ok=True)
+
+    return made_once("base", make)
+
+
+@pytest.fixture(scope="session")
+def model_folder(made_once: Callable[..., Path], base_folder: Path, convert: Callable[..., int]) -> Path:
+    """The default conversion of `base_folder`, not to be changed.
+
+    It has linear routers, stand-ins, one shared head per layer, and uneven budgets: 3 and 1 active heads.
+    """
+    folder = made_once("moh", lambda folder: convert(base_folder, folder, "--active-ratio", "0.5"))
+    config = MoHLlamaConfig.from_pretrained(folder)
+    assert (config.router_type, config.head_stand_in) == ("linear", "value")
+    assert config.active_heads_per_layer == [3, 1]
     return folder
 
 
 @pytest.fixture(scope="session")
-def mixture_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def paper_folder(made_once: Callable[..., Path], base_folder: Path, convert: Callable[..., int]) -> Path:
+    """The paper's layer of `base_folder`: of 2 active heads in each layer one is shared, and none has a stand-in."""
+    flags = ["--preset", "paper", "--num-shared-heads", "1", "--active-ratio", "0.5"]
+    folder = made_once("paper-moh", lambda folder: convert(base_folder, folder, *flags))
+    assert MoHLlamaConfig.from_pretrained(folder).active_heads_per_layer == [2, 2]
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mixture_file(made_once: Callable[..., Path]) -> Path:
     """A mixture of two sources with documents of 5 to 200 letters, so that blocks differ in valid tokens."""
-    folder, draw = tmp_path_factory.mktemp("data"), random.Random(0)
-    for name in ("one", "two"):
-        lines = [" ".join(draw.choices(WORDS, k=draw.choice([1, 2, 8, 30]))) for _ in range(150)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    sources = {"one": {"weight": 0.7, "files": "one.jsonl"}, "two": {"weight": 0.3, "files": "two.jsonl"}}
-    (folder / "mixture.yaml").write_text(yaml.safe_dump({"name": "tiny", "sources": sources}))
-    return folder / "mixture.yaml"
+
+    def make(folder: Path) -> None:
+        draw = random.Random(0)
+        for name in ("one", "two"):
+            lines = [" ".join(draw.choices(WORDS, k=draw.choice([1, 2, 8, 30]))) for _ in range(150)]
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        sources = {"one": {"weight": 0.7, "files": "one.jsonl"}, "two": {"weight": 0.3, "files": "two.jsonl"}}
+        (folder / "mixture.yaml").write_text(yaml.safe_dump({"name": "tiny", "sources": sources}))
+
+    return made_once("mixture", make) / "mixture.yaml"
+
+
+@pytest.fixture(scope="session")
+def write_recipe(model_folder: Path, mixture_file: Path) -> Callable[[Path], Path]:
+    """`write_recipe(folder)`: a recipe of 6 short steps that writes to `folder/run`."""
+
+    def write(folder: Path) -> Path:
+        content = {
+            "model": str(model_folder),
+            "output": str(folder / "run"),
+            "max_steps": 6,
+            "data": {"mixture": str(mixture_file), "block_length": 32, "batch_size": 4, "micro_batch_size": 2},
+            "optimizer": {"learning_rate": 1e-3, "router_learning_rate": 1e-2},
+            "schedule": {"warmup_steps": 1, "start_learning_rate": 1e-4, "final_learning_rate": 1e-4},
+            "evaluation": {"every": 3, "max_tokens": 512},
+            "checkpoint": {"every": 2},
+        }
+        path = folder / "recipe.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, model_folder: Path, mixture_file: Path) -> Path:
-    """A recipe of 6 short steps that writes to `tmp_path/run`."""
-    content = {
-        "model": str(model_folder),
-        "output": str(tmp_path / "run"),
-        "max_steps": 6,
-        "data": {"mixture": str(mixture_file), "block_length": 32, "batch_size": 4, "micro_batch_size": 2},
-        "optimizer": {"learning_rate": 1e-3, "router_learning_rate": 1e-2},
-        "schedule": {"warmup_steps": 1, "start_learning_rate": 1e-4, "final_learning_rate": 1e-4},
-        "evaluation": {"every": 3, "max_tokens": 512},
-        "checkpoint": {"every": 2},
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+def recipe(tmp_path: Path, write_recipe: Callable[[Path], Path]) -> Path:
+    """That recipe, which writes to `tmp_path/run`."""
+    return write_recipe(tmp_path)
 
 
 @pytest.fixture

@@ -6,19 +6,21 @@ Processes of this machine, without a GPU: what is tested is the arithmetic and t
 import importlib.util
 import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from moh_llm.training.loop import train
+from moh_llm.training.recipe import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FSDP = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -28,40 +30,52 @@ for stage in "123":
     zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage, "DS_ACCELERATOR": "cpu"}
     WAYS[f"zero{stage}"] = zero
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed"),
-]
+WAYS["torchrun"] = WAYS["ddp"]  # the same from the command line, by PyTorch's own launcher
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 STEPS = {"max_steps": 20, "data.batch_size": 8, "data.micro_batch_size": 2, "evaluation.every": 10}
 STEPS |= {"checkpoint.every": 10, "checkpoint.keep_last": 2, "objective.layer_coefficient": 0.1}
 STEPS |= {"gradient_checkpointing": "true"}
+# Beside a distributed model the whole one is loaded for these, and published by nobody here.
+MILESTONES = {"hub.repo_id": "org/moh", "hub.milestones": "true", "checkpoint.milestone_every": 10}
+TRAIN = """
+import sys
+from moh_llm.training.loop import train
+from moh_llm.training.recipe import load_config
+train(load_config(sys.argv[1], sys.argv[2:]), say=print)
+"""
+
+
+def each(ways: Iterable[str]) -> list[object]:
+    """Ways as parameters; all but plain data parallelism are slow."""
+    return [way if way == "ddp" else pytest.param(way, marks=pytest.mark.slow) for way in ways]
 
 
 def start(
-    way: str, recipe: Path, output: Path, largest_file: int | None = None, script: str = "train.py", **keys: object
-) -> subprocess.CompletedProcess[str]:
-    """`train.py RECIPE` or another script on two processes, which may be refused files of more than so many bytes."""
+    way: str, recipe: Path, output: Path, largest_file: int | None = None, program: Sequence[str] = ("train.py",)
+) -> "subprocess.CompletedProcess[str]":
+    """`train.py RECIPE` or another program on two processes, which may be refused files of more than so many bytes."""
     if way.startswith("zero"):
         if importlib.util.find_spec("deepspeed") is None:
             pytest.skip("deepspeed is not installed")
         if shutil.which("c++") is None and shutil.which("g++") is None:
             pytest.skip("DeepSpeed builds an extension, and there is no C++ compiler")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    command = [*launcher, script, str(recipe), "--output", str(output)]
-    environment = os.environ | WAYS[way] | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command += [f"--{name}={value}" for name, value in (STEPS | keys).items()]
-    limit = None if largest_file is None else partial(resource.setrlimit, resource.RLIMIT_FSIZE, (largest_file,) * 2)
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, preexec_fn=limit
-    )
+    steps = STEPS | (MILESTONES if "-c" in program else {})
+    words = [*program, str(recipe), "--output", str(output), *(f"--{name}={value}" for name, value in steps.items())]
+    environment = WAYS[way] | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    if way == "torchrun":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port, *words]
+        variables = os.environ | environment
+        return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+    return forks.run(*words, folder=ROOT, environment=environment, processes=2, largest_file=largest_file)
 
 
-def run(way: str, recipe: Path, output: Path) -> str:
+def run(way: str, recipe: Path, output: Path, program: Sequence[str] = ("train.py",)) -> str:
     """The same to its good end; returns what the first process printed."""
-    done = start(way, recipe, output)
+    done = start(way, recipe, output, program=program)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -88,18 +102,34 @@ def assert_same_run(folder: Path, other: Path) -> None:
         torch.testing.assert_close(weight, b[name], atol=1e-4, rtol=0)
 
 
-@pytest.fixture
-def single(configure, tmp_path: Path) -> Path:
-    """One process's run."""
-    train(configure(**STEPS))
-    return tmp_path / "run"
+@pytest.fixture(scope="session")
+def single(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path]) -> Path:
+    """One process's run, not to be changed."""
+
+    def make(folder: Path) -> None:
+        words = [f"--{name}={value}" for name, value in (STEPS | {"output": str(folder / "run")}).items()]
+        train(load_config(write_recipe(folder), words))
+
+    return made_once("single", make) / "run"
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_processes_follow_the_curve_of_one(single, recipe, tmp_path, way):
-    said = run(way, recipe, tmp_path / way)
+@pytest.fixture(scope="session")
+def run_of(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path]) -> Callable[[str], Path]:
+    """`run_of(way)`: two processes' run with two milestones, not to be changed; what they printed is in `said.txt`."""
+
+    def make(way: str, folder: Path) -> None:
+        program = ("train.py",) if way == "torchrun" else ("-c", TRAIN)
+        (folder / "said.txt").write_text(run(way, write_recipe(folder), folder / "run", program))
+
+    return lambda way: made_once(way, partial(make, way)) / "run"
+
+
+@pytest.mark.parametrize("way", each(WAYS))
+def test_two_processes_follow_the_curve_of_one(single, run_of, way):
+    folder = run_of(way)
+    said = (folder.parent / "said.txt").read_text()
     assert "weights are trained on 2 x cpu" in said and "2 passes per step" in said
-    assert_same_run(tmp_path / way, single)
+    assert_same_run(folder, single)
 
 
 def stop_after(folder: Path, step: int) -> None:
@@ -112,48 +142,47 @@ def stop_after(folder: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["zero2", "zero3", "fsdp2"])
-def test_a_run_goes_on_with_other_processes(single, configure, recipe, tmp_path, way):
-    there, back = tmp_path / "there", tmp_path / "back"
-    shutil.copytree(single, there)
-    stop_after(there, 10)
-    assert "resumed from" in run(way, recipe, there)
-    assert_same_run(there, single)
-    # What it saved at its last step but one checkpoint, one process takes up.
-    shutil.copytree(there, back)
-    stop_after(back, 10)
-    train(configure(output=str(back), **STEPS))
-    assert_same_run(back, single)
+def test_two_processes_take_up_the_run_of_one(single, recipe, tmp_path, way):
+    shutil.copytree(single, tmp_path / "there")
+    stop_after(tmp_path / "there", 10)
+    assert "resumed from" in run(way, recipe, tmp_path / "there")
+    assert_same_run(tmp_path / "there", single)
 
 
+@pytest.mark.parametrize("way", each(["ddp", "zero1", "zero2", "zero3", "fsdp2"]))
+def test_one_process_takes_up_the_run_of_two(single, run_of, configure, tmp_path, way):
+    shutil.copytree(run_of(way), tmp_path / "back")
+    stop_after(tmp_path / "back", 10)
+    said: list[str] = []
+    train(configure(output=str(tmp_path / "back"), **STEPS | MILESTONES), say=said.append)
+    assert any("resumed from" in line and "step-000010" in line for line in said)
+    assert_same_run(tmp_path / "back", single)
+
+
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before(single, recipe, tmp_path):
-    stop_after(single, 10)
-    before = {path.name: path.read_bytes() for path in (single / "checkpoints" / "step-000010").iterdir()}
-    done = start("zero2", recipe, single, largest_file=50_000)  # the weights have more
+    folder = Path(shutil.copytree(single, tmp_path / "full"))
+    stop_after(folder, 10)
+    before = {path.name: path.read_bytes() for path in (folder / "checkpoints" / "step-000010").iterdir()}
+    done = start("zero2", recipe, folder, largest_file=50_000)  # the weights have more
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "cannot write" in line and "step-000020" in line and "earlier checkpoints are untouched" in line
-    assert [path.name for path in (single / "checkpoints").iterdir()] == ["step-000010"]
-    assert {path.name: path.read_bytes() for path in (single / "checkpoints" / "step-000010").iterdir()} == before
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000010"]
+    assert {path.name: path.read_bytes() for path in (folder / "checkpoints" / "step-000010").iterdir()} == before
 
 
-@pytest.mark.parametrize("way", ["zero3", "fsdp2"])
-def test_milestones_are_saved_beside_a_distributed_model(single, recipe, tmp_path, way):
-    """The whole model is loaded while another one is distributed, and neither hangs nor changes anything."""
-    script = tmp_path / "script.py"  # which publishes nothing
-    lines = ["import sys", "from moh_llm.training.loop import train", "from moh_llm.training.recipe import load_config"]
-    script.write_text("\n".join([*lines, "train(load_config(sys.argv[1], sys.argv[2:]))"]))
-    keys = {"hub.repo_id": "org/moh", "hub.milestones": "true", "checkpoint.milestone_every": 10}
-    done = start(way, recipe, tmp_path / way, script=str(script), **keys)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert_same_run(tmp_path / way, single)
-    early, last = (tmp_path / way / "milestones" / name / "model" for name in ("step-000010", "step-000020"))
-    a, b = (load_file(each / "model.safetensors") for each in (last, tmp_path / way / "model"))
+@pytest.mark.parametrize("way", each(["ddp", "zero3", "fsdp2"]))
+def test_milestones_are_saved_beside_a_distributed_model(single, run_of, way):
+    """The whole model is loaded while another one is distributed: the curve, above, stays the same."""
+    folder = run_of(way)
+    early, last = (folder / "milestones" / name / "model" for name in ("step-000010", "step-000020"))
+    a, b = (load_file(each / "model.safetensors") for each in (last, folder / "model"))
     assert a.keys() == b.keys() and all(torch.equal(weight, b[name]) for name, weight in a.items())
-    a, b = (
-        load_file(early / "model.safetensors"),
-        load_file(single / "checkpoints" / "step-000010" / "model.safetensors"),
-    )
+    a = load_file(early / "model.safetensors")
+    b = load_file(single / "checkpoints" / "step-000010" / "model.safetensors")
     assert b.keys() <= a.keys()
     for name, weight in b.items():
         torch.testing.assert_close(a[name], weight, atol=1e-4, rtol=0)

@@ -2,16 +2,13 @@
 
 import contextlib
 import importlib.util
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -275,25 +272,17 @@ for stage in "12":
     ENVIRONMENTS[f"zero{stage}"] = zero
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
-@pytest.mark.parametrize("way", ENVIRONMENTS)
+@pytest.mark.parametrize(
+    "way", ["ddp", *(pytest.param(way, marks=pytest.mark.slow) for way in ENVIRONMENTS if way != "ddp")]
+)
 def test_two_processes_hold_what_is_estimated(way, tmp_path):
     if way.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     if way.startswith("zero") and shutil.which("c++") is None and shutil.which("g++") is None:
         pytest.skip("DeepSpeed builds an extension, and there is no C++ compiler")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = tmp_path / "hold.py"
-    script.write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
     given = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    environment = os.environ | ENVIRONMENTS[way] | given
-    done = subprocess.run(
-        [*launcher, str(script), way], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = forks.run("-c", SCRIPT, way, folder=tmp_path, environment=ENVIRONMENTS[way] | given, processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("BYTES")]
     held, estimated = map(int, line.split()[1:])

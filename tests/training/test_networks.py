@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.training import networks
 from moh_llm.training.step import TrainingStep
 
@@ -25,7 +25,7 @@ def dense_logits(folder: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     names = LlamaConfig().to_dict().keys()
     config = LlamaConfig(**{name: value for name, value in model.config.to_dict().items() if name in names})
     llama = LlamaForCausalLM(config)
-    llama.load_state_dict({name: w for name, w in model.state_dict().items() if ".router." not in name})
+    llama.load_state_dict({name: w for name, w in model.state_dict().items() if not is_routing_weight(name)})
     with torch.no_grad():
         return llama.eval()(
             input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
@@ -57,8 +57,8 @@ def test_the_lora_teacher_is_the_base_exactly(configure, model_folder: Path) -> 
     dense = dense_logits(model_folder, batch)
     assert step.has_teacher
     torch.testing.assert_close(base_states(step, batch), dense, rtol=0, atol=1e-6)
-    # The student is as it was before the teacher spoke: adapters on, two heads active, training.
-    assert [router.num_active for router in network.routers] == [2, 2]
+    # The student is as it was before the teacher spoke: adapters on, its own heads active, training.
+    assert [router.num_active for router in network.routers] == [3, 1]
     assert model.training
     assert not torch.allclose(logits_of(model.eval())(batch), dense, atol=0.1)
 
@@ -76,11 +76,12 @@ def test_the_frozen_teacher_is_the_base_exactly(configure, model_folder: Path) -
     torch.testing.assert_close(base_states(step, batch), dense_logits(model_folder, batch), rtol=0, atol=1e-6)
 
 
-def test_lora_trains_adapters_and_routers_only(configure) -> None:
+def test_lora_trains_adapters_routers_and_stand_ins_only(configure) -> None:
     _, _, model = changed_lora_student(configure)
-    trained = networks.trained_weights(model)
-    assert all("lora_" in name or ".router." in name for name in trained)
-    assert any(".router." in name for name in trained) and any("lora_" in name for name in trained)
+    adapters = {name for name, _ in model.named_parameters() if "lora_" in name}
+    routing = {name for name, _ in model.named_parameters() if is_routing_weight(name)}
+    assert adapters and any(".router." in name for name in routing) and any(".stand_in." in name for name in routing)
+    assert networks.trained_weights(model).keys() == adapters | routing
 
 
 def test_merging_keeps_the_function(configure, tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_routers_have_their_rate(configure) -> None:
     optimizer = networks.make_optimizer(model, config)
     networks.set_learning_rates(optimizer, config, 1)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
-    routers = {id(weight) for router in model.routers for weight in router.parameters()}
+    routers = {id(weight) for name, weight in model.named_parameters() if is_routing_weight(name)}
     for group in optimizer.param_groups:
         for weight in group["params"]:
             assert group["lr"] == pytest.approx(1e-2 if id(weight) in routers else 1e-3)

@@ -1,14 +1,12 @@
 """Whole runs at toy size, one of them killed and resumed."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -76,6 +74,8 @@ def test_skipping_heads_that_are_off_trains_alike(configure, tmp_path, method: s
     logs = []
     for attention in ("sdpa", "moh_sparse"):
         chosen = {"lora.rank": 4} if method == "lora" else {}
+        # Little: Triton's interpreter takes a while for every key and query.
+        chosen |= {"data.block_length": 16, "data.batch_size": 2, "evaluation.every": 0, "evaluation.max_tokens": 32}
         config = configure(attn_implementation=attention, max_steps=2, output=str(tmp_path / attention), **chosen)
         train(config)
         logs.append(read_log(Path(config.output)))
@@ -103,8 +103,7 @@ def test_the_log_has_one_line_per_step(configure) -> None:
         assert line["gradient_norm"] > 0
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -116,20 +115,20 @@ def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
     train(unbroken)
 
     output = Path(unbroken.output).parent / "killed"
-    command = [sys.executable, "train.py", str(output.parent / "recipe.yaml"), "--output", str(output)]
+    command = ["train.py", str(output.parent / "recipe.yaml"), "--output", str(output)]
     command += [f"--{name}={value}" for name, value in overrides.items()]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    process = forks.Program(command, ROOT, ENVIRONMENT)
     deadline = time.monotonic() + 60
     # A few steps past a checkpoint, so that there is something to do again.
     while not ((output / "log.jsonl").exists() and len((output / "log.jsonl").read_text().splitlines()) > 18):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert process.wait() == -signal.SIGKILL
     assert json.loads((output / "run.json").read_text())["status"] == "running"
 
-    done = subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
-    assert "resumed from" in done.stdout
+    done = forks.run(*command, folder=ROOT, environment=ENVIRONMENT)
+    assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
     assert read_log(output) == read_log(Path(unbroken.output))
     for name in ("model/model.safetensors", "checkpoints/step-000060/model.safetensors"):
         mine, other = load_file(output / name), load_file(Path(unbroken.output) / name)
@@ -253,15 +252,15 @@ def test_a_signal_saves_and_leaves(configure, name: str) -> None:
     overrides = {"max_steps": 400, "checkpoint.every": 400, "evaluation.every": 0, "schedule.anneal_steps": 200}
     unbroken = configure(**overrides)
     output = Path(unbroken.output).parent / "signalled"
-    command = [sys.executable, "train.py", str(output.parent / "recipe.yaml"), "--output", str(output)]
+    command = ["train.py", str(output.parent / "recipe.yaml"), "--output", str(output)]
     command += [f"--{key}={value}" for key, value in overrides.items()]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    process = forks.Program(command, ROOT, ENVIRONMENT)
     while not (output / "log.jsonl").exists() or len((output / "log.jsonl").read_text().splitlines()) < 5:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(getattr(signal, name))
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and "stopped by a signal after step" in said
+    status, said = process.wait(), process.stdout
+    assert status == 0 and "stopped by a signal after step" in said
     saved = int(said.split("after step ")[1].split(",")[0])
     assert (output / "checkpoints" / f"step-{saved:06d}").is_dir() and not (output / "model").exists()
     assert json.loads((output / "run.json").read_text())["status"] == "running"

@@ -1,0 +1,106 @@
+"""Small faults that a test must find: one line of the package each, and the tests that turn red."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A fault: in ``file``, ``old``, which stands there exactly once, becomes ``new``, and one of ``tests`` fails."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+STAND_INS = "tests/training/test_stand_ins.py"
+NETWORKS = "tests/training/test_networks.py"
+PATCHES = (
+    Patch(
+        "LoRA freezes the stand-ins",
+        "moh_llm/training/networks.py",
+        "        if is_routing_weight(name):\n",
+        '        if is_routing_weight(name) and ".stand_in." not in name:\n',
+        (NETWORKS, STAND_INS),
+    ),
+    Patch(
+        "tuned stand-ins are not saved",
+        "moh_llm/training/networks.py",
+        "            weight.copy_(weights[name])\n",
+        '            weight.copy_(weight if ".stand_in." in name else weights[name])\n',
+        (NETWORKS, STAND_INS),
+    ),
+    Patch(
+        "the student has no stand-ins",
+        "moh_llm/training/networks.py",
+        "    network.set_attn_implementation(config.attn_implementation)\n",
+        "    network.set_attn_implementation(config.attn_implementation)\n"
+        "    [setattr(layer.self_attn, 'stand_in', None) for layer in network.model.layers]\n",
+        (STAND_INS,),
+    ),
+    Patch(
+        "a token picks one head too few",
+        "moh_llm/modeling/routing_moh.py",
+        "            selected = select_top_k(logits, self.top_k)\n",
+        "            selected = select_top_k(logits, max(self.top_k - 1, 0))\n",
+        ("tests/modeling/test_forward.py",),
+    ),
+    Patch(
+        "the lowest scores win",
+        "moh_llm/modeling/routing_moh.py",
+        "logits.topk(k, dim=-1).indices",
+        "logits.topk(k, dim=-1, largest=False).indices",
+        ("tests/modeling/test_forward.py",),
+    ),
+    Patch(
+        "the gradient of the KL has the other sign",
+        "moh_llm/training/token_losses.py",
+        "gradient = own.exp_().sub_(wanted).mul_(temperature)",
+        "gradient = own.exp_().sub_(wanted).mul_(-temperature)",
+        ("tests/training/test_token_losses.py",),
+    ),
+    Patch(
+        "the load-balance loss is subtracted",
+        "moh_llm/training/passes.py",
+        "/ tokens + beta * balance / blocks",
+        "/ tokens - beta * balance / blocks",
+        ("tests/training/test_objectives.py",),
+    ),
+    Patch(
+        "a checkpoint forgets the first moment",
+        "moh_llm/training/gathering.py",
+        '        state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in MOMENTS}\n',
+        '        state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in MOMENTS}\n'
+        '        state["exp_avg"].zero_()\n',
+        ("tests/training/test_checkpoints.py",),
+    ),
+    Patch(
+        "the card shows the base's scores as the model's",
+        "moh_llm/hub/evaluated.py",
+        'metric_value=row[evaluated.label]["value"]',
+        'metric_value=row[evaluated.base or evaluated.label]["value"]',
+        ("tests/hub/test_card_metadata.py",),
+    ),
+    Patch(
+        "documents run into each other",
+        "moh_llm/data/windows.py",
+        "    origin[begins] = begins\n",
+        "    origin[begins[:1]] = begins[:1]\n",
+        ("tests/data/test_windows.py",),
+    ),
+    Patch(
+        "the first token of a document is predicted from the one before",
+        "moh_llm/data/windows.py",
+        "    labels[begins] = -100\n",
+        "",
+        ("tests/data/test_windows.py",),
+    ),
+    Patch(
+        "biases and norms are decayed",
+        "moh_llm/training/networks.py",
+        '"weight_decay": settings.weight_decay if ',
+        '"weight_decay": settings.weight_decay if True or ',
+        (NETWORKS,),
+    ),
+)
