@@ -11,7 +11,7 @@ from moh_llm.files import read_json, sha256
 from moh_llm.model_folder import may_be_hub_id, read_weight_map
 
 # Records that the other commands leave beside the weights.
-RECORDS = ("conversion.json", "run.json")
+RECORDS = ("conversion.json", "lineage.json", "run.json")
 
 # The part of a MoH config that a reader of the report wants to see.
 _HEADS = (
