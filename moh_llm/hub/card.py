@@ -164,7 +164,7 @@ def _headline(lineage: Lineage) -> str | None:
         found = None if lineage.tuned or conversion is None else conversion.verification
         ratio = found and found.converted.perplexity_ratio
         made, other = "As converted it", "its base"
-    return f"{made} has {ratio:.4f} times the perplexity of {other} on held-out text." if ratio else None
+    return f"{made} has {ratio:.4f} times the perplexity of {other}, on held-out text." if ratio else None
 
 
 def _base_link(lineage: Lineage) -> Safe | None:

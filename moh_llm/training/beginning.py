@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from moh_llm.conversion.base import BaseCheckpoint, open_base
+from moh_llm.conversion.base import is_checkpoint, open_base
 from moh_llm.errors import UserError
 from moh_llm.files import read_json
 from moh_llm.records.conversion import Base, Conversion, read_conversion
@@ -123,16 +123,6 @@ def agreed_beginning(
     if isinstance(found[0], str):
         raise UserError(found[0])
     return found[0]
-
-
-def is_checkpoint(found: BaseCheckpoint, recorded: Base) -> bool:
-    """Whether ``found`` is the checkpoint of a conversion's record.
-
-    The fingerprint is of files. Where these are laid out differently, all weights are read and hashed.
-    """
-    if recorded.fingerprint == found.fingerprint:
-        return True
-    return recorded.dense_sha256 == hash_weights(found.folder, found.weight_map).dense
 
 
 def _find_reference(

@@ -89,7 +89,8 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
         raise UserError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}") from error
     if has_teacher(config) and set(model.active_heads_per_layer) == {model.num_attention_heads}:
         raise UserError(
-            f"model={folder} has every head on: distillation has no head to make up for; set objective.kind to cross_entropy"
+            f"model={folder} has every head on: distillation has no head to make up for; "
+            "set objective.kind to cross_entropy"
         )
     if has_teacher(config) and model.router_score != "quantized":
         raise UserError(
