@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moh_llm.conversion.convert import BATCH, WINDOW
 from moh_llm.conversion.verify import compare_with_paper
-from moh_llm.metrics import interval, kls, perplexity_ratios, show_figure, show_interval
+from moh_llm.intervals import interval, kls, perplexity_ratios, show_figure, show_interval
 from moh_llm.modeling import MoHLlamaForCausalLM
 
 
@@ -55,7 +55,7 @@ def main() -> int:
     rows, found = [], []
     for text, batches in texts.items():
         model_row, paper = compare_with_paper(model, base, batches)
-        found.append(model_row)
+        found.append(model_row.sums)
         overlap = held_out.overlap(batches, read) if read else None
         rows.append(
             {

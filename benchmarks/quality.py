@@ -41,17 +41,8 @@ from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.windows import fixed_batches
 from moh_llm.errors import UserError
-from moh_llm.metrics import (
-    Batch,
-    LogitsOf,
-    compare_to_reference,
-    interval,
-    kls,
-    logits_of,
-    perplexity_ratios,
-    show_documents,
-    show_figure,
-)
+from moh_llm.intervals import interval, kls, perplexity_ratios, show_documents, show_figure
+from moh_llm.metrics import Batch, LogitsOf, compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.routing_moh import select_top_k
 
@@ -133,13 +124,14 @@ def main() -> int:
     for label in candidates:
         own = [found[name][label] for name in texts]
         mean, kl = (sum(getattr(each, key) for each in own) / len(own) for key in ("perplexity_ratio", "kl"))
+        sums = [each.sums for each in own]
         row = {
             "model": label,
             "texts": {name: found[name][label].figures() for name in texts},
             "mean_ratio": mean,
-            "mean_ratio_interval": interval(own, perplexity_ratios),
+            "mean_ratio_interval": interval(sums, perplexity_ratios),
             "kl": kl,
-            "kl_interval": interval(own, kls),
+            "kl_interval": interval(sums, kls),
         }
         rows.append(row)
         ratios = " ".join(show_figure(each.perplexity_ratio, each.ratio_interval, ".4f") for each in own)

@@ -1,7 +1,4 @@
-"""How near a model's predictions are to a reference model's, on the same text, and how sure that is.
-
-Tokens of one document are alike, documents are not: intervals come from drawing documents anew, not tokens.
-"""
+"""How near a model's predictions are to a reference model's, on the same text, and how sure that is."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,14 +10,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from moh_llm.intervals import SUMMED, Interval, interval, kls, perplexity_ratios
+
 Batch = dict[str, torch.Tensor]
 LogitsOf = Callable[[Batch], torch.Tensor]
-Interval = tuple[float, float]
-
-# What is summed over the predicted tokens of a document, and the columns of the sums.
-SUMMED = ("tokens", "cross_entropy", "reference_cross_entropy", "kl", "agreement")
-_TOKENS, _OWN, _REFERENCE, _KL, _AGREEMENT = range(len(SUMMED))
-RESAMPLES = 2000
 _ROWS = 1024  # predictions whose distributions are held in float32 at once
 
 
@@ -42,17 +35,17 @@ class Comparison:
     @property
     def tokens(self) -> int:
         """Predicted tokens."""
-        return int(self._means[_TOKENS])
+        return int(self._means[0])
 
     @property
     def perplexity(self) -> float:
         """The model's."""
-        return math.exp(self._means[_OWN])
+        return math.exp(self._means[1])
 
     @property
     def reference_perplexity(self) -> float:
         """The reference's."""
-        return math.exp(self._means[_REFERENCE])
+        return math.exp(self._means[2])
 
     @property
     def perplexity_ratio(self) -> float:
@@ -62,28 +55,28 @@ class Comparison:
     @property
     def kl(self) -> float:
         """KL(reference || model)."""
-        return self._means[_KL]
+        return self._means[3]
 
     @property
     def top1_agreement(self) -> float:
         """Share of the predictions whose most likely token is the reference's."""
-        return self._means[_AGREEMENT]
+        return self._means[4]
 
     @cached_property
     def ratio_interval(self) -> Interval | None:
         """95 % interval of `perplexity_ratio`; None with fewer than two documents."""
-        return interval([self], perplexity_ratios)
+        return interval([self.sums], perplexity_ratios)
 
     @cached_property
     def kl_interval(self) -> Interval | None:
         """95 % interval of `kl`; None with fewer than two documents."""
-        return interval([self], kls)
+        return interval([self.sums], kls)
 
     @cached_property
     def _means(self) -> list[float]:
-        """The number of tokens, and the other sums per token."""
+        """In the order of `SUMMED` the number of tokens, and the other sums per token."""
         total = self.sums.sum(0)
-        return [total[_TOKENS].item(), *(total[1:] / total[_TOKENS]).tolist()]
+        return [total[0].item(), *(total[1:] / total[0]).tolist()]
 
     def figures(self) -> dict[str, Any]:
         """What records keep of the distance to the reference."""
@@ -145,58 +138,6 @@ def sums_by_document(values: torch.Tensor, documents: Sequence[torch.Tensor]) ->
     sums = torch.zeros(int(numbers.max()) + 1 if len(numbers) else 0, len(SUMMED), dtype=torch.float64)
     counted = torch.cat([values.new_ones(len(values), 1), values], 1)
     return sums.index_add_(0, numbers, counted.double().cpu()).numpy()
-
-
-def perplexity_ratios(sums: np.ndarray) -> np.ndarray:
-    """Perplexity ratios `[R]` of sums over documents `[R, 5]`."""
-    return np.exp((sums[:, _OWN] - sums[:, _REFERENCE]) / sums[:, _TOKENS])
-
-
-def kls(sums: np.ndarray) -> np.ndarray:
-    """KL per token `[R]` of sums over documents `[R, 5]`."""
-    return sums[:, _KL] / sums[:, _TOKENS]
-
-
-def interval(
-    texts: Sequence[Comparison], figure: Callable[[np.ndarray], np.ndarray], resamples: int = RESAMPLES
-) -> Interval | None:
-    """95 % interval, by bootstrap over documents, of a figure's mean over texts.
-
-    As many documents as a text has are drawn from it with replacement, `resamples` times, and the
-    figure taken of the sums over those: a long document weighs more, as in the figure itself. The
-    draws are the same in every call.
-
-    Args:
-        texts: one comparison per text.
-        figure: `perplexity_ratios` or `kls`.
-        resamples: how often.
-
-    Returns:
-        The 2.5th and 97.5th percentile; None where a text has fewer than two documents.
-    """
-    if min(text.documents for text in texts) < 2:
-        return None
-    generator, found = np.random.default_rng(0), np.zeros(resamples)
-    for text in texts:
-        drawn = generator.multinomial(text.documents, np.full(text.documents, 1 / text.documents), resamples)
-        found += figure(drawn.astype(np.float64) @ text.sums)
-    low, high = np.percentile(found / len(texts), (2.5, 97.5))
-    return float(low), float(high)
-
-
-def show_interval(bounds: Sequence[float] | None, form: str) -> str:
-    """An interval as it reads in a table: ``1.012 to 1.034``, or ``no interval``."""
-    return "no interval" if bounds is None else f"{bounds[0]:{form}} to {bounds[1]:{form}}"
-
-
-def show_figure(value: float, bounds: Sequence[float] | None, form: str, between: str = " ") -> str:
-    """A figure and, where there is one, its interval: ``1.020 (1.012 to 1.034)``."""
-    return f"{value:{form}}" + ("" if bounds is None else f"{between}({show_interval(bounds, form)})")
-
-
-def show_documents(number: int) -> str:
-    """``120 documents``, or ``1 document, no interval``."""
-    return f"{number:,} documents" if number != 1 else "1 document, no interval"
 
 
 def _values(log_p: torch.Tensor, log_q: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

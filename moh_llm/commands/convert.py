@@ -163,7 +163,7 @@ def _print_summary(record: dict[str, Any], output: Path) -> None:
 def _print_proof(console: Any, proof: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from moh_llm.metrics import show_documents, show_figure
+    from moh_llm.intervals import show_documents, show_figure
 
     console.print(f"all heads on: every layer equals the base's, bit for bit ({proof['dtype']})")
     documents = show_documents(proof["held_out_documents"])

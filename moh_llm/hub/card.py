@@ -14,8 +14,9 @@ from moh_llm.hub.evaluated import Evaluated, eval_results, find_evaluated
 from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licence, lacks_text, recorded_licences
 from moh_llm.hub.lineage import Lineage, is_hub_id, last_component, read_lineage
 from moh_llm.hub.listing import CARD
-from moh_llm.hub.markdown import Safe, address, code, text
+from moh_llm.hub.markdown import Safe, address, code, digits, interval, number, score, text
 from moh_llm.hub.texts import scrub
+from moh_llm.intervals import show_documents, show_interval
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.reporting.runs import Record
 
@@ -150,12 +151,21 @@ def _headline(lineage: Lineage) -> str | None:
     """How far the model is from its base, in a sentence; None where nobody knows."""
     run, verification = lineage.run, (lineage.conversion or {}).get("verification") or {}
     if run is not None:
-        ratio = (run.saved_score or {}).get("ratio")
+        saved = run.saved_score or {}
+        ratio, bounds, documents = (saved.get(key) for key in ("ratio", "ratio_interval", "held_out_documents"))
         made = f"Tuned on {run.tokens_of(run.lines[-1]):,} tokens, it"
     else:
-        ratio = verification.get("converted", {}).get("perplexity_ratio")
+        converted, documents = verification.get("converted", {}), verification.get("held_out_documents")
+        ratio, bounds = converted.get("perplexity_ratio"), converted.get("ratio_interval")
         made = "As converted it"
-    return f"{made} has {ratio:.4f} times its base's perplexity on held-out text." if ratio else None
+    if not ratio:
+        return None
+    measured = "held-out text"
+    if documents:
+        measured += f", {show_documents(documents)}"
+    if bounds:
+        measured += f" (95 % interval {show_interval(bounds, '.4f')})"
+    return f"{made} has {ratio:.4f} times its base's perplexity on {measured}."
 
 
 def _base_link(lineage: Lineage) -> Safe | None:
@@ -267,12 +277,14 @@ def _environment() -> Environment:
     )
     templates.filters |= {
         "code": code,
-        "count": lambda value: _number(value, ","),
-        "digits": lambda value, digits: Safe(_number(value, f"#.{digits}g").rstrip(".")),
-        "fixed": lambda value: _number(value, ".1f"),
-        "percent": lambda value: _number(value, ".2%"),
-        "scientific": lambda value: _number(value, ".3e"),
-        "score": _score,
+        "count": lambda value: number(value, ","),
+        "documents": show_documents,
+        "digits": digits,
+        "interval": interval,
+        "fixed": lambda value: number(value, ".1f"),
+        "percent": lambda value: number(value, ".2%"),
+        "scientific": lambda value: number(value, ".3e"),
+        "score": score,
         "table": _table,
     }
     return templates
@@ -280,15 +292,3 @@ def _environment() -> Environment:
 
 def _table(pairs: sections.Pairs) -> Safe:
     return Safe("\n".join(["| | |", "|---|---|", *(f"| {text(what)} | {text(value)} |" for what, value in pairs)]))
-
-
-def _number(value: float | None, form: str) -> Safe:
-    return Safe("-" if value is None else f"{value:{form}}")
-
-
-def _score(figure: Record | None, sign: str = "") -> Safe:
-    """A value with its standard error; a dash where there is none."""
-    if figure is None:
-        return Safe("-")
-    error = "" if figure["stderr"] is None else f" ± {figure['stderr']:.1f}"
-    return Safe(f"{figure['value']:{sign}.1f}{error}")

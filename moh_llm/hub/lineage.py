@@ -25,7 +25,7 @@ _NEEDED = {
     "base": ("name",),
     "calibration": ("tokens", "mixture", "sources"),
     "verification": (
-        *("dtype", "held_out_tokens", "base_perplexity", "paper_active_heads"),
+        *("dtype", "held_out_tokens", "held_out_documents", "base_perplexity", "paper_active_heads"),
         *("all_heads_active.equals_base", "all_heads_active.tokens"),
         *(f"{name}.{key}" for name in _VARIANTS for key in ("perplexity", "perplexity_ratio", "kl", "top1_agreement")),
     ),

@@ -179,10 +179,13 @@ def _score(found: Record) -> Record:
     perplexity, base = number(found.get("perplexity")), number(found.get("reference_perplexity"))
     return {
         "held_out_tokens": found.get("tokens"),
+        "held_out_documents": found.get("documents"),
         "perplexity": perplexity,
         "base_perplexity": base,
         "ratio": perplexity / base if perplexity is not None and base else None,
+        "ratio_interval": found.get("ratio_interval"),
         "kl": number(found.get("kl")),
+        "kl_interval": found.get("kl_interval"),
         "top1_agreement": number(found.get("top1_agreement")),
     }
 

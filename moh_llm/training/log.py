@@ -4,6 +4,7 @@ import math
 import time
 from typing import Any
 
+from moh_llm.intervals import show_documents, show_figure
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.objectives import StepLosses
 
@@ -48,11 +49,13 @@ def step_line(
     return finite | {"timing": timing}
 
 
-def show_scores(scores: dict[str, float]) -> str:
+def show_scores(scores: dict[str, Any]) -> str:
     """Scores on held-out text as part of a sentence."""
-    text = f"perplexity {scores['perplexity']:.3f} on {scores['tokens']} held-out tokens"
+    documents = show_documents(scores["documents"])
+    text = f"perplexity {scores['perplexity']:.3f} on {scores['tokens']} held-out tokens of {documents}"
     if "kl" in scores:
-        text += f", base {scores['reference_perplexity']:.3f}, KL to it {scores['kl']:.4f}"
+        kl = show_figure(scores["kl"], scores["kl_interval"], ".4f")
+        text += f", base {scores['reference_perplexity']:.3f}, KL to it {kl}"
     return text
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moh_llm.intervals import show_documents, show_interval
 from moh_llm.reporting.figures import EXACT, LOSSES, SETTINGS
 from moh_llm.reporting.groups import Group
 from moh_llm.reporting.page import run_facts
@@ -43,10 +44,17 @@ def run_rows(run: TrainingRun) -> RunRows:
     scores = [*found["scores"], *([found["saved_model"]] if found["saved_model"] else [])]
     facts = [*run_facts(found).items()]
     if scores and scores[-1]["ratio"] is not None:
-        facts.append(("held-out perplexity / base's", f"{scores[-1]['ratio']:.4f}"))
+        facts.append(("held-out perplexity / base's", _with_interval(scores[-1], "ratio")))
     if scores and scores[-1]["kl"] is not None:
-        facts.append(("held-out KL to the base", f"{scores[-1]['kl']:.4f} nats per token"))
+        facts.append(("held-out KL to the base, nats per token", _with_interval(scores[-1], "kl")))
     return RunRows(run.name, facts, _receipt(run))
+
+
+def _with_interval(score: Record, key: str) -> str:
+    """A figure, its 95 % interval, and the number of documents that both rest on."""
+    bounds, documents = score[f"{key}_interval"], score["held_out_documents"]
+    text = f"{score[key]:.4f}" + ("" if bounds is None else f", 95 % interval {show_interval(bounds, '.4f')}")
+    return text if documents is None else f"{text}; {show_documents(documents)}"
 
 
 def training_charts(groups: Sequence[Group]) -> list[Chart]:
