@@ -1,9 +1,13 @@
 """How far a converted model is from its base on given text, beside the paper's layer.
 
     python benchmarks/perplexity.py out/moh --base BASE c4/validation.jsonl book/validation.jsonl
+    python benchmarks/perplexity.py out/recovery/model --base BASE "$CORPORA/*c4/train*" --held-out-share 0.1 \\
+        --documents 150 --tokens-per-document 128 --overlap-with mixture.yaml
 
-Each text is read whole, in windows of 512 tokens with documents isolated. Figures are ratios to the
-base on the same windows: perplexity / base perplexity, and KL(base || model) in nats per token.
+Each text is read whole, or in the documents that the flags choose, in windows of 512 tokens with
+documents isolated. Figures are ratios to the base on the same windows: perplexity / base
+perplexity, and KL(base || model) in nats per token, each with its 95 % interval by bootstrap over
+documents. Overlap is the share of a text's 13-grams of tokens that the named text holds, too.
 """
 
 import argparse
@@ -11,13 +15,13 @@ import json
 import sys
 from pathlib import Path
 
+import held_out
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moh_llm.conversion.convert import BATCH, WINDOW
 from moh_llm.conversion.verify import compare_with_paper
-from moh_llm.data.mixture import mixture_from_files
-from moh_llm.data.sample import sample_mixture
-from moh_llm.data.windows import fixed_batches
+from moh_llm.intervals import interval, kls, perplexity_ratios, show_figure, show_interval
 from moh_llm.modeling import MoHLlamaForCausalLM
 
 
@@ -26,7 +30,9 @@ def main() -> int:
     parser.add_argument("model", help="converted folder")
     parser.add_argument("text", nargs="+", help="text files, each a row of the table")
     parser.add_argument("--base", required=True, help="the dense model it was converted from")
-    parser.add_argument("--tokens", type=int, default=1 << 40, help="read at most this many tokens of each text")
+    held_out.add_arguments(parser)
+    parser.add_argument("--overlap-with", nargs="+", metavar="TEXT", help="text files or a mixture, as for convert")
+    parser.add_argument("--overlap-tokens", type=int, metavar="N", help="only its first N tokens, as for calibration")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     args = parser.parse_args()
@@ -38,32 +44,58 @@ def main() -> int:
     model = MoHLlamaForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
     heads, active = model.config.num_attention_heads, model.config.active_heads_per_layer
     print(f"{args.model}: {sum(active) / len(active):g} of {heads} heads, {args.dtype}, {device}")
-    print(f"{'text':<48} {'tokens':>7} {'base ppl':>9} {'x base':>7} {'KL':>7} {'paper x':>8} {'paper KL':>8}")
+    length = min(WINDOW, base.config.max_position_embeddings)
+    texts = held_out.read_texts(args.text, args, tokenizer, length, BATCH)
+    read = held_out.ngrams_of(args.overlap_with, tokenizer, args.overlap_tokens) if args.overlap_with else None
+    header = (
+        f"{'text':<48} {'docs':>5} {'tokens':>7} {'overlap':>8} {'base ppl':>9} {'x base':>7} {'95 %':>16} {'KL':>7}"
+    )
+    print(f"{header} {'95 %':>18} {'paper x':>8} {'paper KL':>8}")
 
-    rows = []
-    for text in args.text:
-        (source,) = sample_mixture(mixture_from_files([text], validation_share=0), tokenizer)
-        batches = fixed_batches([source.train], [1.0], 512, min(args.tokens, len(source.train)), 4)
-        found, paper = compare_with_paper(model, base, batches)
+    rows, found = [], []
+    for text, batches in texts.items():
+        model_row, paper = compare_with_paper(model, base, batches)
+        found.append(model_row.sums)
+        overlap = held_out.overlap(batches, read) if read else None
         rows.append(
             {
                 "text": text,
-                "tokens": found.tokens,
-                "base_perplexity": found.reference_perplexity,
-                "ratio": found.perplexity_ratio,
-                "kl": found.kl,
+                "documents": model_row.documents,
+                "tokens": model_row.tokens,
+                "overlap": held_out.describe(overlap),
+                "base_perplexity": model_row.reference_perplexity,
+                "ratio": model_row.perplexity_ratio,
+                "ratio_interval": model_row.ratio_interval,
+                "kl": model_row.kl,
+                "kl_interval": model_row.kl_interval,
                 "paper_ratio": paper.perplexity_ratio,
+                "paper_ratio_interval": paper.ratio_interval,
                 "paper_kl": paper.kl,
+                "paper_kl_interval": paper.kl_interval,
             }
         )
         print(
-            f"{text[-48:]:<48} {found.tokens:>7} {found.reference_perplexity:>9.2f} {found.perplexity_ratio:>7.3f} "
-            f"{found.kl:>7.4f} {paper.perplexity_ratio:>8.2f} {paper.kl:>8.4f}",
+            f"{text[-48:]:<48} {model_row.documents:>5} {model_row.tokens:>7} "
+            f"{f'{overlap.share:.2%}' if overlap else '-':>8} {model_row.reference_perplexity:>9.2f} "
+            f"{model_row.perplexity_ratio:>7.4f} {show_interval(model_row.ratio_interval, '.4f'):>16} "
+            f"{model_row.kl:>7.4f} {show_interval(model_row.kl_interval, '.4f'):>18} "
+            f"{paper.perplexity_ratio:>8.2f} {paper.kl:>8.4f}",
             flush=True,
         )
-    print(f"mean ratio {sum(row['ratio'] for row in rows) / len(rows):.4f}")
+    mean = {
+        "documents": sum(row["documents"] for row in rows),
+        "ratio": sum(row["ratio"] for row in rows) / len(rows),
+        "ratio_interval": interval(found, perplexity_ratios),
+        "kl": sum(row["kl"] for row in rows) / len(rows),
+        "kl_interval": interval(found, kls),
+    }
+    print(
+        f"mean of {len(rows)} texts, {mean['documents']} documents: "
+        f"ratio {show_figure(mean['ratio'], mean['ratio_interval'], '.4f')}, "
+        f"KL {show_figure(mean['kl'], mean['kl_interval'], '.4f')}"
+    )
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+        args.json.write_text(json.dumps({"mean": mean, "texts": rows}, indent=2) + "\n")
     return 0
 
 

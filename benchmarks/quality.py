@@ -6,7 +6,10 @@
 The base is calibrated once for each routing unit and way of choosing shared heads; every plan is cut
 from that, and one that splits key-value groups where these are routed is left out. Each row is a
 model, each text a column: perplexity / base perplexity on windows of 512 tokens with documents
-isolated, and the mean KL(base || model) in nats per token over all texts. The oracle rows drop, with
+isolated, and the mean KL(base || model) in nats per token over all texts, with 95 % intervals by
+bootstrap over documents. Beside each text stands the share of its 13-grams of tokens that the
+calibration text holds, too; `--documents N --last` takes documents of the calibration's own files
+that it did not read. The oracle rows drop, with
 the same budgets and stand-ins, the heads or groups whose true contribution is least: what a perfect
 router of this kind would reach.
 """
@@ -22,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import held_out
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,10 +37,11 @@ from moh_llm.conversion.convert import BATCH, WINDOW, calibration_plan, peak_mem
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.conversion.verify import routed_as
-from moh_llm.data.mixture import mixture_from_arguments, mixture_from_files
+from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.windows import fixed_batches
 from moh_llm.errors import UserError
+from moh_llm.intervals import interval, kls, perplexity_ratios, show_documents, show_figure
 from moh_llm.metrics import Batch, LogitsOf, compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.routing_moh import select_top_k
@@ -48,7 +53,7 @@ def main() -> int:
     parser.add_argument("--calibration", nargs="+", required=True, help="text files or a mixture, as for convert")
     parser.add_argument("--calibration-tokens", type=int, default=24576)
     parser.add_argument("--text", nargs="+", required=True, help="text files, each a column of the table")
-    parser.add_argument("--tokens", type=int, default=1 << 40, help="read at most this many tokens of each text")
+    held_out.add_arguments(parser)
     parser.add_argument("--budgets", nargs="+", type=int, default=[8, 7, 6, 5], help="mean active heads")
     parser.add_argument("--even", nargs="*", type=int, default=[7, 6], help="budgets to try evenly, too")
     parser.add_argument("--shared", nargs="+", default=["first:1"], help="KIND:NUMBER of routing units")
@@ -64,16 +69,13 @@ def main() -> int:
     base = open_base(args.base)
     tokenizer = AutoTokenizer.from_pretrained(base.folder)
     dense = AutoModelForCausalLM.from_pretrained(base.folder, dtype=dtype).to(device).eval()
-    texts = {}
-    for name in args.text:
-        (source,) = sample_mixture(mixture_from_files([name], validation_share=0), tokenizer)
-        length = min(WINDOW, base.config.max_position_embeddings)
-        wanted = min(args.tokens, len(source.train))
-        texts[name] = fixed_batches([source.train], [1.0], length, wanted, BATCH)
+    length = min(WINDOW, base.config.max_position_embeddings)
+    texts = held_out.read_texts(args.text, args, tokenizer, length, BATCH)
     mixture = mixture_from_arguments(args.calibration)
     sources = sample_mixture(mixture, tokenizer, args.calibration_tokens, 0)
     streams, shares = [s.train for s in sources], [s.weight for s in sources]
     batches = fixed_batches(streams, shares, length, args.calibration_tokens, BATCH)
+    read = held_out.ngrams_of_batches(batches)
 
     candidates: dict[str, LogitsOf] = {}
     for unit, shared in itertools.product(args.routing_unit, args.shared):
@@ -102,22 +104,42 @@ def main() -> int:
             plan = PlanOptions(preset="paper", num_active_heads=budget, num_shared_heads=min(budget, heads // 2))
             candidates[f"{budget} paper"] = logits_of(_model(base, dense, plan, None, dtype))
 
-    found = {}
+    found, columns = {}, {}
     for name, batches in texts.items():
         progress = tqdm(batches, desc=name[-40:], unit="batch")
         found[name] = compare_to_reference(candidates, logits_of(dense), progress)
-        some = next(iter(found[name].values()))
-        print(f"{name}: {some.tokens} tokens, base perplexity {some.reference_perplexity:.2f}", flush=True)
+        some, overlap = next(iter(found[name].values())), held_out.overlap(batches, read)
+        columns[name] = {
+            "documents": some.documents,
+            "tokens": some.tokens,
+            "base_perplexity": some.reference_perplexity,
+            "overlap": held_out.describe(overlap),
+        }
+        print(
+            f"{name}: {show_documents(some.documents)}, {some.tokens} tokens, base perplexity "
+            f"{some.reference_perplexity:.2f}, {overlap.share:.2%} of its 13-grams are in the calibration text",
+            flush=True,
+        )
     rows = []
     for label in candidates:
-        ratios = {name: found[name][label].perplexity_ratio for name in texts}
-        kl = sum(found[name][label].kl for name in texts) / len(texts)
-        mean = sum(ratios.values()) / len(ratios)
-        rows.append({"model": label, "ratios": ratios, "mean_ratio": mean, "kl": kl})
-        print(f"{label:<42} {' '.join(f'{r:.4f}' for r in ratios.values())}  mean {mean:.4f}  KL {kl:.4f}")
+        own = [found[name][label] for name in texts]
+        mean, kl = (sum(getattr(each, key) for each in own) / len(own) for key in ("perplexity_ratio", "kl"))
+        sums = [each.sums for each in own]
+        row = {
+            "model": label,
+            "texts": {name: found[name][label].figures() for name in texts},
+            "mean_ratio": mean,
+            "mean_ratio_interval": interval(sums, perplexity_ratios),
+            "kl": kl,
+            "kl_interval": interval(sums, kls),
+        }
+        rows.append(row)
+        ratios = " ".join(show_figure(each.perplexity_ratio, each.ratio_interval, ".4f") for each in own)
+        mean, kl = show_figure(mean, row["mean_ratio_interval"], ".4f"), show_figure(kl, row["kl_interval"], ".4f")
+        print(f"{label:<42} {ratios}  mean {mean}  KL {kl}")
     print(f"peak memory {peak_memory_mib()} MiB")
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+        args.json.write_text(json.dumps({"texts": columns, "models": rows}, indent=2) + "\n")
     return 0
 
 

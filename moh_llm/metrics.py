@@ -1,32 +1,93 @@
-"""How near a model's predictions are to a reference model's, on the same text."""
+"""How near a model's predictions are to a reference model's, on the same text, and how sure that is."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from moh_llm.intervals import SUMMED, Interval, interval, kls, perplexity_ratios
+
 Batch = dict[str, torch.Tensor]
 LogitsOf = Callable[[Batch], torch.Tensor]
-
 _ROWS = 1024  # predictions whose distributions are held in float32 at once
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Comparison:
-    """Means over predicted tokens; `kl` is KL(reference || model) in nats per token."""
+    """Means over predicted tokens, and 95 % intervals over documents; KL(reference || model) is in nats per token.
 
-    tokens: int
-    perplexity: float
-    reference_perplexity: float
-    kl: float
-    top1_agreement: float
+    Attributes:
+        sums: float64 `[D, 5]`, per document that has a predicted token the sums of `SUMMED`.
+    """
+
+    sums: np.ndarray = field(repr=False)
+
+    @property
+    def documents(self) -> int:
+        """Documents with a predicted token."""
+        return len(self.sums)
+
+    @property
+    def tokens(self) -> int:
+        """Predicted tokens."""
+        return int(self._means[0])
+
+    @property
+    def perplexity(self) -> float:
+        """The model's."""
+        return math.exp(self._means[1])
+
+    @property
+    def reference_perplexity(self) -> float:
+        """The reference's."""
+        return math.exp(self._means[2])
 
     @property
     def perplexity_ratio(self) -> float:
         """Perplexity over the reference's: 1 where nothing was lost."""
         return self.perplexity / self.reference_perplexity
+
+    @property
+    def kl(self) -> float:
+        """KL(reference || model)."""
+        return self._means[3]
+
+    @property
+    def top1_agreement(self) -> float:
+        """Share of the predictions whose most likely token is the reference's."""
+        return self._means[4]
+
+    @cached_property
+    def ratio_interval(self) -> Interval | None:
+        """95 % interval of `perplexity_ratio`; None with fewer than two documents."""
+        return interval([self.sums], perplexity_ratios)
+
+    @cached_property
+    def kl_interval(self) -> Interval | None:
+        """95 % interval of `kl`; None with fewer than two documents."""
+        return interval([self.sums], kls)
+
+    @cached_property
+    def _means(self) -> list[float]:
+        """In the order of `SUMMED` the number of tokens, and the other sums per token."""
+        total = self.sums.sum(0)
+        return [total[0].item(), *(total[1:] / total[0]).tolist()]
+
+    def figures(self) -> dict[str, Any]:
+        """What records keep of the distance to the reference."""
+        return {
+            "perplexity": self.perplexity,
+            "perplexity_ratio": self.perplexity_ratio,
+            "ratio_interval": self.ratio_interval,
+            "kl": self.kl,
+            "kl_interval": self.kl_interval,
+            "top1_agreement": self.top1_agreement,
+        }
 
 
 def logits_of(model: torch.nn.Module) -> LogitsOf:
@@ -50,36 +111,41 @@ def compare_to_reference(
     Args:
         candidates: by name, a function from a batch to logits `[B, T, V]`.
         reference: likewise for the reference.
-        batches: `input_ids`, `position_ids` and `labels`, each `[B, T]`; the label at t is compared
-            with the logits at t - 1, and -100 is not counted.
+        batches: `input_ids`, `position_ids`, `labels` and `documents`, each `[B, T]`; the label at t is
+            compared with the logits at t - 1, and -100 is not counted. `documents` numbers the documents,
+            as `moh_llm.data.windows.fixed_batches` does.
     """
-    totals = {name: torch.zeros(4, dtype=torch.float64) for name in candidates}
-    count = 0
+    values: dict[str, list[torch.Tensor]] = {name: [] for name in candidates}
+    documents: list[torch.Tensor] = []
     for batch in batches:
         targets = batch["labels"][:, 1:]
         counted = targets != -100
+        documents.append(batch["documents"][:, 1:][counted])
         reference_logits = reference(batch)[:, :-1][counted]
         logits = {name: candidate(batch)[:, :-1][counted] for name, candidate in candidates.items()}
         targets = targets[counted].to(reference_logits.device)
-        count += len(targets)
         for rows in torch.arange(len(targets)).split(_ROWS):
             log_q = F.log_softmax(reference_logits[rows].float(), -1)
             for name in candidates:
-                totals[name] += _sums(F.log_softmax(logits[name][rows].float(), -1), log_q, targets[rows])
-    return {name: _comparison(sums / count, count) for name, sums in totals.items()}
+                log_p = F.log_softmax(logits[name][rows].float(), -1)
+                values[name].append(_values(log_p, log_q, targets[rows]))
+    return {name: Comparison(sums_by_document(torch.cat(found), documents)) for name, found in values.items()}
 
 
-def _sums(log_p: torch.Tensor, log_q: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Summed over rows: cross-entropy of p `[N, V]`, that of q, KL(q || p), equal top-1."""
+def sums_by_document(values: torch.Tensor, documents: Sequence[torch.Tensor]) -> np.ndarray:
+    """Sums over documents as `SUMMED`, `[D, 5]`, of predictions' `values` `[N, 4]`; `documents` has their documents."""
+    _, numbers = torch.cat(list(documents)).unique(return_inverse=True)
+    sums = torch.zeros(int(numbers.max()) + 1 if len(numbers) else 0, len(SUMMED), dtype=torch.float64)
+    counted = torch.cat([values.new_ones(len(values), 1), values], 1)
+    return sums.index_add_(0, numbers, counted.double().cpu()).numpy()
+
+
+def _values(log_p: torch.Tensor, log_q: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Per row cross-entropy of p `[N, V]`, that of q, KL(q || p), and whether the top-1 is equal, float64 `[N, 4]`."""
     values = (
-        F.nll_loss(log_p, targets, reduction="sum"),
-        F.nll_loss(log_q, targets, reduction="sum"),
-        F.kl_div(log_p, log_q, log_target=True, reduction="sum"),
-        (log_p.argmax(-1) == log_q.argmax(-1)).sum(),
+        F.nll_loss(log_p, targets, reduction="none"),
+        F.nll_loss(log_q, targets, reduction="none"),
+        F.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1),
+        (log_p.argmax(-1) == log_q.argmax(-1)),
     )
-    return torch.stack([value.double().cpu() for value in values])
-
-
-def _comparison(means: torch.Tensor, count: int) -> Comparison:
-    cross_entropy, reference, kl, agreement = means.tolist()
-    return Comparison(count, math.exp(cross_entropy), math.exp(reference), kl, agreement)
+    return torch.stack([value.double().cpu() for value in values], -1)

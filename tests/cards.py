@@ -19,6 +19,7 @@ def write_run(folder: Path, model: str, scores: int = 3, record: Record | None =
     config = {"model": model, "output": str(folder), "max_steps": 6} | recipe
     config.setdefault("data", {"mixture": "/srv/secret/mixes/tiny.yaml", "block_length": 16, "batch_size": 2})
     saved = {"tokens": 500, "perplexity": 22.0, "reference_perplexity": 20.0, "kl": 0.05, "top1_agreement": 0.9}
+    saved |= {"documents": 40, "ratio_interval": [1.0812, 1.1234], "kl_interval": [0.041, 0.062]}
     read = {"weight": 1.0, "tokens": 192, "share": 1.0, "epochs": 0.5, "repeated_tokens": 0}
     facts = {"status": "finished", "config": config, "model": {"sha256": "ab"}, "device": "cpu", "evaluation": saved}
     facts["reference"] = {"kind": "base"}

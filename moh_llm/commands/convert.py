@@ -165,9 +165,12 @@ def _print_summary(record: dict[str, Any], output: Path) -> None:
 def _print_proof(console: Any, proof: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from moh_llm.intervals import show_documents, show_figure
+
     console.print(f"all heads on: every layer equals the base's, bit for bit ({proof['dtype']})")
-    table = Table(title=f"held-out text, {proof['held_out_tokens']} tokens")
-    for column in ("model", "perplexity", "x base", "KL to base", "same top-1"):
+    documents = show_documents(proof["held_out_documents"])
+    table = Table(title=f"held-out text, {proof['held_out_tokens']} tokens of {documents}")
+    for column in ("model", "perplexity", "x base (95 %)", "KL to base (95 %)", "same top-1"):
         table.add_column(column, justify="left" if column == "model" else "right")
     table.add_row("base", f"{proof['base_perplexity']:.2f}", "1.000", "0", "100.0 %")
     even = f"{proof['paper_active_heads']} in each layer"
@@ -177,8 +180,8 @@ def _print_proof(console: Any, proof: dict[str, Any]) -> None:
         table.add_row(
             label,
             f"{row['perplexity']:.2f}",
-            f"{row['perplexity_ratio']:.3f}",
-            f"{row['kl']:.4f}",
+            show_figure(row["perplexity_ratio"], row["ratio_interval"], ".3f", "\n"),
+            show_figure(row["kl"], row["kl_interval"], ".4f", "\n"),
             f"{100 * row['top1_agreement']:.1f} %",
         )
     console.print(table)

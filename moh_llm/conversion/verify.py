@@ -79,8 +79,9 @@ def verify(
         "dtype": str(base.dtype).removeprefix("torch."),
         "all_heads_active": {"equals_base": True, "tokens": batches[0]["input_ids"].numel()},
         "held_out_tokens": found["converted"].tokens,
+        "held_out_documents": found["converted"].documents,
         "base_perplexity": found["converted"].reference_perplexity,
-        **{name: _figures(found[name]) for name in variants},
+        **{name: found[name].figures() for name in variants},
         "paper_active_heads": paper.num_active_heads,
         "layers": layers,
     }
@@ -129,7 +130,11 @@ def _compare(
     head: nn.Module, hidden: dict[str, list[torch.Tensor]], names: Sequence[str], batches: Sequence[Batch]
 ) -> dict[str, Comparison]:
     """Logits of each variant against the base's, a window at a time: a vocabulary is wide."""
-    windows = [{"labels": labels[None]} for batch in batches for labels in batch["labels"]]
+    windows = [
+        {"labels": labels[None], "documents": documents[None]}
+        for batch in batches
+        for labels, documents in zip(batch["labels"], batch["documents"], strict=True)
+    ]
 
     def logits_in_turn(name: str) -> LogitsOf:
         states = (window for batch in hidden[name] for window in batch.split(1))
@@ -137,15 +142,6 @@ def _compare(
 
     candidates = {name: logits_in_turn(name) for name in names}
     return compare_to_reference(candidates, logits_in_turn(BASE), windows)
-
-
-def _figures(comparison: Comparison) -> dict[str, float]:
-    return {
-        "perplexity": comparison.perplexity,
-        "perplexity_ratio": comparison.perplexity_ratio,
-        "kl": comparison.kl,
-        "top1_agreement": comparison.top1_agreement,
-    }
 
 
 @contextmanager

@@ -55,13 +55,24 @@ def fixed_batches(
     """The first windows of `length` tokens of each stream, up to its share of `tokens`, as batches.
 
     A stream that is too short gives what it has; at least one window is taken where there is one.
-    Batches are those of `BlockStream.batch`; the last may have fewer rows.
+    Batches are those of `BlockStream.batch`, with `documents`: each token's document, numbered over
+    all streams, so that a document that spans windows or batches is known as one. The last batch may
+    have fewer rows.
     """
-    windows = []
+    windows, documents, last = [], [], 0
     for stream, share in zip(streams, shares, strict=True):
         count = min(max(1, round(tokens * share / length)), len(stream) // length)
-        windows += [window(stream, index * length, length) for index in range(count)]
-    return [stack(windows[first : first + batch_size], length) for first in range(0, len(windows), batch_size)]
+        last += 1  # a stream may open inside a document
+        for index in range(count):
+            windows.append(window(stream, index * length, length))
+            # Labels are -100 where documents begin, and only there.
+            documents.append(last + np.cumsum(windows[-1][2] == -100))
+            last = int(documents[-1][-1])
+    return [
+        stack(windows[first : first + batch_size], length)
+        | {"documents": torch.from_numpy(np.stack(documents[first : first + batch_size]))}
+        for first in range(0, len(windows), batch_size)
+    ]
 
 
 def validation_batches(

@@ -14,8 +14,9 @@ from moh_llm.hub.evaluated import Evaluated, eval_results, find_evaluated
 from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licence, lacks_text, recorded_licences
 from moh_llm.hub.lineage import Lineage, is_hub_id, read_lineage
 from moh_llm.hub.listing import CARD
-from moh_llm.hub.markdown import Safe, address, code, text
+from moh_llm.hub.markdown import Safe, address, code, digits, interval, number, score, text
 from moh_llm.hub.texts import scrub
+from moh_llm.intervals import show_documents, show_interval
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import Calibration, Verification, last_component
 from moh_llm.records.lineage import REFERENCES, in_words
@@ -156,15 +157,25 @@ def _headline(lineage: Lineage) -> str | None:
     """How far the model is from its base, or from what it began with, in a sentence; None where nobody knows."""
     run, conversion, runs = lineage.run, lineage.conversion, len(lineage.chain.runs)
     if run is not None:
-        ratio = (run.saved_score or {}).get("ratio")
+        saved = run.saved_score or {}
+        ratio, bounds, documents = (saved.get(key) for key in ("ratio", "ratio_interval", "held_out_documents"))
         tokens = lineage.chain.tokens or run.tokens_of(run.lines[-1])
         made = f"Tuned on {tokens:,} tokens{f' in {runs} runs' if runs > 1 else ''}, it"
         other = "its base" if run.reference == "base" else REFERENCES["start"]
     else:
-        found = None if lineage.tuned or conversion is None else conversion.verification
-        ratio = found and found.converted.perplexity_ratio
-        made, other = "As converted it", "its base"
-    return f"{made} has {ratio:.4f} times the perplexity of {other}, on held-out text." if ratio else None
+        verification = None if lineage.tuned or conversion is None else conversion.verification
+        if verification is None:
+            return None
+        ratio, bounds = verification.converted.perplexity_ratio, verification.converted.ratio_interval
+        documents, made, other = verification.held_out_documents, "As converted it", "its base"
+    if not ratio:
+        return None
+    measured = "held-out text"
+    if documents:
+        measured += f", {show_documents(documents)}"
+    if bounds:
+        measured += f" (95 % interval {show_interval(bounds, '.4f')})"
+    return f"{made} has {ratio:.4f} times the perplexity of {other} on {measured}."
 
 
 def _base_link(lineage: Lineage) -> Safe | None:
@@ -286,12 +297,14 @@ def _environment() -> Environment:
     )
     templates.filters |= {
         "code": code,
-        "count": lambda value: _number(value, ","),
-        "digits": lambda value, digits: Safe(_number(value, f"#.{digits}g").rstrip(".")),
-        "fixed": lambda value: _number(value, ".1f"),
-        "percent": lambda value: _number(value, ".2%"),
-        "scientific": lambda value: _number(value, ".3e"),
-        "score": _score,
+        "count": lambda value: number(value, ","),
+        "documents": show_documents,
+        "digits": digits,
+        "interval": interval,
+        "fixed": lambda value: number(value, ".1f"),
+        "percent": lambda value: number(value, ".2%"),
+        "scientific": lambda value: number(value, ".3e"),
+        "score": score,
         "table": _table,
     }
     return templates
@@ -299,15 +312,3 @@ def _environment() -> Environment:
 
 def _table(pairs: sections.Pairs) -> Safe:
     return Safe("\n".join(["| | |", "|---|---|", *(f"| {text(what)} | {text(value)} |" for what, value in pairs)]))
-
-
-def _number(value: float | None, form: str) -> Safe:
-    return Safe("-" if value is None else f"{value:{form}}")
-
-
-def _score(figure: Record | None, sign: str = "") -> Safe:
-    """A value with its standard error; a dash where there is none."""
-    if figure is None:
-        return Safe("-")
-    error = "" if figure["stderr"] is None else f" ± {figure['stderr']:.1f}"
-    return Safe(f"{figure['value']:{sign}.1f}{error}")

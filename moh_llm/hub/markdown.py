@@ -3,6 +3,7 @@
 import html
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 # An absolute path: from a slash that nothing precedes that could be a relative path or an address.
@@ -40,3 +41,26 @@ def code(value: Any) -> Safe:
 def address(value: str | None) -> str | None:
     """An address or a file's plain name that may stand in a link; None for anything else."""
     return value if value and re.fullmatch(r"https?://[\w.~:/?#@!$&*+,;=%-]+|[\w.-]+", value, re.ASCII) else None
+
+
+def number(value: float | None, form: str) -> Safe:
+    """A number by a format; a dash where there is none."""
+    return Safe("-" if value is None else f"{value:{form}}")
+
+
+def digits(value: float | None, places: int) -> Safe:
+    """A number with so many digits that count."""
+    return Safe(number(value, f"#.{places}g").rstrip("."))
+
+
+def interval(bounds: Sequence[float] | None, places: int) -> Safe:
+    """An interval to follow its figure; empty where there is none, as of one document."""
+    return Safe("" if bounds is None else f" ({digits(bounds[0], places)} to {digits(bounds[1], places)})")
+
+
+def score(figure: dict[str, Any] | None, sign: str = "") -> Safe:
+    """A value with its standard error; a dash where there is none."""
+    if figure is None:
+        return Safe("-")
+    error = "" if figure["stderr"] is None else f" ± {figure['stderr']:.1f}"
+    return Safe(f"{figure['value']:{sign}.1f}{error}")

@@ -51,11 +51,13 @@ class AllHeadsActive(Record):
 
 
 class Figures(Record):
-    """A model against the base on held-out text; KL in nats per token."""
+    """A model against the base on held-out text; KL in nats per token; 95 % intervals, None for one document."""
 
     perplexity: float
     perplexity_ratio: float
+    ratio_interval: list[float] | None
     kl: float
+    kl_interval: list[float] | None
     top1_agreement: float
 
 
@@ -65,6 +67,7 @@ class Verification(Record):
     dtype: str
     all_heads_active: AllHeadsActive
     held_out_tokens: int
+    held_out_documents: int
     base_perplexity: float
     converted: Figures
     paper_router: Figures

@@ -61,8 +61,9 @@ def compare(groups: Sequence[Group]) -> list[Record]:
 
     Returns:
         Records with ``tokens``, ``saved_model`` (scores of the saved models rather than of those in
-        training), and per group that has any: ``n`` runs, and mean and standard deviation (None
-        for one run) of each of `METRICS` (None where a run lacks it).
+        training), and per group that has any: ``n`` runs, mean and standard deviation (None for one
+        run) of each of `METRICS` (None where a run lacks it), ``documents`` (None where that is not
+        on record, or differs), and of one run ``ratio_interval`` and ``kl_interval``.
     """
     found: dict[tuple[int, bool], dict[str, list[Record]]] = {}
     for group in groups:
@@ -75,13 +76,22 @@ def compare(groups: Sequence[Group]) -> list[Record]:
             "tokens": tokens,
             "saved_model": is_saved,
             "groups": {
-                name: {"n": len(scores)} | {metric: spread(score[metric] for score in scores) for metric in METRICS}
+                name: {"n": len(scores)}
+                | {metric: spread(score[metric] for score in scores) for metric in METRICS}
+                | _documents(scores)
                 for name, scores in by_group.items()
             },
         }
         for (tokens, is_saved), by_group in sorted(found.items())
         if sum(map(len, by_group.values())) > 1
     ]
+
+
+def _documents(scores: Sequence[Record]) -> Record:
+    """What a group's figures rest on: its held-out documents, and of a single run the intervals over these."""
+    counts, only = {score["held_out_documents"] for score in scores}, scores[0] if len(scores) == 1 else {}
+    intervals = {key: only.get(key) for key in ("ratio_interval", "kl_interval")}
+    return {"documents": counts.pop() if len(counts) == 1 else None} | intervals
 
 
 def same_held_out_text(runs: Sequence[TrainingRun]) -> bool:

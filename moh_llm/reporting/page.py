@@ -86,21 +86,23 @@ def _comparison(report: Record) -> list[str]:
         parts.append(f"> **{OTHER_TEXT}**")
     if not report["comparison"]:
         return [*parts, "No two runs have a score at the same number of tokens."]
-    head = ["tokens", "group", "runs", "ratio", "KL", "same top-1 %", "perplexity"]
+    head = ["tokens", "group", "runs", "documents", "ratio", "KL", "same top-1 %", "perplexity"]
     body = []
     for row in report["comparison"]:
         tokens = f"{row['tokens']:,}" + (" (saved)" if row["saved_model"] else "")
         for name, found in row["groups"].items():
             figures = [
-                _spread(found["ratio"], "#.5g"),
-                _spread(found["kl"], "#.3g"),
+                _count(found["documents"]),
+                _spread(found["ratio"], "#.5g") + _interval(found["ratio_interval"], "#.5g"),
+                _spread(found["kl"], "#.3g") + _interval(found["kl_interval"], "#.3g"),
                 _spread(found["top1_agreement"], ".2f", 100),
                 _spread(found["perplexity"], "#.5g"),
             ]
             body.append([tokens, name, str(found["n"]), *figures])
     note = (
         f"Ratio of perplexities and KL: to {report['reference']}. Mean ± standard deviation over the runs of a group; "
-        "(saved): the saved models, as they stand on disk."
+        "of a single run, in brackets, the 95 % interval over the held-out documents; (saved): the saved models, as "
+        "they stand on disk."
     )
     return [*parts, _table(head, body, left=2), note]
 
@@ -108,19 +110,22 @@ def _comparison(report: Record) -> list[str]:
 def _run(run: Record) -> list[str]:
     rows = [[name, f"`{value}`" if name in _NAMES else value] for name, value in run_facts(run).items()]
     parts = [_table(["", ""], rows, left=2)]
-    return [*parts, _scores(run)] if run["scores"] or run["saved_model"] else [*parts, "No score on held-out text yet."]
+    if not run["scores"] and not run["saved_model"]:
+        return [*parts, "No score on held-out text yet."]
+    return [*parts, _scores(run), "In brackets: 95 % intervals by bootstrap over the held-out documents."]
 
 
 def _scores(run: Record) -> str:
     routed = any(score["routing"] for score in run["scores"])
-    head = ["tokens", "perplexity", "reference's", "ratio", "KL", "same top-1 %"]
+    head = ["tokens", "documents", "perplexity", "reference's", "ratio", "KL", "same top-1 %"]
     head += ["dead heads", "lowest routing entropy", "tokens with other heads %"] if routed else []
     body = []
     saved = [run["saved_model"] | {"routing": None, "saved": True}] if run["saved_model"] else []
     for score in [*run["scores"], *saved]:
         tokens = f"{score['tokens']:,}" + (" (saved)" if "saved" in score else "")
         figures = [("perplexity", "#.5g"), ("reference_perplexity", "#.5g"), ("ratio", "#.5g"), ("kl", "#.3g")]
-        cells = [tokens, *(_figure(score[key], form) for key, form in figures)]
+        cells = [tokens, _count(score["held_out_documents"])]
+        cells += [_figure(score[key], form) + _interval(score.get(f"{key}_interval"), form) for key, form in figures]
         cells.append(_figure(score["top1_agreement"], ".2f", 100))
         if routed:
             health = score["routing"] or dict.fromkeys(("dead_heads", "routed_heads", "lowest_entropy", "changed"))
@@ -144,6 +149,15 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]], left: int = 99) -
 
 def _figure(value: float | None, form: str, factor: float = 1) -> str:
     return "-" if value is None else f"{value * factor:{form}}".rstrip(".")
+
+
+def _interval(bounds: Sequence[float] | None, form: str) -> str:
+    """An interval to follow its figure; empty where there is none, as of one document."""
+    return "" if bounds is None else f" ({_figure(bounds[0], form)} to {_figure(bounds[1], form)})"
+
+
+def _count(documents: int | None) -> str:
+    return "-" if documents is None else f"{documents:,}"
 
 
 def _spread(found: Record | None, form: str, factor: float = 1) -> str:

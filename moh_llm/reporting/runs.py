@@ -200,10 +200,13 @@ def _score(found: Record) -> Record:
     perplexity, other = number(found.get("perplexity")), number(found.get("reference_perplexity"))
     return {
         "held_out_tokens": found.get("tokens"),
+        "held_out_documents": found.get("documents"),
         "perplexity": perplexity,
         "reference_perplexity": other,
         "ratio": perplexity / other if perplexity is not None and other else None,
+        "ratio_interval": found.get("ratio_interval"),
         "kl": number(found.get("kl")),
+        "kl_interval": found.get("kl_interval"),
         "top1_agreement": number(found.get("top1_agreement")),
     }
 

@@ -4,6 +4,7 @@ import math
 import time
 from typing import Any
 
+from moh_llm.intervals import show_documents, show_figure
 from moh_llm.records.lineage import REFERENCES
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.objectives import StepLosses
@@ -51,11 +52,11 @@ def step_line(
 
 def show_scores(scores: dict[str, Any]) -> str:
     """Scores on held-out text as part of a sentence."""
-    text = f"perplexity {scores['perplexity']:.3f} on {scores['tokens']} held-out tokens"
+    documents = show_documents(scores["documents"])
+    text = f"perplexity {scores['perplexity']:.3f} on {scores['tokens']} held-out tokens of {documents}"
     if "kl" in scores:
-        text += (
-            f"; {REFERENCES[scores['reference']]}: {scores['reference_perplexity']:.3f}, KL to it {scores['kl']:.4f}"
-        )
+        kl = show_figure(scores["kl"], scores["kl_interval"], ".4f")
+        text += f"; {REFERENCES[scores['reference']]}: {scores['reference_perplexity']:.3f}, KL to it {kl}"
     if "all_heads" in scores:
         text += f", with all heads on {scores['all_heads']['kl']:.4f}"
     if scores.get("floor") is not None:

@@ -1,6 +1,5 @@
 """Forward and backward passes of a step, and passes that score, over all processes."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from moh_llm.metrics import Batch
+from moh_llm.intervals import SUMMED
+from moh_llm.metrics import Batch, Comparison
 from moh_llm.training import networks
 from moh_llm.training.beginning import Reference
 from moh_llm.training.config import TrainConfig
@@ -67,8 +67,9 @@ def evaluate(
     The processes share the blocks; without an accelerator this one scores all of them.
 
     Returns:
-        Perplexity and, where the reference is at hand, which one it is, its perplexity, KL to it in nats per token,
-        and equal top-1; and what the routers did on this process's part.
+        Perplexity, the numbers of tokens and documents and, where the reference is at hand, which one it is, its
+        perplexity, KL to it in nats per token, equal top-1, and 95 % intervals over documents (None for one document)
+        of KL and of the ratio of perplexities; and what the routers did on this process's part.
     """
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     step = accelerator.unwrap_model(model) if accelerator else model
@@ -77,7 +78,9 @@ def evaluate(
     device = next(model.parameters()).device
     mine = range(rank, len(batches), world)
     rounds = -(-len(batches) // world)
-    sums = torch.zeros(5, dtype=torch.float64, device=device)
+    # Every process knows all documents, so that their sums only have to be added up.
+    documents = 1 + max(int(batch["documents"].max()) for batch in batches)
+    sums = torch.zeros(documents, len(SUMMED), dtype=torch.float64, device=device)
     routing = RoutingCounts(step.network.config.heads_per_unit)
     model.eval()
     for number in range(rounds):
@@ -88,15 +91,17 @@ def evaluate(
         found, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
         counts = number < len(mine)
         if counts:
-            sums += torch.cat([found, (targets != IGNORED).sum().to(found)[None]])
+            predicted = next_token_targets(batch["documents"])[targets != IGNORED].to(device)
+            sums.index_add_(0, predicted, torch.cat([torch.ones_like(found[:, :1]), found], 1))
         routing.add([logits if counts else logits[:0] for logits in router_logits], top_k)
     model.train()
     sums = sum_over_processes(accelerator, sums) if accelerator else sums
-    cross_entropy, reference, kl, agreement, tokens = sums.tolist()
-    scores: dict[str, Any] = {"tokens": int(tokens), "perplexity": math.exp(cross_entropy / tokens)}
+    found = Comparison(sums[sums[:, 0] > 0].cpu().numpy())
+    scores: dict[str, Any] = {"tokens": found.tokens, "documents": found.documents, "perplexity": found.perplexity}
     if step.has_teacher:
-        scores |= {"reference": step.reference.kind, "reference_perplexity": math.exp(reference / tokens)}
-        scores |= {"kl": kl / tokens, "top1_agreement": agreement / tokens}
+        figures = found.figures()
+        del figures["perplexity_ratio"]
+        scores |= {"reference": step.reference.kind, "reference_perplexity": found.reference_perplexity} | figures
     return scores, routing
 
 
@@ -129,5 +134,5 @@ def score_saved(
     scores = evaluate(None, step, batches)[0] | {"dtype": str(dtype).removeprefix("torch.")}
     if reference is not None:
         dense = evaluate(None, step, batches, all_heads=True)[0]
-        scores["all_heads"] = {key: dense[key] for key in ("perplexity", "kl", "top1_agreement")}
+        scores["all_heads"] = {key: dense[key] for key in ("perplexity", "kl", "kl_interval", "top1_agreement")}
     return scores

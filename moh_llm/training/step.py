@@ -17,9 +17,7 @@ from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.training.beginning import Reference
 from moh_llm.training.config import ObjectiveConfig
 from moh_llm.training.objectives import IGNORED, balance_loss_sum, layer_distance_sum
-from moh_llm.training.token_losses import comparison_sums, token_losses
-
-COMPARISON = ("cross_entropy", "reference_cross_entropy", "kl", "agreement")
+from moh_llm.training.token_losses import comparison_values, token_losses
 
 
 class TrainingStep(nn.Module):
@@ -65,7 +63,7 @@ class TrainingStep(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, targets: torch.Tensor, compare: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Sums over the blocks.
+        """Sums over the blocks in training, values per position in scoring.
 
         Args:
             input_ids, position_ids: `[B, L]`; positions restart with each document.
@@ -75,8 +73,9 @@ class TrainingStep(nn.Module):
         Returns:
             In training task loss and cross-entropy in nats, the load-balance losses of the blocks,
             and the layers' distances to the teacher's (`layer_distance_sum`), `[4]`; all but the
-            second carry a gradient. With `compare` the sums of `COMPARISON`, `[4]` (without a
-            teacher all but the first are zero), and the router logits of each layer, `[N, U]`.
+            second carry a gradient. With `compare` the values of `comparison_values` per position
+            with a target, `[N, 4]` (without a teacher all but the first are zero), and the router
+            logits of each layer, `[N, U]`.
         """
         counted = targets != IGNORED
         matching = self.objective.layer_coefficient > 0 and not compare
@@ -91,7 +90,7 @@ class TrainingStep(nn.Module):
         hidden, head = output.last_hidden_state[counted], self.network.lm_head.weight
         if compare:
             router_logits = tuple(logits[counted] for logits in output.router_logits)
-            return comparison_sums(hidden, head, targets[counted], *reference), router_logits
+            return comparison_values(hidden, head, targets[counted], *reference), router_logits
         task, cross_entropy = token_losses(hidden, head, targets[counted], *reference, self.objective.temperature)
         balance = balance_loss_sum(output.router_logits, self.network.routers)
         layers = layer_distance_sum(output.hidden_states[1:], other_layers, counted) if matching else 0 * task.detach()

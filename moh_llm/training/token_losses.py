@@ -44,29 +44,29 @@ def token_losses(
 
 
 @torch.no_grad()
-def comparison_sums(
+def comparison_values(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
     teacher_hidden: torch.Tensor | None = None,
     teacher_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Summed over the positions, float64 `[4]`: cross-entropy, the teacher's, KL(teacher || student), equal top-1.
+    """Per position, float64 `[N, 4]`: cross-entropy, the teacher's, KL(teacher || student), equal top-1.
 
     Arguments are those of `token_losses`; without a teacher the last three are zero.
     """
-    sums = torch.zeros(4, dtype=torch.float64, device=hidden.device)
+    values = torch.zeros(len(hidden), 4, dtype=torch.float64, device=hidden.device)
     size = chunk_positions(len(weight))
     for first in range(0, len(hidden), size):
         rows = slice(first, first + size)
         own = F.linear(hidden[rows], weight).float().log_softmax(-1)
-        sums[0] += F.nll_loss(own, targets[rows], reduction="sum")
+        values[rows, 0] = F.nll_loss(own, targets[rows], reduction="none").double()
         if teacher_hidden is not None and teacher_weight is not None:
             other = F.linear(teacher_hidden[rows], teacher_weight).float().log_softmax(-1)
-            sums[1] += F.nll_loss(other, targets[rows], reduction="sum")
-            sums[2] += F.kl_div(own, other, log_target=True, reduction="sum")
-            sums[3] += (own.argmax(-1) == other.argmax(-1)).sum()
-    return sums
+            values[rows, 1] = F.nll_loss(other, targets[rows], reduction="none").double()
+            values[rows, 2] = F.kl_div(own, other, log_target=True, reduction="none").sum(-1).double()
+            values[rows, 3] = (own.argmax(-1) == other.argmax(-1)).double()
+    return values
 
 
 class _TokenLosses(torch.autograd.Function):

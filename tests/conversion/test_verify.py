@@ -37,8 +37,9 @@ def batches():
     positions[:, 11:] -= 11
     labels = ids.clone()
     labels[:, [0, 11]] = -100
-    parts = zip(ids.split(2), positions.split(2), labels.split(2), strict=True)
-    return [{"input_ids": i, "position_ids": p, "labels": t} for i, p, t in parts]
+    documents = (labels == -100).flatten().cumsum(0).view_as(labels)
+    parts = zip(ids.split(2), positions.split(2), labels.split(2), documents.split(2), strict=True)
+    return [{"input_ids": i, "position_ids": p, "labels": t, "documents": d} for i, p, t, d in parts]
 
 
 def layerwise(folder):
@@ -89,6 +90,7 @@ def test_figures_are_those_of_whole_models(folders, batches, one_thread):
             assert value == pytest.approx(getattr(comparison, figure), rel=1e-5), (name, figure)
     assert len({proof[name]["kl"] for name in candidates}) == 3
     assert proof["held_out_tokens"] == found["converted"].tokens == 3 * 30
+    assert proof["held_out_documents"] == found["converted"].documents == 6
     assert proof["base_perplexity"] == pytest.approx(found["converted"].reference_perplexity)
     assert proof["paper_active_heads"] == paper.config.num_active_heads
 

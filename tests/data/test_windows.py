@@ -104,6 +104,16 @@ def test_fixed_batches_share_tokens():
         validation_batches([short], 64, 128, 4)
 
 
+def test_fixed_batches_number_documents():
+    first = TokenStream.of([Shard.of(documents(5, 25, 10))])
+    tail = split_tail(TokenStream.of([Shard.of(documents(20, 10))]), 0.5)[1]  # opens inside a document
+    batches = fixed_batches([first, tail], [0.75, 0.25], 10, 40, 3)
+    numbers = torch.cat([batch["documents"] for batch in batches]).flatten()
+    # One that spans three windows is one; the next stream's is another.
+    assert numbers.unique_consecutive(return_counts=True)[1].tolist() == [5, 25, 5, 5]
+    assert numbers.unique().numel() == 4
+
+
 @pytest.fixture(scope="module")
 def batch() -> dict[str, torch.Tensor]:
     """Two rows of 24 tokens; documents begin at 0, 9 and 16 of the first, 0, 1 and 13 of the second."""

@@ -50,7 +50,7 @@ def test_a_converted_model(converted: Path) -> None:
     record = json.loads((converted / "conversion.json").read_text())
     proof, found = record["verification"], sections["Conversion proof"]
     assert f"bit for bit (tolerance 0): all layers, {proof['all_heads_active']['tokens']:,} tokens" in found
-    assert f"{proof['held_out_tokens']:,} tokens of held-out text" in found
+    assert f"{proof['held_out_tokens']:,} tokens of held-out text (1 document, no interval; base's" in found
     ratio, kl = proof["converted"]["perplexity_ratio"], proof["converted"]["kl"]
     assert f"| {ratio:#.5g} | {kl:#.3g} |" in found.split("the converted model |")[1]
     assert "licensed" not in card and "`mit`, inherited from the base, according to LICENSE.txt of the base" in card
@@ -70,16 +70,32 @@ def test_a_converted_model(converted: Path) -> None:
     assert "2410.11842" in sections["Citation"] and "ICML" in sections["Citation"]
 
 
+def test_figures_carry_documents_and_intervals(converted: Path) -> None:
+    proof = json.loads((converted / "conversion.json").read_text())["verification"]
+    figures = proof["converted"] | {"perplexity_ratio": 1.03, "ratio_interval": [1.0125, 1.0444]}
+    figures |= {"kl": 0.04, "kl_interval": [0.0312, 0.0523]}
+    proof |= {"held_out_documents": 1234, "converted": figures}
+    change(converted / "conversion.json", verification=proof)
+    card = build_card(converted, NAME)
+    found = check_card(card)["Conversion proof"]
+    assert "tokens of held-out text (1,234 documents; base's" in found and "95 % intervals by bootstrap" in found
+    assert "| 1.0300 (1.0125 to 1.0444) | 0.0400 (0.0312 to 0.0523) |" in found
+    assert "on held-out text, 1,234 documents (95 % interval 1.0125 to 1.0444)." in card
+
+
 def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
     card = build_card(tuned, NAME)
     sections = check_card(card)
     assert build_card(tuned, NAME, run=tuned.parent) == card
     assert "Tuned on 192 tokens, it has 1.1000 times the perplexity of its base" in card
+    assert "of its base on held-out text, 40 documents (95 % interval 1.0812 to 1.1234)." in card
+    assert "tokens of text that the same mixture holds out (40 documents)" in sections["Recovery"]
+    saved = "| 192 (saved model) | 22.000 | 1.1000 (1.0812 to 1.1234) | 0.0500 (0.0410 to 0.0620) | 90.00% |"
+    assert saved in sections["Recovery"]
     assert "192 tokens of the mixture `tiny`" in sections["Text it was trained on"]
     assert "| `books` | 100.00% | 100.00% | 192 | 0.500 | 0 |" in sections["Text it was trained on"]
     assert "| steps | 6 of 6, each 2 blocks of 16 tokens |" in sections["Training"]
-    assert "| 0 | 30.000 | 1.5000 | 0.500 | 90.00% |" in sections["Recovery"]
-    assert "| 192 (saved model) | 22.000 | 1.1000 | 0.0500 | 90.00% |" in sections["Recovery"]
+    assert "| 0 | 30.000 | 1.5000 (1.0812 to 1.1234) | 0.500 (0.0410 to 0.0620) | 90.00% |" in sections["Recovery"]
     assert "before any training" in sections["Conversion proof"]
 
 

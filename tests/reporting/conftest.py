@@ -26,7 +26,12 @@ def _log_lines(steps: int, every: int, scale: float) -> list[Line]:
         if step % every == 0:
             ratio = 1 + scale / (step + 1)
             line["validation"] = {"tokens": 512, "perplexity": 20 * ratio, "reference_perplexity": 20.0}
-            line["validation"] |= {"kl": scale / (step + 2), "top1_agreement": 1 - 0.1 * scale / (step + 1)}
+            line["validation"] |= {"documents": 12, "ratio_interval": [ratio - 0.01, ratio + 0.02]}
+            line["validation"] |= {
+                "kl_interval": None,
+                "kl": scale / (step + 2),
+                "top1_agreement": 1 - 0.1 * scale / (step + 1),
+            }
         lines.append(line)
     return lines
 

@@ -29,6 +29,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def test_one_run_gets_its_report_in_its_folder(make_run: MakeRun) -> None:
     saved = {"tokens": 512, "perplexity": 22.0, "reference_perplexity": 20.0, "kl": 0.05, "top1_agreement": 0.9}
+    saved |= {"documents": 12, "ratio_interval": [1.0812, 1.1234], "kl_interval": [0.041, 0.062]}
     run = make_run("run", scale=0.3, record={"evaluation": saved})
     assert report(run) == 0
     (found,) = read(run / "report")["runs"]
@@ -50,8 +51,12 @@ def test_one_run_gets_its_report_in_its_folder(make_run: MakeRun) -> None:
     assert [score["kl"] for score in found["scores"]] == pytest.approx([0.15, 0.06, 0.3 / 8])
     assert found["saved_model"]["ratio"] == pytest.approx(1.1)
     page = (run / "report" / "report.md").read_text()
-    assert "| 96 | 21.500 | 20.000 | 1.0750 | 0.0600 | 99.25 |" in page
-    assert "| 192 (saved) | 22.000 | 20.000 | 1.1000 | 0.0500 | 90.00 |" in page
+    assert "| 96 | 12 | 21.500 | 20.000 | 1.0750 (1.0650 to 1.0950) | 0.0600 | 99.25 |" in page
+    ratio, kl = "1.1000 (1.0812 to 1.1234)", "0.0500 (0.0410 to 0.0620)"
+    assert f"| 192 (saved) | 12 | 22.000 | 20.000 | {ratio} | {kl} | 90.00 |" in page
+    html = (run / "report" / "report.html").read_text()
+    assert "1.1000, 95 % interval 1.0812 to 1.1234; 12 documents" in html
+    assert "0.0500, 95 % interval 0.0410 to 0.0620; 12 documents" in html
 
 
 def test_pictures_are_linked_and_follow_the_data(make_run: MakeRun, tmp_path: Path) -> None:
@@ -135,7 +140,7 @@ def test_a_run_without_a_base_to_compare_with(make_run: MakeRun, log_lines: LogL
     (found,) = read(run / "report")["runs"]
     assert [score["perplexity"] for score in found["scores"]] == [30.0, 27.0, 24.0]
     assert {score["ratio"] for score in found["scores"]} == {None}
-    assert "| 96 | 27.000 | - | - | - | - |" in (run / "report" / "report.md").read_text()
+    assert "| 96 | - | 27.000 | - | - | - | - |" in (run / "report" / "report.md").read_text()
 
 
 @pytest.fixture

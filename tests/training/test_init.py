@@ -176,7 +176,8 @@ def test_both_twins_learn_from_scratch(initialise, configure, architecture: str)
     scratch = {"objective.kind": "cross_entropy", "optimizer.router_learning_rate": "null", "evaluation.every": 20}
     config = configure(model=str(folder), max_steps=20, **scratch, **{"optimizer.learning_rate": 3e-3})
     record = train(config)
-    assert set(record["evaluation"]) == {"tokens", "perplexity", "dtype"}  # random weights are no base to compare with
+    # Random weights are no base to compare with.
+    assert set(record["evaluation"]) == {"tokens", "documents", "perplexity", "dtype"}
     sections = check_card(build_card(Path(config.output) / "model", None))
     assert "were drawn at random" in sections["Base model and licence"] and "| 20 of 20, each" in sections["Training"]
     log = [json.loads(line) for line in (Path(config.output) / "log.jsonl").read_text().splitlines()]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moh_llm.intervals import show_documents, show_interval
 from moh_llm.records.lineage import in_words
 from moh_llm.reporting.figures import EXACT, SETTINGS, loss_titles, score_titles
 from moh_llm.reporting.groups import Group
@@ -40,12 +41,19 @@ def run_rows(run: TrainingRun) -> RunRows:
     name, its = in_words([run.reference])
     facts = [*run_facts(found).items()]
     if scores and scores[-1]["ratio"] is not None:
-        facts.append((f"held-out perplexity, ratio to {its}", f"{scores[-1]['ratio']:.4f}"))
+        facts.append((f"held-out perplexity, ratio to {its}", _with_interval(scores[-1], "ratio")))
     if scores and scores[-1]["kl"] is not None:
-        facts.append((f"held-out KL to {name}", f"{scores[-1]['kl']:.4f} nats per token"))
+        facts.append((f"held-out KL to {name}, nats per token", _with_interval(scores[-1], "kl")))
     if scores and scores[-1].get("all_heads_kl") is not None:
         facts.append((f"the same with all heads on, KL to {name}", f"{scores[-1]['all_heads_kl']:.4f} nats per token"))
     return RunRows(run.name, facts, _receipt(run))
+
+
+def _with_interval(score: Record, key: str) -> str:
+    """A figure, its 95 % interval, and the number of documents that both rest on."""
+    bounds, documents = score[f"{key}_interval"], score["held_out_documents"]
+    text = f"{score[key]:.4f}" + ("" if bounds is None else f", 95 % interval {show_interval(bounds, '.4f')}")
+    return text if documents is None else f"{text}; {show_documents(documents)}"
 
 
 def training_charts(groups: Sequence[Group]) -> list[Chart]:

@@ -1,0 +1,65 @@
+"""95 % intervals of perplexity ratio and KL, by bootstrap over documents, and how they read.
+
+Tokens of one document are alike, documents are not: what is drawn anew is documents, not tokens.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+Interval = list[float]  # its two ends, as a JSON record has them
+
+# What is summed over the predicted tokens of a document, and the columns of the sums.
+SUMMED = ("tokens", "cross_entropy", "reference_cross_entropy", "kl", "agreement")
+RESAMPLES = 2000
+
+
+def perplexity_ratios(sums: np.ndarray) -> np.ndarray:
+    """Perplexity ratios `[R]` of R rows of sums, `[R, 5]`."""
+    return np.exp((sums[:, 1] - sums[:, 2]) / sums[:, 0])
+
+
+def kls(sums: np.ndarray) -> np.ndarray:
+    """KL per token `[R]` of R rows of sums, `[R, 5]`."""
+    return sums[:, 3] / sums[:, 0]
+
+
+def interval(
+    texts: Sequence[np.ndarray], figure: Callable[[np.ndarray], np.ndarray], resamples: int = RESAMPLES
+) -> Interval | None:
+    """95 % interval, by bootstrap over documents, of a figure's mean over texts.
+
+    As many documents as a text has are drawn from it with replacement, `resamples` times, and the
+    figure taken of the sums over those: a long document weighs more, as in the figure itself. The
+    draws are the same in every call.
+
+    Args:
+        texts: per text the sums over its documents, `[D, 5]` (see `SUMMED`).
+        figure: `perplexity_ratios` or `kls`.
+        resamples: how often.
+
+    Returns:
+        The 2.5th and 97.5th percentile; None where a text has fewer than two documents.
+    """
+    if min(map(len, texts)) < 2:
+        return None
+    generator, found = np.random.default_rng(0), np.zeros(resamples)
+    for sums in texts:
+        drawn = generator.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), resamples)
+        found += figure(drawn.astype(np.float64) @ sums)
+    return np.percentile(found / len(texts), (2.5, 97.5)).tolist()
+
+
+def show_interval(bounds: Sequence[float] | None, form: str) -> str:
+    """An interval as it reads in a table: ``1.012 to 1.034``, or ``no interval``."""
+    return "no interval" if bounds is None else f"{bounds[0]:{form}} to {bounds[1]:{form}}"
+
+
+def show_figure(value: float, bounds: Sequence[float] | None, form: str, between: str = " ") -> str:
+    """A figure and, where there is one, its interval: ``1.020 (1.012 to 1.034)``."""
+    return f"{value:{form}}" + ("" if bounds is None else f"{between}({show_interval(bounds, form)})")
+
+
+def show_documents(number: int) -> str:
+    """``120 documents``, or ``1 document, no interval``."""
+    return f"{number:,} documents" if number != 1 else "1 document, no interval"
