@@ -234,7 +234,7 @@ class MoHStandIn(nn.Module):
             gate: of all heads, `[B, T, H]`, in the dtype of `head_outputs`.
             hidden_states: the attention layer's input `[B, T, C]`.
             value_states: values of these tokens `[B, T, KV, D]`.
-            is_first: whether a token stands at position 0, `[B or 1, T]`.
+            is_first: whether a token is the first of its document, `[B or 1, T]`.
             gated: `head_outputs` are times their gate already.
         """
         dtype = head_outputs.dtype
