@@ -244,6 +244,14 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         )
 
 
+def predicted_tokens(
+    labels: torch.Tensor, shift_labels: torch.Tensor | None = None, ignore_index: int = -100, **kwargs
+) -> torch.Tensor:
+    """How many tokens of each row `[B]` the cross-entropy is taken over, given the arguments that it gets."""
+    targets = labels[:, 1:] if shift_labels is None else shift_labels
+    return (targets != ignore_index).sum(-1)
+
+
 class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
     """MoH-LLaMA with a language-modelling head."""
 
@@ -276,8 +284,10 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
 
         Arguments are those of `LlamaForCausalLM`. With `output_router_logits` (default: the
         config's) the output holds `router_logits` (per layer `[B, T, U]`) and `aux_loss`, the
-        load-balance loss of Eq. 7 averaged over layers; given `labels`, `loss` is then
-        cross-entropy + `router_aux_loss_coef` * `aux_loss` (Eq. 8).
+        load-balance loss of Eq. 7 averaged over layers and rows; given `labels`, `loss` is then
+        cross-entropy + `router_aux_loss_coef` * `aux_loss` (Eq. 8), and rows count in `aux_loss` by
+        their predicted tokens. With `num_items_in_batch`, the predicted tokens of all passes that make
+        one step, both terms of `loss` are this pass's part of the step's loss.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -299,9 +309,13 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         if output_router_logits:
             top_k = [router.top_k for router in self.routers]
-            aux_loss = load_balancing_loss(outputs.router_logits, top_k, attention_mask)
+            predicted = None if labels is None else predicted_tokens(labels, **kwargs)
+            aux_loss = load_balancing_loss(outputs.router_logits, top_k, attention_mask, predicted)
             if loss is not None:
-                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+                weight = self.config.router_aux_loss_coef
+                if (of_step := kwargs.get("num_items_in_batch")) is not None:
+                    weight = weight * predicted.sum().to(loss.device) / of_step
+                loss = loss + weight * aux_loss.to(loss.device)
 
         return MoeCausalLMOutputWithPast(
             loss=loss,
