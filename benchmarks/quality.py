@@ -175,7 +175,7 @@ def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
 
         def keep(module, args, kwargs, state=state):
             state["x"] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            state["first"] = kwargs["position_embeddings"][1][..., 0] == 0
+            state["first"] = kwargs["is_first"]
 
         def values(module, args, output, state=state):
             state["v"] = output

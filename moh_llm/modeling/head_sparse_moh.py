@@ -20,6 +20,7 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .documents_moh import first_seen
 from .head_sparse_decoding_moh import head_sparse_decoding
 from .head_sparse_kernels_moh import forward_kernel, key_gradient_kernel, query_gradient_kernel, triton
 from .head_sparse_lists_moh import Lists, all_positions, selected_positions
@@ -204,13 +205,13 @@ def attention_forward(
     scaling: float,
     head_gate: torch.Tensor,
     dropout: float = 0.0,
-    position_ids: torch.Tensor | None = None,
+    is_first: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """The backend, as `ALL_ATTENTION_FUNCTIONS` calls it; what it returns is gated already.
 
-    Without a mask and a cache positions that restart begin another document, which sees nothing
-    of those before it, as with the other backends.
+    Without a mask and a cache the tokens in `is_first` `[B or 1, T]` begin another document, which sees
+    nothing of those before it, as with the other backends.
     """
     if lacking := what_lacks(query.device):
         raise RuntimeError(f"attn_implementation={NAME!r} needs {lacking}; 'sdpa' and 'eager' run without")
@@ -225,9 +226,8 @@ def attention_forward(
     if torch.is_autocast_enabled(query.device.type):  # rotary embedding leaves queries and keys in float32
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     first = None
-    if attention_mask is None and position_ids is not None and key.shape[2] == query.shape[2]:
-        first = torch.arange(query.shape[2], device=query.device) - position_ids
-        first = first.clamp_min(0).to(torch.int32).expand(query.shape[0], -1).contiguous()
+    if attention_mask is None and is_first is not None:
+        first = first_seen(is_first).expand(query.shape[0], -1).contiguous()
     key_mask = attention_mask.to(torch.int8).contiguous() if padded else None
     # Triton starts kernels on the current device, which need not be that of a layer of a model on several.
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():

@@ -14,7 +14,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -27,10 +27,11 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_moh_llama import MoHLlamaConfig
+from .documents_moh import first_tokens
 
 # Not used here: transformers 5.2 fetches the files that this one imports, and not what those import.
 from .head_sparse_decoding_moh import head_sparse_decoding  # noqa: F401
@@ -65,9 +66,13 @@ class MoHLlamaAttention(LlamaAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        is_first: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and the weights, if any."""
+        """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and the weights, if any.
+
+        `is_first` `[B or 1, T]` is what `first_tokens` gives; stand-ins need it, and so does "moh_sparse".
+        """
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
 
@@ -93,12 +98,10 @@ class MoHLlamaAttention(LlamaAttention):
         gates_itself = self.config._attn_implementation == HEAD_SPARSE
         if gates_itself:
             kwargs["head_gate"] = gate
-            if past_key_values is not None:
-                kwargs.pop("position_ids", None)  # documents are told apart without a cache only
-                if past_key_values.is_compileable:
-                    raise ValueError(
-                        f"attn_implementation={HEAD_SPARSE!r} does not work with static caches; use 'sdpa'"
-                    )
+            if past_key_values is None:  # documents are told apart without a cache only
+                kwargs["is_first"] = is_first
+            elif past_key_values.is_compileable:
+                raise ValueError(f"attn_implementation={HEAD_SPARSE!r} does not work with static caches; use 'sdpa'")
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -115,9 +118,9 @@ class MoHLlamaAttention(LlamaAttention):
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
         gate, head_outputs = gate.to(head_outputs.dtype), head_outputs.reshape(head_shape)
         if self.stand_in is not None:
-            # Position 0 is where nothing is rotated, not even by the fastest frequency. Where the gate is 1 this adds
-            # an exact zero.
-            is_first = sin[..., 0] == 0
+            if is_first is None:
+                raise ValueError("stand-ins need is_first, which MoHLlamaModel.forward gives to its layers")
+            # Where the gate is 1 this adds an exact zero.
             head_outputs = self.stand_in(head_outputs, gate, hidden_states, own_values, is_first, gates_itself)
         elif not gates_itself:
             head_outputs = head_outputs * gate.unsqueeze(-1)
@@ -192,7 +195,7 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
 
 
 class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
-    """The decoder without a head on top; its forward pass is LLaMA's."""
+    """The decoder without a head on top; its forward pass is LLaMA's, whose layers also get the documents' starts."""
 
     def __init__(self, config: MoHLlamaConfig):
         # LlamaModel's own __init__ would build dense layers only to drop them.
@@ -205,6 +208,48 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
+
+    @merge_with_config_defaults
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast | tuple:
+        """Hidden states `[B, T, C]` of LLaMA's arguments."""
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        implementation = self.config._attn_implementation
+        if inputs is not None and (self.config.head_stand_in != "none" or implementation == HEAD_SPARSE):
+            kwargs["is_first"] = first_tokens(
+                inputs,
+                attention_mask,
+                position_ids,
+                past_key_values,
+                use_cache=bool(use_cache),
+                implementation=implementation,
+                paged=kwargs.get("cache") is not None,
+            )
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+
+def predicted_tokens(
+    labels: torch.Tensor, shift_labels: torch.Tensor | None = None, ignore_index: int = -100, **kwargs
+) -> torch.Tensor:
+    """How many tokens of each row `[B]` the cross-entropy is taken over, given the arguments that it gets."""
+    targets = labels[:, 1:] if shift_labels is None else shift_labels
+    return (targets != ignore_index).sum(-1)
 
 
 class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
@@ -239,8 +284,10 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
 
         Arguments are those of `LlamaForCausalLM`. With `output_router_logits` (default: the
         config's) the output holds `router_logits` (per layer `[B, T, U]`) and `aux_loss`, the
-        load-balance loss of Eq. 7 averaged over layers; given `labels`, `loss` is then
-        cross-entropy + `router_aux_loss_coef` * `aux_loss` (Eq. 8).
+        load-balance loss of Eq. 7 averaged over layers and rows; given `labels`, `loss` is then
+        cross-entropy + `router_aux_loss_coef` * `aux_loss` (Eq. 8), and rows count in `aux_loss` by
+        their predicted tokens. With `num_items_in_batch`, the predicted tokens of all passes that make
+        one step, both terms of `loss` are this pass's part of the step's loss.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -262,9 +309,13 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         if output_router_logits:
             top_k = [router.top_k for router in self.routers]
-            aux_loss = load_balancing_loss(outputs.router_logits, top_k, attention_mask)
+            predicted = None if labels is None else predicted_tokens(labels, **kwargs)
+            aux_loss = load_balancing_loss(outputs.router_logits, top_k, attention_mask, predicted)
             if loss is not None:
-                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+                weight = self.config.router_aux_loss_coef
+                if (of_step := kwargs.get("num_items_in_batch")) is not None:
+                    weight = weight * predicted.sum().to(loss.device) / of_step
+                loss = loss + weight * aux_loss.to(loss.device)
 
         return MoeCausalLMOutputWithPast(
             loss=loss,

@@ -33,21 +33,26 @@ def straight_through(hard: torch.Tensor | float, soft: torch.Tensor) -> torch.Te
 
 
 def load_balancing_loss(
-    router_logits: Sequence[torch.Tensor], top_k: Sequence[int], attention_mask: torch.Tensor | None = None
+    router_logits: Sequence[torch.Tensor],
+    top_k: Sequence[int],
+    attention_mask: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Load-balance loss of Eq. 7, averaged over the layers that have routed heads.
+    """Load-balance loss of Eq. 7 of each row, averaged over rows and over the layers that have routed heads.
 
-    Per layer: sum over routed units of P_i * f_i, with P_i the mean over tokens of the unit's
-    softmax score and f_i the share of tokens that select it. Even load gives K / U.
+    Per row and layer: sum over routed units of P_i * f_i, with P_i the mean over the row's tokens of the
+    unit's softmax score and f_i the share of them that select it. Even load gives K / U. It is taken per
+    row because a product of means is not additive over passes of some rows each; a mean over rows is.
 
     Args:
         router_logits: per layer `[B, T, U]`; layers may differ in U, and U may be 0.
         top_k: per layer, how many routed units a token selects, K.
         attention_mask: optional `[B, >= T]`, 0 where a position is padding; its last T columns
             belong to the logits (earlier ones to the cache). Masks of other ranks are ignored.
+        row_weights: optional `[B]`, how much a row counts in the mean; default: its number of tokens.
 
     Returns:
-        Scalar, float32 at least; zero when no layer has routed heads.
+        Scalar, float32 at least; zero when no layer has routed heads, and where no row counts.
     """
     losses = []
     for logits, k in zip(router_logits, top_k, strict=True):
@@ -55,12 +60,14 @@ def load_balancing_loss(
             continue
         scores = logits.softmax(-1)
         selected = select_top_k(logits, k)
+        mask = torch.ones_like(logits[..., :1])
         if attention_mask is not None and attention_mask.dim() == 2:
-            mask = attention_mask[:, -logits.shape[1] :, None].to(device=logits.device, dtype=logits.dtype)
-            share = mask / mask.sum().clamp_min(1)
-        else:
-            share = torch.full_like(logits[..., :1], 1 / (logits.shape[0] * logits.shape[1]))
-        losses.append(((scores * share).sum((0, 1)) * (selected * share).sum((0, 1))).sum())
+            mask = attention_mask[:, -logits.shape[1] :, None].to(mask)
+        tokens = mask.sum(1, keepdim=True)
+        share = mask / tokens.clamp_min(1)
+        rows = ((scores * share).sum(1) * (selected * share).sum(1)).sum(-1)
+        weights = tokens[:, 0, 0] if row_weights is None else row_weights.to(rows)
+        losses.append((rows * weights).sum() / weights.sum().clamp_min(1))
     if not losses:
         return torch.zeros((), device=router_logits[0].device if router_logits else None)
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
@@ -234,7 +241,7 @@ class MoHStandIn(nn.Module):
             gate: of all heads, `[B, T, H]`, in the dtype of `head_outputs`.
             hidden_states: the attention layer's input `[B, T, C]`.
             value_states: values of these tokens `[B, T, KV, D]`.
-            is_first: whether a token stands at position 0, `[B or 1, T]`.
+            is_first: whether a token is the first of its document, `[B or 1, T]`.
             gated: `head_outputs` are times their gate already.
         """
         dtype = head_outputs.dtype

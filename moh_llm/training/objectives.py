@@ -51,8 +51,8 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
         router_logits: per layer `[B, L, U]`.
         routers: the layers' routers, which know how many units a token selects.
     """
-    # The model's own loss takes a batch as one text. Here blocks stay apart, without a loop over them, and layers that
-    # route alike are taken together: one by one they would be thousands of small operations.
+    # The model's own loss of each row, without padding. Layers that route alike are taken together: one by one they
+    # would be thousands of small operations.
     alike: dict[tuple[int, int], list[torch.Tensor]] = {}
     for logits, router in zip(router_logits, routers, strict=True):
         if logits.shape[-1]:

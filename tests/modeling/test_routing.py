@@ -75,22 +75,26 @@ def test_heads_of_equal_norm_are_routed(norm):
     assert set(gate.unique().tolist()) == {0.0, 1.0} and (gate.sum(-1) == 4).all()
 
 
-def test_balance_loss_is_the_equation():
+@pytest.mark.parametrize("row_weights", [None, [3, 1]])
+def test_balance_loss_is_the_equation(row_weights):
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(2, 7, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
     mask = torch.ones(2, 7)
     mask[0, :3] = 0
-    expected = []
+    expected = 0
     for layer, k in zip(logits, (1, 2, 5), strict=True):
-        tokens = [layer[b, t] for b in range(2) for t in range(7) if mask[b, t]]
-        p = torch.stack([token.softmax(-1) for token in tokens]).mean(0)
-        f = torch.zeros(5, dtype=torch.float64)
-        for token in tokens:
-            for head in token.argsort(descending=True)[:k]:
-                f[head] += 1 / len(tokens)
-        expected.append((p * f).sum())
-    got = load_balancing_loss(logits, (1, 2, 5), mask)
-    torch.testing.assert_close(got, torch.stack(expected).mean())
+        for row, tokens in enumerate([layer[0, 3:], layer[1]]):
+            f = [0.0] * 5
+            for token in tokens:
+                for head in token.argsort(descending=True)[:k]:
+                    f[head] += 1 / len(tokens)
+            p = [sum(token.softmax(-1)[head] for token in tokens) / len(tokens) for head in range(5)]
+            # By default a row counts by its tokens.
+            weight = (row_weights or [4, 7])[row] / sum(row_weights or [4, 7])
+            expected += weight * sum(a * b for a, b in zip(p, f, strict=True)) / 3
+    weights = None if row_weights is None else torch.tensor(row_weights)
+    got = load_balancing_loss(logits, (1, 2, 5), mask, weights)
+    torch.testing.assert_close(got, expected)
 
 
 def test_balance_loss_of_even_load_is_k_over_r():

@@ -1,0 +1,263 @@
+"""Padding and packed documents against each document alone: by the naive loop, and by transformers' own masks."""
+
+import importlib.util
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers.masking_utils import create_causal_mask
+
+from moh_llm.modeling import MoHLlamaForSequenceClassification
+from moh_llm.modeling.documents_moh import first_seen, first_tokens
+
+_spec = importlib.util.spec_from_file_location("naive", Path(__file__).with_name("naive.py"))
+naive = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(naive)
+
+PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_stand_in": "value"}
+LENGTHS = [24, 17, 1, 0]
+
+
+def padded_rows(ids: torch.Tensor, side: str) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
+    """Rows of `LENGTHS` tokens and a mask, both `[4, 24]`, and where the tokens of each row are."""
+    padded, mask = torch.zeros(4, 24, dtype=torch.int64), torch.zeros(4, 24, dtype=torch.int64)
+    places = [slice(24 - length, 24) if side == "left" else slice(0, length) for length in LENGTHS]
+    for row, place in enumerate(places[:3]):
+        padded[row, place], mask[row, place] = ids[row, : LENGTHS[row]], 1
+    return padded, mask, places
+
+
+def four_dims(mask: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The whole mask `[B, 1, T, T]`, boolean or added to the scores."""
+    seen = (mask[:, None, None, :] != 0) & torch.ones(mask.shape[1], mask.shape[1]).tril().bool()
+    if dtype is None:
+        return seen
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def check_rows(moh, got: torch.Tensor, ids: torch.Tensor, places: list[slice]) -> None:
+    """Logits of each row's tokens are those of the naive loop on the row alone."""
+    weights = {name: tensor.double().numpy() for name, tensor in moh.state_dict().items()}
+    for row, place in enumerate(places[:3]):
+        expected = naive.logits(moh.config, weights, ids[row, : LENGTHS[row]].numpy())
+        np.testing.assert_allclose(got[row, place].numpy(), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "fields"),
+    [
+        ("sdpa", {}),
+        ("sdpa", {"num_key_value_heads": 4}),
+        ("sdpa", {"num_key_value_heads": 1}),
+        ("sdpa", {"head_stand_in": "none"}),
+        ("eager", {}),
+        ("moh_sparse", {}),
+        ("moh_sparse", {"num_key_value_heads": 1, "head_stand_in": "none"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())) or "-",
+)
+def test_padded_rows_are_the_rows_alone(make_pair, ids, implementation, fields):
+    if implementation == "moh_sparse":
+        pytest.importorskip("triton")
+    # Eager attention has its softmax in float32, where float64's masks overflow; LLaMA gives NaN there, too.
+    dtype = torch.float64 if implementation == "sdpa" else torch.float32
+    _, moh = make_pair(attn_implementation=implementation, dtype=dtype, **PLAN | fields)
+    embed = moh.get_input_embeddings()
+    with torch.no_grad():
+        for side in ("left", "right") if implementation != "moh_sparse" else ("left",):
+            padded, mask, places = padded_rows(ids, side)
+            counted = (mask.cumsum(1) - 1).clamp_min(0)
+            calls = {
+                "mask": {"attention_mask": mask},
+                "positions": {"attention_mask": mask, "position_ids": counted},
+                "shifted": {"attention_mask": mask, "position_ids": counted + 9, "use_cache": False},
+            }
+            if implementation != "moh_sparse":
+                whole = four_dims(mask, None if implementation == "sdpa" else dtype)
+                calls["4 dims"] = {"attention_mask": whole, "use_cache": False}
+                calls["embeds"] = {"attention_mask": mask.bool(), "inputs_embeds": embed(padded), "input_ids": None}
+            for arguments in calls.values():
+                check_rows(moh, moh(**{"input_ids": padded} | arguments).logits, ids, places)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "moh_sparse"])
+def test_packed_documents_are_the_documents_alone_wherever_their_positions_begin(make_pair, ids, implementation):
+    if implementation == "moh_sparse":
+        pytest.importorskip("triton")
+    dtype = torch.float32 if implementation == "moh_sparse" else torch.float64
+    _, moh = make_pair(attn_implementation=implementation, dtype=dtype, **PLAN)
+    packed = torch.cat([ids[row, :length] for row, length in enumerate(LENGTHS[:3])])[None]
+    for starts in ([0, 0, 0], [3, 50, 7]):
+        positions = torch.cat([torch.arange(s, s + length) for s, length in zip(starts, LENGTHS, strict=False)])[None]
+        with torch.no_grad():
+            got = moh(packed, position_ids=positions, use_cache=False).logits[0]
+        check_rows(moh, torch.stack([got, got, got]), ids, [slice(0, 24), slice(24, 41), slice(41, 42)])
+
+
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+def test_padded_rows_in_chunks_over_a_cache(make_pair, ids, cache):
+    _, moh = make_pair(dtype=torch.float64, **PLAN)
+    padded, mask, places = padded_rows(ids, "left")
+    past = DynamicCache(config=moh.config) if cache is DynamicCache else StaticCache(moh.config, max_cache_len=30)
+    got, done = [], 0
+    with torch.no_grad():
+        # Row 1 begins in the first chunk, row 2 with the last single token.
+        for count in (10, 12, 1, 1):
+            done += count
+            output = moh(padded[:, done - count : done], attention_mask=mask[:, :done], past_key_values=past)
+            got.append(output.logits)
+    check_rows(moh, torch.cat(got, 1), ids, places)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_cache": False}, {"prefill_chunk_size": 5}, {"num_beams": 2}], ids=str)
+def test_generation_of_padded_rows(make_pair, ids, settings):
+    _, moh = make_pair(**PLAN)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | settings
+    padded, mask, places = padded_rows(ids, "left")
+    together = moh.generate(padded[:3], attention_mask=mask[:3], **settings)[:, -6:]
+    for row, place in enumerate(places[:3]):
+        assert torch.equal(together[row], moh.generate(padded[row : row + 1, place], **settings)[0, -6:])
+
+
+def test_generation_of_padded_rows_with_a_static_cache(make_pair, ids):
+    _, moh = make_pair(**PLAN)
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    padded, mask, places = padded_rows(ids, "left")
+    static = {"cache_implementation": "static", "disable_compile": True}
+    together = moh.generate(padded[:3], attention_mask=mask[:3], **settings, **static)[:, -4:]
+    for row, place in enumerate(places[:3]):
+        assert torch.equal(together[row], moh.generate(padded[row : row + 1, place], **settings)[0, -4:])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_classes_of_padded_rows(make_pair, ids, side):
+    _, moh = make_pair(**PLAN, pad_token_id=0)
+    moh.config.num_labels = 5
+    classifier = MoHLlamaForSequenceClassification(moh.config).eval()
+    classifier.model = moh.model
+    padded, mask, places = padded_rows(ids, side)
+    with torch.no_grad():
+        together = classifier(padded[:3], attention_mask=mask[:3]).logits
+        for row, place in enumerate(places[:3]):
+            alone = classifier(padded[row : row + 1, place]).logits[0]
+            torch.testing.assert_close(together[row], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_checkpointed_layers_give_the_same_gradients(make_pair, ids):
+    _, moh = make_pair(**PLAN)
+    padded, mask, _ = padded_rows(ids, "left")
+    labels, found = padded.masked_fill(mask.cumsum(1) < 2, -100), []  # no padding predicts a row's first token
+    for checkpointed in (False, True):
+        if checkpointed:
+            moh.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        moh.train().zero_grad()
+        moh(padded, attention_mask=mask, labels=labels).loss.backward()
+        found.append([weight.grad.clone() for weight in moh.parameters()])
+    assert all(map(torch.equal, *found))
+    # A row's loss is felt by nothing that its padding holds.
+    assert not moh.get_input_embeddings().weight.grad[0].any()
+
+
+def test_compiled_and_exported_models_know_padding(make_pair, ids):
+    _, moh = make_pair(**PLAN)
+    padded, mask, places = padded_rows(ids, "left")
+    arguments = {"attention_mask": mask, "use_cache": False}
+    with torch.no_grad():
+        compiled = torch.compile(moh, fullgraph=True, backend="aot_eager")
+        check_rows(moh, compiled(padded, **arguments).logits, ids, places)
+        exported = torch.export.export(moh, (padded,), arguments, strict=False).module()
+        check_rows(moh, exported(padded, **arguments).logits, ids, places)
+
+
+def drawn_case(draw: random.Random) -> dict:
+    """Arguments of one call: some padding or none, some documents or one, some keys in a cache or none."""
+    batch, length, before = draw.randint(1, 3), draw.randint(1, 8), draw.choice([0, 0, 1, 5])
+    past = None
+    if before or draw.random() < 0.3:
+        past = DynamicCache()
+        if before:
+            past.update(torch.zeros(batch, 1, before, 2), torch.zeros(batch, 1, before, 2), 0)
+    mask = positions = None
+    if draw.random() < 0.6:
+        mask = torch.ones(batch, before + length, dtype=draw.choice([torch.int64, torch.bool, torch.float32]))
+        for row in mask:
+            row[: draw.randint(0, before + length)] = 0
+            if draw.random() < 0.3:
+                row[draw.randrange(before + length) :] = 0
+    if draw.random() < 0.7:
+        begins = [[draw.random() < 0.3 for _ in range(length)] for _ in range(draw.choice([1, batch]))]
+        positions = torch.tensor([[draw.randint(0, 3)] * length for _ in begins])
+        for row, begin in zip(positions, begins, strict=True):
+            for place in range(1, length):
+                row[place] = draw.randint(0, 3) if begin[place] else row[place - 1] + 1
+    return {"inputs": torch.zeros(batch, length, 4), "mask": mask, "positions": positions, "past": past}
+
+
+def test_first_tokens_are_those_that_transformers_masks_show_themselves_only():
+    config = LlamaConfig(hidden_size=4, num_attention_heads=1, num_hidden_layers=1)
+    draw, seen = random.Random(0), set()
+    for _ in range(400):
+        case = drawn_case(draw)
+        inputs, mask, positions, past = case["inputs"], case["mask"], case["positions"], case["past"]
+        for implementation in ("eager", "sdpa"):
+            config._attn_implementation = implementation
+            whole = create_causal_mask(config, inputs, mask, past, positions, allow_is_causal_skip=False)
+            visible = (whole if implementation == "sdpa" else whole == 0).expand(inputs.shape[0], -1, -1, -1)[:, 0]
+            real = visible.any(-1)
+            if mask is not None:
+                real &= mask[:, -inputs.shape[1] :] != 0
+            expected = visible.sum(-1) == 1
+            got = first_tokens(inputs, mask, positions, past, False, implementation).expand_as(expected)
+            assert torch.equal(got & real, expected & real), case
+            got = first_tokens(inputs, whole, positions, past, False, implementation).expand_as(expected)
+            assert torch.equal(got & real, expected & real), case
+            if mask is None and past is None:
+                seen_from = visible.int().argmax(-1).to(torch.int32)
+                assert torch.equal(first_seen(expected), seen_from)
+        seen.add((mask is None, past is None, positions is None, bool(expected[:, 1:].any())))
+    assert len(seen) >= 12  # of what is drawn each kind came
+
+
+def test_a_call_that_makes_a_cache_does_not_tell_documents_apart():
+    positions = torch.tensor([[0, 1, 0, 1]])
+    arguments = (torch.zeros(1, 4), None, positions, None)
+    assert first_tokens(*arguments, False, "sdpa").tolist() == [[True, False, True, False]]
+    assert first_tokens(*arguments, True, "sdpa").tolist() == [[True, False, False, False]]
+
+
+def test_flash_attention_tells_documents_of_a_single_row_apart():
+    positions = torch.tensor([[0, 1, 0, 1]])
+    for use_cache in (False, True):
+        one = first_tokens(torch.zeros(1, 4), None, positions, None, use_cache, "flash_attention_2")
+        assert one.tolist() == [[True, False, True, False]]
+        two = first_tokens(torch.zeros(2, 4), None, positions, None, use_cache, "flash_attention_2")
+        assert two.tolist() == [[True, False, False, False]]
+    past = DynamicCache()
+    past.update(torch.zeros(1, 1, 7, 2), torch.zeros(1, 1, 7, 2), 0)
+    behind = first_tokens(torch.zeros(1, 3), None, torch.tensor([[7, 8, 9]]), past, True, "flash_attention_2")
+    assert not behind.any()
+
+
+@pytest.mark.parametrize("how", [{"implementation": "an engine's"}, {"implementation": "sdpa", "paged": True}])
+def test_requests_that_go_on_have_no_first_token_where_keys_are_kept_elsewhere(how):
+    positions = torch.tensor([[8, 9, 0, 1, 30, 5]])  # a chunk, a new request, two that decode
+    got = first_tokens(torch.zeros(1, 6), None, positions, None, False, **how)
+    assert got.tolist() == [[False, False, True, False, False, False]]
+
+
+def test_nothing_waits_for_the_device():
+    """Reading a value of a fake tensor, as of a GPU's, raises."""
+    draw = random.Random(1)
+    for _ in range(50):
+        case = drawn_case(draw)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            inputs, mask, positions = (
+                None if tensor is None else fake.from_tensor(tensor)
+                for tensor in (case["inputs"], case["mask"], case["positions"])
+            )
+            for implementation in ("sdpa", "flash_attention_2", "an engine's"):
+                first_seen(first_tokens(inputs, mask, positions, case["past"], False, implementation))
