@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from moh_llm.addresses import without_passwords_in
 from moh_llm.errors import UserError
 
 # What the disk answers when the fault is the place to write to, not the program.
@@ -30,8 +31,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write ``record`` as indented JSON in one step. NaN and infinity are refused (ValueError)."""
-    write_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
+    """Write ``record`` as indented JSON in one step. NaN and infinity are refused (ValueError).
+
+    User and password of the addresses in it are left out.
+    """
+    text = json.dumps(record, indent=2, allow_nan=False)
+    if "@" in text and ":/" in text:
+        text = json.dumps(without_passwords_in(record), indent=2, allow_nan=False)
+    write_text(path, text + "\n")
 
 
 def read_json(path: Path) -> Any:

@@ -8,8 +8,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import quote
 
+from moh_llm.addresses import reason, shown
 from moh_llm.data.mixture import Source
-from moh_llm.data.opening import reason, shown
 from moh_llm.errors import UserError
 
 
