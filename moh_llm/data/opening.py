@@ -18,8 +18,7 @@ from moh_llm.addresses import shown
 from moh_llm.errors import UserError
 
 _CHUNK = 1 << 16  # bytes read at once; small, so that the position in the stored file tells something
-# Stored bytes that are decompressed at once. Four bytes can stand for a block of zstandard, 128 KiB, so this makes 16 MiB
-# at most.
+# Stored bytes that are decompressed at once. Four bytes can stand for a block of 128 KiB, so this makes 16 MiB at most.
 _ZSTD_PIECE = 1 << 9
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
