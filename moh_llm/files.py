@@ -120,17 +120,26 @@ def scratch_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder beside ``output``, for what is to be renamed into its place; removed at the end.
 
     What a killed process left is removed by the next one that makes the same output on that
-    machine. Raises UserError when the disk refuses.
+    machine. Raises UserError when the disk refuses, or when something else removed the folder meanwhile.
     """
     _clear_leftovers(output)
     temporary = output.with_name(f".{output.name}.{_host()}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        yield temporary
     except OSError as error:
-        if error.errno not in _DISK_REFUSALS:
-            raise
         raise UserError(f"cannot write {output}: {error.strerror}; free some space or name another place") from error
+    try:
+        yield temporary
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK_REFUSALS:
+            why = f"{error.strerror}; free some space or name another place"
+        elif not temporary.is_dir():
+            why = f"its temporary folder {temporary} was removed by something else; start again"
+        else:
+            raise
+        raise UserError(f"cannot write {output}: {why}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
