@@ -4,9 +4,13 @@ import argparse
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
+from types import TracebackType
+from typing import NoReturn
 
 from moh_llm import __version__
+from moh_llm.addresses import without_passwords
 from moh_llm.commands import (
     convert,
     data,
@@ -37,9 +41,19 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors hold no password; its subcommands' parsers are of this class, too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit with status 2."""
+        super().error(without_passwords(message))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 for bad input (one line on stderr), 130 when interrupted."""
-    parser = argparse.ArgumentParser(prog="moh-llm", description="Turn a pretrained LLM into a Mixture-of-Head model.")
+    if argv is None:  # as a program
+        sys.excepthook = _print_traceback
+    parser = _Parser(prog="moh-llm", description="Turn a pretrained LLM into a Mixture-of-Head model.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
@@ -48,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(run=module.run, main=main)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    args.command_line = shlex.join(["moh-llm", *argv])  # for the records that a command writes
+    args.command_line = without_passwords(shlex.join(["moh-llm", *argv]))  # for the records that a command writes
     # Progress of our own steps is shown; the libraries' bars for loading weights only add noise.
     if args.command != "publish":  # an upload is the library's own step
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -64,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing half-written was left in place of a result", file=sys.stderr)
         return 130
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What Python prints of a bug, without passwords."""
+    sys.stderr.write(without_passwords("".join(traceback.format_exception(kind, error, trace))))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from moh_llm.addresses import without_passwords_in
 from moh_llm.errors import UserError
 
 # What the disk answers when the fault is the place to write to, not the program.
@@ -30,8 +31,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write ``record`` as indented JSON in one step. NaN and infinity are refused (ValueError)."""
-    write_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
+    """Write ``record`` as indented JSON in one step. NaN and infinity are refused (ValueError).
+
+    User and password of the addresses in it are left out.
+    """
+    text = json.dumps(record, indent=2, allow_nan=False)
+    if "@" in text and ":/" in text:
+        text = json.dumps(without_passwords_in(record), indent=2, allow_nan=False)
+    write_text(path, text + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -113,17 +120,26 @@ def scratch_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder beside ``output``, for what is to be renamed into its place; removed at the end.
 
     What a killed process left is removed by the next one that makes the same output on that
-    machine. Raises UserError when the disk refuses.
+    machine. Raises UserError when the disk refuses, or when something else removed the folder meanwhile.
     """
     _clear_leftovers(output)
     temporary = output.with_name(f".{output.name}.{_host()}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        yield temporary
     except OSError as error:
-        if error.errno not in _DISK_REFUSALS:
-            raise
         raise UserError(f"cannot write {output}: {error.strerror}; free some space or name another place") from error
+    try:
+        yield temporary
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK_REFUSALS:
+            why = f"{error.strerror}; free some space or name another place"
+        elif not temporary.is_dir():
+            why = f"its temporary folder {temporary} was removed by something else; start again"
+        else:
+            raise
+        raise UserError(f"cannot write {output}: {why}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

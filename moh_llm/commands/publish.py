@@ -25,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="publish in spite of failed checks or proof, and say so in the card; secrets never leave",
     )
+    parser.add_argument(
+        "--allow-other-code",
+        action="store_true",
+        help="run and publish Python files that are not this version's own, and say so in the card; read them first",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             run=args.training_run,
             evaluation=args.evaluation,
             licence=args.licence,
+            allow_other_code=args.allow_other_code,
         )
     )
     return 0

@@ -178,7 +178,7 @@ def _computed(dtype: torch.dtype) -> torch.dtype:
 
 def _tokenize(options: ConversionOptions, base: BaseCheckpoint) -> list[TokenizedSource]:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(base.folder)
+        tokenizer = AutoTokenizer.from_pretrained(base.folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{base.name} has no tokenizer that loads ({' '.join(str(error).split())[:120]})") from error
     return sample_mixture(options.calibration, tokenizer, options.calibration_tokens, options.heldout_tokens)

@@ -2,15 +2,23 @@
 
 import fnmatch
 import glob
+import itertools
 import os
+import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import quote
 
+from moh_llm.addresses import reason, shown
 from moh_llm.data.mixture import Source
-from moh_llm.data.opening import reason, shown
+from moh_llm.data.opening import special_kind
 from moh_llm.errors import UserError
+
+MOST_ENTRIES = 4_000_000  # that a pattern with ** may look through, about ten seconds on a local disk
+_SYSTEM = tuple(map(Path, ("/dev", "/proc", "/sys")))
+_ESCAPED = re.compile(r"\[([*?[])\]")  # what glob.escape writes
+_LIST_CHARACTERS = 1 << 28  # of a list of addresses
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,40 @@ def locate(source: Source) -> list[SourceFile]:
 def _local(pattern: str, where: str) -> list[SourceFile]:
     # A file whose name holds [ or * is still found by its name.
     exact = Path(pattern).is_file()
+    if not exact:
+        _check_walk(pattern, where)
     matches = [pattern] if exact else sorted(glob.glob(pattern, recursive=True))
+    for match in matches:
+        if os.path.exists(match) and (kind := special_kind(match)):
+            raise UserError(f"{where}: {match} is {kind}, which is not read; name files, or take it out of the folder")
     files = [match for match in matches if Path(match).is_file()]
     if not files:
         raise UserError(f"{where}: no file at {pattern}")
     return [_described(Path(file)) for file in files]
+
+
+def _check_walk(pattern: str, where: str) -> None:
+    """Raise UserError where ``**`` would go through a whole machine or home, or through more than can be listed."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        return
+    # An escaped bracket or asterisk is no pattern.
+    plain = itertools.takewhile(lambda part: not glob.has_magic(_ESCAPED.sub("", part)), parts)
+    fixed = Path(*(_ESCAPED.sub(r"\1", part) for part in plain)).resolve()
+    home = Path.home().resolve()
+    if fixed in (*_SYSTEM, home, *home.parents) or any(system in fixed.parents for system in _SYSTEM):
+        raise UserError(f"{where}: {pattern} would look through all of {fixed}; name a folder of text in it")
+    seen = 0
+    for root in glob.glob(str(Path(*parts[: parts.index("**")]))):
+        # Links are followed, as the glob does, so that folders that link to each other have no end.
+        for _, folders, files in os.walk(root, followlinks=True):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            seen += len(folders) + len(files)
+            if seen > MOST_ENTRIES:
+                raise UserError(
+                    f"{where}: {pattern} would look through more than {MOST_ENTRIES:,} files and folders; name a "
+                    "folder further down, or remove a link that leads back up"
+                )
 
 
 def _described(path: Path) -> SourceFile:
@@ -90,8 +127,13 @@ def _listed(source: Source) -> list[str]:
     assert source.url_list is not None
     where = f"source {source.name}: list {SourceFile(source.url_list).name}"
     try:
+        if "://" not in source.url_list and (kind := special_kind(source.url_list)):
+            raise UserError(f"it is {kind}")
         with fsspec.open(source.url_list, "rt", encoding="utf-8") as file:
-            lines = [line.strip() for line in file]
+            text = file.read(_LIST_CHARACTERS + 1)
+        if len(text) > _LIST_CHARACTERS:
+            raise UserError(f"it is longer than {_LIST_CHARACTERS >> 20} MiB")
+        lines = [line.strip() for line in text.split("\n")]
     except Exception as error:
         raise UserError(f"{where} cannot be read: {reason(error)}") from error
     urls = [line for line in lines if line and not line.startswith("#")]

@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
+from moh_llm.addresses import shown, shown_in, without_passwords
 from moh_llm.errors import UserError
 
 # Text that every Python carries, so that everything runs with no download: see data/embedded.py.
@@ -165,6 +167,8 @@ def _source(name: str, values: Any, path: Path) -> Source:
         found["files"] = tuple(_expanded(pattern, path.parent, where) for pattern in found["files"])
     if "url_list" in found and "://" not in found["url_list"]:
         found["url_list"] = _expanded(found["url_list"], path.parent, where)
+    for address in (*found.get("urls", ()), found.get("url_list", "")):
+        _check_address(address, where)
     if "hub" in found and "data_files" not in found:
         raise UserError(f"{where}: hub={found['hub']} needs data_files, for example data/*.parquet")
     if found.get("builtin", BUILTIN_SOURCES[0]) not in BUILTIN_SOURCES:
@@ -196,8 +200,15 @@ def _filters(filters: Any, where: str) -> dict[str, Any]:
 def _texts(value: Any, where: str, several: bool = True) -> tuple[str, ...]:
     values = value if several and isinstance(value, list) else [value]
     if not values or not all(isinstance(text, str) and text for text in values):
-        raise UserError(f"{where}={value} must be a text" + (" or a list of texts" if several else ""))
+        raise UserError(f"{where}={shown_in(str(value))} must be a text" + (" or a list of texts" if several else ""))
     return tuple(values)
+
+
+def _check_address(address: str, where: str) -> None:
+    try:
+        urlsplit(address)
+    except ValueError as error:
+        raise UserError(f"{where}: {shown(address)} is not an address: {error}") from error
 
 
 def _expanded(pattern: str, root: Path, where: str) -> str:
@@ -223,8 +234,12 @@ class _Loader(yaml.SafeLoader):
 
 def _normalised(name: str, sources: Sequence[Source], validation_share: float) -> Mixture:
     total = math.fsum(source.weight for source in sources)
-    shares = [Source(**{**vars(source), "weight": source.weight / total}) for source in sources]
-    return Mixture(name, tuple(shares), validation_share, total)
+    # A name is shown and recorded; on the command line a file's name is what was typed.
+    shares = [
+        Source(**{**vars(source), "name": without_passwords(source.name), "weight": source.weight / total})
+        for source in sources
+    ]
+    return Mixture(without_passwords(name), tuple(shares), validation_share, total)
 
 
 def _is_number(value: Any) -> bool:

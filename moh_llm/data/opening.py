@@ -1,36 +1,26 @@
 """Opening a file, local or remote, compressed or not, such that what is cut short is an error.
 
-Some decompressors end quietly where a file was truncated: a corpus then shrinks unnoticed.
+Some decompressors end quietly where a file was truncated: a corpus then shrinks unnoticed. What is decompressed ahead
+of the reader is bounded, however well the file is compressed.
 """
 
 import gzip
 import importlib.util
 import io
-import re
+import os
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
-from urllib.parse import urlsplit, urlunsplit
 
+from moh_llm.addresses import shown
 from moh_llm.errors import UserError
 
 _CHUNK = 1 << 16  # bytes read at once; small, so that the position in the stored file tells something
-_ADDRESS = re.compile(r"\w+://[^\s'\"<>]+")
-
-
-def shown(path: str) -> str:
-    """A path as it may be shown and recorded: an address without user, password and query."""
-    if "://" not in path:
-        return path
-    parts = urlsplit(path)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def reason(error: BaseException) -> str:
-    """What an error says, on one line, with the addresses in it as they may be shown."""
-    text = _ADDRESS.sub(lambda match: shown(match[0]), str(error))
-    return " ".join(text.split()) or type(error).__name__
+# Stored bytes that are decompressed at once. Four bytes can stand for a block of 128 KiB, so this makes 16 MiB at most.
+_ZSTD_PIECE = 1 << 9
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def is_corruption(error: BaseException) -> bool:
@@ -40,6 +30,15 @@ def is_corruption(error: BaseException) -> bool:
     if type(error) is OSError and error.errno is None:  # how pyarrow puts it
         return True
     return type(error).__module__.split(".")[0] in ("zstandard", "zstd", "pyarrow")
+
+
+def special_kind(path: str) -> str | None:
+    """What a local path is that must not be opened, since reading it may never end: "a pipe", say; None for others.
+
+    Raises:
+        OSError: nothing is there.
+    """
+    return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
 
 
 @contextmanager
@@ -54,7 +53,7 @@ def open_binary(path: str, seekable: bool = False) -> Iterator[tuple[IO[bytes], 
         seekable: whether the reader jumps about; else an address is read as one stream.
 
     Raises:
-        UserError: the package for a format or a transport is missing.
+        UserError: the package for a format or a transport is missing, or the path is no file but a pipe or device.
     """
     with _open_raw(path, seekable) as raw:
         ending = shown(path).lower().rsplit(".", 1)[-1]
@@ -69,6 +68,11 @@ def open_binary(path: str, seekable: bool = False) -> Iterator[tuple[IO[bytes], 
 
 @contextmanager
 def _open_raw(path: str, seekable: bool) -> Iterator[Any]:
+    is_file_address = path.startswith(("file://", "local://"))
+    if "://" not in path or is_file_address:
+        kind = special_kind(path.partition("://")[2] if is_file_address else path)
+        if kind is not None:
+            raise UserError(f"{shown(path)} is {kind}, which is not read; name a file")
     if "://" not in path:
         with open(path, "rb") as file:
             yield file
@@ -114,24 +118,26 @@ class _ZstdFile(io.RawIOBase):
 
         self._raw, self._context = raw, zstandard.ZstdDecompressor()
         self._frame: Any = None
-        self._rest, self._ready = b"", b""
+        self._rest = self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            chunk = self._rest or self._raw.read(_CHUNK)
-            self._rest = b""
-            if not chunk:
+            self._rest = self._rest or memoryview(self._raw.read(_CHUNK))
+            if not self._rest:
                 if self._frame is not None:
                     raise EOFError("the data end before the end of the zstandard frame")
                 return 0
             if self._frame is None:
                 self._frame = self._context.decompressobj()
-            self._ready = self._frame.decompress(chunk)
+            piece = self._rest[:_ZSTD_PIECE]
+            self._ready = memoryview(self._frame.decompress(piece))
+            used = len(piece)
             if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
+                used, self._frame = used - len(self._frame.unused_data), None
+            self._rest = self._rest[used:]
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count

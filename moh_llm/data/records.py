@@ -3,13 +3,14 @@
 import codecs
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from moh_llm.addresses import reason
 from moh_llm.data.locate import SourceFile
 from moh_llm.data.mixture import Source
-from moh_llm.data.opening import is_corruption, open_binary, reason
+from moh_llm.data.opening import is_corruption, open_binary
 from moh_llm.errors import UserError
 
 # Names under which public corpora keep a record's text, most common first.
@@ -21,6 +22,11 @@ _ENDINGS = {
 }
 _COMPRESSED = {"jsonl": ("", ".gz", ".zst", ".zstd"), "parquet": ("",), "text": ("", ".gz", ".zst", ".zstd")}
 _SHOWN = 5  # bad records that a report quotes
+_SHOWN_FIELDS = 200  # characters of a record's field names
+# Of one record: a line of JSON as it stands in the file, a whole text file, the columns of a parquet row that are read.
+# A tokenizer needs about 130 times as much memory as the document has bytes. The longest books have a few MiB.
+RECORD_BYTES = 16 << 20
+_BATCH_ROWS = 16  # of parquet that are held at once
 
 
 @dataclass
@@ -36,11 +42,11 @@ class Reading:
     bad: int = 0
     examples: list[str] = field(default_factory=list)
 
-    def fault(self, message: str) -> None:
-        """Count a bad record, or raise `UserError` where those stop the run."""
+    def fault(self, message: str, count: int = 1) -> None:
+        """Count bad records, or raise `UserError` where those stop the run."""
         if not self.skip_bad:
             raise UserError(f"{message}; {self.advice}")
-        self.bad += 1
+        self.bad += count
         if len(self.examples) < _SHOWN:
             self.examples.append(message)
 
@@ -55,6 +61,8 @@ def read_documents(
         source: gives format, text field and filters.
         reading: counts, and says what happens at a bad record.
         position: told with each record how many stored bytes were read.
+
+    Memory is bounded by `RECORD_BYTES` and, for parquet, by its pages; a longer record is a bad one.
 
     Raises:
         UserError: the file is gone, its format is not known or a package to read it is missing;
@@ -118,6 +126,13 @@ class _Records:
         """Names under which the text may lie."""
         return (self.source.text_field,) if self.source.text_field else TEXT_FIELDS
 
+    def too_long(self, where: str, count: int = 1) -> None:
+        """Report `count` records of more than `RECORD_BYTES`."""
+        most = f"{RECORD_BYTES / 2**20:.4g} MiB"
+        self.reading.fault(
+            f"{where}: longer than {most}, the most for one document (split it into shorter ones)", count
+        )
+
     def text_of(self, record: Any, where: str, names: Iterable[str] | None = None) -> str | None:
         """The record's text, or None where it is filtered out or bad; `names` are its fields, if it is cut to some."""
         if not isinstance(record, dict):
@@ -139,16 +154,19 @@ class _Records:
             if (value := _value_at(record, name)) is not None
         )
         fields = ", ".join(" ".join(str(name).split()) for name in names or record) or "no field"
+        fields = fields if len(fields) <= _SHOWN_FIELDS else f"{fields[:_SHOWN_FIELDS]}..."
         self.reading.fault(f"{where}: {found or f'no text field {wanted}; the record has {fields}'}")
         return None
 
 
 def _json_lines(plain: IO[bytes], records: _Records) -> Iterator[tuple[int, str | None]]:
-    for number, line in enumerate(plain, 1):
+    for number, line in enumerate(_lines(plain), 1):
         where = f"{records.file.name}, line {number}"
-        decoded = _decode(line, where, records, first=number == 1)
+        decoded = None if line is None else _decode(line, where, records, first=number == 1)
         text = None
-        if decoded is not None and decoded.strip():
+        if line is None:
+            records.too_long(where)
+        elif decoded is not None and decoded.strip():
             try:
                 record = json.loads(decoded)
             except json.JSONDecodeError as error:
@@ -158,6 +176,17 @@ def _json_lines(plain: IO[bytes], records: _Records) -> Iterator[tuple[int, str 
             else:
                 text = records.text_of(record, where)
         yield number, text
+
+
+def _lines(plain: IO[bytes]) -> Iterator[bytes | None]:
+    """The lines with their ends; None for one that is too long, of which no more than a part is held."""
+    while line := plain.readline(RECORD_BYTES + 1):
+        if len(line) <= RECORD_BYTES:
+            yield line
+            continue
+        yield None  # before the rest of it is read: where bad records stop the run, it is not
+        while line and not line.endswith(b"\n"):
+            line = plain.readline(1 << 20)
 
 
 def _parquet_rows(plain: IO[bytes], records: _Records) -> Iterator[tuple[int, str | None]]:
@@ -173,15 +202,49 @@ def _parquet_rows(plain: IO[bytes], records: _Records) -> Iterator[tuple[int, st
     number = 0
     # Reading ahead, by pyarrow, says nothing of where we are; rows do.
     records.tell = lambda: size * number // max(1, rows)
-    # Other columns stay unread.
-    for batch in table.iter_batches(batch_size=128, columns=columns):
-        for record in batch.to_pylist() if columns else [{}] * batch.num_rows:
-            number += 1
-            yield number, records.text_of(record, f"{records.file.name}, row {number}", present)
+    for group in range(table.num_row_groups):
+        described = table.metadata.row_group(group)
+        if _mean_size(described, columns) > RECORD_BYTES:  # told without reading it
+            first, number = number + 1, number + described.num_rows
+            span = f"row {number}" if first == number else f"rows {first} to {number}, in the mean"
+            records.too_long(f"{records.file.name}, {span}", described.num_rows)
+            yield number, None
+            continue
+        # Other columns stay unread.
+        for batch in table.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns):
+            for record in _rows(batch):
+                number += 1
+                where = f"{records.file.name}, row {number}"
+                if record is None:
+                    records.too_long(where)
+                yield number, None if record is None else records.text_of(record, where, present)
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Any] | None]:
+    """The rows of an Arrow batch; None for one that is too long, which is not made a Python object."""
+    if not batch.num_columns:
+        yield from ({} for _ in range(batch.num_rows))
+    elif batch.nbytes <= RECORD_BYTES:
+        yield from batch.to_pylist()
+    else:
+        for one in (batch.slice(row, 1) for row in range(batch.num_rows)):
+            yield one.to_pylist()[0] if one.nbytes <= RECORD_BYTES else None
+
+
+def _mean_size(group: Any, columns: Sequence[str]) -> float:
+    """Bytes of a row of a parquet row group, of the columns that are read, by what the file says of itself."""
+    chunks = [group.column(i) for i in range(group.num_columns)]
+    inside = tuple(f"{name}." for name in columns)
+    read = [chunk for chunk in chunks if chunk.path_in_schema in columns or chunk.path_in_schema.startswith(inside)]
+    return sum(chunk.total_uncompressed_size for chunk in read) / max(1, group.num_rows)
 
 
 def _whole_text(plain: IO[bytes], records: _Records) -> Iterator[tuple[int, str | None]]:
-    if data := plain.read():
+    data = plain.read(RECORD_BYTES + 1)
+    if len(data) > RECORD_BYTES:
+        records.too_long(records.file.name)
+        yield 1, None
+    elif data:
         text = _decode(data, records.file.name, records, first=True)
         yield 1, None if text is None else text.replace("\r\n", "\n")
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moh_llm.addresses import without_passwords_in
 from moh_llm.data.locate import SourceFile, locate
 from moh_llm.data.mixture import Mixture, Source
 from moh_llm.errors import UserError
@@ -104,7 +105,7 @@ def source_identity(source: Source, files: Sequence[SourceFile], tokenizer: str,
         "validation_share": validation_share,
         "format": source.format,
         "text_field": source.text_field,
-        "filters": source.filters,
+        "filters": without_passwords_in(source.filters),  # as they are recorded, since the two are compared
         "text": text,
     }
 

@@ -51,7 +51,7 @@ class TextTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+            tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
         # Missing files, a wrong id, a bad JSON: each an error of its own kind.
         except Exception as error:
             raise UserError(f"tokenizer {name_or_path} cannot be loaded: {str(error).splitlines()[0]}") from error

@@ -74,7 +74,7 @@ def _chooses(model: str) -> bool:
     from moh_llm.modeling import MoHLlamaConfig
 
     register_moh()
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     return isinstance(config, MoHLlamaConfig) and min(config.active_heads_per_layer) < config.num_attention_heads
 
 
@@ -96,7 +96,7 @@ def _analyse(
 
     say(f"analysis of {label}: loading {model}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         network = MoHLlamaForCausalLM.from_pretrained(model, dtype=dtype, use_safetensors=True).to(device)
     except (OSError, ValueError) as error:
         raise UserError(f"{model} cannot be loaded: {_one_line(error)}") from error

@@ -69,7 +69,7 @@ def identify(model: str) -> Identity:
         from transformers import AutoConfig
 
         register_moh()
-        commit = getattr(AutoConfig.from_pretrained(model), "_commit_hash", None)
+        commit = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "_commit_hash", None)
         return Identity(_digest([f"{model} {commit}"]), None, commit)
     weights = _digest(_hash_files(read_weight_map(folder)[0]))
     settings = _hash_files(folder / name for name in dict.fromkeys(_SETTINGS) if (folder / name).is_file())
@@ -128,7 +128,7 @@ def check_model(model: str) -> None:
 
     register_moh()
     try:
-        AutoConfig.from_pretrained(model)
+        AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{model} is neither a folder here nor a model on the Hub ({reason})") from error

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
+from moh_llm.files import read_json, sha256
 from moh_llm.hub.problem import Problem
 from moh_llm.hub.remote_code import module_files
 from moh_llm.model_folder import INDEX_NAME, SINGLE_NAME
@@ -98,6 +98,8 @@ def _unwanted(path: Path, name: str) -> Problem:
         what = "holds weights that the index does not name"
     elif path.suffix == ".py":
         what = "is code that no auto_map entry needs"
+        if path.is_file():
+            what += f" (SHA-256 {sha256(path)[:16]})"
     else:
         what = "is not part of a model"
     return Problem(name, what, "move it out of the folder")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moh_llm.addresses import reason
+from moh_llm.errors import UserError
 from moh_llm.hub import clean_process
 from moh_llm.hub.clean_process import TEXTS, encode, observe, observe_base
 
@@ -36,16 +38,24 @@ def prove(published: Path, local: Path) -> Proof:
     must be equal. The processes follow each other, and each holds one model at a time, on the CPU.
 
     Args:
-        published: the folder to be published.
-        local: the model that it must equal.
+        published: the folder to be published, whose code is run: see `moh_llm.hub.remote_code.other_code`.
+        local: the model that it must equal; of its code nothing is run.
+
+    Raises:
+        UserError: the temporary folder is full, or was removed.
     """
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="moh-llm-proof-") as scratch:
-        record, failure = _run_clean(published.resolve(), Path(scratch))
-        if failure is None:
-            failure = _fault(record) or _compare(Path(scratch) / "seen.safetensors", local)
-        if failure is None:
-            record |= _counts(Path(scratch) / "seen.safetensors")
+    try:
+        with tempfile.TemporaryDirectory(prefix="moh-llm-proof-") as scratch:
+            record, failure = _run_clean(published.resolve(), Path(scratch))
+            if failure is None:
+                failure = _fault(record) or _compare(Path(scratch) / "seen.safetensors", local)
+            if failure is None:
+                record |= _counts(Path(scratch) / "seen.safetensors")
+    except OSError as error:
+        where = tempfile.gettempdir()
+        why = error.strerror or str(error)
+        raise UserError(f"the proof cannot use its temporary folder in {where}: {why}; try again") from error
     record["seconds"] = round(time.perf_counter() - started, 1)
     return Proof(failure, record)
 
@@ -107,8 +117,12 @@ def _compare(seen: Path, local: Path) -> str | None:
 
     from moh_llm.modeling import MoHLlamaForCausalLM
 
-    model = MoHLlamaForCausalLM.from_pretrained(local, dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(local)
+    try:
+        model = MoHLlamaForCausalLM.from_pretrained(local, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=False)
+    # A stray adapter, damaged weights, a tokenizer with code of its own: each an error of its own kind.
+    except Exception as error:
+        return f"the local model does not load: {reason(error)[:400]}"
     batch = encode(tokenizer, model.config.max_position_embeddings)
     ours = observe(model, batch, tokenizer.pad_token_id) | observe_base(model.model, batch)
     with safe_open(seen, framework="pt") as file:

@@ -13,6 +13,7 @@ from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.listing import CARD, list_files
 from moh_llm.hub.problem import Problem
 from moh_llm.hub.proof import Proof, prove
+from moh_llm.hub.remote_code import other_code
 from moh_llm.hub.stage import Stage, StagedFile, describe, staged
 from moh_llm.hub.upload import check_repo_id, find_token, push
 
@@ -31,6 +32,7 @@ class PublishOptions:
         run: folder of the training run, for the card and its record.
         evaluation: folder of an evaluation, for the card and its record.
         licence: the Hub's id of the model's licence, where the card cannot tell it.
+        allow_other_code: run and publish Python files that are not this version's own, and say so in the card.
     """
 
     folder: Path
@@ -42,6 +44,7 @@ class PublishOptions:
     run: Path | None = None
     evaluation: Path | None = None
     licence: str | None = None
+    allow_other_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ def check_publishable(repo_id: str, lineage: Lineage, licence: str | None = None
 def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publication:
     """Check, prove and upload a model's folder, which itself stays as it is.
 
-    A dry run goes through checks and proof to the end, whatever they find.
+    A dry run goes through checks and proof to the end, whatever they find. Code that is not this version's own is
+    never run, unless that is asked for: without, the proof is left out.
 
     Raises:
         UserError: no such model; the card cannot be made; no token; the upload fails.
@@ -105,13 +109,16 @@ def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publ
         _write_notice(stage, licence)
         _write_card(stage, options, forced=[])
         problems = list(dict.fromkeys(first + check_files(stage.folder)))
-        stopped = _stop(problems, None, options.force)
+        others = other_code(stage.folder)
+        refused = [] if options.allow_other_code else others
+        stopped = _stop(refused + problems, None, options.force)
         proof = None
-        if stopped is None or options.dry_run:
+        if not refused and (stopped is None or options.dry_run):
             say("loading it in a clean process, without moh_llm")
             proof = prove(stage.folder, options.folder)
             stopped = stopped or _stop(problems, proof, options.force)
-        if options.force:
+        problems = others + problems
+        if options.force or (others and options.allow_other_code):
             # What is no part of the model is left behind, so the card has nothing to say of it.
             _write_card(stage, options, _forced([p for p in problems if p not in unlisted], proof))
         published = describe(stage.folder)

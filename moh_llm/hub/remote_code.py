@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import moh_llm
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
+from moh_llm.files import read_json, sha256
 from moh_llm.hub.problem import Problem
 
+_OWN = Path(moh_llm.__file__).parent / "modeling"
+_OTHER_CODE = "save the model again with this version, or read the code and pass --allow-other-code"
 AUTO_CLASSES = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 _LIBRARIES = {"torch", "transformers"}
 _CONVERT = "convert the model again, or save it with moh_llm's classes"
@@ -42,6 +45,42 @@ def check_remote_code(folder: Path) -> list[Problem]:
     for file in module_files(folder):
         problems += _check_imports(folder, file)
     return problems
+
+
+def other_code(folder: Path) -> list[Problem]:
+    """What loading the folder would run that is not this version's own code, by hash. Nothing is run to find out.
+
+    Code is this version's when it has the bytes of the file of that name in `moh_llm.modeling`.
+    """
+    own = {path.name: sha256(path) for path in _OWN.glob("*.py") if path.name != "__init__.py"}
+    problems = []
+    for path in sorted(folder.rglob("*.py")):
+        name, found = path.relative_to(folder).as_posix(), sha256(path)
+        if found != own.get(name):
+            theirs = f"whose file has {own[name][:16]}" if name in own else "which has no such file"
+            what = f"has SHA-256 {found[:16]} and is not code of moh-llm {moh_llm.__version__}, {theirs}"
+            problems.append(Problem(name, what, _OTHER_CODE, forceable=False))
+    for name in ("config.json", "tokenizer_config.json"):
+        for wanted, reference in _references(folder / name):
+            if f"{reference.partition('.')[0]}.py" not in own:
+                what = f"auto_map names {reference} for {wanted}, which is not code of moh-llm {moh_llm.__version__}"
+                problems.append(Problem(name, what, _OTHER_CODE, forceable=False))
+    return problems
+
+
+def _references(path: Path) -> Iterator[tuple[str, str]]:
+    """(Auto class, code that it names) of a JSON file's `auto_map`, however malformed."""
+    try:
+        content: Any = read_json(path)
+    except UserError:
+        return
+    auto_map = content.get("auto_map") if isinstance(content, dict) else None
+    # A tokenizer's is a pair (slow, fast), in old files without the name of the class.
+    entries = auto_map.items() if isinstance(auto_map, dict) else [("AutoTokenizer", auto_map)]
+    for wanted, named in entries:
+        for reference in named if isinstance(named, list) else [named]:
+            if reference is not None:
+                yield str(wanted), str(reference)
 
 
 def _auto_map(folder: Path) -> dict[str, tuple[str, str, str]]:

@@ -1,6 +1,7 @@
 """The folder that is uploaded: beside the model's, with its weights linked and local paths taken out of its texts."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -70,7 +71,9 @@ def staged(folder: Path, files: list[str], records: Mapping[str, Path]) -> Itera
 
 
 def describe(folder: Path) -> list[StagedFile]:
-    """Every file of a stage, by name."""
+    """Every file of a stage, by name. Raises FileNotFoundError where the folder is gone."""
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return [StagedFile(path.relative_to(folder).as_posix(), path.stat().st_size, sha256(path)) for path in paths]
 

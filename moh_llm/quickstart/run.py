@@ -86,10 +86,10 @@ def quickstart(output: Path, base: str | None, steps: int, command: Callable[[li
 
 def compare(base_name: str, converted: Path, tuned: Path) -> list[dict[str, Any]]:
     """One row per model, all on the same held-out text: active heads, perplexity, KL to the dense base."""
-    tokenizer = AutoTokenizer.from_pretrained(base_name)
+    tokenizer = AutoTokenizer.from_pretrained(base_name, trust_remote_code=False)
     sources = sample_mixture(EMBEDDED, tokenizer, 0, HELD_OUT_TOKENS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = AutoModelForCausalLM.from_pretrained(base_name).to(device).eval()
+    base = AutoModelForCausalLM.from_pretrained(base_name, trust_remote_code=False).to(device).eval()
     moh, moh_tuned = (MoHLlamaForCausalLM.from_pretrained(f).to(device).eval() for f in (converted, tuned))
     length = min(WINDOW, base.config.max_position_embeddings)
     batches = validation_batches(sources, length, HELD_OUT_TOKENS, BATCH)

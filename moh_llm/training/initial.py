@@ -168,7 +168,7 @@ def _open_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if not Path(name).is_dir() and (Path(name).exists() or not may_be_hub_id(name)):
         raise UserError(f"--tokenizer {name} is not a folder; name one that holds a tokenizer, or a Hub id")
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     # Missing files, a wrong id, a bad JSON: each an error of its own kind.
     except Exception as error:
         reason = " ".join(str(error).split())[:160]

@@ -44,7 +44,7 @@ def load_network(folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder. Raises UserError where there is none."""
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} has no tokenizer that loads: {' '.join(str(error).split())}") from error
 
