@@ -21,6 +21,7 @@ def write_run(folder: Path, model: str, scores: int = 3, record: Record | None =
     saved = {"tokens": 500, "perplexity": 22.0, "reference_perplexity": 20.0, "kl": 0.05, "top1_agreement": 0.9}
     read = {"weight": 1.0, "tokens": 192, "share": 1.0, "epochs": 0.5, "repeated_tokens": 0}
     facts = {"status": "finished", "config": config, "model": {"sha256": "ab"}, "device": "cpu", "evaluation": saved}
+    facts["reference"] = {"kind": "base"}
     facts |= {"data_read": {"books": read}, "versions": {"moh_llm": "0.1.0", "torch": "2.13.0"}} | (record or {})
     lines = []
     for step in range(7):

@@ -123,11 +123,13 @@ def _check_push(args: argparse.Namespace) -> None:
     from moh_llm.errors import UserError
     from moh_llm.hub.lineage import Lineage
     from moh_llm.hub.publish import check_publishable
+    from moh_llm.records.conversion import Conversion
 
     if args.to_dense:
         raise UserError("--push-to-hub publishes MoH models, and --to-dense makes none; drop one")
     base = open_base(args.base, args.revision, args.preset == "paper")
-    check_publishable(args.push_to_hub, Lineage(base.folder, {"base": base.identity()}, None), args.licence)
+    conversion = Conversion.of({"base": base.identity()}, args.base)
+    check_publishable(args.push_to_hub, Lineage(base.folder, conversion, None), args.licence)
 
 
 def _print_summary(record: dict[str, Any], output: Path) -> None:

@@ -13,6 +13,8 @@ from moh_llm.errors import UserError
 from moh_llm.files import read_json
 from moh_llm.model_folder import LICENCE_NAMES, may_be_hub_id, read_weight_map
 from moh_llm.modeling import is_routing_weight
+from moh_llm.records.conversion import Base
+from moh_llm.records.lineage import hash_weights
 
 # Without these a config would silently describe a model of another size.
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
@@ -73,6 +75,16 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
     is_moh = fields["model_type"] == "moh_llama"
     mark = _fingerprint(shards)
     return BaseCheckpoint(name, folder, commit, is_moh, config, shards, weight_map, routing, mark)
+
+
+def is_checkpoint(found: BaseCheckpoint, recorded: Base) -> bool:
+    """Whether ``found`` is the checkpoint of a conversion's record.
+
+    The fingerprint is of files. Where these are laid out differently, all weights are read and hashed.
+    """
+    if recorded.fingerprint == found.fingerprint:
+        return True
+    return recorded.dense_sha256 == hash_weights(found.folder, found.weight_map).dense
 
 
 def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:

@@ -18,6 +18,8 @@ from moh_llm.conversion.base import BaseCheckpoint
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.model_folder import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, save_tensors
+from moh_llm.records.conversion import NAME as CONVERSION
+from moh_llm.records.lineage import NAME as LINEAGE
 
 REMOTE_CODE = (
     *("configuration_moh_llama.py", "modeling_moh_llama.py", "routing_moh.py"),
@@ -25,7 +27,7 @@ REMOTE_CODE = (
 )
 # Tokenizer, generation settings and licence go along; weights in other formats, records and the card do not.
 _KEPT_ENDINGS = (".json", ".txt", ".model", ".jinja")
-_REPLACED = {"config.json", INDEX_NAME, "conversion.json"}
+_REPLACED = {"config.json", INDEX_NAME, CONVERSION, LINEAGE}
 
 
 def write_weights(

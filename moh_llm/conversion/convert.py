@@ -30,6 +30,9 @@ from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder, read_json, write_json
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.conversion import Base
+from moh_llm.records.lineage import NAME as LINEAGE
+from moh_llm.records.lineage import ConversionEntry, hash_weights, read_chain
 
 WINDOW = 512  # tokens of context in calibration and verification
 BATCH = 4
@@ -90,7 +93,7 @@ def convert(options: ConversionOptions) -> dict[str, Any]:
         record: dict[str, Any] = {
             "moh_llm": moh_llm.__version__,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "base": base.identity(),
+            "base": base.identity() | {"dense_sha256": hash_weights(base.folder, base.weight_map).dense},
         }
         dtype, device = options.dtype or _stored_dtype(base), _device()
         dense = LayerwiseModel(base.folder, base.weight_map, base.config, _computed(dtype), device)
@@ -111,8 +114,16 @@ def convert(options: ConversionOptions) -> dict[str, Any]:
         record["seconds"] = round(time.perf_counter() - started, 1)
         record["peak_memory_mib"] = peak_memory_mib()
         write_json(folder / "conversion.json", record)
+        _write_lineage(folder, base, record["base"], weight_map)
         write_description(folder, base, config, weight_map)
     return record
+
+
+def _write_lineage(folder: Path, base: BaseCheckpoint, identity: dict[str, Any], weight_map: dict[str, str]) -> None:
+    """Add the conversion to what is on record of the base, which may be a tuned model itself."""
+    described = {"base": Base(**identity).label} | {key: value for key, value in identity.items() if key != "name"}
+    entry = ConversionEntry(kind="conversion", made=hash_weights(folder, weight_map), **described)
+    read_chain(base.folder).with_entry(entry).write(folder / LINEAGE)
 
 
 def restore_dense(
@@ -134,6 +145,8 @@ def restore_dense(
         config = base.config
         config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
         weight_map = write_weights(folder, base, {}, link=link)
+        if (chain := read_chain(base.folder)).runs:
+            chain.write(folder / LINEAGE)
         write_description(folder, base, config, weight_map, remote_code=False)
     return {
         "base": base.identity(),

@@ -9,9 +9,10 @@ from typing import Any
 from moh_llm.errors import UserError
 from moh_llm.files import read_json, sha256
 from moh_llm.model_folder import may_be_hub_id, read_weight_map
+from moh_llm.records.conversion import read_conversion
 
 # Records that the other commands leave beside the weights.
-RECORDS = ("conversion.json", "run.json")
+RECORDS = ("conversion.json", "lineage.json", "run.json")
 
 # The part of a MoH config that a reader of the report wants to see.
 _HEADS = (
@@ -154,6 +155,31 @@ def describe_model(model: str) -> dict[str, Any]:
     return about
 
 
+def other_base(model: str, base: str, revision: str | None) -> str | None:
+    """What the model's conversion names as its base, where that is not ``base``; None where it is, or none is named.
+
+    Args:
+        model: folder or Hub id; of the latter nothing is known.
+        base: folder or Hub id of the model it is compared with.
+        revision: commit of a base on the Hub.
+    """
+    conversion = read_conversion(Path(model)) if Path(model).is_dir() else None
+    if conversion is None:
+        return None
+    recorded = conversion.base
+    from moh_llm.conversion.base import is_checkpoint, open_base
+
+    if not Path(base).is_dir():
+        same = (recorded.name, recorded.revision) == (base, revision)
+    else:
+        try:
+            found = open_base(base)
+            same = not found.is_moh and is_checkpoint(found, recorded)
+        except UserError:  # no model that can be converted
+            same = False
+    return None if same else recorded.label
+
+
 def _check_folder(folder: Path) -> None:
     config = read_json(folder / "config.json")
     if not isinstance(config, dict) or "model_type" not in config:
@@ -163,3 +189,4 @@ def _check_folder(folder: Path) -> None:
             f"{folder} has no tokenizer (none of {', '.join(_TOKENIZERS)}); save the base's beside the model"
         )
     read_weight_map(folder)
+    read_conversion(folder)  # a malformed one is told before hours of scoring

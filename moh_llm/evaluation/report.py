@@ -7,7 +7,7 @@ from typing import Any
 
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.kept import Kept, file_name
-from moh_llm.evaluation.models import describe_model
+from moh_llm.evaluation.models import describe_model, other_base
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import SEEDS, Score
 from moh_llm.evaluation.suite import Benchmark, Suite
@@ -39,7 +39,7 @@ def build_report(
     bases = {label: "base" if "base" in scores and label != "base" else None for label in scores}
     return {
         "suite": {"name": suite.name, "title": suite.title, "columns": list(suite.columns)},
-        "models": {label: {**_about(result), "compared_with": bases[label]} for label, result in scores.items()},
+        "models": {label: _about(result) | _base(result, bases[label], scores) for label, result in scores.items()},
         "benchmarks": rows,
         "average": average_record(rows, bases, suite.columns),
         "errors": [
@@ -188,6 +188,12 @@ def _rate(items: int, seconds: float) -> float | None:
 
 def _is_partial(row: Record, labels: list[str]) -> bool:
     return any(row[label]["items"] < row["items_in_full"] for label in labels if label in row)
+
+
+def _base(result: ModelScores, label: str | None, scores: dict[str, ModelScores]) -> Record:
+    """The base's column, and which other checkpoint the model was converted from, by its record."""
+    other = label and other_base(result.model, scores[label].model, scores[label].identity.revision)
+    return {"compared_with": label} | ({"other_base": other} if other else {})
 
 
 def _about(result: ModelScores) -> Record:

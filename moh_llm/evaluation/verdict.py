@@ -55,7 +55,16 @@ def warnings(report: Record) -> list[str]:
     for label, analysis in (report.get("analysis") or {}).items():
         if "error" in analysis:
             found.append(f"NOT ANALYSED: what the heads of {label} did ({_one_line(analysis['error'])}).")
-    return found + _truncated(report) + _scored_alike(report)
+    return found + _other_bases(report) + _truncated(report) + _scored_alike(report)
+
+
+def _other_bases(report: Record) -> list[str]:
+    return [
+        f"NOT ITS BASE: {label} was converted from {about['other_base']}, and is compared with "
+        f"{report['models'][base]['model']} here."
+        for label, about in report["models"].items()
+        if about.get("other_base") and (base := base_of(report, label))
+    ]
 
 
 def _truncated(report: Record) -> list[str]:

@@ -12,11 +12,13 @@ from moh_llm.files import read_json, write_text
 from moh_llm.hub import sections
 from moh_llm.hub.evaluated import Evaluated, eval_results, find_evaluated
 from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licence, lacks_text, recorded_licences
-from moh_llm.hub.lineage import Lineage, is_hub_id, last_component, read_lineage
+from moh_llm.hub.lineage import Lineage, is_hub_id, read_lineage
 from moh_llm.hub.listing import CARD
 from moh_llm.hub.markdown import Safe, address, code, text
 from moh_llm.hub.texts import scrub
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.conversion import Calibration, Verification, last_component
+from moh_llm.records.lineage import REFERENCES, in_words
 from moh_llm.reporting.runs import Record
 
 TAGS = ["mixture-of-head", "moh"]
@@ -117,8 +119,8 @@ def _metadata(name: str, lineage: Lineage, licences: list[Licence], evaluated: E
 
 def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
     """What the template shows of the records, licence and evaluation left out."""
-    conversion = lineage.conversion or {}
-    versions = {"MoH-LLM": conversion.get("moh_llm"), **(conversion.get("versions") or {})}
+    conversion = lineage.conversion
+    versions = {"MoH-LLM": conversion.moh_llm, **(conversion.versions or {})} if conversion else {}
     if lineage.run and lineage.run.record.get("versions"):
         made_with = lineage.run.record["versions"]
         versions = {"MoH-LLM": made_with.get("moh_llm")} | {k: v for k, v in made_with.items() if k != "moh_llm"}
@@ -132,13 +134,17 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
             "label": lineage.base_label,
             "link": _base_link(lineage),
             "commit": lineage.base_commit,
-            "fingerprint": (conversion.get("base") or {}).get("fingerprint"),
+            "fingerprint": conversion and conversion.base.fingerprint,
         },
         "headline": _headline(lineage),
         "from_scratch": lineage.from_scratch,
-        "plan": sections.head_plan(config, lineage.conversion),
-        "proof": _proof(conversion.get("verification")),
-        "calibration": _calibration(conversion.get("calibration")),
+        "plan": sections.head_plan(config, conversion),
+        "proof": _proof(conversion and conversion.verification),
+        "tuned": lineage.tuned,
+        "history": sections.history(lineage),
+        "runs": len(lineage.chain.runs),
+        "tokens_in_all": lineage.chain.tokens,
+        "calibration": _calibration(conversion and conversion.calibration),
         "training": _training(lineage),
         "costs": sections.costs(config),
         "files": Safe(f" ({', '.join(files)})" if files else ""),
@@ -147,15 +153,18 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
 
 
 def _headline(lineage: Lineage) -> str | None:
-    """How far the model is from its base, in a sentence; None where nobody knows."""
-    run, verification = lineage.run, (lineage.conversion or {}).get("verification") or {}
+    """How far the model is from its base, or from what it began with, in a sentence; None where nobody knows."""
+    run, conversion, runs = lineage.run, lineage.conversion, len(lineage.chain.runs)
     if run is not None:
         ratio = (run.saved_score or {}).get("ratio")
-        made = f"Tuned on {run.tokens_of(run.lines[-1]):,} tokens, it"
+        tokens = lineage.chain.tokens or run.tokens_of(run.lines[-1])
+        made = f"Tuned on {tokens:,} tokens{f' in {runs} runs' if runs > 1 else ''}, it"
+        other = "its base" if run.reference == "base" else REFERENCES["start"]
     else:
-        ratio = verification.get("converted", {}).get("perplexity_ratio")
-        made = "As converted it"
-    return f"{made} has {ratio:.4f} times its base's perplexity on held-out text." if ratio else None
+        found = None if lineage.tuned or conversion is None else conversion.verification
+        ratio = found and found.converted.perplexity_ratio
+        made, other = "As converted it", "its base"
+    return f"{made} has {ratio:.4f} times the perplexity of {other}, on held-out text." if ratio else None
 
 
 def _base_link(lineage: Lineage) -> Safe | None:
@@ -186,25 +195,35 @@ def _licence_label(licence: Licence) -> Safe:
     return Safe(f"[{label}]({link})") if link else label
 
 
-def _proof(verification: Record | None) -> Record | None:
-    if not verification:
+def _proof(verification: Verification | None) -> Record | None:
+    if verification is None:
         return None
-    names = {"converted": "the converted model", "paper_router": "the paper's layer", "random_heads": "random heads"}
-    return verification | {"rows": [(label, verification[key]) for key, label in names.items()]}
+    rows = [
+        ("the converted model", verification.converted),
+        ("the paper's layer", verification.paper_router),
+        ("random heads", verification.random_heads),
+    ]
+    return {"found": verification, "rows": rows}
 
 
-def _calibration(calibration: Record | None) -> Record | None:
-    if not calibration:
+def _calibration(calibration: Calibration | None) -> Record | None:
+    if calibration is None:
         return None
-    sources = [(last_component(name), share) for name, share in calibration["sources"].items()]
-    return {"tokens": calibration["tokens"], "mixture": last_component(calibration["mixture"]), "sources": sources}
+    sources = [(last_component(name), share) for name, share in calibration.sources.items()]
+    return {"tokens": calibration.tokens, "mixture": last_component(calibration.mixture), "sources": sources}
 
 
 def _training(lineage: Lineage) -> Record | None:
     run = lineage.run
     if run is None:
         return None
+    name, its = in_words([run.reference])
     return {
+        "reference": name,
+        "its": its,
+        "compares": run.compares,
+        "floor": run.floor,
+        "saved": run.saved_score,
         "finished": run.record.get("status") == "finished",
         "tokens": run.tokens_of(run.lines[-1]),
         "mixture": sections.mixture_name(run),
@@ -245,7 +264,7 @@ def _limits(config: MoHLlamaConfig, lineage: Lineage, evaluated: Evaluated | Non
     limits = ["It is not faster than with every head on, and its cache of keys and values is as large; see Efficiency."]
     if lineage.base_label:
         limits.append("What its base gets wrong, and what its base must not be used for, holds for this model, too.")
-    if lineage.base_label and lineage.run is None:
+    if lineage.base_label and not lineage.tuned:
         limits.append("No tuning is on record: it may lack what tuning gives back.")
     if lineage.run is not None:
         limits.append("Recovery is measured on text like the training text; other text and languages may fare worse.")

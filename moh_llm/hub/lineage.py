@@ -1,7 +1,7 @@
-"""Where a model's folder comes from, by the records beside it: the conversion, the training run, the base."""
+"""Where a model's folder comes from, by its records: the conversion, the training runs, the base."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,14 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
+from moh_llm.records.conversion import Conversion, last_component, read_conversion
+from moh_llm.records.lineage import Chain, read_chain
 from moh_llm.reporting.evaluations import runs_behind
-from moh_llm.reporting.runs import Record, TrainingRun, look_up, read_runs
+from moh_llm.reporting.runs import TrainingRun, read_runs
 from moh_llm.training.runs import model_identity
 
 # A language as the Hub's cards name it: an ISO 639 code, or one of its two special values.
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
-# What a card takes for granted in each part of a conversion's record that is there.
-_VARIANTS = ("converted", "paper_router", "random_heads")
-_NEEDED = {
-    "base": ("name",),
-    "calibration": ("tokens", "mixture", "sources"),
-    "verification": (
-        *("dtype", "held_out_tokens", "base_perplexity", "paper_active_heads"),
-        *("all_heads_active.equals_base", "all_heads_active.tokens"),
-        *(f"{name}.{key}" for name in _VARIANTS for key in ("perplexity", "perplexity_ratio", "kl", "top1_agreement")),
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -40,11 +30,13 @@ class Lineage:
         folder: the model's.
         conversion: its ``conversion.json``; None where there is none.
         run: the training run that made it; None where none is known.
+        chain: its ``lineage.json``.
     """
 
     folder: Path
-    conversion: Record | None
+    conversion: Conversion | None
     run: TrainingRun | None
+    chain: Chain = field(default_factory=lambda: Chain(entries=[]))
 
     @property
     def name(self) -> str:
@@ -67,19 +59,23 @@ class Lineage:
         ``out/base`` is a folder, however much it looks like an id. ``_name_or_path`` of a local base is
         not asked: it names what the base itself was loaded from when it was last saved.
         """
-        name, commit = self._base.get("name"), self._base.get("revision")
-        return name if isinstance(name, str) and commit and is_hub_id(name) else None
+        base = self.conversion and self.conversion.base
+        return base.name if base and base.revision and is_hub_id(base.name) else None
 
     @property
     def base_commit(self) -> str | None:
         """The commit of a base on the Hub."""
-        return str(self._base["revision"]) if self.base_id else None
+        return self.conversion.base.revision if self.conversion and self.base_id else None
 
     @property
     def base_label(self) -> str | None:
         """What to call the base: its id, or the last component of its path; None without a conversion."""
-        name = self._base.get("name")
-        return None if not name else self.base_id or last_component(str(name))
+        return self.conversion and (self.base_id or last_component(self.conversion.base.name))
+
+    @property
+    def tuned(self) -> bool:
+        """Whether a training run has changed the weights since the conversion, as far as records tell."""
+        return self.run is not None or bool(self.chain.runs)
 
     @property
     def places(self) -> list[tuple[str, Path]]:
@@ -90,8 +86,8 @@ class Lineage:
         if self.base_id:
             cached = try_to_load_from_cache(self.base_id, "config.json", revision=self.base_commit)
             found += [("the base", Path(cached).parent)] if isinstance(cached, str) else []
-        elif name := self._base.get("name"):
-            found.append(("the base", Path(str(name)).expanduser()))
+        elif self.conversion:
+            found.append(("the base", Path(self.conversion.base.name).expanduser()))
         return [(whose, place) for whose, place in found if place.is_dir()]
 
     @property
@@ -104,11 +100,6 @@ class Lineage:
                 return known
         return []
 
-    @property
-    def _base(self) -> Record:
-        found = (self.conversion or {}).get("base")
-        return found if isinstance(found, dict) else {}
-
 
 def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
     """Read the records of a model's folder.
@@ -120,26 +111,14 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
     Raises:
         UserError: a record cannot be read or is something else, or ``run`` did not make ``folder`` but began with it.
     """
-    conversion = _read_conversion(folder / "conversion.json")
+    conversion, chain = read_conversion(folder), read_chain(folder)
     folders = runs_behind([str(folder.resolve())]) if run is None else [run]
     runs = read_runs(folders)
     if run is not None and (run / "model").resolve() != folder.resolve():
         began_with = runs[0].record.get("model")
         if isinstance(began_with, dict) and began_with.get("sha256") == model_identity(folder):
             raise UserError(f"{folder} is what the run in {run} began with, not what it made; name {run / 'model'}")
-    return Lineage(folder, conversion, runs[0] if runs else None)
-
-
-def _read_conversion(path: Path) -> Record | None:
-    if not path.is_file():
-        return None
-    record = read_json(path)
-    if not (isinstance(record, dict) and isinstance(record.get("base"), dict)):
-        raise UserError(f"{path} is not the record of a conversion; convert the model again")
-    wanted = [f"{part}.{key}" for part, keys in _NEEDED.items() if record.get(part) for key in keys]
-    if missing := [key for key in wanted if look_up(record, key) is None]:
-        raise UserError(f"{path} lacks {', '.join(missing)}, as an older moh-llm wrote it; convert the model again")
-    return record
+    return Lineage(folder, conversion, runs[0] if runs else None, chain)
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
@@ -159,8 +138,3 @@ def is_hub_id(name: str) -> bool:
     except HFValidationError:
         return False
     return True
-
-
-def last_component(name: str) -> str:
-    """The last part of a path, of whichever system; a name that is no path as it is."""
-    return name.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] or name

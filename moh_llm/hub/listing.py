@@ -19,7 +19,7 @@ VOCABULARIES = {
     "vocab.json",
     "vocab.txt",
 }
-RECORDS = ("conversion.json", "run.json", "evaluation.json")
+RECORDS = ("conversion.json", "lineage.json", "run.json", "evaluation.json")
 CARD = "README.md"
 _NAMES = {
     *VOCABULARIES,

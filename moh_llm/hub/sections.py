@@ -9,9 +9,12 @@ from typing import Any
 from moh_llm.errors import UserError
 from moh_llm.files import read_json
 from moh_llm.flops import forward_flops
-from moh_llm.hub.lineage import is_hub_id, last_component
+from moh_llm.hub.lineage import Lineage, is_hub_id
 from moh_llm.hub.markdown import Safe, code
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.conversion import Conversion, last_component
+from moh_llm.records.lineage import REFERENCES, ConversionEntry, ReferenceKind, RunEntry
+from moh_llm.records.lineage import mixture_name as named
 from moh_llm.reporting.runs import Record, TrainingRun
 
 Pairs = list[tuple[str, Any]]
@@ -36,13 +39,9 @@ _STAND_INS = {
     "none": "none: a head that is off adds nothing",
     "value": "`value`: a fixed vector and a share of the token's own value in place of a head that is off",
 }
-_OBJECTIVES = {
-    "distillation": "self-distillation: KL to the base, which is the same network with every head on",
-    "cross_entropy": "cross-entropy on the text",
-}
 
 
-def head_plan(config: MoHLlamaConfig, conversion: Record | None) -> Pairs:
+def head_plan(config: MoHLlamaConfig, conversion: Conversion | None) -> Pairs:
     """Which heads are on, and by what rule; the plan's preset where a conversion had one."""
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     active = config.active_heads_per_layer
@@ -57,12 +56,12 @@ def head_plan(config: MoHLlamaConfig, conversion: Record | None) -> Pairs:
         ("score", Safe(_SCORE_WORDS[config.router_score])),
         ("stand-ins", Safe(_STAND_INS[config.head_stand_in])),
     ]
-    conversion = conversion or {}
-    if preset := conversion.get("plan", {}).get("preset"):
-        pairs.append(("preset", code(preset)))
-    if parameters := conversion.get("arithmetic", {}).get("parameters"):
-        added = parameters["moh"] - parameters["dense"]
-        pairs.append(("parameters", f"{parameters['dense']:,} of the base and {added:,} for routing"))
+    if conversion and conversion.plan and conversion.plan.preset:
+        pairs.append(("preset", code(conversion.plan.preset)))
+    if conversion and conversion.arithmetic:
+        parameters = conversion.arithmetic.parameters
+        added = parameters.moh - parameters.dense
+        pairs.append(("parameters", f"{parameters.dense:,} of the base and {added:,} for routing"))
     return pairs
 
 
@@ -84,7 +83,7 @@ def recipe(run: TrainingRun) -> Pairs:
     warmup = "1 step" if schedule["warmup_steps"] == 1 else f"{schedule['warmup_steps']:,} steps"
     router_rate = optimizer["router_learning_rate"] or optimizer["learning_rate"]
     pairs: Pairs = [
-        ("objective", _OBJECTIVES.get(objective["kind"], objective["kind"])),
+        ("objective", _objective(objective["kind"], run.reference)),
         ("tokens", f"{run.tokens_of(last):,}"),
         ("steps", f"{last['step']:,} of {given['max_steps']:,}, each {batch}"),
         ("weights trained", _adapters(given["lora"])),
@@ -113,8 +112,38 @@ def recipe(run: TrainingRun) -> Pairs:
 
 def mixture_name(run: TrainingRun) -> str:
     """A mixture as its file or folder is called."""
-    name = last_component(run.recipe["data"]["mixture"])
-    return re.sub(r"\.ya?ml$", "", name)
+    return named(run.recipe["data"]["mixture"])
+
+
+def history(lineage: Lineage) -> list[Record]:
+    """What was done to the weights, oldest first, as rows of a table; runs are numbered."""
+    rows: list[Record] = []
+    gaps, number = lineage.chain.unrecorded(), 0
+    for position, entry in enumerate(lineage.chain.entries):
+        row: Record = {"unrecorded": position in gaps, "tokens": None, "steps": None, "mixture": None, "seed": None}
+        if isinstance(entry, ConversionEntry):
+            rows.append(row | {"what": "conversion", "how": f"of {entry.base}"})
+            continue
+        number += 1
+        # A chain that begins with a run is that of a model from scratch, or lacks what came before.
+        row["unrecorded"] |= position == 0 and lineage.conversion is not None
+        of_run = {"tokens": entry.tokens, "steps": entry.steps, "mixture": entry.mixture, "seed": entry.seed}
+        rows.append(row | of_run | {"what": f"run {number}", "how": _how(entry)})
+    return rows
+
+
+def _how(entry: RunEntry) -> str:
+    weights = "all weights" if entry.lora_rank is None else f"LoRA of rank {entry.lora_rank}"
+    return f"{_objective(entry.objective, entry.teacher or 'start')}; {weights}"
+
+
+def _objective(kind: str, teacher: ReferenceKind) -> str:
+    """An objective in words."""
+    words = {
+        "distillation": f"distillation, teacher: {REFERENCES[teacher]}",
+        "cross_entropy": "cross-entropy on the text",
+    }
+    return words.get(kind, kind)
 
 
 def receipt(run: TrainingRun) -> list[tuple[str, Record]]:

@@ -8,18 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from moh_llm.reporting import style
-from moh_llm.reporting.groups import Group, spread
+from moh_llm.reporting.groups import Group, reference_words, spread
 from moh_llm.reporting.health import draw_layers, draw_load
 from moh_llm.reporting.runs import TrainingRun
 
 # Per key of the log a panel's title and what its y axis says.
-LOSSES = {
-    "loss": ("Loss that is minimised", "loss"),
-    "kl": ("KL to the base", "nats per token"),
-    "cross_entropy": ("Cross-entropy", "nats per token"),
-    "balance_loss": ("Load-balance loss", "per block"),
-    "layer_distance": ("Layers' squared distance to the base's", "relative to their size"),
-}
 SETTINGS = {
     "learning_rate": ("Learning rate", "learning rate"),
     "router_learning_rate": ("Learning rate of the routers", "learning rate"),
@@ -27,14 +20,9 @@ SETTINGS = {
     "active_heads": ("Active heads, mean over layers", "heads per layer"),
     "timing.tokens_per_second": ("Speed", "tokens per second"),
 }
-_SCORES = {
-    "ratio": ("Held-out perplexity", "ratio to the base's"),
-    "kl": ("Held-out KL to the base", "nats per token"),
-    "perplexity": ("Held-out perplexity", "perplexity"),
-}
 # These follow from the recipe, so they have no noise, and the runs' curves lie on one another.
 EXACT = ("learning_rate", "router_learning_rate", "active_heads")
-_BASE = {"color": "#555555", "linewidth": 1, "linestyle": ":", "zorder": 1}
+_REFERENCE = {"color": "#555555", "linewidth": 1, "linestyle": ":", "zorder": 1}
 
 
 @dataclass(frozen=True)
@@ -43,6 +31,28 @@ class Picture:
 
     file: str
     title: str
+
+
+def loss_titles(groups: Sequence[Group]) -> dict[str, tuple[str, str]]:
+    """Likewise of the loss and its terms, which name what the runs are compared with."""
+    name, its = reference_words(groups)
+    return {
+        "loss": ("Loss that is minimised", "loss"),
+        "kl": (f"KL to {name}", "nats per token"),
+        "cross_entropy": ("Cross-entropy", "nats per token"),
+        "balance_loss": ("Load-balance loss", "per block"),
+        "layer_distance": (f"Layers' squared distance to {its}", "relative to their size"),
+    }
+
+
+def score_titles(groups: Sequence[Group]) -> dict[str, tuple[str, str]]:
+    """Likewise of the scores on held-out text."""
+    name, its = reference_words(groups)
+    return {
+        "ratio": ("Held-out perplexity", f"ratio to {its}"),
+        "kl": (f"Held-out KL to {name}", "nats per token"),
+        "perplexity": ("Held-out perplexity", "perplexity"),
+    }
 
 
 def draw(folder: Path, groups: Sequence[Group]) -> list[Picture]:
@@ -66,7 +76,7 @@ def draw(folder: Path, groups: Sequence[Group]) -> list[Picture]:
 
 def draw_losses(path: Path, groups: Sequence[Group]) -> bool:
     """Draw each term of the loss against tokens; False where the logs have no step yet."""
-    return _draw_curves(path, groups, LOSSES, mark_dropped=True)
+    return _draw_curves(path, groups, loss_titles(groups), mark_dropped=True)
 
 
 def draw_settings(path: Path, groups: Sequence[Group]) -> bool:
@@ -87,6 +97,7 @@ def draw_scores(path: Path, groups: Sequence[Group]) -> bool:
     shown = [key for key in ("ratio", "kl") if any(score[key] is not None for run in runs for score in run.scores)]
     if any(score["ratio"] is None for run in runs for score in run.scores):
         shown.append("perplexity")
+    titles = score_titles(groups)
     figure, every = style.panels(len(shown), height=3.4)
     for axes, key in zip(every, shown, strict=True):
         values: list[float] = []
@@ -100,12 +111,12 @@ def draw_scores(path: Path, groups: Sequence[Group]) -> bool:
             if len(group.runs) > 1:
                 _draw_mean(axes, group, key, look)
         if key == "ratio":
-            axes.axhline(1, **_BASE)
-        style.value_axis(axes, *_SCORES[key], values)
+            axes.axhline(1, **_REFERENCE)
+        style.value_axis(axes, *titles[key], values)
         style.tokens_axis(axes)
     handles = [_handle(groups, index, marker=True) for index in range(len(groups))]
     if "ratio" in shown:
-        handles.append(Line2D([], [], label="base", **_BASE))
+        handles.append(Line2D([], [], label=reference_words(groups)[0].removeprefix("the "), **_REFERENCE))
     style.legend_below(figure, handles)
     style.save(figure, path)
     return True

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moh_llm.records.lineage import REFERENCES, in_words
 from moh_llm.reporting.runs import Record, TrainingRun, look_up
 from moh_llm.training.config import changed_keys
 
@@ -44,7 +45,10 @@ def group_runs(runs: Sequence[TrainingRun]) -> list[Group]:
 
 
 def differences(groups: Sequence[Group]) -> dict[str, dict[str, Any]]:
-    """Per recipe key that differs between groups its value in each; `model` and `data` go by their hashes."""
+    """Per recipe key that differs between groups its value in each; `model` and `data` go by their hashes.
+
+    What figures are against, `reference`, is no key of the recipe, but sets runs apart, too.
+    """
     first = groups[0].runs[0]
     keys: dict[str, None] = {}  # in the order of their discovery
     for group in groups[1:]:
@@ -89,6 +93,12 @@ def same_held_out_text(runs: Sequence[TrainingRun]) -> bool:
     return len(texts) < 2
 
 
+def reference_words(groups: Sequence[Group]) -> tuple[str, str]:
+    """`in_words` of what the figures of all runs are against."""
+    runs = [run for group in groups for run in group.runs]
+    return in_words(run.reference for run in runs if run.compares)
+
+
 def spread(values: Iterable[float | None]) -> Record | None:
     """Mean and sample standard deviation (None for one value); None where a value is missing."""
     numbers = list(values)
@@ -103,10 +113,13 @@ def spread(values: Iterable[float | None]) -> Record | None:
 def _changed(one: TrainingRun, other: TrainingRun) -> list[str]:
     """Keys, other than the seed, in which two runs differ."""
     named = [key for key in ("model", "data") if one.record.get(key) != other.record.get(key)]
+    named += ["reference"] if one.reference != other.reference else []
     return named + [key for key in changed_keys(one.recipe, other.recipe) if key != "seed"]
 
 
 def _value(run: TrainingRun, key: str) -> Any:
+    if key == "reference":
+        return REFERENCES[run.reference]
     if key not in ("model", "data"):
         return look_up(run.recipe, key)
     # Two folders may have the same name at different times, so the hash says what the name does not.

@@ -52,6 +52,10 @@ def run_facts(run: Record) -> dict[str, str]:
         "tokens per second (median)": "-" if speed is None else f"{speed:,.5g}",
         "device": f"{run['device']}, {run['processes']} process(es)",
     }
+    if run["reference"]:
+        facts["compared with"] = run["reference"]
+    if run["floor"] is not None:
+        facts["floor of KL"] = f"{run['floor']:.3g}: with all heads on, before the first step"
     if run["loss"]:
         facts["loss"] = ", ".join(
             f"{which} {found['loss']:.4g} (step {found['step']:,})" for which, found in run["loss"].items()
@@ -82,7 +86,7 @@ def _comparison(report: Record) -> list[str]:
         parts.append(f"> **{OTHER_TEXT}**")
     if not report["comparison"]:
         return [*parts, "No two runs have a score at the same number of tokens."]
-    head = ["tokens", "group", "runs", "perplexity / base's", "KL", "same top-1 %", "perplexity"]
+    head = ["tokens", "group", "runs", "ratio", "KL", "same top-1 %", "perplexity"]
     body = []
     for row in report["comparison"]:
         tokens = f"{row['tokens']:,}" + (" (saved)" if row["saved_model"] else "")
@@ -94,7 +98,10 @@ def _comparison(report: Record) -> list[str]:
                 _spread(found["perplexity"], "#.5g"),
             ]
             body.append([tokens, name, str(found["n"]), *figures])
-    note = "Mean ± standard deviation over the runs of a group; (saved): the saved models, as they stand on disk."
+    note = (
+        f"Ratio of perplexities and KL: to {report['reference']}. Mean ± standard deviation over the runs of a group; "
+        "(saved): the saved models, as they stand on disk."
+    )
     return [*parts, _table(head, body, left=2), note]
 
 
@@ -106,13 +113,13 @@ def _run(run: Record) -> list[str]:
 
 def _scores(run: Record) -> str:
     routed = any(score["routing"] for score in run["scores"])
-    head = ["tokens", "perplexity", "base's", "ratio", "KL", "same top-1 %"]
+    head = ["tokens", "perplexity", "reference's", "ratio", "KL", "same top-1 %"]
     head += ["dead heads", "lowest routing entropy", "tokens with other heads %"] if routed else []
     body = []
     saved = [run["saved_model"] | {"routing": None, "saved": True}] if run["saved_model"] else []
     for score in [*run["scores"], *saved]:
         tokens = f"{score['tokens']:,}" + (" (saved)" if "saved" in score else "")
-        figures = [("perplexity", "#.5g"), ("base_perplexity", "#.5g"), ("ratio", "#.5g"), ("kl", "#.3g")]
+        figures = [("perplexity", "#.5g"), ("reference_perplexity", "#.5g"), ("ratio", "#.5g"), ("kl", "#.3g")]
         cells = [tokens, *(_figure(score[key], form) for key, form in figures)]
         cells.append(_figure(score["top1_agreement"], ".2f", 100))
         if routed:
@@ -120,7 +127,13 @@ def _scores(run: Record) -> str:
             dead = "-" if health["dead_heads"] is None else f"{health['dead_heads']} of {health['routed_heads']}"
             cells += [dead, _figure(health["lowest_entropy"], ".3f"), _figure(health["changed"], ".2f", 100)]
         body.append(cells)
-    return _table(head, body, left=0)
+    notes = [f"Reference: {run['reference']}."] if run["reference"] else []
+    if saved and saved[0]["all_heads_kl"] is not None:
+        notes.append(
+            f"The saved model with all heads on has KL {saved[0]['all_heads_kl']:.3g} to it; saved model and reference "
+            f"were scored in {saved[0]['dtype']}."
+        )
+    return "\n\n".join([_table(head, body, left=0), *([" ".join(notes)] if notes else [])])
 
 
 def _table(head: Sequence[str], body: Sequence[Sequence[str]], left: int = 99) -> str:

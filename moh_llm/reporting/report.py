@@ -12,7 +12,7 @@ from moh_llm import __version__
 from moh_llm.evaluation.markdown import to_markdown as evaluation_markdown
 from moh_llm.files import write_json, write_text
 from moh_llm.reporting.figures import draw
-from moh_llm.reporting.groups import Group, compare, differences, group_runs, same_held_out_text
+from moh_llm.reporting.groups import Group, compare, differences, group_runs, reference_words, same_held_out_text
 from moh_llm.reporting.page import to_markdown
 from moh_llm.reporting.runs import Record, TrainingRun, summarise
 from moh_llm.reporting.web.page import to_html
@@ -55,6 +55,7 @@ def training_record(folder: Path, runs: Sequence[TrainingRun], groups: Sequence[
             for group in groups
         ],
         "differences": differences(groups),
+        "reference": reference_words(groups)[0],
         "same_held_out_text": same_held_out_text(runs),
         "comparison": compare(groups),
         "pictures": [{"file": picture.file, "title": picture.title} for picture in draw(folder, groups)],

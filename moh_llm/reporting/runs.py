@@ -10,6 +10,7 @@ from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import read_json
+from moh_llm.records.lineage import REFERENCES, ReferenceKind
 from moh_llm.reporting.evaluations import names_of
 from moh_llm.training.config import TrainConfig
 
@@ -35,6 +36,17 @@ class TrainingRun:
     def seed(self) -> int:
         """The recipe's seed."""
         return self.recipe["seed"]
+
+    @property
+    def reference(self) -> ReferenceKind:
+        """What its ratios and KLs are against: the base only where that is on record."""
+        return "base" if look_up(self.record, "reference.kind") == "base" else "start"
+
+    @property
+    def compares(self) -> bool:
+        """Whether it has figures against its reference."""
+        scores = [*self.scores, *([self.saved_score] if self.saved_score else [])]
+        return bool(self.points("kl")[0]) or any(score["kl"] is not None for score in scores)
 
     def tokens_of(self, line: Record) -> int:
         """Training tokens read up to a line of the log."""
@@ -79,7 +91,14 @@ class TrainingRun:
         found = self.record.get("evaluation")
         if not isinstance(found, dict):
             return None
-        return {"step": self.lines[-1]["step"], "tokens": self.tokens_of(self.lines[-1]), **_score(found)}
+        extra = {"all_heads_kl": number(look_up(found, "all_heads.kl")), "dtype": found.get("dtype")}
+        return {"step": self.lines[-1]["step"], "tokens": self.tokens_of(self.lines[-1]), **_score(found)} | extra
+
+    @property
+    def floor(self) -> float | None:
+        """KL to the reference before the first step with all heads on, where that is its floor (`measure_floor`)."""
+        found = [number(look_up(line, "validation.floor")) for line in self.lines if line["step"] == 0]
+        return found[0] if found else number(look_up(self.record, "evaluation.floor"))
 
     @property
     def routing(self) -> Record | None:
@@ -122,6 +141,8 @@ def summarise(run: TrainingRun) -> Record:
         "model": recipe["model"],
         "mixture": recipe["data"]["mixture"],
         "objective": recipe["objective"],
+        "reference": REFERENCES[run.reference] if run.compares else None,
+        "floor": run.floor,
         "lora": recipe["lora"],
         "seed": run.seed,
         "device": run.record.get("device"),
@@ -176,12 +197,12 @@ def number(value: Any) -> float | None:
 
 
 def _score(found: Record) -> Record:
-    perplexity, base = number(found.get("perplexity")), number(found.get("reference_perplexity"))
+    perplexity, other = number(found.get("perplexity")), number(found.get("reference_perplexity"))
     return {
         "held_out_tokens": found.get("tokens"),
         "perplexity": perplexity,
-        "base_perplexity": base,
-        "ratio": perplexity / base if perplexity is not None and base else None,
+        "reference_perplexity": other,
+        "ratio": perplexity / other if perplexity is not None and other else None,
         "kl": number(found.get("kl")),
         "top1_agreement": number(found.get("top1_agreement")),
     }

@@ -1,6 +1,7 @@
 """How every picture looks: colours, axes, legend, file."""
 
 import bisect
+import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,7 @@ _DASHES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # Up to here every point is a line's own; above, a running median shows the trend.
 RAW_POINTS = 200
+_UNIT_LETTERS = 36  # of a line beside a panel, which is so high
 _STYLE = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -84,7 +86,7 @@ def value_axis(axes: Axes, title: str, unit: str, values: Iterable[float]) -> No
     """Name a panel and its y axis, which is logarithmic where its values span more than a factor of ten."""
     shown = list(values)
     axes.set_title(title, loc="left")
-    axes.set_ylabel(unit)
+    axes.set_ylabel(textwrap.fill(unit, _UNIT_LETTERS))
     plain = FuncFormatter(lambda value, _: f"{value:.6g}")
     if shown and min(shown) > 0 and max(shown) > 10 * min(shown):
         axes.set_yscale("log")

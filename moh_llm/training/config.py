@@ -204,6 +204,10 @@ class TrainConfig:
     model: str = key("folder of a converted model (required)")
     output: str = key("folder of the run: model/, checkpoints/, log.jsonl, run.json (required)")
     max_steps: int = key("optimiser steps (required)")
+    base: str | None = key(
+        "folder or Hub id of the checkpoint that the model was converted from; null: where the conversion found it",
+        None,
+    )
     seed: int = key("seed of data order, adapters and dropout", 0)
     mixed_precision: Literal["no", "bf16"] = key("bf16: forward and backward in bfloat16; weights stay float32", "no")
     gradient_checkpointing: bool = key("recompute activations in the backward pass to save memory", False)
@@ -241,6 +245,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require(self.model != "", "model is empty; name the folder of a converted model")
         _require(self.output != "", "output is empty; name a folder for the run")
+        _require(self.base != "", "base is empty; name the checkpoint that the model was converted from, or null")
         _require(self.max_steps >= 1, f"max_steps={self.max_steps} must be at least 1")
         _require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2**32)")
         _require(
@@ -274,8 +279,9 @@ class TrainConfig:
 
 # Keys (or groups) whose change leaves every number of the training curve as it was: where things
 # are written, what is only looked at, and recomputation, which repeats the same operations. `model`
-# and the mixture are here because the run record holds hashes of what they name, which are compared.
-_HARMLESS = {"model", "output", "save_dtype", "gradient_checkpointing", "checkpoint", "hub", "trackers"}
+# and the mixture are here because the run record holds hashes of what they name, which are compared; so does `base`,
+# whose place may change and whose weights may not.
+_HARMLESS = {"model", "output", "base", "save_dtype", "gradient_checkpointing", "checkpoint", "hub", "trackers"}
 _HARMLESS |= {"attn_implementation", "evaluation.every", "evaluation.batch_size", "data.mixture", "data.num_workers"}
 
 

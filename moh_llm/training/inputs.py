@@ -88,11 +88,14 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
     except (ValueError, TypeError) as error:
         raise UserError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}") from error
     if has_teacher(config) and set(model.active_heads_per_layer) == {model.num_attention_heads}:
-        raise UserError(f"model={folder} has every head on: it is its own base; set objective.kind to cross_entropy")
+        raise UserError(
+            f"model={folder} has every head on: distillation has no head to make up for; "
+            "set objective.kind to cross_entropy"
+        )
     if has_teacher(config) and model.router_score != "quantized":
         raise UserError(
-            f"model={folder} has router_score={model.router_score}: with all heads on it is not its base, so there is "
-            "no teacher; convert with quantised scores or set objective.kind cross_entropy"
+            f"model={folder} has router_score={model.router_score}: with all heads on it is not its dense form, so "
+            "there is no teacher; convert with quantised scores or set objective.kind cross_entropy"
         )
     check_attention(config)
     return model

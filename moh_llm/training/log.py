@@ -4,6 +4,7 @@ import math
 import time
 from typing import Any
 
+from moh_llm.records.lineage import REFERENCES
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.objectives import StepLosses
 
@@ -48,11 +49,17 @@ def step_line(
     return finite | {"timing": timing}
 
 
-def show_scores(scores: dict[str, float]) -> str:
+def show_scores(scores: dict[str, Any]) -> str:
     """Scores on held-out text as part of a sentence."""
     text = f"perplexity {scores['perplexity']:.3f} on {scores['tokens']} held-out tokens"
     if "kl" in scores:
-        text += f", base {scores['reference_perplexity']:.3f}, KL to it {scores['kl']:.4f}"
+        text += (
+            f"; {REFERENCES[scores['reference']]}: {scores['reference_perplexity']:.3f}, KL to it {scores['kl']:.4f}"
+        )
+    if "all_heads" in scores:
+        text += f", with all heads on {scores['all_heads']['kl']:.4f}"
+    if scores.get("floor") is not None:
+        text += f", floor {scores['floor']:.2g}"
     return text
 
 

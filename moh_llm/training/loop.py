@@ -21,6 +21,7 @@ from moh_llm.data.tokens import tokens_for
 from moh_llm.data.windows import validation_batches
 from moh_llm.errors import UserError
 from moh_llm.training import networks
+from moh_llm.training.beginning import agreed_beginning
 from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.divergence import DivergenceWatch
@@ -29,7 +30,7 @@ from moh_llm.training.interruption import Interruption
 from moh_llm.training.log import show_scores, step_line
 from moh_llm.training.milestones import keep_milestone, saved_milestones
 from moh_llm.training.parallel import end_distribution, make_accelerator, peak_rate, seed_step, sum_over_processes
-from moh_llm.training.passes import accumulate_gradients, evaluate, score_saved
+from moh_llm.training.passes import accumulate_gradients, evaluate, measure_floor, score_saved
 from moh_llm.training.progress import ProgressLine
 from moh_llm.training.runs import Run
 from moh_llm.training.schedules import annealed_heads
@@ -71,6 +72,12 @@ def train(
         accelerator.end_training()
         return run.record
 
+    # ---- what it begins with
+    beginning = agreed_beginning(config, accelerator, run.record.get("reference"))
+    reference = beginning.reference
+    if reference is not None:
+        say(reference.sentence(teaches=config.objective.kind == "distillation"))
+
     # ---- data
     tokenizer = networks.load_tokenizer(Path(config.model))
     with accelerator.main_process_first():
@@ -84,7 +91,7 @@ def train(
     # ---- networks
     seed_step(config, 0, accelerator)
     student = networks.make_student(config)
-    teacher = networks.make_teacher(config, student, accelerator.device)
+    teacher = networks.make_teacher(config, reference, student, accelerator.device)
     beta = config.objective.balance_coefficient
     if beta is None:
         beta = student.config.router_aux_loss_coef
@@ -92,7 +99,7 @@ def train(
         "trained": sum(networks.whole_shape(w).numel() for w in networks.trained_weights(student).values()),
         "total": sum(networks.whole_shape(weight).numel() for weight in student.parameters()),
     }
-    step_module = TrainingStep(student, teacher, config.objective)
+    step_module = TrainingStep(student, teacher, config.objective, reference)
     model, optimizer = accelerator.prepare(step_module, networks.make_optimizer(student, config))
     model.train()
     weights = networks.trained_weights(accelerator.unwrap_model(model).student)
@@ -103,18 +110,24 @@ def train(
 
     # ---- where to begin
     facts = {"device": str(accelerator.device), "processes": accelerator.num_processes, "parameters": counts}
+    facts["reference"] = None if reference is None else reference.record()
     run.begin(describe_data(sources), {"tokens_in": token_folder} | facts)
     done, updates, seconds = 0, 0, 0.0
     with accelerator.main_process_first():
         found = newest_checkpoint(run.checkpoints, say)
     # What the routers do before any step is what later changes are measured by, on resume too.
-    start_scores, start_routing = evaluate(accelerator, model, held_out) if config.evaluation.every else ({}, None)
+    start_scores, start_routing, floor = {}, None, None
+    if config.evaluation.every:
+        floor = measure_floor(accelerator, model, held_out)
+        start_scores, start_routing = evaluate(accelerator, model, held_out)
+    if floor is not None:
+        start_scores["floor"] = floor
     if found:
         folder, state = found
         updates = load_checkpoint(folder, accelerator, model, optimizer, weights)
         done, seconds = state["step"], state["seconds"]
         say(f"resumed from {folder}, {config.max_steps - done} steps to go")
-    keep = partial(keep_milestone, config, run, accelerator, tokenizer, on_milestone)
+    keep = partial(keep_milestone, config, run, accelerator, tokenizer, beginning, on_milestone)
     reduce = partial(sum_over_processes, accelerator)
     watch = DivergenceWatch(config.divergence, run.trim_log(done if found else -1))
     if found and not (run.milestones / found[0].name).exists():
@@ -181,8 +194,10 @@ def train(
     tokens = config.max_steps * config.tokens_per_step
     facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(seconds, 3), "data_read": receipt}
     if main:
-        networks.save_network(config, tuned, tokenizer, run.model)
-        facts["evaluation"] = score_saved(config, run.model, accelerator.device, held_out)
+        networks.save_network(config, tuned, tokenizer, run.model, beginning, config.max_steps)
+        facts["evaluation"] = score_saved(config, run.model, accelerator.device, held_out, reference)
+        if floor is not None:
+            facts["evaluation"]["floor"] = floor
         say(f"{run.model}: {show_scores(facts['evaluation'])}")
         say(f"{config.max_steps} steps, {tokens:,} tokens, {seconds:.0f} s of training")
     run.finish(facts)

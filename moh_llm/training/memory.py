@@ -14,7 +14,7 @@ trained, and B of its base; c is 2 under `mixed_precision: bf16`, else 4:
 DeepSpeed computes with weights in the precision asked for and keeps a float32 copy of the trained
 ones, divided (under ZeRO-3 only where that is another precision). The others hold float32 weights,
 which one process and DDP cast as they go (autocast) and FSDP2 as it gathers them. There is a
-teacher only in distillation without LoRA.
+teacher only in distillation; with LoRA only where the model was tuned before (`copies_teacher`).
 
 To this come activations, and what is needed for a moment only: `activation_bytes`, `loss_bytes`,
 `estimate_memory`. It is an estimate: the allocator's fragments, kernels' workspaces, the libraries'
@@ -23,11 +23,13 @@ precisions are added are not in it.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.records.lineage import read_chain
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.networks import add_lora, trained_weights
 from moh_llm.training.token_losses import chunk_positions
@@ -130,7 +132,7 @@ def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, st
     """
     precision = Precision.of(config, strategy)
     zero, sharded, c = strategy.startswith("zero"), strategy in ("zero3", "fsdp2"), precision.products
-    base = sizes.base if has_teacher(config) and config.lora is None else 0
+    base = sizes.base if copies_teacher(config) else 0
 
     def part(numbers: int, divided: bool) -> int:
         return -(-numbers // processes) if divided else numbers
@@ -258,8 +260,17 @@ def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision)
 
 
 def has_teacher(config: TrainConfig) -> bool:
-    """Whether the base takes part: a copy of it or, under LoRA, the student without its adapters."""
+    """Whether a teacher takes part: a network of its own or, under LoRA, the student without its adapters."""
     return config.objective.kind == "distillation"
+
+
+def copies_teacher(config: TrainConfig) -> bool:
+    """Whether the teacher is a network of its own.
+
+    Under LoRA it is where the model was tuned before, as its lineage tells: without adapters the student is not its
+    base then.
+    """
+    return has_teacher(config) and (config.lora is None or bool(read_chain(Path(config.model)).runs))
 
 
 def _count(module: nn.Module) -> int:

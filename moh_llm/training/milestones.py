@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moh_llm.files import new_folder, read_json, write_json
 from moh_llm.training import networks
+from moh_llm.training.beginning import Beginning
 from moh_llm.training.checkpoints import RECORD
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.parallel import loading_whole
@@ -33,6 +34,7 @@ def keep_milestone(
     run: Run,
     accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerBase,
+    beginning: Beginning,
     on_milestone: Callable[[Path], None],
     step: int,
     checkpoint: Path,
@@ -42,7 +44,7 @@ def keep_milestone(
     The main process does it alone, since the weights lie whole in the checkpoint; the others wait in their next step.
 
     Args:
-        config, run, accelerator, tokenizer: of the run, whose log ends with that step.
+        config, run, accelerator, tokenizer, beginning: of the run, whose log ends with that step.
         on_milestone: see `moh_llm.training.loop.train`.
         step: how many steps were made.
         checkpoint: the folder of the checkpoint after them.
@@ -59,7 +61,7 @@ def keep_milestone(
     with new_folder(folder, overwrite=True) as temporary:
         with loading_whole(accelerator):
             weights = load_file(checkpoint / "model.safetensors")
-            networks.save_network(config, weights, tokenizer, temporary / "model")
+            networks.save_network(config, weights, tokenizer, temporary / "model", beginning, step)
         write_json(temporary / "run.json", run.record | facts | {"data_read": state["data"]})
         shutil.copyfile(run.folder / "log.jsonl", temporary / "log.jsonl")
     on_milestone(folder)

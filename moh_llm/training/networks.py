@@ -7,24 +7,31 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from moh_llm.conversion.base import open_base
+from moh_llm.conversion.families import moh_fields
 from moh_llm.errors import UserError
 from moh_llm.files import new_folder
 from moh_llm.model_folder import licence_texts
-from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.modeling.head_sparse_moh import NAME as HEAD_SPARSE
 from moh_llm.modeling.head_sparse_moh import what_lacks
+from moh_llm.records.conversion import NAME as CONVERSION
+from moh_llm.records.lineage import NAME as LINEAGE
+from moh_llm.records.lineage import hash_weights
+from moh_llm.training.beginning import Beginning, Reference
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.schedules import learning_rates
 
 
-def load_network(folder: Path, dtype: torch.dtype) -> MoHLlamaForCausalLM:
-    """A converted model with its weights in ``dtype``.
+def load_network(folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None = None) -> MoHLlamaForCausalLM:
+    """A converted model with its weights in ``dtype``; ``config`` in place of the folder's own.
 
     Raises:
         UserError: the weights cannot be read, or some are missing.
     """
+    given = {} if config is None else {"config": config}
     try:
-        network, info = MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        network, info = MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **given)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the weights in {folder} cannot be read: {' '.join(str(error).split())}") from error
     if missing := info["missing_keys"]:
@@ -60,15 +67,24 @@ def make_student(config: TrainConfig) -> torch.nn.Module:
     return network if config.lora is None else add_lora(network, config.lora)
 
 
-def load_base(config: TrainConfig, device: torch.device) -> MoHLlamaForCausalLM:
-    """The base of ``config.model``, frozen: the converted model with every head on.
+def reference_dtype(config: TrainConfig) -> torch.dtype:
+    """The dtype of the reference's weights: under mixed precision bfloat16, in which it computes anyway."""
+    return torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
 
-    Under mixed precision its weights are bfloat16, the precision in which it computes anyway.
-    """
-    dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
-    base = load_network(Path(config.model), dtype).to(device).eval().requires_grad_(False)
-    base.set_active_heads(base.config.num_attention_heads)
-    return base
+
+def load_reference(config: TrainConfig, reference: Reference, device: torch.device) -> MoHLlamaForCausalLM:
+    """What the run is compared with, frozen: the base, or the model that the run began with, with every head on."""
+    dtype = reference_dtype(config)
+    if reference.own:
+        network = load_network(Path(config.model), dtype)
+        network.set_active_heads(network.config.num_attention_heads)
+    else:
+        base = open_base(str(reference.checkpoint), reference.revision)
+        heads = base.config.num_attention_heads
+        # The dense model in our own classes: what distributes the student then distributes it, too.
+        always_on = {"num_shared_heads": heads, "num_active_heads": heads, "router_type": "query_norm"}
+        network = load_network(base.folder, dtype, MoHLlamaConfig(**moh_fields(base.config), **always_on))
+    return network.to(device).eval().requires_grad_(False)
 
 
 def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Module:
@@ -148,10 +164,13 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, st
     return rate, router_rate
 
 
-def make_teacher(config: TrainConfig, student: torch.nn.Module, device: torch.device) -> MoHLlamaForCausalLM | None:
-    """A frozen copy of the base, read from ``config.model`` (so also on resume); None where none is needed.
+def make_teacher(
+    config: TrainConfig, reference: Reference | None, student: torch.nn.Module, device: torch.device
+) -> MoHLlamaForCausalLM | None:
+    """A frozen copy of the reference; None where none is needed.
 
-    Under LoRA the base is the student itself, adapters off and all heads on, at no memory.
+    Under LoRA, where the model that the run began with is the reference with all heads on, the student itself is it
+    without its adapters, at no memory.
 
     Raises:
         UserError: distillation of a model with weighted scores, whose all-heads-on form is not
@@ -161,20 +180,15 @@ def make_teacher(config: TrainConfig, student: torch.nn.Module, device: torch.de
         return None
     if all(active == student.config.num_attention_heads for active in student.config.active_heads_per_layer):
         raise UserError(
-            f"model={config.model} has every head on: it is its own base, and distillation has nothing to teach it; "
+            f"model={config.model} has every head on: distillation has no head to make up for; "
             "set objective.kind to cross_entropy"
         )
-    if student.config.router_score != "quantized":
+    if reference is None:
         raise UserError(
             f"model={config.model} has router_score={student.config.router_score}: with all heads on it is not "
-            "its base, so there is no teacher; convert with quantised scores or set objective.kind cross_entropy"
+            "its dense form, so there is no teacher; convert with quantised scores or set objective.kind cross_entropy"
         )
-    return None if config.lora is not None else load_base(config, device)
-
-
-def has_base(config: TrainConfig) -> bool:
-    """Whether ``config.model`` with all heads on is a model worth comparing with, not one of random weights."""
-    return config.objective.kind == "distillation" or (Path(config.model) / "conversion.json").is_file()
+    return None if config.lora is not None and reference.own else load_reference(config, reference, device)
 
 
 def save_network(
@@ -182,8 +196,10 @@ def save_network(
     weights: dict[str, torch.Tensor],
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
+    beginning: Beginning,
+    steps: int,
 ) -> None:
-    """Write the tuned model as a folder of its own: weights, config, tokenizer, remote code.
+    """Write the tuned model as a folder of its own: weights, config, tokenizer, remote code, lineage.
 
     Adapters are merged and the weights cast. The record of the conversion goes along, since it
     names the base, and so do the texts of its licence.
@@ -193,6 +209,8 @@ def save_network(
         weights: the trained weights by their names in the student.
         tokenizer: saved beside the model.
         folder: where.
+        beginning: what the run began with, whose lineage the run is added to.
+        steps: how many were made.
 
     Raises:
         UserError: ``config.model`` cannot be read, or the disk refuses.
@@ -212,6 +230,7 @@ def save_network(
             raise UserError(f"cannot write {folder}: {' '.join(str(error).split())[:200]}; free some space") from error
         tokenizer.save_pretrained(temporary)
         began_with = Path(config.model)
-        for file in [began_with / "conversion.json", *licence_texts(began_with)]:
+        for file in [began_with / CONVERSION, *licence_texts(began_with)]:
             if file.is_file():
                 shutil.copyfile(file, temporary / file.name)
+        beginning.chain_after(config, steps, hash_weights(temporary)).write(temporary / LINEAGE)

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -9,6 +10,7 @@ from accelerate.utils import DistributedType
 
 from moh_llm.metrics import Batch
 from moh_llm.training import networks
+from moh_llm.training.beginning import Reference
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.health import RoutingCounts
 from moh_llm.training.objectives import IGNORED, StepLosses, next_token_targets
@@ -58,19 +60,19 @@ def accumulate_gradients(
 
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator | None, model: torch.nn.Module, batches: list[Batch]
-) -> tuple[dict[str, float], RoutingCounts]:
-    """Score held-out blocks with the model's own head budgets.
+    accelerator: Accelerator | None, model: torch.nn.Module, batches: list[Batch], all_heads: bool = False
+) -> tuple[dict[str, Any], RoutingCounts]:
+    """Score held-out blocks with the model's own head budgets, or with all heads on.
 
     The processes share the blocks; without an accelerator this one scores all of them.
 
     Returns:
-        Perplexity and, given a teacher, its own, KL to it in nats per token, and equal top-1; and
-        what the routers did on this process's part.
+        Perplexity and, where the reference is at hand, which one it is, its perplexity, KL to it in nats per token,
+        and equal top-1; and what the routers did on this process's part.
     """
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     step = accelerator.unwrap_model(model) if accelerator else model
-    step.network.set_active_heads(None)
+    step.network.set_active_heads(step.network.config.num_attention_heads if all_heads else None)
     top_k = [router.top_k for router in step.network.routers]
     device = next(model.parameters()).device
     mine = range(rank, len(batches), world)
@@ -91,20 +93,41 @@ def evaluate(
     model.train()
     sums = sum_over_processes(accelerator, sums) if accelerator else sums
     cross_entropy, reference, kl, agreement, tokens = sums.tolist()
-    scores = {"tokens": int(tokens), "perplexity": math.exp(cross_entropy / tokens)}
+    scores: dict[str, Any] = {"tokens": int(tokens), "perplexity": math.exp(cross_entropy / tokens)}
     if step.has_teacher:
-        scores["reference_perplexity"] = math.exp(reference / tokens)
+        scores |= {"reference": step.reference.kind, "reference_perplexity": math.exp(reference / tokens)}
         scores |= {"kl": kl / tokens, "top1_agreement": agreement / tokens}
     return scores, routing
 
 
-def score_saved(config: TrainConfig, folder: Path, device: torch.device, batches: list[Batch]) -> dict[str, float]:
-    """Score a saved model, as it stands on disk, against its base.
+def measure_floor(accelerator: Accelerator, model: torch.nn.Module, batches: list[Batch]) -> float | None:
+    """KL of the untrained student with all heads on to its reference, on held-out blocks, in nats per token.
 
-    With weighted scores the network with all heads on is not the base, and from scratch there is
-    none: then only perplexity is given.
+    Student and reference then have the same dense weights, so this is what their precisions alone leave (under mixed
+    precision the student's residual stream is float32, the reference's bfloat16): no KL of the run means less.
+    None where the reference is not at hand, and where the student begins with other dense weights, as a model tuned
+    before does against its base: its KL with all heads on is no floor.
     """
-    base = networks.load_base(config, device)
-    saved = networks.load_network(folder, base.dtype).to(device)
-    teacher = base if base.config.router_score == "quantized" and networks.has_base(config) else None
-    return evaluate(None, TrainingStep(saved, teacher, config.objective), batches)[0]
+    step = accelerator.unwrap_model(model)
+    if not (step.has_teacher and step.reference.own):
+        return None
+    return evaluate(accelerator, model, batches, all_heads=True)[0]["kl"]
+
+
+def score_saved(
+    config: TrainConfig, folder: Path, device: torch.device, batches: list[Batch], reference: Reference | None
+) -> dict[str, Any]:
+    """Score a saved model, as it stands on disk, against the reference, both in the reference's dtype.
+
+    Without a reference only perplexity is given, else also, under ``all_heads``, how far the saved model with all
+    heads on is from it.
+    """
+    dtype = networks.reference_dtype(config)
+    other = None if reference is None else networks.load_reference(config, reference, device)
+    saved = networks.load_network(folder, dtype).to(device)
+    step = TrainingStep(saved, other, config.objective, reference)
+    scores = evaluate(None, step, batches)[0] | {"dtype": str(dtype).removeprefix("torch.")}
+    if reference is not None:
+        dense = evaluate(None, step, batches, all_heads=True)[0]
+        scores["all_heads"] = {key: dense[key] for key in ("perplexity", "kl", "top1_agreement")}
+    return scores

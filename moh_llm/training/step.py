@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.training.beginning import Reference
 from moh_llm.training.config import ObjectiveConfig
 from moh_llm.training.objectives import IGNORED, balance_loss_sum, layer_distance_sum
 from moh_llm.training.token_losses import comparison_sums, token_losses
@@ -26,17 +27,25 @@ class TrainingStep(nn.Module):
 
     Args:
         student: a MoH model, or one with adapters (peft).
-        teacher: its frozen base. With adapters none is needed: the student without them and with
-            all heads on is the base, at no memory.
+        teacher: the reference, frozen.
         objective: which loss.
+        reference: what the student is compared with. Where it is the model that the run began with, all heads on, a
+            student with adapters needs no teacher: without them and with all heads on it is the reference, at no
+            memory.
     """
 
     # Where FSDP cuts.
     _no_split_modules = ("MoHLlamaDecoderLayer",)
 
-    def __init__(self, student: nn.Module, teacher: MoHLlamaForCausalLM | None, objective: ObjectiveConfig):
+    def __init__(
+        self,
+        student: nn.Module,
+        teacher: MoHLlamaForCausalLM | None,
+        objective: ObjectiveConfig,
+        reference: Reference | None = None,
+    ):
         super().__init__()
-        self.student, self.teacher, self.objective = student, teacher, objective
+        self.student, self.teacher, self.objective, self.reference = student, teacher, objective, reference
 
     @property
     def network(self) -> MoHLlamaForCausalLM:
@@ -45,8 +54,9 @@ class TrainingStep(nn.Module):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the base is at hand."""
-        return self.teacher is not None or (self._has_adapters and self.network.config.router_score == "quantized")
+        """Whether the reference is at hand."""
+        within = self._has_adapters and self.reference is not None and self.reference.own
+        return self.teacher is not None or within
 
     @property
     def _has_adapters(self) -> bool:
@@ -64,7 +74,7 @@ class TrainingStep(nn.Module):
 
         Returns:
             In training task loss and cross-entropy in nats, the load-balance losses of the blocks,
-            and the layers' distances to the base's (`layer_distance_sum`), `[4]`; all but the
+            and the layers' distances to the teacher's (`layer_distance_sum`), `[4]`; all but the
             second carry a gradient. With `compare` the sums of `COMPARISON`, `[4]` (without a
             teacher all but the first are zero), and the router logits of each layer, `[N, U]`.
         """
@@ -73,7 +83,9 @@ class TrainingStep(nn.Module):
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "output_hidden_states": matching}
         # The teacher goes first: it may be the same network with other heads on.
         wanted = compare or self.objective.kind == "distillation"
-        reference, base_layers = self._reference(inputs, counted) if wanted and self.has_teacher else ((None, None), ())
+        reference, other_layers = (
+            self._reference(inputs, counted) if wanted and self.has_teacher else ((None, None), ())
+        )
         # No mask and no cache: with positions that restart, documents do not see one another.
         output = self.network.model(**inputs, use_cache=False, output_router_logits=True)
         hidden, head = output.last_hidden_state[counted], self.network.lm_head.weight
@@ -82,21 +94,21 @@ class TrainingStep(nn.Module):
             return comparison_sums(hidden, head, targets[counted], *reference), router_logits
         task, cross_entropy = token_losses(hidden, head, targets[counted], *reference, self.objective.temperature)
         balance = balance_loss_sum(output.router_logits, self.network.routers)
-        layers = layer_distance_sum(output.hidden_states[1:], base_layers, counted) if matching else 0 * task.detach()
+        layers = layer_distance_sum(output.hidden_states[1:], other_layers, counted) if matching else 0 * task.detach()
         return torch.stack([task, cross_entropy, balance.to(task.dtype), layers.to(task.dtype)])
 
     @torch.no_grad()
     def _reference(
         self, inputs: dict[str, Any], counted: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """The base's last hidden states `[N, C]` and its head `[V, C]`; its layers' outputs, if asked for."""
-        with self._as_base() as base:
-            output = base.model(**inputs, use_cache=False)
+        """The reference's last hidden states `[N, C]` and its head `[V, C]`; its layers' outputs, if asked for."""
+        with self._as_reference() as network:
+            output = network.model(**inputs, use_cache=False)
             layers = output.hidden_states[1:] if inputs["output_hidden_states"] else ()
-            return (output.last_hidden_state[counted], base.lm_head.weight.detach()), layers
+            return (output.last_hidden_state[counted], network.lm_head.weight.detach()), layers
 
     @contextlib.contextmanager
-    def _as_base(self) -> Iterator[MoHLlamaForCausalLM]:
+    def _as_reference(self) -> Iterator[MoHLlamaForCausalLM]:
         if self.teacher is not None:
             yield self.teacher
             return

@@ -1,6 +1,7 @@
 """A tiny random LLaMA and a tiny MoH made from it, with the context that few-shot prompts need."""
 
 import argparse
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,7 @@ def tiny_moh(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """The tiny LLaMA with 3 of its 4 heads active per token."""
     from transformers import LlamaForCausalLM
 
+    from moh_llm.conversion.base import open_base
     from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
     base = LlamaForCausalLM.from_pretrained(tiny_llama)
@@ -79,5 +81,6 @@ def tiny_moh(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     model.save_pretrained(folder)
     for file in tiny_llama.glob("tokenizer*"):
         shutil.copy(file, folder)
-    (folder / "conversion.json").write_text("{}")
+    base = json.dumps({"base": open_base(str(tiny_llama)).identity()})
+    (folder / "conversion.json").write_text(base)
     return folder

@@ -10,6 +10,7 @@ from cards import change, check_card, weights_of, write_evaluation, write_run
 from huggingface_hub import ModelCard
 from records import make_record
 
+from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
 from moh_llm.hub.card import build_card
@@ -73,7 +74,7 @@ def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
     card = build_card(tuned, NAME)
     sections = check_card(card)
     assert build_card(tuned, NAME, run=tuned.parent) == card
-    assert "Tuned on 192 tokens, it has 1.1000 times its base's perplexity" in card
+    assert "Tuned on 192 tokens, it has 1.1000 times the perplexity of its base" in card
     assert "192 tokens of the mixture `tiny`" in sections["Text it was trained on"]
     assert "| `books` | 100.00% | 100.00% | 192 | 0.500 | 0 |" in sections["Text it was trained on"]
     assert "| steps | 6 of 6, each 2 blocks of 16 tokens |" in sections["Training"]
@@ -156,15 +157,34 @@ def test_missing_records_are_told(converted: Path) -> None:
     assert "needs no fitting" in sections["Text it was converted with"]
 
 
-def test_records_of_older_versions_are_refused(converted: Path) -> None:
-    verification = json.loads((converted / "conversion.json").read_text())["verification"]
-    del verification["converted"]["kl"]
-    change(converted / "conversion.json", verification=verification | {"all_heads_active": True})
-    lacks = (
-        r"lacks verification\.all_heads_active\.equals_base, verification\.all_heads_active\.tokens, verification\.conv"
-    )
-    with pytest.raises(UserError, match=lacks):
-        build_card(converted, NAME)
+@pytest.mark.parametrize(
+    ("part", "value", "told"),
+    [
+        ("plan", [], "has plan = []: Input should be a valid dictionary"),
+        ("plan", {"preset": 3}, "has plan.preset = 3: Input should be a valid string"),
+        ("arithmetic", {"parameters": 5}, "has arithmetic.parameters = 5: Input should be a valid dictionary"),
+        ("arithmetic", {"parameters": {"dense": 5}}, "lacks arithmetic.parameters.moh"),
+        ("base", {"name": None}, "has base.name = None: Input should be a valid string"),
+        ("base", None, "lacks base"),
+        ("calibration", {"tokens": "9", "mixture": "m", "sources": {}}, "has calibration.tokens = '9'"),
+        ("verification", {"all_heads_active": True}, "lacks verification.dtype"),
+    ],
+)
+def test_a_malformed_record_of_the_conversion_is_one_line(
+    converted: Path, part: str, value: object, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(converted / "conversion.json", **{part: value})
+    assert main(["publish", str(converted), "--repo-id", NAME, "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{converted / 'conversion.json'} {told}" in line and line.endswith("; convert the model again")
+
+
+@pytest.mark.parametrize("entries", [{}, [{"kind": "dream"}], [{"kind": "run", "tokens": 5}], [5]])
+def test_a_malformed_lineage_is_one_line(converted: Path, entries: object, capsys: pytest.CaptureFixture[str]) -> None:
+    (converted / "lineage.json").write_text(json.dumps({"entries": entries}))
+    assert main(["publish", str(converted), "--repo-id", NAME, "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(converted / "lineage.json") in line and "entries" in line
 
 
 def test_what_was_forced_stands_at_the_top(converted: Path) -> None:

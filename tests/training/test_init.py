@@ -176,7 +176,7 @@ def test_both_twins_learn_from_scratch(initialise, configure, architecture: str)
     scratch = {"objective.kind": "cross_entropy", "optimizer.router_learning_rate": "null", "evaluation.every": 20}
     config = configure(model=str(folder), max_steps=20, **scratch, **{"optimizer.learning_rate": 3e-3})
     record = train(config)
-    assert set(record["evaluation"]) == {"tokens", "perplexity"}  # random weights are no base to compare with
+    assert set(record["evaluation"]) == {"tokens", "perplexity", "dtype"}  # random weights are no base to compare with
     sections = check_card(build_card(Path(config.output) / "model", None))
     assert "were drawn at random" in sections["Base model and licence"] and "| 20 of 20, each" in sections["Training"]
     log = [json.loads(line) for line in (Path(config.output) / "log.jsonl").read_text().splitlines()]
@@ -198,7 +198,7 @@ def test_both_twins_learn_from_scratch(initialise, configure, architecture: str)
 
 
 def test_a_model_without_a_base_has_no_teacher_and_no_dense_form(initialise, configure, tmp_path, capsys) -> None:
-    with pytest.raises(UserError, match="has every head on: it is its own base"):
+    with pytest.raises(UserError, match="has every head on: distillation has no head to make up for"):
         train(configure(model=str(initialise("llm_s", "twin"))))
     folder = initialise("moh_llm_s", "moh")
     with pytest.raises(UserError, match="has router_score=weighted"):

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.training.beginning import Reference
 from moh_llm.training.config import DataConfig, LoraConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.memory import STRATEGIES, Precision, Sizes, activation_bytes, estimate_memory, loss_bytes
 from moh_llm.training.networks import add_lora, make_optimizer
@@ -56,7 +57,7 @@ class Pass:
         if precision.stream == 2:
             student.to(torch.bfloat16)
         self.recipe, self.casts = recipe, precision.casts
-        self.step = TrainingStep(student, base, recipe.objective).train()
+        self.step = TrainingStep(student, base, recipe.objective, Reference("start", own=True)).train()
         length, blocks = recipe.data.block_length, recipe.data.micro_batch_size
         ids = torch.randint(model.vocab_size, (blocks, length))
         positions = torch.cat([torch.arange(length // 2), torch.arange(length - length // 2)])

@@ -10,13 +10,21 @@ from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
+from moh_llm.training.beginning import Beginning, Reference, find_beginning
 from moh_llm.training.step import TrainingStep
+
+OWN = Reference("start", own=True)
 
 
 def some_batch() -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 200, (2, 16), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(6), torch.arange(10)]).expand(2, -1)  # two documents a block
     return {"input_ids": ids, "position_ids": positions, "labels": ids}
+
+
+def begun(config) -> tuple[Beginning, int]:
+    """What `save_network` wants to know of a run of 3 steps."""
+    return find_beginning(config), 3
 
 
 def dense_logits(folder: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -52,8 +60,8 @@ def base_states(step: TrainingStep, batch: dict[str, torch.Tensor]) -> torch.Ten
 def test_the_lora_teacher_is_the_base_exactly(configure, model_folder: Path) -> None:
     config, network, model = changed_lora_student(configure)
     batch = some_batch()
-    assert networks.make_teacher(config, model, torch.device("cpu")) is None
-    step = TrainingStep(model, None, config.objective).train()
+    assert networks.make_teacher(config, OWN, model, torch.device("cpu")) is None
+    step = TrainingStep(model, None, config.objective, OWN).train()
     dense = dense_logits(model_folder, batch)
     assert step.has_teacher
     torch.testing.assert_close(base_states(step, batch), dense, rtol=0, atol=1e-6)
@@ -70,8 +78,8 @@ def test_the_frozen_teacher_is_the_base_exactly(configure, model_folder: Path) -
         for weight in model.parameters():
             weight.mul_(1.5)
     batch = some_batch()
-    teacher = networks.make_teacher(config, model, torch.device("cpu"))
-    step = TrainingStep(model, teacher, config.objective).train()
+    teacher = networks.make_teacher(config, OWN, model, torch.device("cpu"))
+    step = TrainingStep(model, teacher, config.objective, OWN).train()
     assert not teacher.training and not any(weight.requires_grad for weight in teacher.parameters())
     torch.testing.assert_close(base_states(step, batch), dense_logits(model_folder, batch), rtol=0, atol=1e-6)
 
@@ -88,7 +96,7 @@ def test_merging_keeps_the_function(configure, tmp_path: Path) -> None:
     batch = some_batch()
     before = logits_of(model.eval())(batch).detach()
     weights = {name: weight.detach().clone() for name, weight in networks.trained_weights(model).items()}
-    networks.save_network(config, weights, networks.load_tokenizer(config.model), tmp_path / "merged")
+    networks.save_network(config, weights, networks.load_tokenizer(config.model), tmp_path / "merged", *begun(config))
     merged = networks.load_network(tmp_path / "merged", torch.float32)
     torch.testing.assert_close(logits_of(merged.eval())(batch).detach(), before, atol=2e-3, rtol=1e-4)
 
@@ -161,14 +169,19 @@ def test_routers_have_their_rate(configure) -> None:
 @pytest.mark.parametrize(("save_dtype", "expected"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
 def test_the_saved_folder_is_complete(configure, model_folder: Path, tmp_path: Path, save_dtype, expected) -> None:
     began_with = Path(shutil.copytree(model_folder, tmp_path / "moh"))
-    texts = {"LICENSE.txt": "Terms.", "NOTICE": "Ours.", "USE_POLICY.md": "Be kind.", "conversion.json": "{}"}
+    texts = {
+        "LICENSE.txt": "Terms.",
+        "NOTICE": "Ours.",
+        "USE_POLICY.md": "Be kind.",
+        "conversion.json": '{"base": {"name": "x"}}',
+    }
     for name, text in {**texts, "README.md": "of another model"}.items():
         (began_with / name).write_text(text)
     config = configure(model=str(began_with), save_dtype=save_dtype)
     tokenizer = networks.load_tokenizer(config.model)
     network = networks.load_network(config.model, torch.float32)
     weights = {name: weight.detach() + 1 for name, weight in networks.trained_weights(network).items()}
-    networks.save_network(config, weights, tokenizer, tmp_path / "saved")
+    networks.save_network(config, weights, tokenizer, tmp_path / "saved", *begun(config))
     saved = networks.load_network(tmp_path / "saved", torch.float32)
     wanted = weights["model.norm.weight"].to(expected).float()
     assert torch.equal(saved.model.norm.weight.detach(), wanted)
@@ -190,6 +203,6 @@ def test_weighted_scores_have_no_teacher(configure) -> None:
     model = networks.load_network(config.model, torch.float32)
     model.config.router_score = "weighted"
     with pytest.raises(UserError, match="router_score=weighted"):
-        networks.make_teacher(config, model, torch.device("cpu"))
+        networks.make_teacher(config, None, model, torch.device("cpu"))
     cross_entropy = configure(**{"objective.kind": "cross_entropy"})
-    assert networks.make_teacher(cross_entropy, model, torch.device("cpu")) is None
+    assert networks.make_teacher(cross_entropy, None, model, torch.device("cpu")) is None

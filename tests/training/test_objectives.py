@@ -9,6 +9,7 @@ from moh_llm.data.stream import BlockStream
 from moh_llm.data.tokens import tokens_for
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
+from moh_llm.training.beginning import Reference
 from moh_llm.training.loop import train
 from moh_llm.training.objectives import balance_loss_sum, layer_distance_sum
 from moh_llm.training.parallel import make_accelerator
@@ -66,7 +67,8 @@ def student_and_batch(config, blocks: int):
 def gradients_of(config, model, batch, beta: float):
     """The step's losses and the gradient's norm; gradients are not clipped."""
     accelerator = make_accelerator(config)
-    step = TrainingStep(model, networks.make_teacher(config, model, accelerator.device), config.objective).train()
+    teacher = networks.make_teacher(config, Reference("start", own=True), model, accelerator.device)
+    step = TrainingStep(model, teacher, config.objective).train()
     return accumulate_gradients(accelerator, accelerator.prepare(step), batch, config, beta)
 
 

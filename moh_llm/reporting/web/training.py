@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moh_llm.reporting.figures import EXACT, LOSSES, SETTINGS
+from moh_llm.records.lineage import in_words
+from moh_llm.reporting.figures import EXACT, SETTINGS, loss_titles, score_titles
 from moh_llm.reporting.groups import Group
 from moh_llm.reporting.page import run_facts
 from moh_llm.reporting.runs import Record, TrainingRun, number, summarise
@@ -11,11 +12,6 @@ from moh_llm.reporting.style import RAW_POINTS, median_window, running_median
 from moh_llm.reporting.web.charts import Axis, Chart, Points, line_chart
 
 _TOKENS = Axis("training tokens")
-_SCORES = {
-    "ratio": ("Held-out perplexity", "ratio to the base's", 1.0),
-    "kl": ("Held-out KL to the base", "nats per token", None),
-    "perplexity": ("Held-out perplexity", "perplexity", None),
-}
 # Columns of the receipt after the source's name, and how they are printed.
 _RECEIPT = (("weight", ".4f"), ("tokens", ",.0f"), ("share", ".4f"), ("epochs", ".4f"), ("repeated_tokens", ",.0f"))
 # Points of a curve that a chart draws; the log has all of them.
@@ -41,26 +37,29 @@ def run_rows(run: TrainingRun) -> RunRows:
     """The tables of one run."""
     found = summarise(run)
     scores = [*found["scores"], *([found["saved_model"]] if found["saved_model"] else [])]
+    name, its = in_words([run.reference])
     facts = [*run_facts(found).items()]
     if scores and scores[-1]["ratio"] is not None:
-        facts.append(("held-out perplexity / base's", f"{scores[-1]['ratio']:.4f}"))
+        facts.append((f"held-out perplexity, ratio to {its}", f"{scores[-1]['ratio']:.4f}"))
     if scores and scores[-1]["kl"] is not None:
-        facts.append(("held-out KL to the base", f"{scores[-1]['kl']:.4f} nats per token"))
+        facts.append((f"held-out KL to {name}", f"{scores[-1]['kl']:.4f} nats per token"))
+    if scores and scores[-1].get("all_heads_kl") is not None:
+        facts.append((f"the same with all heads on, KL to {name}", f"{scores[-1]['all_heads_kl']:.4f} nats per token"))
     return RunRows(run.name, facts, _receipt(run))
 
 
 def training_charts(groups: Sequence[Group]) -> list[Chart]:
     """Scores on held-out text, losses, and settings of the steps."""
     charts = []
-    for key, (title, unit, reference) in _SCORES.items():
+    for key, (title, unit) in score_titles(groups).items():
         series = {
             name: [(score["tokens"], score[key]) for score in run.scores if score[key] is not None]
             for name, run in _runs(groups)
         }
         if key == "perplexity" and all(score["ratio"] is not None for _, run in _runs(groups) for score in run.scores):
             continue  # the ratio says more
-        charts += _chart(f"held-out-{key}", title, series, unit, reference=reference)
-    for names in (LOSSES, SETTINGS):
+        charts += _chart(f"held-out-{key}", title, series, unit, reference=1.0 if key == "ratio" else None)
+    for names in (loss_titles(groups), SETTINGS):
         for key, (title, unit) in names.items():
             curves = {name: run.points(key) for name, run in _runs(groups)}
             windows = {name: 1 if key in EXACT else median_window(len(curve[1])) for name, curve in curves.items()}
