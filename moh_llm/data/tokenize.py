@@ -185,10 +185,8 @@ def available_cores() -> int:
 def _check_output(output: Path) -> None:
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file; name a folder")
-    if (
-        any(path.name != INSIDE for path in (output.iterdir() if output.is_dir() else ()))
-        and not (output / RECORD).exists()
-    ):
+    held = [path for path in output.iterdir() if path.name != INSIDE] if output.is_dir() else []
+    if held and not (output / RECORD).exists():
         ours = (output / TOKENIZER).exists() or any(output.glob("*/source.json"))
         if not ours:
             raise UserError(f"--output {output} is not empty and holds no {RECORD}; name another folder")
