@@ -51,6 +51,14 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} cannot be read as JSON: {error}") from error
 
 
+def parse_json(text: str, where: str) -> Any:
+    """Read JSON from a text. Raises UserError, which names ``where``, when it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} cannot be read as JSON: {error}") from error
+
+
 def sha256(path: Path) -> str:
     """Hex SHA-256 of a file's bytes."""
     digest = hashlib.sha256()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.suite import Suite
     from moh_llm.reporting.runs import TrainingRun
 
 
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.evaluation.suite import load_suite
     from moh_llm.evaluation.tasks import check_data, require_lm_eval
     from moh_llm.files import check_output_folder
+    from moh_llm.locking import lock_for_job
     from moh_llm.reporting.libraries import require_matplotlib
 
     # What can be refused is refused before anything slow begins.
@@ -95,7 +97,11 @@ def run(args: argparse.Namespace) -> int:
     require_matplotlib()
     for model in models.values():
         check_model(model)
+    with lock_for_job(args.output):
+        return _score(args, suite, models)
 
+
+def _score(args: argparse.Namespace, suite: "Suite", models: dict[str, str]) -> int:
     from moh_llm.evaluation import processes
     from moh_llm.evaluation.analysis import analyse_models
     from moh_llm.evaluation.kept import Kept

@@ -30,13 +30,18 @@ def run(args: argparse.Namespace) -> int:
     """Carry it out and print the table. `args.main` runs another command, given its arguments."""
     from moh_llm.errors import UserError
     from moh_llm.files import check_output_folder
+    from moh_llm.locking import lock_folder
 
     if args.steps < 1:
         raise UserError(f"--steps {args.steps} must be at least 1")
     check_output_folder(args.output, args.overwrite, reads=[args.base] if args.base else [])
-    if args.output.exists():
-        clear(args.output)
+    with lock_folder(args.output):
+        if args.output.exists():
+            clear(args.output)
+        return _run(args)
 
+
+def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 

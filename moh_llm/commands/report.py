@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report. Returns 1 where a model fell behind the baseline, else 0; raises UserError."""
     from moh_llm.files import check_output_folder, new_folder
+    from moh_llm.locking import lock_folder
     from moh_llm.reporting.evaluations import models_of, names_of, runs_behind
     from moh_llm.reporting.libraries import require_matplotlib
     from moh_llm.reporting.runs import read_runs
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     from moh_llm.reporting.report import write_report
 
-    with new_folder(output, overwrite) as folder:
+    with lock_folder(output), new_folder(output, overwrite) as folder:
         written = write_report(folder, runs, args.command_line, record)
     print(f"report: {output / 'report.html'}, {', '.join(written)}")
     for drop in drops:

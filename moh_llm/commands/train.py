@@ -39,6 +39,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     config = load_config(args.recipe, overrides)
 
+    from moh_llm.locking import lock_for_job
+
+    with lock_for_job(Path(config.output)):
+        _train(config, overwrite)
+    return 0
+
+
+def _train(config: TrainConfig, overwrite: bool) -> None:
     from moh_llm.training.loop import train
 
     if os.environ.get("RANK", "0") != "0":  # of several processes the first one writes and publishes
@@ -47,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
         _write_card(config, train(config, overwrite))
     else:
         _train_and_publish(config, config.hub, overwrite)
-    return 0
 
 
 def _write_card(config: TrainConfig, record: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.windows import fixed_batches, validation_batches
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder, read_json, write_json
+from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import Base
@@ -89,7 +90,7 @@ def convert(options: ConversionOptions) -> dict[str, Any]:
         wanted = min(options.heldout_tokens, QUICK_TOKENS) if options.verify == "quick" else options.heldout_tokens
         held_out = validation_batches(sources, length, wanted, BATCH)
 
-    with new_folder(options.output, options.overwrite) as folder:
+    with lock_folder(options.output), new_folder(options.output, options.overwrite) as folder:
         record: dict[str, Any] = {
             "moh_llm": moh_llm.__version__,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -141,7 +142,7 @@ def restore_dense(
         raise UserError(f"{name} is no MoH model (model_type {base.config.model_type!r}): it is dense already")
     if read_json(base.folder / "config.json").get("router_score") == "weighted":
         raise UserError(f"{name} weighs heads by their scores (router_score weighted): there is no dense model inside")
-    with new_folder(output, overwrite) as folder:
+    with lock_folder(output), new_folder(output, overwrite) as folder:
         config = base.config
         config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
         weight_map = write_weights(folder, base, {}, link=link)

@@ -22,6 +22,7 @@ from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.data.write import is_done
 from moh_llm.errors import UserError
 from moh_llm.files import read_json, write_json, write_text
+from moh_llm.locking import INSIDE, lock_folder
 
 _RECORDED = ("weight", "max_epochs", "hub", "revision", "match", "builtin", "format", "text_field", "filters")
 _BYTES_PER_WORKER = 4 << 20  # less is done before a process more has started
@@ -57,9 +58,27 @@ def tokenize_mixture(
         The record; None where the jobs were handed to Slurm.
 
     Raises:
-        UserError: the text cannot be read, the folder holds something else, or the disk refuses.
+        UserError: the text cannot be read, the folder holds something else or is being written, or the disk refuses.
     """
-    started, output = time.perf_counter(), output.resolve()
+    output = output.resolve()
+    with lock_folder(output):
+        return _tokenize(
+            mixture, tokenizer, output, workers, executor, executor_args or {}, skip_bad=skip_bad, overwrite=overwrite
+        )
+
+
+def _tokenize(
+    mixture: Mixture,
+    tokenizer: TextTokenizer,
+    output: Path,
+    workers: int | None,
+    executor: str,
+    executor_args: Mapping[str, str],
+    *,
+    skip_bad: bool,
+    overwrite: bool,
+) -> dict[str, Any] | None:
+    started = time.perf_counter()
     _check_output(output)
     tasks = make_tasks(mixture, output)
     prepare_sources(tasks, tokenizer.sha256, mixture.validation_share, overwrite)
@@ -68,16 +87,16 @@ def tokenize_mixture(
     # The largest first, so that none is left to the end alone.
     if left := sorted((task for task in tasks if not is_done(task)), key=lambda task: -task.work):
         write_json(output / RECORD, {"status": "running"})
-        workers, threads = count_workers(left, workers, executor, executor_args or {})
+        workers, threads = count_workers(left, workers, executor, executor_args)
         settings = (tokenizer.end, tokenizer.name, mixture.validation_share, skip_bad, threads)
         step = WriteShards(left, output / TOKENIZER, *settings)
         logs = new_log_folder(output)
         if executor == "slurm":
-            submit_slurm(step, finish, workers, logs, executor_args or {})
+            submit_slurm(step, finish, workers, logs, executor_args)
             return None
         with show_progress(tasks):
             if executor == "ray":
-                run_ray(step, workers, logs, executor_args or {})
+                run_ray(step, workers, logs, executor_args)
             else:
                 run_local(step, workers, logs)
     return finish(time.perf_counter() - started)
@@ -166,7 +185,8 @@ def available_cores() -> int:
 def _check_output(output: Path) -> None:
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file; name a folder")
-    if output.is_dir() and any(output.iterdir()) and not (output / RECORD).exists():
+    held = [path for path in output.iterdir() if path.name != INSIDE] if output.is_dir() else []
+    if held and not (output / RECORD).exists():
         ours = (output / TOKENIZER).exists() or any(output.glob("*/source.json"))
         if not ours:
             raise UserError(f"--output {output} is not empty and holds no {RECORD}; name another folder")

@@ -17,6 +17,7 @@ from moh_llm.data.tasks import RECORD, SPLITS, source_identity
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import read_json
+from moh_llm.locking import lock_folder
 
 # More text than this is tokenised on purpose, not on the way: it takes minutes, and its place is to be chosen.
 ON_THE_FLY_BYTES = 1 << 30
@@ -53,8 +54,10 @@ def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None]) -> Toke
         from moh_llm.data.tokenize import tokenize_mixture
 
         say(f"tokenising its text into {folder}")
-        # A killed run's leftovers are of the same text: the folder's name says so.
-        tokenize_mixture(spec, wanted, folder)
+        with lock_folder(folder, wait=True):
+            if not _is_finished(folder):  # by another process, meanwhile
+                # A killed run's leftovers are of the same text: the folder's name says so.
+                tokenize_mixture(spec, wanted, folder)
     return Tokens(spec.name, str(folder), open_tokens(folder, spec, wanted))
 
 

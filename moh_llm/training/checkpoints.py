@@ -20,9 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moh_llm.errors import UserError
-from moh_llm.files import new_folder, read_json, sha256, write_json
+from moh_llm.files import new_folder, write_json
+from moh_llm.records.run import CheckpointRecord
 from moh_llm.training.config import CheckpointConfig
 from moh_llm.training.gathering import gathered_moments, gathered_weights, scatter_state
+from moh_llm.training.runs import find_fault, mark_files
 
 RECORD = "checkpoint.json"
 
@@ -60,7 +62,7 @@ def save_checkpoint(
             except SafetensorError as error:  # how it reports a full disk
                 reason = " ".join(str(error).split())[:200]
                 raise UserError(f"cannot write {folder}: {reason}; earlier checkpoints are untouched") from error
-            files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(temporary.iterdir())}
+            files = mark_files(temporary)
             write_json(temporary / RECORD, {"step": step, **facts, "files": files})
         _remove_old(checkpoints, step, keep)
     accelerator.wait_for_everyone()
@@ -93,7 +95,7 @@ def newest_checkpoint(checkpoints: Path, say: Callable[[str], None]) -> tuple[Pa
         folder = checkpoint_folder(checkpoints, step)
         fault = _fault(folder, step)
         if fault is None:
-            return folder, read_json(folder / RECORD)
+            return folder, CheckpointRecord.read(folder / RECORD).content()
         say(f"skipped checkpoint {folder}: {fault}")
     return None
 
@@ -118,7 +120,7 @@ def load_checkpoint(
     saved, moments = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
     if different := saved.keys() ^ weights.keys():
         raise UserError(f"{folder} is of another model: {sorted(different)[0]} is on one side only; use a new --output")
-    updates = read_json(folder / RECORD)["updates"]
+    updates = CheckpointRecord.read(folder / RECORD).updates
     scatter_state(accelerator, model, optimizer, weights, saved, moments, updates)
     return updates
 
@@ -131,20 +133,9 @@ def _steps(checkpoints: Path) -> list[int]:
 def _fault(folder: Path, step: int) -> str | None:
     """Why a checkpoint cannot be used, None where it can."""
     try:
-        record = read_json(folder / RECORD)
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in record["files"].items()}
-        if record["step"] != step:
-            return f"{RECORD} names step {record['step']}"
+        record = CheckpointRecord.read(folder / RECORD)
     except UserError as error:
         return str(error)
-    except (KeyError, TypeError, AttributeError):
-        return f"{RECORD} lacks the step or the list of files"
-    for name, (size, digest) in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, {size} were written"
-        if sha256(path) != digest:
-            return f"the bytes of {name} are not those that were written"
-    return None
+    if record.step != step:
+        return f"{RECORD} names step {record.step}"
+    return find_fault(folder, record.content()["files"])

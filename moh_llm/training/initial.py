@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
+from moh_llm.locking import lock_folder
 from moh_llm.model_folder import may_be_hub_id
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 
@@ -112,7 +113,7 @@ def initialise(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = MoHLlamaForCausalLM(config).to(dtype)
-    with new_folder(output, overwrite) as temporary:
+    with lock_folder(output), new_folder(output, overwrite) as temporary:
         try:
             model.save_pretrained(temporary)
         except SafetensorError as error:  # how the library reports a full disk

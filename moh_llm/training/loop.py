@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from moh_llm.data.receipt import make_receipt
 from moh_llm.data.shards import TokenizedSource
@@ -20,6 +21,7 @@ from moh_llm.data.stream import BlockStream, StepBatches, step_loader
 from moh_llm.data.tokens import tokens_for
 from moh_llm.data.windows import validation_batches
 from moh_llm.errors import UserError
+from moh_llm.locking import lock_for_job
 from moh_llm.training import networks
 from moh_llm.training.beginning import agreed_beginning
 from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
@@ -29,10 +31,17 @@ from moh_llm.training.gathering import gathered_weights
 from moh_llm.training.interruption import Interruption
 from moh_llm.training.log import show_scores, step_line
 from moh_llm.training.milestones import keep_milestone, saved_milestones
-from moh_llm.training.parallel import end_distribution, make_accelerator, peak_rate, seed_step, sum_over_processes
+from moh_llm.training.parallel import (
+    check_launcher,
+    end_distribution,
+    make_accelerator,
+    peak_rate,
+    seed_step,
+    sum_over_processes,
+)
 from moh_llm.training.passes import accumulate_gradients, evaluate, measure_floor, score_saved
 from moh_llm.training.progress import ProgressLine
-from moh_llm.training.runs import Run
+from moh_llm.training.runs import Run, mark_files
 from moh_llm.training.schedules import annealed_heads
 from moh_llm.training.step import TrainingStep
 from moh_llm.training.tracking import check_trackers, start_trackers, track
@@ -54,9 +63,18 @@ def train(
             that is saved (`moh_llm.training.milestones`); training goes on when it returns.
 
     Raises:
-        UserError: an input cannot be used, the loss is no longer finite, or the disk refuses.
+        UserError: an input cannot be used, another process writes to ``config.output``, the loss is no longer finite,
+            or the disk refuses.
     """
     check_trackers(config.trackers)
+    check_launcher()
+    with lock_for_job(Path(config.output)):
+        return _train(config, overwrite, say, on_milestone)
+
+
+def _train(
+    config: TrainConfig, overwrite: bool, say: Callable[[str], None], on_milestone: Callable[[Path], None]
+) -> dict[str, Any]:
     accelerator = make_accelerator(config)
     main = accelerator.is_main_process
     if not main:
@@ -66,7 +84,7 @@ def train(
     if main:
         for milestone in saved_milestones(run):
             on_milestone(milestone)
-    if run.finished:
+    if run.finished and not _reopen(run, accelerator, say):
         say(f"{run.folder} holds this run, finished after {config.max_steps} steps; nothing to do")
         end_distribution(accelerator)
         accelerator.end_training()
@@ -193,16 +211,38 @@ def train(
     end_distribution(accelerator)
     tokens = config.max_steps * config.tokens_per_step
     facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(seconds, 3), "data_read": receipt}
+    files: dict[str, Any] = {}
     if main:
         networks.save_network(config, tuned, tokenizer, run.model, beginning, config.max_steps)
+        files = mark_files(run.model)
         facts["evaluation"] = score_saved(config, run.model, accelerator.device, held_out, reference)
         if floor is not None:
             facts["evaluation"]["floor"] = floor
         say(f"{run.model}: {show_scores(facts['evaluation'])}")
         say(f"{config.max_steps} steps, {tokens:,} tokens, {seconds:.0f} s of training")
-    run.finish(facts)
+    run.finish(facts, files)
     accelerator.end_training()
     return run.record
+
+
+def _reopen(run: Run, accelerator: Accelerator, say: Callable[[str], None]) -> bool:
+    """Whether a run that its record calls finished has to be finished anew, because its model is not whole.
+
+    Raises:
+        UserError: and no checkpoint is left to do it from.
+    """
+    faults = [run.model_fault() if accelerator.is_main_process else None]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(faults)
+    if faults[0] is None:
+        return False
+    if accelerator.is_main_process and newest_checkpoint(run.checkpoints, say) is None:
+        raise UserError(
+            f"{run.model} is not whole ({faults[0]}), and {run.checkpoints} holds no checkpoint to make it from; "
+            "restore it, or pass --overwrite to start anew"
+        )
+    say(f"{run.model} is not whole ({faults[0]}); it is made anew from the last checkpoint")
+    return True
 
 
 def _report(line: dict[str, Any], run: Run, accelerator: Accelerator, progress: ProgressLine | None) -> None:

@@ -15,7 +15,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
-from moh_llm.files import new_folder, read_json, write_json
+from moh_llm.files import new_folder, write_json
+from moh_llm.records.run import CheckpointRecord
 from moh_llm.training import networks
 from moh_llm.training.beginning import Beginning
 from moh_llm.training.checkpoints import RECORD
@@ -55,13 +56,13 @@ def keep_milestone(
     asked = config.hub is not None and config.hub.milestones and step % config.checkpoint.milestone_every == 0
     if not (asked and accelerator.is_main_process):
         return
-    state = read_json(checkpoint / RECORD)
-    facts = {"steps": step, "tokens": step * config.tokens_per_step, "seconds": state["seconds"]}
+    state = CheckpointRecord.read(checkpoint / RECORD)
+    facts = {"steps": step, "tokens": step * config.tokens_per_step, "seconds": state.seconds}
     folder = run.milestones / checkpoint.name
     with new_folder(folder, overwrite=True) as temporary:
         with loading_whole(accelerator):
             weights = load_file(checkpoint / "model.safetensors")
             networks.save_network(config, weights, tokenizer, temporary / "model", beginning, step)
-        write_json(temporary / "run.json", run.record | facts | {"data_read": state["data"]})
+        write_json(temporary / "run.json", run.record | facts | {"data_read": state.data})
         shutil.copyfile(run.folder / "log.jsonl", temporary / "log.jsonl")
     on_milestone(folder)

@@ -31,11 +31,34 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.runs import TRACKERS
 
 
+def check_launcher() -> None:
+    """Refuse a process that a launcher started as one of several, and that would train as if it were alone.
+
+    Raises:
+        UserError: `srun` started several tasks, each of which was not told of the others.
+    """
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks > 1 and "WORLD_SIZE" not in os.environ:
+        _refuse_alone(
+            int(os.environ.get("SLURM_PROCID", "0")),
+            f"srun started {tasks} tasks (SLURM_STEP_NUM_TASKS) that know nothing of each other; start one a node, "
+            "with accelerate launch or torchrun (recipes/launch/slurm.sbatch)",
+        )
+
+
+def _refuse_alone(rank: int, line: str) -> None:
+    """Raise UserError on the first process, and end the others without a word."""
+    if rank > 0:
+        raise SystemExit(2)
+    raise UserError(line)
+
+
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator of a run, set up from the environment that the launcher made.
 
     Raises:
-        UserError: the blocks of a step cannot be dealt out evenly, or DeepSpeed is asked to skip steps.
+        UserError: the blocks of a step cannot be dealt out evenly, DeepSpeed is asked to skip steps, or the processes
+            that the launcher started are no group.
     """
     # An earlier run in this process may have used another precision, and the state is a singleton.
     AcceleratorState._reset_state()
@@ -63,6 +86,8 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         if not torch.cuda.is_available():
             # Left alone, each process believes that it is the only one; `cpu=True` would give DDP instead.
             kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+    elif world > 1 and not torch.cuda.is_available():
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # else each process believes that it is the only one
     accumulation = GradientAccumulationPlugin(passes, sync_with_dataloader=False)
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
@@ -73,6 +98,12 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     )
     if _asked_for("FSDP") and not torch.cuda.is_available():
         _shard_on_cpu(accelerator)
+    if accelerator.num_processes != world:
+        _refuse_alone(
+            int(os.environ.get("RANK", "0")),
+            f"the launcher started {world} processes (WORLD_SIZE), but their group has {accelerator.num_processes}; "
+            "start them with accelerate launch and a file of recipes/accelerate, or with torchrun",
+        )
     return accelerator
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import platform
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -20,10 +21,12 @@ from typing import Any
 
 from moh_llm import __version__
 from moh_llm.errors import UserError
-from moh_llm.files import check_holds_none, read_json, sha256, write_json, write_text
+from moh_llm.files import check_holds_none, parse_json, read_json, sha256, write_json, write_text
+from moh_llm.locking import INSIDE
+from moh_llm.records.run import LogLine, RunRecord
 from moh_llm.training.config import TrainConfig, changed_keys
 
-TRACKERS = "tensorboard"
+RECORD, TRACKERS = "run.json", "tensorboard"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")
 
 
@@ -45,7 +48,7 @@ class Run:
         self.folder = Path(config.output)
         self.model = self.folder / "model"
         self.checkpoints, self.milestones = self.folder / "checkpoints", self.folder / "milestones"
-        self._record_path, self._log_path = self.folder / "run.json", self.folder / "log.jsonl"
+        self._record_path, self._log_path = self.folder / RECORD, self.folder / "log.jsonl"
         identity = model_identity(Path(config.model))
         # Through JSON, so that a fresh recipe compares equal to a recorded one (tuples, lists).
         recipe = json.loads(json.dumps(asdict(config)))
@@ -57,11 +60,11 @@ class Run:
             check_holds_none(self.folder, [config.model])
             self._remove()
         if self._record_path.exists():
-            self.record: dict[str, Any] = read_json(self._record_path)
+            self.record: dict[str, Any] = RunRecord.read(self._record_path).content()
             self._check_same(recipe, identity)
             self.record["config"] = recipe
             return
-        if self.folder.exists() and any(self.folder.iterdir()):
+        if self.folder.exists() and any(path.name != INSIDE for path in self.folder.iterdir()):
             raise UserError(
                 f"output={self.folder} is not empty and holds no run.json to resume; "
                 "name another folder or pass --overwrite"
@@ -70,8 +73,15 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the run was already carried to its end."""
+        """Whether the run was already carried to its end, by its record; see `model_fault`."""
         return self.record["status"] == "finished"
+
+    def model_fault(self) -> str | None:
+        """Which file of a finished run's model is missing or has other bytes; None where it is whole."""
+        files = self.record.get("model_files")
+        if files is None:
+            return f"{RECORD} does not say which files it has"
+        return find_fault(self.model, files)
 
     def begin(self, data: dict[str, Any], facts: dict[str, Any]) -> None:
         """Record the start, or check on resume that the data are those of the start.
@@ -99,26 +109,44 @@ class Run:
             raise UserError(f"cannot make output={self.folder}: {error.strerror}; name another folder") from error
         write_json(self._record_path, self.record)
 
-    def finish(self, facts: dict[str, Any]) -> None:
-        """Record the end."""
-        self.record |= {"status": "finished"} | facts
+    def finish(self, facts: dict[str, Any], model_files: dict[str, Any]) -> None:
+        """Record the end, after reading the model back.
+
+        Args:
+            facts: what to record.
+            model_files: marks of the model's files, taken when they were written (`mark_files`); none on processes
+                that write nothing.
+
+        Raises:
+            UserError: the model on disk is not what was written.
+        """
+        if self._writes and (fault := find_fault(self.model, model_files)):
+            raise UserError(f"{self.model} is not what was written: {fault}; give the same command again")
+        self.record |= {"status": "finished", "model_files": model_files} | facts
         if self._writes:
             write_json(self._record_path, self.record)
 
     def trim_log(self, step: int) -> list[dict[str, Any]]:
-        """Drop the log's lines past ``step``, since those steps are made again, and return the others."""
-        kept = []
-        if self._log_path.exists():
-            for text in self._log_path.read_text(encoding="utf-8").splitlines():
-                try:
-                    line = json.loads(text)
-                    if line["step"] <= step:
-                        kept.append(line)
-                except (ValueError, KeyError, TypeError):
-                    break  # a line that a kill cut short; nothing after it counts
+        """Drop the log's lines past ``step``, since those steps are made again, and return the others.
+
+        Raises:
+            UserError: a line is no line of a log, other than a last one that a kill cut short.
+        """
+        kept = [line for line in self._read_log() if line["step"] <= step]
         if self._writes:
             write_text(self._log_path, "".join(json.dumps(line) + "\n" for line in kept))
         return kept
+
+    def _read_log(self) -> Iterator[dict[str, Any]]:
+        lines = self._log_path.read_bytes().splitlines(keepends=True) if self._log_path.exists() else []
+        for number, text in enumerate(lines, start=1):
+            if not text.endswith(b"\n"):
+                return  # cut short by a kill
+            where = f"{self._log_path} line {number}"
+            try:
+                yield LogLine.of(parse_json(text.decode("utf-8", "replace"), where), where).content()
+            except UserError as error:
+                raise UserError(f"{error}; restore the log, or pass --overwrite to start anew") from error
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to the log; it is out of this process's hands when this returns."""
@@ -134,13 +162,10 @@ class Run:
 
     def _check_same(self, recipe: dict[str, Any], identity: str) -> None:
         try:
-            recorded, recorded_identity = self.record["config"], self.record["model"]["sha256"]
-            changed = changed_keys(recorded, recipe)
+            changed = changed_keys(self.record["config"], recipe)
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{self._record_path} is not the record of a training run; name another --output"
-            ) from error
-        if recorded_identity != identity:
+            raise UserError(f"{self._record_path}: its config is no recipe ({error}); name another --output") from error
+        if self.record["model"]["sha256"] != identity:
             changed.insert(0, "model (other config or weights)")
         if changed:
             raise UserError(
@@ -154,6 +179,25 @@ class Run:
             shutil.rmtree(path, ignore_errors=True)
         for path in (self._log_path, self._record_path):
             path.unlink(missing_ok=True)
+
+
+def mark_files(folder: Path) -> dict[str, Any]:
+    """Size and SHA-256 of each file of a folder, by name."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file())
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
+
+
+def find_fault(folder: Path, files: Mapping[str, Any]) -> str | None:
+    """Which of ``files``, as `mark_files` gave them, is missing or has other bytes; None: they are as they were."""
+    for name, mark in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != mark["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, {mark['bytes']} were written"
+        if sha256(path) != mark["sha256"]:
+            return f"the bytes of {name} are not those that were written"
+    return None
 
 
 def check_converted(folder: Path) -> None:

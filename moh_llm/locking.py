@@ -1,0 +1,89 @@
+"""One writer per output folder: an exclusive lock that the kernel releases when its process dies.
+
+    with lock_folder(output):
+        ...  # nobody else of this toolkit writes there
+
+The lock is a file beside the folder, ``.NAME.lock``, so that the folder can be replaced as a whole. It holds the
+writer's process id and host, for the line that refuses a second one; it is removed when the writer ends well, and one
+that a killed writer left does not count. Where the kernel has no file locks (some network file systems), filelock falls
+back to a lock file whose existence counts.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from moh_llm.errors import UserError
+
+INSIDE = ".moh_llm.lock"  # where nothing can be written beside the folder, such as a mounted one
+
+
+@contextlib.contextmanager
+def lock_folder(output: Path, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of ``output`` within the block. The same thread may hold it several times.
+
+    Args:
+        output: the folder to be written; it need not exist.
+        wait: wait for another writer instead of refusing.
+
+    Raises:
+        UserError: another process writes there (its process id and host are named), or no lock file can be made.
+    """
+    path = _lock_path(output.resolve())
+    lock = FileLock(path, is_singleton=True)
+    try:
+        lock.acquire(timeout=-1 if wait else 0)
+    except Timeout as error:
+        raise UserError(
+            f"{output} is being written by {_holder(path)}; wait for it to end, or name another output"
+        ) from error
+    except (OSError, NotImplementedError) as error:
+        raise UserError(f"cannot lock {output} by {path}: {error}; name an output on another file system") from error
+    informed = False
+    try:
+        informed = lock.lock_counter == 1 and _inform(path)
+        yield
+    finally:
+        if informed:
+            # Before the release: whoever opened this file by then finds it unlinked, and tries again.
+            with contextlib.suppress(OSError):
+                path.unlink()
+        lock.release()
+
+
+def lock_for_job(output: Path) -> contextlib.AbstractContextManager[None]:
+    """`lock_folder` for one job of several processes: the first one holds the lock, the others belong to it.
+
+    Where the first one is refused it ends, and the launcher ends the others.
+    """
+    return lock_folder(output) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
+
+
+def _lock_path(output: Path) -> Path:
+    beside = output.with_name(f".{output.name}.lock")
+    with contextlib.suppress(OSError):
+        beside.parent.mkdir(parents=True, exist_ok=True)
+    if output.is_dir() and not os.access(beside.parent, os.W_OK):
+        return output / INSIDE
+    return beside
+
+
+def _inform(path: Path) -> bool:
+    """Write who holds the lock; not where the file's own content is the lock."""
+    with contextlib.suppress(OSError, ValueError):
+        left = path.read_text(encoding="utf-8")  # nothing, or what a killed writer wrote
+        if not left or left.startswith("process "):
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+            return True
+    return False
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8") or "another process"
+    except (OSError, ValueError):
+        return "another process"
