@@ -5,14 +5,14 @@ the checkpoint that the model's conversion names. Only where that cannot be had 
 with, all heads on; then no figure of the run is called one of the base.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from moh_llm.conversion.base import is_checkpoint, open_base
+from moh_llm.conversion.base import BaseCheckpoint, is_checkpoint, open_base
 from moh_llm.errors import UserError
 from moh_llm.files import read_json
 from moh_llm.records.conversion import Base, Conversion, read_conversion
@@ -27,6 +27,7 @@ from moh_llm.records.lineage import (
     read_chain,
 )
 from moh_llm.training.config import TrainConfig
+from moh_llm.training.parallel import loading_whole
 
 
 @dataclass(frozen=True)
@@ -37,24 +38,27 @@ class Reference:
         kind: "base", the checkpoint that the conversion names, or "start", the model the run began with, all heads on.
         own: whether the model that the run began with computes the same with all heads on: it is that model, or its
             dense weights have the hash that the conversion recorded of the base. It then needs no other weights.
-        checkpoint: folder or Hub id to load it from, where it is not ``own``.
-        revision: commit on the Hub.
+        base: the base's files, where it is not ``own``.
         told: where it comes from, or why it is not the base, for the user to read.
     """
 
     kind: ReferenceKind
     own: bool
-    checkpoint: str | None = None
-    revision: str | None = None
+    base: BaseCheckpoint | None = None
     told: str = ""
 
     def sentence(self, teaches: bool) -> str:
         """What a run says of it."""
-        return f"{'teacher' if teaches else 'compared with'}: {REFERENCES[self.kind]}{self.told and f', {self.told}'}"
+        return f"{'teacher' if teaches else 'compared with'}: {self.described}"
+
+    @property
+    def described(self) -> str:
+        """What it is, and where it comes from."""
+        return REFERENCES[self.kind] + (self.told and f", {self.told}")
 
     def record(self) -> dict[str, Any]:
         """What the run's record keeps."""
-        return {"kind": self.kind, "own": self.own, "checkpoint": self.checkpoint, "revision": self.revision}
+        return {"kind": self.kind, "own": self.own, "base": self.base and self.base.identity()}
 
 
 @dataclass(frozen=True)
@@ -108,21 +112,37 @@ def find_beginning(config: TrainConfig, recorded: dict[str, Any] | None = None) 
     return Beginning(weights, read_chain(folder), reference)
 
 
+def expected_reference(config: TrainConfig) -> Reference | None:
+    """The reference that `find_beginning` would find if the weights are those that the lineage ends with, unread."""
+    folder = Path(config.model)
+    entries = read_chain(folder).entries
+    weights = entries[-1].made if entries else WeightHashes(dense="", routing="")
+    return _find_reference(config, read_conversion(folder), weights, None)
+
+
 def agreed_beginning(
     config: TrainConfig, accelerator: Accelerator, recorded: dict[str, Any] | None = None
 ) -> Beginning:
-    """`find_beginning` on the main process; the others take its word, so that none finds another reference."""
+    """`find_beginning` on the main process; the others take its word, so that none finds another reference.
+
+    Where the base is to be loaded, each looks for its files itself: they may lie elsewhere on another machine.
+    """
     found: list[Any] = [None]
-    if accelerator.is_main_process:
-        try:
-            found = [find_beginning(config, recorded)]
-        except UserError as error:
-            found = [str(error)]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(found)
-    if isinstance(found[0], str):
-        raise UserError(found[0])
-    return found[0]
+    with loading_whole(accelerator):
+        if accelerator.is_main_process:
+            try:
+                found = [find_beginning(config, recorded)]
+            except UserError as error:
+                found = [str(error)]
+        if accelerator.num_processes > 1:
+            broadcast_object_list(found)
+        if isinstance(found[0], str):
+            raise UserError(found[0])
+        beginning, reference = found[0], found[0].reference
+        if reference is not None and reference.base is not None and not accelerator.is_main_process:
+            base = open_base(reference.base.name, reference.base.revision)
+            beginning = replace(beginning, reference=replace(reference, base=base))
+    return beginning
 
 
 def _find_reference(
@@ -136,8 +156,9 @@ def _find_reference(
             )
         compares = config.objective.kind == "distillation" and not weighted
         return Reference("start", own=True) if compares else None
+    given = None
     if config.base is not None:
-        _check_given(config, conversion.base)
+        given = _open_given(config.base, config.model, conversion.base)
         if recorded == "start":
             raise UserError(
                 f"base={config.base}: the run in output={config.output} was begun without its base, against "
@@ -149,12 +170,10 @@ def _find_reference(
     if recorded == "start":
         return Reference("start", own=True, told="as when the run was begun")
     if weights.dense == base.dense_sha256:
-        told = f"{label}; with all heads on the model is it still, by the hash of its dense weights"
+        told = f"{label}, which the model is with all heads on (its dense weights have the recorded hash)"
         return Reference("base", own=True, told=told)
-    if config.base is not None:
-        return Reference("base", own=False, checkpoint=config.base, told=f"{label}, from {config.base}")
     try:
-        _check_named(base)
+        found = given or _open_named(base)
     except UserError as error:
         if recorded == "base":
             raise UserError(
@@ -163,22 +182,26 @@ def _find_reference(
             ) from error
         told = f"since {error} (`moh-llm train --help` says how to name its new place)"
         return Reference("start", own=True, told=told)
-    return Reference("base", own=False, checkpoint=base.name, revision=base.revision, told=f"{label}, from {base.name}")
+    return Reference("base", own=False, base=found, told=f"{label}, from {found.name}")
 
 
-def _check_given(config: TrainConfig, recorded: Base) -> None:
-    found = open_base(str(config.base))
+def _open_given(name: str, model: str, recorded: Base) -> BaseCheckpoint:
+    """The checkpoint that the user names. Raises UserError where it is another than the one on record."""
+    found = open_base(name)
     if not is_checkpoint(found, recorded):
         raise UserError(
-            f"base={config.base} holds other weights than the checkpoint that model={config.model} was converted "
+            f"base={name} holds other weights than the checkpoint that model={model} was converted "
             f"from, {recorded.label} (fingerprint {str(recorded.fingerprint)[:12]}, this one's is "
             f"{found.fingerprint[:12]}); name that one, or drop base"
         )
+    return found
 
 
-def _check_named(recorded: Base) -> None:
-    """Raise UserError unless the checkpoint lies where the conversion found it."""
+def _open_named(recorded: Base) -> BaseCheckpoint:
+    """The checkpoint where the conversion found it. Raises UserError where it cannot be had there."""
     if recorded.revision is None and not Path(recorded.name).expanduser().is_dir():
         raise UserError(f"the checkpoint it was converted from is not at {recorded.name}")
-    if not is_checkpoint(open_base(recorded.name, recorded.revision), recorded):
+    found = open_base(recorded.name, recorded.revision)
+    if not is_checkpoint(found, recorded):
         raise UserError(f"{recorded.name} holds other weights than those it was converted from")
+    return found

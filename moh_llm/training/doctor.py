@@ -22,7 +22,7 @@ from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.inputs import Finding, check_data, check_model, check_output, read_model_config
+from moh_llm.training.inputs import Finding, check_data, check_model, check_output, check_teacher, read_model_config
 from moh_llm.training.memory import Memory, Sizes, estimate_memory, has_teacher
 from moh_llm.training.runs import PACKAGES
 
@@ -100,7 +100,7 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
     except UserError as error:
         return Diagnosis([*findings, Finding("fault", "model", str(error))], None, None)
     memory = estimate_memory(config, model, sizes, strategy, processes)
-    findings += [*check_model(config, model), *check_data(config)]
+    findings += [*check_model(config, model), *check_teacher(config), *check_data(config)]
     findings += [*check_disk(config, model, sizes), *check_memory(memory, device)]
     return Diagnosis(findings, memory, make_plan(config, model, device, processes))
 

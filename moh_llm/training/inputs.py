@@ -25,6 +25,8 @@ from moh_llm.errors import UserError
 from moh_llm.files import read_json
 from moh_llm.model_folder import read_weight_map
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.records.conversion import read_conversion
+from moh_llm.training.beginning import expected_reference
 from moh_llm.training.config import TrainConfig, changed_keys
 from moh_llm.training.memory import has_teacher
 from moh_llm.training.networks import check_attention, load_tokenizer
@@ -117,6 +119,20 @@ def check_model(config: TrainConfig, model: MoHLlamaConfig) -> Iterator[Finding]
         return
     size = sum(file.stat().st_size for file in files)
     yield Finding("ok", "model", f"{folder}: {len(held)} tensors in {len(files)} files, {size / 2**30:.2f} GiB")
+
+
+def check_teacher(config: TrainConfig) -> Iterator[Finding]:
+    """Whether the run would be against its base."""
+    try:
+        reference = expected_reference(config)
+        named = read_conversion(Path(config.model)) is not None
+    except UserError as error:
+        yield Finding("fault", "teacher", str(error))
+        return
+    if reference is not None:
+        by_lineage = reference.kind == "base" and reference.own
+        text = "the base, by the model's lineage; training compares hashes" if by_lineage else reference.described
+        yield Finding("warning" if named and reference.kind == "start" else "ok", "teacher", text)
 
 
 def check_data(config: TrainConfig) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from moh_llm.conversion.base import open_base
 from moh_llm.conversion.families import moh_fields
 from moh_llm.errors import UserError
 from moh_llm.files import new_folder
@@ -74,12 +73,11 @@ def reference_dtype(config: TrainConfig) -> torch.dtype:
 
 def load_reference(config: TrainConfig, reference: Reference, device: torch.device) -> MoHLlamaForCausalLM:
     """What the run is compared with, frozen: the base, or the model that the run began with, with every head on."""
-    dtype = reference_dtype(config)
-    if reference.own:
+    dtype, base = reference_dtype(config), reference.base
+    if base is None:
         network = load_network(Path(config.model), dtype)
         network.set_active_heads(network.config.num_attention_heads)
     else:
-        base = open_base(str(reference.checkpoint), reference.revision)
         heads = base.config.num_attention_heads
         # The dense model in our own classes: what distributes the student then distributes it, too.
         always_on = {"num_shared_heads": heads, "num_active_heads": heads, "router_type": "query_norm"}

@@ -46,7 +46,19 @@ def test_a_fit_job_is_described_in_full(recipe, tmp_path, capsys):
     given = {"recipe": str(recipe), "strategy": "fsdp2", "processes": 2, "gpu": "H100"}
     assert record == given | diagnosis.record() and record["fit"] is True
     assert {finding["state"] for finding in record["findings"]} == {"ok"}
-    names = ["versions", "devices", "batch", "output", "model", "tokenizer", "data", "data", "disk", "memory"]
+    names = [
+        "versions",
+        "devices",
+        "batch",
+        "output",
+        "model",
+        "teacher",
+        "tokenizer",
+        "data",
+        "data",
+        "disk",
+        "memory",
+    ]
     assert [finding["check"] for finding in record["findings"]] == names
     model = MoHLlamaConfig.from_pretrained(config.model)
     memory = estimate_memory(config, model, Sizes.of(config, model), "fsdp2", 2)

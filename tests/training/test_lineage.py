@@ -102,7 +102,7 @@ def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, metho
     flags = ["--lora.rank", "4"] if method == "lora" else []
     one, two = place / "run1", place / "run2"
     first = tune(place / "moh", one, *flags)
-    assert "teacher: the base, llama; with all heads on the model is it still" in first
+    assert "teacher: the base, llama, which the model is with all heads on" in first
     second = tune(one / "model", two, "--seed", "1", "--max_steps", "4", *flags)
     assert f"teacher: the base, llama, from {place / 'llama'}" in second
     for run in (one, two):

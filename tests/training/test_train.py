@@ -215,7 +215,7 @@ def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Pat
         (["--model", "nowhere"], "model=nowhere is not a folder"),
         (["--model", str(dense)], "model_type=llama, not moh_llama"),
         (["--model", str(bare)], "no *.safetensors weights"),
-        (["--model", str(cut)], "cannot be read"),
+        (["--model", str(cut)], "is damaged or truncated"),
         (["--output", str(taken)], "is not empty and holds no run.json"),
         (["--output", str(recipe)], "is a file"),
         (["--data.mixture", "nowhere.yaml"], "nowhere.yaml does not exist"),
