@@ -1,7 +1,8 @@
 """FLOPs of a MoH model: of a forward pass in theory, and of a training pass as it is computed today.
 
-Counts two operations per multiply-add of the matrix products; norms, rotary embedding and softmax
-are left out. Attention counts the positions up to a token's own, whatever documents they are of.
+Counts two operations per multiply-add of the matrix products and of a stand-in's b + a v; norms, rotary
+embedding, softmax and gating are left out. Attention counts the positions up to a token's own,
+whatever documents they are of.
 """
 
 from moh_llm.modeling import MoHLlamaConfig
@@ -10,43 +11,61 @@ from moh_llm.modeling import MoHLlamaConfig
 def forward_flops(config: MoHLlamaConfig, length: int, dense: bool = False) -> int:
     """FLOPs of one forward pass over a sequence of `length` tokens, as MoH or with all heads and no router.
 
-    As MoH it assumes that heads that are off are skipped wherever they can be, see `forward_parts`.
+    As MoH it assumes that what can be skipped of heads that are off is, see `forward_parts`.
     """
     return sum(forward_parts(config, length, dense).values())
 
 
 def forward_parts(config: MoHLlamaConfig, length: int, dense: bool = False) -> dict[str, int]:
-    """FLOPs of one forward pass over a sequence of `length` tokens by part.
+    """FLOPs of one forward pass over a sequence of `length` tokens by part, as MoH with the least that it needs.
 
-    As MoH it assumes that heads that are off are skipped wherever they can be: their scores and
-    weighted sums, their rows of the output projection, and their queries, unless the router takes
-    the queries' norms. Keys and values are always computed: other tokens' heads may attend to them.
+    Of a head that is off can be skipped: its scores and weighted sums; its query, unless the router
+    takes the queries' norms; and its rows of the output projection, unless it has a stand-in, which is
+    projected in its place. A stand-in is made for heads that are off only. Keys and values are always
+    computed: other tokens' heads may attend to them.
     """
-    hidden, size, heads = config.hidden_size, config.head_dim, config.num_attention_heads
-    layers, total = config.num_hidden_layers, heads * config.num_hidden_layers
-    on = total if dense else sum(config.active_heads_per_layer)
-    asked = total if config.router_type == "query_norm" else on
-    routed = [heads - len(shared) for shared in config.shared_heads_per_layer]
-    macs = {
-        "queries": asked * hidden * size,
-        "keys and values": layers * 2 * config.num_key_value_heads * hidden * size,
-        "scores and weighted sums": _score_macs(config, on, length),
-        "output projection": on * hidden * size,
-        "feed-forward": layers * 3 * hidden * config.intermediate_size,
-        "routing": 0 if dense else sum(_routing_macs(config, number) for number in routed),
-        "vocabulary": hidden * config.vocab_size,
-    }
-    return {part: round(2 * length * number) for part, number in macs.items()}
+    total = config.num_attention_heads * config.num_hidden_layers
+    if dense:
+        return _parts(config, length, queries=total, scores=total, projected=total)
+    on, stands_in = sum(config.active_heads_per_layer), config.head_stand_in != "none"
+    return _parts(
+        config,
+        length,
+        queries=total if config.router_type == "query_norm" else on,
+        scores=on,
+        projected=total if stands_in else on,
+        stand_ins=total - on if stands_in else 0,
+        router=_router_macs(config),
+    )
+
+
+def computed_parts(config: MoHLlamaConfig, length: int, sparse: bool = False) -> dict[str, int]:
+    """FLOPs of one forward pass over a sequence of `length` tokens by part, as MoH is computed today.
+
+    All heads and the stand-ins of all routed heads are; the gate then picks. With `sparse`
+    (attn_implementation="moh_sparse") scores and weighted sums are those of heads that are on.
+    """
+    total, on = config.num_attention_heads * config.num_hidden_layers, sum(config.active_heads_per_layer)
+    routed = total - sum(map(len, config.shared_heads_per_layer))
+    return _parts(
+        config,
+        length,
+        queries=total,
+        scores=on if sparse else total,
+        projected=total,
+        stand_ins=routed if config.head_stand_in != "none" else 0,
+        router=_router_macs(config),
+    )
 
 
 def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute: bool, frozen: bool) -> int:
     """FLOPs of a training pass, forward and backward, over one sequence of `length` tokens.
 
-    That of the kernel there is, which computes all heads and then replaces those that are off: the
-    dense network and the routing. A forward pass costs 1; the backward pass 2, a product for the
-    gradient of each input and one for that of each weight; where the base's weights are frozen
-    (LoRA), their products of the second kind fall away, which leaves about 1 (the scores, which have
-    no weights, still cost 2, and so does the routing, which is trained). Adapters are left out.
+    That of the masked path, which computes all heads and then replaces those that are off; with
+    attn_implementation="moh_sparse" it is an upper bound. A forward pass costs 1; the backward pass 2, a
+    product for the gradient of each input and one for that of each weight; where the base's weights are
+    frozen (LoRA), their products of the second kind fall away, which leaves about 1 (the scores, which
+    have no weights, still cost 2, and so do router and stand-ins, which are trained). Adapters are left out.
 
     Args:
         config: the model's.
@@ -56,35 +75,37 @@ def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute
             decoder layers.
         frozen: the base's weights are not trained.
     """
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
-    head = config.hidden_size * config.vocab_size
-    projections = layers * _projection_macs(config, heads)
-    scores = layers * _score_macs(config, heads, length)
-    routing = sum(_routing_macs(config, heads - len(shared)) for shared in config.shared_heads_per_layer)
-    inside = projections + scores + routing
-    backward = (1 if frozen else 2) * (projections + head) + 2 * (scores + routing)
-    total = inside + head + backward + teacher * (inside + head) + recompute * inside
-    return round(2 * length * total)
+    parts = computed_parts(config, length)
+    forward = sum(parts.values())
+    always = sum(parts[name] for name in ("scores and weighted sums", "routing", "stand-ins"))
+    backward = (1 if frozen else 2) * (forward - always) + 2 * always
+    return forward + backward + teacher * forward + recompute * (forward - parts["vocabulary"])
 
 
-def _projection_macs(config: MoHLlamaConfig, heads: int) -> int:
-    """Multiply-adds per token of a layer's weights, without routing, with so many query heads."""
-    hidden, size = config.hidden_size, config.head_dim
-    attention = 2 * heads * hidden * size + 2 * config.num_key_value_heads * hidden * size
-    return attention + 3 * hidden * config.intermediate_size
-
-
-def _score_macs(config: MoHLlamaConfig, heads: int, length: int) -> float:
-    """Multiply-adds per token of a layer's attention scores and weighted sums."""
+def _parts(
+    config: MoHLlamaConfig, length: int, queries: int, scores: int, projected: int, stand_ins: int = 0, router: int = 0
+) -> dict[str, int]:
+    """FLOPs by part, given of how many heads, summed over layers, each is computed, and the router's multiply-adds."""
+    hidden, size, layers = config.hidden_size, config.head_dim, config.num_hidden_layers
     context = (length + 1) / 2  # mean number of positions that a token attends to
-    return 2 * heads * config.head_dim * context
+    macs = {
+        "queries": queries * hidden * size,
+        "keys and values": layers * 2 * config.num_key_value_heads * hidden * size,
+        "scores and weighted sums": scores * 2 * size * context,
+        "output projection": projected * hidden * size,
+        "feed-forward": layers * 3 * hidden * config.intermediate_size,
+        "routing": router,
+        "stand-ins": stand_ins * (hidden + size),  # a, linear in the layer's input, and b + a v
+        "vocabulary": hidden * config.vocab_size,
+    }
+    return {part: round(2 * length * number) for part, number in macs.items()}
 
 
-def _routing_macs(config: MoHLlamaConfig, routed: int) -> int:
-    """Multiply-adds per token of a layer's router and stand-ins."""
-    unit = config.heads_per_unit
-    router = {"query_norm": 0, "linear": config.hidden_size * routed // unit}.get(
-        config.router_type, config.hidden_size * (config.num_attention_heads // unit + 2)
-    )
-    stand_in = (config.hidden_size + config.head_dim) * routed if config.head_stand_in != "none" else 0
-    return router + stand_in
+def _router_macs(config: MoHLlamaConfig) -> int:
+    """Multiply-adds per token of all layers' routers."""
+    hidden, heads, unit = config.hidden_size, config.num_attention_heads, config.heads_per_unit
+    if config.router_type == "query_norm":
+        return 0
+    if config.router_type == "linear":
+        return sum(hidden * (heads - len(shared)) // unit for shared in config.shared_heads_per_layer)
+    return config.num_hidden_layers * hidden * (heads // unit + 2)

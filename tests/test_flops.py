@@ -1,10 +1,10 @@
-"""FLOPs of a training pass against a counter on a real one."""
+"""FLOPs against a counter on real passes: training, the masked path, and one that computes the least it can."""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moh_llm.flops import forward_flops, training_flops
+from moh_llm.flops import computed_parts, forward_flops, training_flops
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.training.config import ObjectiveConfig
 from moh_llm.training.step import TrainingStep
@@ -17,6 +17,17 @@ ROUTING = {
     "two_stage": {"router_type": "two_stage"},
     "groups": {"router_type": "linear", "routing_unit": "kv_group", "num_shared_heads": 0, "num_active_heads": 2},
     "groups, two_stage": {"router_type": "two_stage", "routing_unit": "kv_group", "num_active_heads": 2},
+}
+
+
+# Tiny, with shared heads of any number and budgets that differ; and of a real model's proportions.
+SPARSE = {
+    "tiny": {"num_shared_heads": [2, 1, 1], "shared_heads": [[0, 3], [2], [1]], "num_active_heads": [2, 4, 3]},
+    "medium": {
+        **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 16},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "num_shared_heads": 1, "num_active_heads": [5, 7, 3, 6]},
+    },
+    "groups": {"routing_unit": "kv_group", "num_shared_heads": 0, "num_active_heads": 2},
 }
 
 
@@ -85,3 +96,156 @@ def test_all_heads_are_computed_however_few_are_on():
     all_on.num_active_heads = HEADS
     assert training_flops(few, 64, True, True, False) == training_flops(all_on, 64, True, True, False)
     assert training_flops(all_on, 64, False, False, False) == 3 * forward_flops(all_on, 64)
+
+
+class SparsePass:
+    """A MoH model's forward pass over one text, a head at a time, which computes only what some token's output needs.
+
+    Every product is one of matrices, so that the counter sees it.
+    """
+
+    def __init__(self, model: MoHLlamaForCausalLM):
+        self.config, self.weights = model.config, {name: w.detach() for name, w in model.state_dict().items()}
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Of ids `[T]`, `[T, V]`."""
+        x = self.weights["model.embed_tokens.weight"][ids]
+        for layer in range(self.config.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            x = x + self.attention(layer, self.norm(x, prefix + "input_layernorm"))
+            h = self.norm(x, prefix + "post_attention_layernorm")
+            gate, up = (h @ self.weights[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            x = x + (torch.nn.functional.silu(gate) * up) @ self.weights[prefix + "mlp.down_proj.weight"].T
+        return self.norm(x, "model.norm") @ self.weights["lm_head.weight"].T
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        root = (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt()
+        return x / root * self.weights[name + ".weight"]
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        rates = self.config.rope_parameters["rope_theta"] ** -(torch.arange(half) * 2 / x.shape[-1]).to(x)
+        angle = positions[:, None] * rates
+        a, b = x[:, :half], x[:, half:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    def attention(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        config, own = self.config, f"model.layers.{layer}.self_attn."
+        size, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+        w = {name: self.weights[own + f"{name}_proj.weight"] for name in "qkvo"}
+        shared = config.shared_heads_per_layer[layer]
+        routed = [head for head in range(config.num_attention_heads) if head not in shared]
+        positions = torch.arange(len(x))
+        keys = (x @ w["k"].T).unflatten(-1, (-1, size))
+        values = (x @ w["v"].T).unflatten(-1, (-1, size))
+        queries = {}
+        if config.router_type == "query_norm":
+            queries = {head: x @ w["q"][head * size :][:size].T for head in range(config.num_attention_heads)}
+        on = self.selected(layer, x, queries, routed)
+        output = torch.zeros_like(x)
+        for head in range(config.num_attention_heads):
+            columns, key, value = w["o"][:, head * size :][:, :size], keys[:, head // groups], values[:, head // groups]
+            chosen = positions if head in shared else positions[on[:, routed.index(head)]]
+            query = queries[head][chosen] if queries else x[chosen] @ w["q"][head * size :][:size].T
+            query, key = self.rotate(query, chosen), self.rotate(key, positions)
+            for place, token in enumerate(chosen.tolist()):
+                scores = query[place, None] @ key[: token + 1].T / size**0.5
+                output[token] += (scores.softmax(-1) @ value[: token + 1] @ columns.T)[0]
+            if config.head_stand_in == "value" and head in routed:
+                row, off = routed.index(head), positions[~on[:, routed.index(head)]]
+                share = x[off] @ self.weights[own + "stand_in.own_value.weight"][row, :, None]
+                share = share + self.weights[own + "stand_in.own_value.bias"][row]
+                first = off[:, None] == 0
+                share = torch.where(first, 1, share)
+                stand_in = (value[off, :, None] @ share[:, None])[..., 0]
+                stand_in = stand_in + torch.where(first, 0, self.weights[own + "stand_in.bias"][row])
+                output[off] += stand_in @ columns.T
+        return output
+
+    def selected(self, layer: int, x: torch.Tensor, queries: dict, routed: list[int]) -> torch.Tensor:
+        """Which routed heads are on, `[T, R]`."""
+        config, own = self.config, f"model.layers.{layer}.self_attn.router."
+        unit = config.num_attention_heads // config.num_key_value_heads if config.routing_unit == "kv_group" else 1
+        k = (config.active_heads_per_layer[layer] - config.num_attention_heads + len(routed)) // unit
+        if config.router_type == "query_norm":
+            norms = torch.stack([queries[head].norm(dim=-1) for head in routed], -1)
+            return norms >= norms.sort(descending=True).values[:, k - 1, None] if k else norms < 0
+        logits = x @ self.weights[own + "routed.weight"].T
+        if config.router_type == "linear":
+            logits = logits + self.weights[own + "routed.bias"]
+        else:  # of which quantised scores need the gradient only, and the model computes the value
+            x @ self.weights[own + "shared.weight"].T, x @ self.weights[own + "stage.weight"].T
+        on = torch.zeros_like(logits, dtype=torch.bool).scatter(1, logits.argsort(descending=True)[:, :k], True)
+        return on.repeat_interleave(unit, 1)
+
+
+def make_sparse(name: str, router: str, stand_in: str) -> MoHLlamaForCausalLM:
+    fields = {
+        **{"vocab_size": 100, "hidden_size": HIDDEN, "intermediate_size": WIDE, "num_hidden_layers": LAYERS},
+        **{"num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": SIZE, "initializer_range": 0.2},
+    }
+    fields |= SPARSE[name] | {"router_type": router, "head_stand_in": stand_in}
+    torch.manual_seed(0)
+    model = MoHLlamaForCausalLM._from_config(MoHLlamaConfig(**fields), attn_implementation="eager").double().eval()
+    for layer in model.model.layers:
+        if layer.self_attn.stand_in is not None:
+            torch.nn.init.normal_(layer.self_attn.stand_in.bias)
+    return model
+
+
+@pytest.mark.parametrize("stand_in", ["none", "value"])
+@pytest.mark.parametrize(
+    ("name", "router", "length"),
+    [
+        ("tiny", "linear", 9),
+        ("tiny", "query_norm", 9),
+        ("tiny", "two_stage", 1),
+        ("groups", "linear", 13),
+        ("medium", "linear", 40),
+    ],
+)
+def test_the_forward_count_is_a_pass_that_computes_the_least(name, router, length, stand_in):
+    model = make_sparse(name, router, stand_in)
+    ids = torch.randint(100, (length,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        got = SparsePass(model).logits(ids)
+    with torch.no_grad():
+        # The model's norms and rotary tables are float32.
+        torch.testing.assert_close(got, model(ids[None], use_cache=False).logits[0], atol=1e-4, rtol=1e-4)
+    assert forward_flops(model.config, length) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("stand_in", ["none", "value"])
+@pytest.mark.parametrize(("name", "router"), [("tiny", "linear"), ("tiny", "two_stage"), ("medium", "linear")])
+def test_the_computed_count_is_a_masked_pass(name, router, stand_in):
+    """With heads off: all of them are computed, and only what no mask shows is not counted."""
+    model, length = make_sparse(name, router, stand_in), 12
+    config = model.config
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, length, dtype=torch.int64), use_cache=False)
+    total = config.num_hidden_layers * config.num_attention_heads
+    later = total * (length * (length - 1) // 2) * 2 * 2 * config.head_dim
+    routed = total - sum(map(len, config.shared_heads_per_layer))
+    elementwise = 2 * length * routed * config.head_dim if stand_in == "value" else 0
+    assert sum(computed_parts(config, length).values()) == counter.get_total_flops() - later + elementwise
+    scores, some = computed_parts(config, length, sparse=True), computed_parts(config, length)
+    name = "scores and weighted sums"
+    assert scores.pop(name) * total == some.pop(name) * sum(config.active_heads_per_layer)
+    assert scores == some
+
+
+def test_hand_counted_sums():
+    """Multiply-adds over two tokens of one layer; its second head is off and the first one shared."""
+    sizes = {"vocab_size": 5, "hidden_size": 4, "intermediate_size": 3, "num_hidden_layers": 1, "head_dim": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_shared_heads": 1, "num_active_heads": 1}
+    keys_and_values, feed_forward, vocabulary, router = 32, 72, 40, 8
+    always = keys_and_values + feed_forward + vocabulary
+    linear = MoHLlamaConfig(**sizes, router_type="linear")
+    #                                                        queries, 3 pairs of scores and sums, output projection
+    assert forward_flops(linear, 2, dense=True) == 2 * (always + 32 + 24 + 32)
+    assert forward_flops(linear, 2) == 2 * (always + router + 16 + 12 + 16)
+    # The stand-in is a row of 4 weights a token and b + a v of 2 numbers; it goes through the projection, too.
+    value = MoHLlamaConfig(**sizes, router_type="linear", head_stand_in="value")
+    assert forward_flops(value, 2) == 2 * (always + router + 16 + 12 + 32 + 8 + 4)
+    # The paper's router takes all queries' norms.
+    assert forward_flops(MoHLlamaConfig(**sizes), 2) == 2 * (always + 32 + 12 + 16)

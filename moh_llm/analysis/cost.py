@@ -29,7 +29,7 @@ class Cost:
 def flops_by_length(config: MoHLlamaConfig, lengths: Sequence[int]) -> list[Cost]:
     """Theoretical FLOPs of a forward pass over one text of each length, with the config's active heads (Tab. 7).
 
-    `moh_llm.flops.forward_flops` says what is counted; it assumes that heads that are off are skipped.
+    `moh_llm.flops.forward_flops` says what is counted; of heads that are off only what cannot be skipped.
 
     Raises:
         UserError: a length below 1.

@@ -205,9 +205,10 @@ class MoHStandIn(nn.Module):
 
     v is the token's own value vector of the head's group. A head mostly attends to a few sink
     positions, whose mixture hardly varies (b_h), and to the token itself (a_h(x) v): this is that
-    head without its attention to other tokens. It costs what the router costs. A document's first
-    token attends to nothing but itself: its heads are v, and so are its stand-ins. What it passes
-    on, and what later tokens use as a sink, is thereby the base's, bit for bit.
+    head without its attention to other tokens. It costs what the router costs, and goes through the
+    output projection in the head's place. A document's first token attends to nothing but itself: its
+    heads are v, and so are its stand-ins. What it passes on, and what later tokens use as a sink, is
+    thereby the base's, bit for bit.
 
     Args:
         config: the model's configuration, already validated.

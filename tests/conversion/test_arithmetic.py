@@ -1,4 +1,4 @@
-"""The record's FLOPs against a counter on a real forward pass and against a count by hand."""
+"""The record's FLOPs against a counter on a real forward pass; with heads off, see tests/test_flops.py."""
 
 import pytest
 import torch
@@ -42,52 +42,10 @@ def test_dense_count_is_a_real_forward_pass(length, kv_heads):
     assert ours + above_the_diagonal(config, length) == counted_flops(config, length)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"router_type": "linear"},
-        {"router_type": "linear", "head_stand_in": "value", "num_shared_heads": [0, 1, 4]},
-        {"router_type": "two_stage"},
-    ],
-    ids=["linear", "with stand-ins", "two stages"],
-)
-def test_with_all_heads_on_the_count_is_a_real_forward_pass(plan):
-    config, length = MoHLlamaConfig(**SIZES, **plan, num_active_heads=4), 16
-    routed = sum(4 - len(shared) for shared in config.shared_heads_per_layer)
-    # The counter does not see the product of a share and a value vector.
-    elementwise = 2 * length * routed * config.head_dim if config.head_stand_in != "none" else 0
-    expected = counted_flops(config, length) + elementwise
-    assert forward_flops(config, length) + above_the_diagonal(config, length) == expected
-
-
-@pytest.mark.parametrize("stand_in", ["none", "value"])
-@pytest.mark.parametrize("router", ["linear", "query_norm", "two_stage"])
-def test_heads_that_are_off_cost_nothing(router, stand_in):
-    shared, active, length, size, hidden = [[0, 3], [2], [1]], [2, 4, 3], 9, 10, 32
-    config = MoHLlamaConfig(
-        **SIZES,
-        num_shared_heads=[2, 1, 1],
-        shared_heads=shared,
-        num_active_heads=active,
-        router_type=router,
-        head_stand_in=stand_in,
-    )
-    products = 0
-    for ids, on in zip(shared, active, strict=True):
-        for position in range(length):
-            for _ in range(4 if router == "query_norm" else on):
-                products += hidden * size  # query, of which that router takes the norm
-            for _ in range(on):
-                products += 2 * size * (position + 1)  # scores and weighted sum
-                products += size * hidden  # its rows of the output projection
-            products += 2 * 2 * hidden * size  # keys and values of both groups
-            products += 3 * hidden * 48
-            for _ in set(range(4)) - set(ids):
-                products += 0 if router == "query_norm" else hidden
-                products += hidden + size if stand_in == "value" else 0
-            products += (len(ids) + 2) * hidden if router == "two_stage" else 0
-    products += length * hidden * 100
-    assert forward_flops(config, length) == 2 * products
+@pytest.mark.parametrize("router", ["linear", "two_stage"])
+def test_with_all_heads_on_the_count_is_a_real_forward_pass(router):
+    config, length = MoHLlamaConfig(**SIZES, router_type=router, num_active_heads=4), 16
+    assert forward_flops(config, length) + above_the_diagonal(config, length) == counted_flops(config, length)
 
 
 def test_record():

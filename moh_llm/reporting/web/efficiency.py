@@ -26,7 +26,11 @@ def cost_charts(analyses: Mapping[str, Record], order: Sequence[str]) -> list[Ch
     """
     length = Axis("tokens", log=2)
     kinds = {
-        "flops": ("Theoretical FLOPs of a forward pass", "FLOPs", "What heads that are off would cost is not counted."),
+        "flops": (
+            "Theoretical FLOPs of a forward pass",
+            "FLOPs",
+            "Of heads that are off what can be skipped is not counted.",
+        ),
         "seconds": (
             "Measured time of a forward pass",
             "seconds",
