@@ -60,7 +60,10 @@ def tokenize_mixture(
         UserError: the text cannot be read, the folder holds something else, or the disk refuses.
     """
     started, output = time.perf_counter(), output.resolve()
-    _check_output(output)
+    try:
+        _check_output(output)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be looked at: {error.strerror}; name another folder") from error
     tasks = make_tasks(mixture, output)
     prepare_sources(tasks, tokenizer.sha256, mixture.validation_share, overwrite)
     write_text(output / TOKENIZER, tokenizer.backend.to_str())
