@@ -7,6 +7,7 @@ OUTPUT/mixture.json             the record: see `moh_llm.data.tokenize`
               tasks/00000.json  counts of task 0; it is done when this is there
 """
 
+import contextlib
 import platform
 import re
 import shutil
@@ -136,23 +137,32 @@ def prepare_sources(
                     "--output, or pass --overwrite to tokenise this source anew"
                 )
             if write:
-                shutil.rmtree(folder)
+                with _told(f"cannot remove {folder}"):
+                    shutil.rmtree(folder)
         elif folder.exists() and not path.exists():
             raise UserError(f"{folder} is in the way and holds no source.json; name another --output")
         if write:
             _make(folder, path, identity)
-            for task in own:
-                task.error.unlink(missing_ok=True)
-                task.progress.unlink(missing_ok=True)
+            with _told(f"cannot write {folder}"):
+                for task in own:
+                    task.error.unlink(missing_ok=True)
+                    task.progress.unlink(missing_ok=True)
 
 
 def _make(folder: Path, path: Path, identity: Any) -> None:
-    try:
+    with _told(f"cannot make {folder}"):
         (folder / "tasks").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make {folder}: {error.strerror}; name another --output") from error
     if not path.exists():
         write_json(path, identity)
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Say what the disk refuses in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror}; name another --output") from error
 
 
 def _difference(recorded: Any, wanted: Any) -> str | None:

@@ -79,7 +79,10 @@ def _tokenize(
     overwrite: bool,
 ) -> dict[str, Any] | None:
     started = time.perf_counter()
-    _check_output(output)
+    try:
+        _check_output(output)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be looked at: {error.strerror}; name another folder") from error
     tasks = make_tasks(mixture, output)
     prepare_sources(tasks, tokenizer.sha256, mixture.validation_share, overwrite)
     write_text(output / TOKENIZER, tokenizer.backend.to_str())
