@@ -1,6 +1,7 @@
 """``moh-llm COMMAND``: dispatch to the commands, which are imported lightly and run heavily."""
 
 import argparse
+import errno
 import os
 import shlex
 import sys
@@ -75,6 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {str(error.filename)[:60]}...: the name is too long for a file", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; nothing half-written was left in place of a result", file=sys.stderr)
         return 130

@@ -41,24 +41,6 @@ def write_json(path: Path, record: Any) -> None:
     write_text(path, text + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises UserError when it is missing or not JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from error
-
-
-def parse_json(text: str, where: str) -> Any:
-    """Read JSON from a text. Raises UserError, which names ``where``, when it is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} cannot be read as JSON: {error}") from error
-
-
 def sha256(path: Path) -> str:
     """Hex SHA-256 of a file's bytes."""
     digest = hashlib.sha256()

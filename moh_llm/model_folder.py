@@ -1,13 +1,15 @@
 """A model's folder: what a name may mean, which files hold the weights, whether these are whole, what goes along."""
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
+from moh_llm.reading import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+FLOATS = ("BF16", "F16", "F32", "F64")
 # How the names of texts begin that go wherever the weights go.
 LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 
@@ -22,10 +24,7 @@ def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     if (folder / INDEX_NAME).exists():
-        try:
-            weight_map = dict(read_json(folder / INDEX_NAME)["weight_map"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{folder / INDEX_NAME} has no weight_map; download it again") from error
+        weight_map = _read_index(folder / INDEX_NAME)
         shards = [folder / file for file in sorted(set(weight_map.values()))]
     elif (folder / SINGLE_NAME).exists():
         shards, weight_map = [folder / SINGLE_NAME], {}
@@ -48,6 +47,33 @@ def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
         if absent := [name for name, file in weight_map.items() if file == shard.name and name not in held]:
             raise UserError(f"{folder / INDEX_NAME} places {absent[0]} in {shard.name}, which does not hold it")
     return shards, weight_map
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    index = read_json(path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{path} has no weight_map; download it again")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not 0 < len(file) < 256 or "\0" in file:
+            shown = repr(file)[:40]
+            raise UserError(f"{path}: weight_map gives {shown} for {tensor[:80]}, no file's name; download it again")
+    return weight_map
+
+
+def check_floats(shards: list[Path], names: Container[str]) -> None:
+    """Raise UserError for a tensor of ``names`` that does not hold floating-point numbers of 16 bits or more."""
+    from safetensors import safe_open
+
+    for shard in shards:
+        with safe_open(shard, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                dtype = file.get_slice(name).get_dtype()
+                if name in names and dtype not in FLOATS:
+                    raise UserError(
+                        f"{shard}: {name} holds {dtype} numbers, no {', '.join(FLOATS)}; "
+                        "save the weights in one of these first"
+                    )
 
 
 def save_tensors(tensors: dict[str, Any], path: Path) -> None:

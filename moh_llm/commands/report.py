@@ -89,7 +89,7 @@ def _read_from(args: argparse.Namespace) -> list[Path]:
 
 def _is_ours(folder: Path) -> bool:
     """Whether a folder is a report of training runs that this command made."""
-    from moh_llm.files import read_json
+    from moh_llm.reading import read_json
 
     place = folder / "report.json"
     found: Any = read_json(place) if place.is_file() else None

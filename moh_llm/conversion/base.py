@@ -10,9 +10,10 @@ from transformers import PreTrainedConfig
 
 from moh_llm.conversion.families import base_config, check_family, check_window
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
-from moh_llm.model_folder import LICENCE_NAMES, may_be_hub_id, read_weight_map
+from moh_llm.model_config import read_config
+from moh_llm.model_folder import LICENCE_NAMES, check_floats, may_be_hub_id, read_weight_map
 from moh_llm.modeling import is_routing_weight
+from moh_llm.reading import expand_home
 from moh_llm.records.conversion import Base
 from moh_llm.records.lineage import hash_weights
 
@@ -61,7 +62,7 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
             cannot be converted; quantised weights.
     """
     folder, commit = _locate(name, revision)
-    fields = read_json(folder / "config.json")
+    fields = read_config(folder)
     check_family(fields, name, paper_preset)
     if absent := [key for key in _NEEDED if not isinstance(fields.get(key), int)]:
         raise UserError(f"{name}: its config.json gives no number for {', '.join(absent)}")
@@ -72,6 +73,7 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
     weight_map = {tensor: file for tensor, file in weight_map.items() if tensor not in routing}
     shards = [shard for shard in shards if shard.name in set(weight_map.values())]
     _check_tensors(config, shards, routing, name)
+    check_floats(shards, weight_map)
     is_moh = fields["model_type"] == "moh_llama"
     mark = _fingerprint(shards)
     return BaseCheckpoint(name, folder, commit, is_moh, config, shards, weight_map, routing, mark)
@@ -88,7 +90,7 @@ def is_checkpoint(found: BaseCheckpoint, recorded: Base) -> bool:
 
 
 def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
-    folder = Path(name).expanduser()
+    folder = expand_home(name)
     if folder.is_dir():
         return folder, None
     if folder.exists():

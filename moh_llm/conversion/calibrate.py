@@ -18,7 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
-from moh_llm.conversion.layers import LayerwiseModel, run_layer
+from moh_llm.conversion.layers import LayerwiseModel, check_finite, run_layer
 from moh_llm.metrics import Batch
 from moh_llm.model_folder import save_tensors
 
@@ -97,6 +97,7 @@ def calibrate(
                 layer = base.layer(number)
                 for i, states in enumerate(hidden):
                     hidden[i] = run_layer(layer, states, positions[i])
+                    check_finite(hidden[i], number)
                     bar.update(positions[i].numel())
                 del layer
         gradients = _sampled_gradients(base.head(), hidden, seed)

@@ -27,10 +27,11 @@ from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.windows import fixed_batches, validation_batches
 from moh_llm.errors import UserError
-from moh_llm.files import check_output_folder, new_folder, read_json, write_json
+from moh_llm.files import check_output_folder, new_folder, write_json
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.reading import read_json
 from moh_llm.records.conversion import Base
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.lineage import ConversionEntry, hash_weights, read_chain

@@ -112,3 +112,12 @@ def run_layer(layer: nn.Module, hidden_states: torch.Tensor, position_ids: torch
     """One layer on hidden states `[B, T, C]`; documents are isolated where positions `[B, T]` restart."""
     positions = position_ids.to(hidden_states.device)
     return layer(inputs_embeds=hidden_states, position_ids=positions, use_cache=False).last_hidden_state
+
+
+def check_finite(hidden_states: torch.Tensor, layer: int) -> None:
+    """Raise UserError where a layer's output is not finite: its weights are finite, but too large for their dtype."""
+    if not torch.isfinite(hidden_states).all():
+        raise UserError(
+            f"the output of layer {layer} is not finite in {hidden_states.dtype}: the base's weights overflow; "
+            "download it again, or pass --dtype float32"
+        )

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
-
 from moh_llm.addresses import shown, shown_in, without_passwords
 from moh_llm.errors import UserError
+from moh_llm.reading import expand_home, read_yaml
 
 # Text that every Python carries, so that everything runs with no download: see data/embedded.py.
 BUILTIN_SOURCES = ("python_topics", "python_docstrings", "python_sources")
@@ -112,11 +111,9 @@ def load_mixture(path_or_name: str | Path) -> Mixture:
     if not path.is_file() and str(path_or_name) == EMBEDDED.name:
         return EMBEDDED
     try:
-        record = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
-    except FileNotFoundError as error:
-        raise UserError(f"mixture {path} does not exist; name a YAML file, or 'embedded'") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"mixture {path} cannot be read: {_one_line(error)}") from error
+        record = read_yaml(path)
+    except UserError as error:
+        raise UserError(f"mixture {error}" + ("" if path.exists() else "; name a YAML file, or 'embedded'")) from error
     if not isinstance(record, dict):
         raise UserError(f"mixture {path} must be a map with the keys name, sources and validation_share")
     _check_keys(record, ("name", "sources", "validation_share"), f"mixture {path}")
@@ -176,8 +173,8 @@ def _source(name: str, values: Any, path: Path) -> Source:
     if found.get("format", FORMATS[0]) not in FORMATS:
         raise UserError(f"{where}: format={found['format']} must be one of {', '.join(FORMATS)}")
     if (epochs := values.get("max_epochs")) is not None:
-        if not _is_number(epochs) or not epochs > 0:
-            raise UserError(f"{where}: max_epochs={epochs} must be a positive number")
+        if not _is_number(epochs) or not 0 < epochs < 1e9:
+            raise UserError(f"{where}: max_epochs={shown_in(str(epochs)[:40])} must be above 0 and below 1e9")
         found["max_epochs"] = float(epochs)
     found["filters"] = _filters(values.get("filters", {}), where)
     return Source(name, **found)
@@ -192,8 +189,12 @@ def _filters(filters: Any, where: str) -> dict[str, Any]:
             low, high = accepted.get("min", -math.inf), accepted.get("max", math.inf)
             if not accepted or not (_is_number(low) and _is_number(high) and low <= high):
                 raise UserError(f"{where}, filter {name}: min and max must be numbers, the first not above the second")
+            if not all(map(_is_finite, accepted.values())):
+                raise UserError(f"{where}, filter {name}: min and max must be finite; leave out what is not meant")
         elif accepted is None or accepted == []:
             raise UserError(f"{where}, filter {name}: no value is given, so nothing would be kept")
+        elif not all(map(_is_finite, accepted if isinstance(accepted, list) else [accepted])):
+            raise UserError(f"{where}, filter {name}: a value must be a text, a finite number, true or false")
     return {str(name): accepted for name, accepted in filters.items()}
 
 
@@ -216,20 +217,11 @@ def _expanded(pattern: str, root: Path, where: str) -> str:
     if unset := re.search(r"\$\{?(\w+)", expanded):
         raise UserError(f"{where}: {pattern} needs the environment variable {unset[1]}; set it to a folder")
     # Absolute, so that a record means the same files wherever it is read.
-    path = os.path.abspath(root / Path(expanded).expanduser())
-    if glob.has_magic(expanded) and not os.path.isfile(path) and not os.path.isabs(os.path.expanduser(expanded)):
+    home = expand_home(expanded)
+    path = os.path.abspath(root / home)
+    if glob.has_magic(expanded) and not os.path.isfile(path) and not home.is_absolute():
         return os.path.join(glob.escape(os.path.abspath(root)), expanded)  # brackets of the folder are no pattern
     return path
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key given twice is an error: of two sources of one name the first would be lost."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := next((key for number, key in enumerate(keys) if key in keys[:number]), None):
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def _normalised(name: str, sources: Sequence[Source], validation_share: float) -> Mixture:
@@ -240,6 +232,11 @@ def _normalised(name: str, sources: Sequence[Source], validation_share: float) -
         for source in sources
     ]
     return Mixture(without_passwords(name), tuple(shares), validation_share, total)
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a filter's value is one that JSON can hold, and no list or map."""
+    return isinstance(value, str | bool) or (_is_number(value) and -1e300 < value < 1e300)
 
 
 def _is_number(value: Any) -> bool:

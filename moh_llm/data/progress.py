@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from moh_llm.data.tasks import Task
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
+from moh_llm.reading import read_json
 
 _SECONDS = 0.5  # between two looks
 

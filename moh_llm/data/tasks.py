@@ -20,7 +20,8 @@ from moh_llm.addresses import without_passwords_in
 from moh_llm.data.locate import SourceFile, locate
 from moh_llm.data.mixture import Mixture, Source
 from moh_llm.errors import UserError
-from moh_llm.files import read_json, write_json
+from moh_llm.files import write_json
+from moh_llm.reading import read_json
 
 SPLITS = ("train", "validation")
 RECORD, TOKENIZER = "mixture.json", "tokenizer.json"

@@ -21,8 +21,9 @@ from moh_llm.data.tasks import RECORD, SPLITS, TOKENIZER, Task, make_tasks, prep
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.data.write import is_done
 from moh_llm.errors import UserError
-from moh_llm.files import read_json, write_json, write_text
+from moh_llm.files import write_json, write_text
 from moh_llm.locking import INSIDE, lock_folder
+from moh_llm.reading import read_json
 
 _RECORDED = ("weight", "max_epochs", "hub", "revision", "match", "builtin", "format", "text_field", "filters")
 _BYTES_PER_WORKER = 4 << 20  # less is done before a process more has started

@@ -16,8 +16,8 @@ from moh_llm.data.shards import Shard, TokenizedSource, TokenStream, split_tail
 from moh_llm.data.tasks import RECORD, SPLITS, source_identity
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
 from moh_llm.locking import lock_folder
+from moh_llm.reading import read_json
 
 # More text than this is tokenised on purpose, not on the way: it takes minutes, and its place is to be chosen.
 ON_THE_FLY_BYTES = 1 << 30

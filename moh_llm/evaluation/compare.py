@@ -11,7 +11,7 @@ from moh_llm.evaluation.models import TAKEN_LABELS
 from moh_llm.evaluation.report import Record, average_record
 from moh_llm.evaluation.statistics import plain_mean
 from moh_llm.evaluation.verdict import base_of, compared_models, is_base
-from moh_llm.files import read_json
+from moh_llm.reading import read_json
 
 # What the code that reads a record takes for granted.
 _RECORD_KEYS = (

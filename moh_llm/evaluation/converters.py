@@ -9,6 +9,7 @@ from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.suite import SUITES
+from moh_llm.reading import read_yaml
 
 SOURCES = SUITES / "sources" / "converted.yaml"
 
@@ -17,9 +18,7 @@ Row = dict[str, Any]
 
 def load_sources(path: Path = SOURCES) -> dict[str, Any]:
     """Converter, commit, addresses and hashes by dataset, as ``suites/sources/converted.yaml`` says."""
-    import yaml
-
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    return read_yaml(path)
 
 
 def convert_logiqa(file: Path, config: str, split: str) -> list[Row]:

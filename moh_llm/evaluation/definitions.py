@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from moh_llm.evaluation.suite import Benchmark
 from moh_llm.files import sha256
+from moh_llm.reading import YAML_BYTES, parse_yaml, read_text
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -51,8 +54,6 @@ def hash_definitions(definitions: Iterable[Path]) -> str:
 
 
 def _files(definition: Path) -> set[Path]:
-    import yaml
-
     class Loader(yaml.SafeLoader):
         """Reads functions as their names."""
 
@@ -63,8 +64,8 @@ def _files(definition: Path) -> set[Path]:
         file = waiting.pop().resolve()
         if file in found:
             continue
-        text = file.read_text(encoding="utf-8")
-        included = yaml.load(text, Loader).get("include", [])
+        text = read_text(file, YAML_BYTES)
+        included = parse_yaml(text, str(file), Loader).get("include", [])
         waiting += [file.parent / name for name in ([included] if isinstance(included, str) else included)]
         modules = [file.parent / f"{name.replace('.', '/')}.py" for name in re.findall(r"!function\s+([\w.]+)\.", text)]
         folders = {file.parent, *(module.resolve().parent for module in modules)}

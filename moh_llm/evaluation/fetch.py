@@ -20,7 +20,8 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.converters import CONVERTERS
 from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import data_file, quiet_data
-from moh_llm.files import read_json, sha256, write_json
+from moh_llm.files import sha256, write_json
+from moh_llm.reading import read_json
 
 MANIFEST = "MANIFEST.json"
 

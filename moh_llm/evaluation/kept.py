@@ -19,7 +19,8 @@ from typing import Any
 from moh_llm.errors import UserError
 from moh_llm.evaluation.scoring import SEEDS, Sample, Score
 from moh_llm.evaluation.tasks import Loaded, installed_versions
-from moh_llm.files import read_json, write_json, write_text
+from moh_llm.files import write_json, write_text
+from moh_llm.reading import read_json
 
 Key = dict[str, Any]
 

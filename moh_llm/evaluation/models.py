@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
-from moh_llm.files import read_json, sha256
+from moh_llm.files import sha256
+from moh_llm.model_config import read_config
 from moh_llm.model_folder import may_be_hub_id, read_weight_map
+from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
 
 # Records that the other commands leave beside the weights.
@@ -181,8 +183,8 @@ def other_base(model: str, base: str, revision: str | None) -> str | None:
 
 
 def _check_folder(folder: Path) -> None:
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict) or "model_type" not in config:
+    config = read_config(folder)
+    if "model_type" not in config:
         raise UserError(f"{folder / 'config.json'} names no model_type; is this a model's folder?")
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError(

@@ -6,13 +6,13 @@ names no choice counts as a wrong answer, and a choice that is missing stops a b
 
 import contextlib
 import functools
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import sha256
+from moh_llm.reading import parse_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -182,11 +182,9 @@ def _read(file: Path) -> "Dataset":
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    rows.append(json.loads(line))
+                    rows.append(parse_json(line, f"{where}, line {number}"))
                     if not isinstance(rows[-1], dict):
                         raise UserError(f"{where}, line {number}: not an object with fields")
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}, line {number}: not JSON ({error})") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where} cannot be read: {error}") from error
     if not rows:

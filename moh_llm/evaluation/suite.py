@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
+from moh_llm.reading import read_yaml
 
 SUITES = Path(__file__).resolve().parent / "suites"
 
@@ -112,15 +113,13 @@ def load_suite(name_or_path: str) -> Suite:
 
     Raises UserError for an unknown name, a file that is not YAML, and keys or values that do not fit.
     """
-    import yaml
-
     path = SUITES / f"{name_or_path}.yaml" if name_or_path in known_suites() else Path(name_or_path)
     if not path.is_file():
         raise UserError(f"--suite {name_or_path}: unknown; known are {', '.join(known_suites())}, or give a YAML file")
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"suite {path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+        document = read_yaml(path)
+    except UserError as error:
+        raise UserError(f"suite {error}") from error
     if isinstance(document, dict) and isinstance(document.get("benchmarks"), list):
         columns = document.get("columns") or []
         document["benchmarks"] = [

@@ -8,7 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moh_llm.errors import UserError
-from moh_llm.files import read_json, write_text
+from moh_llm.files import write_text
 from moh_llm.hub import sections
 from moh_llm.hub.evaluated import Evaluated, eval_results, find_evaluated
 from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licence, lacks_text, recorded_licences
@@ -18,6 +18,7 @@ from moh_llm.hub.markdown import Safe, address, code, digits, interval, number, 
 from moh_llm.hub.texts import scrub
 from moh_llm.intervals import show_documents, show_interval
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.reading import read_json
 from moh_llm.records.conversion import Calibration, Verification, last_component
 from moh_llm.records.lineage import REFERENCES, in_words
 from moh_llm.reporting.runs import Record

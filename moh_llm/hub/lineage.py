@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from moh_llm.errors import UserError
+from moh_llm.reading import YAML_BYTES, parse_yaml, read_text
 from moh_llm.records.conversion import Conversion, last_component, read_conversion
 from moh_llm.records.lineage import Chain, read_chain
 from moh_llm.reporting.evaluations import runs_behind
@@ -124,9 +124,9 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
 def front_matter(folder: Path) -> dict[str, Any]:
     """The metadata of a folder's ``README.md``; empty where there is none that can be read."""
     try:
-        found = REGEX_YAML_BLOCK.search((folder / "README.md").read_text(encoding="utf-8"))
-        metadata = yaml.safe_load(found[2]) if found else None
-    except (OSError, ValueError, yaml.YAMLError):
+        found = REGEX_YAML_BLOCK.search(read_text(folder / "README.md", YAML_BYTES))
+        metadata = parse_yaml(found[2], str(folder / "README.md")) if found else None
+    except UserError:
         return {}
     return metadata if isinstance(metadata, dict) else {}
 

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moh_llm.errors import UserError
-from moh_llm.files import read_json, sha256
+from moh_llm.files import sha256
 from moh_llm.hub.problem import Problem
 from moh_llm.hub.remote_code import module_files
 from moh_llm.model_folder import INDEX_NAME, SINGLE_NAME
+from moh_llm.reading import read_json
 
 # Tokenizers' big tables: as text they are full of things that look like anything.
 VOCABULARIES = {

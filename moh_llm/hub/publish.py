@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moh_llm.errors import UserError
-from moh_llm.files import read_json, write_text
+from moh_llm.files import write_text
 from moh_llm.hub.card import build_card
 from moh_llm.hub.checks import check_files, check_secrets
 from moh_llm.hub.licences import Licence, check_name, find_licence, notice
@@ -16,6 +16,7 @@ from moh_llm.hub.proof import Proof, prove
 from moh_llm.hub.remote_code import other_code
 from moh_llm.hub.stage import Stage, StagedFile, describe, staged
 from moh_llm.hub.upload import check_repo_id, find_token, push
+from moh_llm.reading import read_json
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import Any
 
 import moh_llm
 from moh_llm.errors import UserError
-from moh_llm.files import read_json, sha256
+from moh_llm.files import sha256
 from moh_llm.hub.problem import Problem
+from moh_llm.reading import read_json
 
 _OWN = Path(moh_llm.__file__).parent / "modeling"
 _OTHER_CODE = "save the model again with this version, or read the code and pass --allow-other-code"

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
 from moh_llm.flops import forward_flops
 from moh_llm.hub.lineage import Lineage, is_hub_id
 from moh_llm.hub.markdown import Safe, code
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.reading import read_json
 from moh_llm.records.conversion import Conversion, last_component
 from moh_llm.records.lineage import REFERENCES, ConversionEntry, ReferenceKind, RunEntry
 from moh_llm.records.lineage import mixture_name as named

@@ -137,7 +137,7 @@ def parse_json(text: str) -> Any:
     """What a JSON text holds, or the text itself where it is none."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import Self
 
 from moh_llm.errors import UserError
-from moh_llm.files import read_json, write_json
+from moh_llm.files import write_json
+from moh_llm.reading import read_json
 
 
 class Record(BaseModel):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
+from moh_llm.reading import read_json
 from moh_llm.records.lineage import REFERENCES, ReferenceKind
 from moh_llm.reporting.evaluations import names_of
 from moh_llm.training.config import TrainConfig
@@ -258,7 +258,7 @@ def _read_log(path: Path) -> tuple[list[Record], bool]:
         try:
             line = json.loads(text)
             step = line["step"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             # Whole lines end in a line feed, so what follows the last one may be half a line.
             if index < len(texts) - 1:
                 raise UserError(

@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 
 from moh_llm.conversion.base import BaseCheckpoint, is_checkpoint, open_base
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
+from moh_llm.reading import read_json
 from moh_llm.records.conversion import Base, Conversion, read_conversion
 from moh_llm.records.lineage import (
     REFERENCES,

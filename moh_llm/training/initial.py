@@ -2,14 +2,12 @@
 
 import difflib
 import math
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, is_typeddict
 
 import torch
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -21,6 +19,7 @@ from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.model_folder import may_be_hub_id
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.reading import read_yaml
 
 # Without these a file would silently describe a model of another size.
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -128,22 +127,13 @@ def initialise(
     )
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-5 is a number, as it is everywhere but in YAML 1.1."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
 def _read_yaml(path: Path) -> dict[Any, Any]:
+    if not path.exists():
+        raise UserError(f"architecture {path} does not exist; recipes/architectures has some")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
-    except FileNotFoundError as error:
-        raise UserError(f"architecture {path} does not exist; recipes/architectures has some") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"architecture {path} cannot be read: {' '.join(str(error).split())}") from error
+        content = read_yaml(path)
+    except UserError as error:
+        raise UserError(f"architecture {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"architecture {path} must hold `key: value` lines")
     return content

@@ -22,9 +22,9 @@ from moh_llm.data.tasks import make_tasks
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.data.tokens import cache_folder, open_tokens
 from moh_llm.errors import UserError
-from moh_llm.files import read_json
 from moh_llm.model_folder import read_weight_map
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
 from moh_llm.training.beginning import expected_reference
 from moh_llm.training.config import TrainConfig, changed_keys

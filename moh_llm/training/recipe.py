@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from moh_llm.errors import UserError
+from moh_llm.reading import parse_yaml, read_yaml
 from moh_llm.training.config import TrainConfig
 
 
@@ -113,16 +114,10 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Train
 
 
 def _read_yaml(recipe: str | Path) -> dict:
-    import yaml
-
     try:
-        content = yaml.safe_load(Path(recipe).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"recipe {recipe} does not exist") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe {recipe} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"recipe {recipe} is not YAML: {' '.join(str(error).split())}") from error
+        content = read_yaml(Path(recipe))
+    except UserError as error:
+        raise UserError(f"recipe {error}") from error
     if not isinstance(content, dict | None):
         raise UserError(f"recipe {recipe} must hold `key: value` lines, not a {type(content).__name__}")
     return content or {}
@@ -138,13 +133,20 @@ def _split_overrides(arguments: list[str]) -> Iterator[tuple[str, str]]:
         value = text if equals else next(rest, None)
         if value is None:
             raise UserError(f"command line: --{name} has no value; overrides are written --key value")
+        _check_override(name, value)
         yield name.replace("-", "_"), value
+
+
+def _check_override(name: str, text: str) -> None:
+    """Refuse a value that is read as YAML and grows by its aliases; a text that is no YAML is a plain text."""
+    if "\0" in text:
+        raise UserError(f"command line: --{name} holds a NUL character")
+    if "&" in text:  # no alias without an anchor
+        parse_yaml(text, f"command line: --{name}")
 
 
 def _flatten(content: dict, keys: dict[str, Key], where: str, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     """Place, dotted name and value of the keys in nested maps; a group is an empty map before its keys."""
-    import yaml
-
     for part, value in content.items():
         name = f"{prefix}{part}"
         if name not in keys:
@@ -155,8 +157,8 @@ def _flatten(content: dict, keys: dict[str, Key], where: str, prefix: str = "") 
         found = keys[name]
         is_group = is_dataclass(found.type)
         if is_group and isinstance(value, str):
-            with contextlib.suppress(yaml.YAMLError):
-                value = yaml.safe_load(value)
+            with contextlib.suppress(UserError):
+                value = parse_yaml(value, name)
         if value is False and "no" in get_args(found.type):
             value = "no"  # YAML 1.1 reads it as false
         # jsonargparse would take null for any key, and text for a group as a path.

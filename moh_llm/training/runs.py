@@ -21,8 +21,10 @@ from typing import Any
 
 from moh_llm import __version__
 from moh_llm.errors import UserError
-from moh_llm.files import check_holds_none, parse_json, read_json, sha256, write_json, write_text
+from moh_llm.files import check_holds_none, sha256, write_json, write_text
 from moh_llm.locking import INSIDE
+from moh_llm.model_config import read_config
+from moh_llm.reading import parse_json
 from moh_llm.records.run import LogLine, RunRecord
 from moh_llm.training.config import TrainConfig, changed_keys
 
@@ -206,8 +208,7 @@ def check_converted(folder: Path) -> None:
         raise UserError(f"model={folder} is not a folder; name one that moh-llm convert made")
     if not (folder / "config.json").is_file():
         raise UserError(f"model={folder} holds no config.json; name a folder that moh-llm convert made")
-    config = read_json(folder / "config.json")
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    kind = read_config(folder).get("model_type")
     if kind != "moh_llama":
         raise UserError(f"model={folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
 
