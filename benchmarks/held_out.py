@@ -52,7 +52,7 @@ def _read(
     name: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, length: int, batch_size: int
 ) -> list[Batch]:
     (source,) = mixture_from_files([name]).sources
-    texts: Iterable[str] = source_documents(source)
+    texts: Iterable[str] = (text for _, text in source_documents(source))
     if args.held_out_share is not None:
         texts = (text for text in texts if is_held_out(text, args.held_out_share))
     if args.documents is not None:

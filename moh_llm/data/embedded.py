@@ -1,41 +1,66 @@
-"""Text that every Python ships, so that everything runs with no download and no licence question (PSF)."""
+"""Text that every Python ships, so that everything runs with no download and no licence question (PSF).
+
+Each document has a group. Documents of one group are held out together, since they say the same: a
+module's source and its docstrings, and the modules of one package, many of which are variants of each other.
+"""
 
 import ast
+import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-
-def embedded_documents(name: str) -> Iterator[str]:
-    """The documents of a built-in source (`moh_llm.data.mixture.BUILTIN_SOURCES`), in a fixed order."""
-    return _BUILTIN[name]()
+# Part of what identifies tokens of these sources: a cache of another split is not used.
+SPLIT = "by package"
 
 
-def _python_topics() -> Iterator[str]:
-    """The language reference's help topics, a document each."""
+def embedded_documents(name: str) -> Iterator[tuple[str, str]]:
+    """Group and text of the documents of a built-in source, in a fixed order; none is empty.
+
+    Args:
+        name: one of `moh_llm.data.mixture.BUILTIN_SOURCES`.
+    """
+    return ((group, text) for group, text in _BUILTIN[name]() if text.strip())
+
+
+def _python_topics() -> Iterator[tuple[str, str]]:
+    """The language reference's help topics, a document each.
+
+    Long topics hold shorter ones, in whole or in part: a paragraph stays in the shortest topic that has it.
+    """
     from pydoc_data.topics import topics
 
-    yield from (topics[name] for name in sorted(topics))
+    seen: set[str] = set()
+    own = {}
+    for name in sorted(topics, key=lambda name: (len(topics[name]), name)):
+        paragraphs = {" ".join(text.split()): text for text in re.split(r"\n\s*\n", topics[name])}
+        own[name] = "\n\n".join(text for words, text in paragraphs.items() if words not in seen)
+        seen.update(paragraphs)
+    yield from sorted(own.items())
 
 
-def _standard_library() -> Iterator[str]:
+def _standard_library() -> Iterator[tuple[str, str]]:
     """Sources of the standard library's own modules, tests and installed packages left out."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}
     for path in sorted(root.rglob("*.py")):
-        if not skipped.intersection(path.relative_to(root).parts):
+        parts = path.relative_to(root).parts
+        if not skipped.intersection(parts):
             try:
-                yield path.read_text(encoding="utf-8")
+                yield parts[0].removesuffix(".py"), path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
                 continue  # a handful of codec tables are written in other encodings
 
 
-def _python_docstrings() -> Iterator[str]:
+def _python_docstrings() -> Iterator[tuple[str, str]]:
     """Per module, the docstrings of the module, its classes and functions."""
-    for code in _standard_library():
-        nodes = (node for node in ast.walk(ast.parse(code)) if isinstance(node, _DOCUMENTED))
-        texts = [text for node in nodes if (text := ast.get_docstring(node))]
-        yield "\n\n".join(texts)
+    yield from ((package, docstrings(code)) for package, code in _standard_library())
+
+
+def docstrings(code: str) -> str:
+    """The docstrings of a module's source, a blank line between them."""
+    nodes = (node for node in ast.walk(ast.parse(code)) if isinstance(node, _DOCUMENTED))
+    return "\n\n".join(text for node in nodes if (text := ast.get_docstring(node)))
 
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

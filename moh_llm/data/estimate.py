@@ -67,7 +67,7 @@ def estimate_source(tasks: Sequence[Task], tokenizer: TextTokenizer) -> Estimate
 def _documents(tasks: Sequence[Task]) -> Iterator[tuple[str, int]]:
     """Each document with the stored bytes read up to its end."""
     if tasks[0].source.builtin is not None:
-        yield from ((text, 0) for text in embedded_documents(tasks[0].source.builtin))
+        yield from ((text, 0) for _, text in embedded_documents(tasks[0].source.builtin))
         return
     before = at = 0
 

@@ -50,8 +50,8 @@ def _sample_source(
     pieces: dict[bool, list[np.ndarray]] = {False: [], True: []}  # by whether the document is held out
     lengths = {False: 0, True: 0}
     with tqdm(desc=f"tokenize {source.name[-40:]}", unit="token", unit_scale=True, leave=False) as bar:
-        for text, ids in tokenizer.encode(source_documents(source)):
-            held_out = is_held_out(text, validation_share)
+        for group, ids in tokenizer.encode_grouped(source_documents(source)):
+            held_out = is_held_out(group, validation_share)
             pieces[held_out].append(ids)
             lengths[held_out] += len(ids)
             bar.update(len(ids))
@@ -65,9 +65,14 @@ def _sample_source(
     return TokenizedSource(source.name, source.weight, train, validation, source.max_epochs)
 
 
-def source_documents(source: Source) -> Iterator[str]:
-    """The documents of a source in their order, empty ones left out. Raises UserError for text that cannot be read."""
+def source_documents(source: Source) -> Iterator[tuple[str, str]]:
+    """Group and text of a source's documents in their order, empty ones left out.
+
+    Raises:
+        UserError: text that cannot be read.
+    """
     if source.builtin is not None:
-        yield from (text for text in embedded_documents(source.builtin) if text.strip())
+        yield from embedded_documents(source.builtin)
     for file in locate(source):
-        yield from read_documents(file, source, Reading(advice="mend it, or leave the file out"))
+        for text in read_documents(file, source, Reading(advice="mend it, or leave the file out")):
+            yield text, text

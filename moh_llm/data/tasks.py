@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moh_llm.addresses import without_passwords_in
+from moh_llm.data.embedded import SPLIT
 from moh_llm.data.locate import SourceFile, locate
 from moh_llm.data.mixture import Mixture, Source
 from moh_llm.errors import UserError
@@ -101,7 +102,7 @@ def source_identity(source: Source, files: Sequence[SourceFile], tokenizer: str,
     """All that decides a source's shards, as JSON: text, tokenizer (its hash), what is kept and held out."""
     text: Any = [{"file": file.name, "bytes": file.size, "modified": file.modified} for file in files]
     if source.builtin is not None:
-        text = {"builtin": source.builtin, "python": platform.python_version()}
+        text = {"builtin": source.builtin, "python": platform.python_version(), "split": SPLIT}
     return {
         "tokenizer": tokenizer,
         "validation_share": validation_share,

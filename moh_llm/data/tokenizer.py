@@ -1,6 +1,7 @@
 """The tokenizer of a corpus: what identifies it, and documents to token ids."""
 
 import hashlib
+import itertools
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -96,6 +97,12 @@ class TextTokenizer:
             for batch, future in waiting:
                 yield from self._finish(batch, future.result())
 
+    def encode_grouped(self, documents: Iterable[tuple[str, str]], ahead: int = 0) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield each document's group with its token ids; `documents` are pairs of group and text, `ahead` as above."""
+        pairs, texts = itertools.tee(documents)
+        for (group, _), (_, ids) in zip(pairs, self.encode((text for _, text in texts), ahead), strict=False):
+            yield group, ids
+
     def _finish(self, batch: list[str], encodings: list[Encoding]) -> Iterator[tuple[str, np.ndarray]]:
         for text, encoding in zip(batch, encodings, strict=True):
             ids = encoding.ids
@@ -104,9 +111,12 @@ class TextTokenizer:
             yield text, np.array(ids, dtype=self.dtype)
 
 
-def is_held_out(text: str, share: float) -> bool:
-    """Whether a document belongs to validation: by a hash of it, so the same ones however much is read."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+def is_held_out(group: str, share: float) -> bool:
+    """Whether a document belongs to validation: by a hash of its group, so the same ones however much is read.
+
+    A document of a file is a group of its own: its group is its text.
+    """
+    digest = hashlib.blake2b(group.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ def _write(task: Task, tokenizer: TextTokenizer, validation_share: float, skip_b
     with scratch_folder(task.record.with_suffix("")) as scratch:
         shards = {split: _shard(scratch, task.shard(split).name, tokenizer) for split in SPLITS}
         told, tokens = started, 0
-        for text, ids in tokenizer.encode(_documents(task, reading, progress := _Position()), ahead=2):
-            shards[SPLITS[is_held_out(text, validation_share)]].write_bytes(ids.tobytes())
+        for group, ids in tokenizer.encode_grouped(_documents(task, reading, progress := _Position()), ahead=2):
+            shards[SPLITS[is_held_out(group, validation_share)]].write_bytes(ids.tobytes())
             tokens += len(ids)
             if time.perf_counter() - told > _TELL_SECONDS:
                 told = time.perf_counter()
@@ -106,15 +107,16 @@ class _Position:
         self.stored = self.before + position
 
 
-def _documents(task: Task, reading: Reading, position: _Position) -> Any:
+def _documents(task: Task, reading: Reading, position: _Position) -> Iterator[tuple[str, str]]:
+    """Group and text of each document."""
     if task.source.builtin is not None:
-        for text in embedded_documents(task.source.builtin):
-            if text.strip():
-                reading.documents += 1
-                reading.bytes += len(text.encode())
-                yield text
+        for group, text in embedded_documents(task.source.builtin):
+            reading.documents += 1
+            reading.bytes += len(text.encode())
+            yield group, text
     for file in task.files:
-        yield from read_documents(file, task.source, reading, position)
+        for text in read_documents(file, task.source, reading, position):
+            yield text, text
         position.before += file.size or 0
 
 

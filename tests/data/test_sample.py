@@ -151,8 +151,15 @@ def test_built_in_text(tokenizer):
     assert [source.name for source in sources] == ["python_topics", "python_docstrings", "python_sources"]
     for source, own in zip(sources, EMBEDDED.sources, strict=True):
         assert len(source.train) >= 4096 * own.weight and len(source.validation) >= 512 * own.weight
-        first = next(text for text in embedded_documents(own.builtin) if text.strip())
+        _, first = next(embedded_documents(own.builtin))
         assert first in (texts_of(source.train, tokenizer)[0], texts_of(source.validation, tokenizer)[0])
+
+
+def test_built_in_text_is_split_by_group(tokenizer):
+    (source,) = sample_mixture(Mixture("topics", (Source("a", 1.0, builtin="python_topics"),), 0.1), tokenizer)
+    documents = list(embedded_documents("python_topics"))
+    for stream, held_out in ((source.train, False), (source.validation, True)):
+        assert texts_of(stream, tokenizer) == [text for group, text in documents if is_held_out(group, 0.1) == held_out]
 
 
 def test_real_corpora_are_read(shared, tokenizer):

@@ -10,6 +10,7 @@ import forks
 import numpy as np
 import pytest
 
+from moh_llm.data.embedded import embedded_documents
 from moh_llm.data.locate import locate
 from moh_llm.data.mixture import EMBEDDED, load_mixture
 from moh_llm.data.records import Reading, read_documents
@@ -212,3 +213,6 @@ def test_an_output_that_holds_something_else_is_left_alone(corpus, tokenizer, tm
 def test_embedded_text(tokenizer, tmp_path):
     record = tokenize_mixture(EMBEDDED, tokenizer, tmp_path / "out")
     assert all(entry["tokens"] > 100_000 and entry["text"] == [] for entry in record["sources"].values())
+    shards = record["sources"]["python_topics"]["shards"]["validation"]
+    held_out = sum(is_held_out(group, EMBEDDED.validation_share) for group, _ in embedded_documents("python_topics"))
+    assert sum(shard["documents"] for shard in shards) == held_out > 0  # by group, not by text
