@@ -5,6 +5,7 @@ refused in one line before any of it is used.
 """
 
 import json
+import os
 import re
 import stat
 from pathlib import Path
@@ -129,6 +130,14 @@ def _count(node: yaml.Node, depth: int, known: dict[int, int | None], where: str
             )
     known[id(node)] = total
     return total
+
+
+def check_path(path: str, where: str) -> None:
+    """Raise UserError, which names ``where``, for a path that no file system takes."""
+    if "\0" in path:
+        raise UserError(f"{where}: a path holds a NUL character")
+    if len(os.fsencode(path)) > 4000 or any(len(os.fsencode(part)) > 255 for part in path.split("/")):
+        raise UserError(f"{where}: the path {path[:40]}... is too long for a file")
 
 
 def expand_home(path: str) -> Path:

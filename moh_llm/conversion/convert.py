@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 import moh_llm
 from moh_llm.conversion.allocate import allocate
@@ -25,10 +25,12 @@ from moh_llm.conversion.verify import verify
 from moh_llm.data.mixture import EMBEDDED, Mixture
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
+from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.data.windows import fixed_batches, validation_batches
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder, write_json
 from moh_llm.locking import lock_folder
+from moh_llm.machine import check_disk, check_memory
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.reading import read_json
@@ -84,6 +86,7 @@ def convert(options: ConversionOptions) -> dict[str, Any]:
     check_output_folder(options.output, options.overwrite, reads=[options.base, *texts])
     base = open_base(options.base, options.revision, paper_preset=plan.preset == "paper")
     shared_and_active(plan, base.config)  # impossible counts fail before anything runs
+    _check_machine(options, base)
     sources = _tokenize(options, base) if reads_text else []
     length = min(WINDOW, base.config.max_position_embeddings)
     held_out: list[Batch] = []
@@ -178,11 +181,18 @@ def _computed(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def _check_machine(options: ConversionOptions, base: BaseCheckpoint) -> None:
+    """Refuse more text than one layer's activations of which fit into memory, or all layers' onto the disk."""
+    states = 4 * base.config.hidden_size * max(options.calibration_tokens, options.heldout_tokens)
+    what, way_out = f"calibration on {options.calibration_tokens:,} tokens", "take fewer (--calibration-tokens)"
+    if options.heldout_tokens > options.calibration_tokens:
+        what, way_out = f"a proof on {options.heldout_tokens:,} tokens", "take fewer (--heldout-tokens)"
+    check_memory(2 * states, what, way_out)  # hidden states and their gradients
+    check_disk(states * base.config.num_hidden_layers // 2, options.output, what, way_out)
+
+
 def _tokenize(options: ConversionOptions, base: BaseCheckpoint) -> list[TokenizedSource]:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(base.folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{base.name} has no tokenizer that loads ({' '.join(str(error).split())[:120]})") from error
+    tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
     return sample_mixture(options.calibration, tokenizer, options.calibration_tokens, options.heldout_tokens)
 
 

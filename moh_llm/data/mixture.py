@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from moh_llm.addresses import shown, shown_in, without_passwords
 from moh_llm.errors import UserError
-from moh_llm.reading import expand_home, read_yaml
+from moh_llm.reading import check_path, expand_home, read_yaml
 
 # Text that every Python carries, so that everything runs with no download: see data/embedded.py.
 BUILTIN_SOURCES = ("python_topics", "python_docstrings", "python_sources")
@@ -217,6 +217,7 @@ def _expanded(pattern: str, root: Path, where: str) -> str:
     if unset := re.search(r"\$\{?(\w+)", expanded):
         raise UserError(f"{where}: {pattern} needs the environment variable {unset[1]}; set it to a folder")
     # Absolute, so that a record means the same files wherever it is read.
+    check_path(expanded, where)
     home = expand_home(expanded)
     path = os.path.abspath(root / home)
     if glob.has_magic(expanded) and not os.path.isfile(path) and not home.is_absolute():

@@ -6,16 +6,52 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from moh_llm.errors import UserError
+from moh_llm.reading import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # One call of the tokenizer: enough documents for its threads, little text to hold.
 _BATCH_DOCUMENTS = 128
 _BATCH_CHARACTERS = 1 << 20
+
+
+def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "PreTrainedTokenizerBase":
+    """The Hugging Face tokenizer of a folder or a Hub id; no code beside it is run.
+
+    Args:
+        name_or_path: folder or Hub id.
+        vocab_size: rows of the embedding that it is for.
+
+    Raises:
+        UserError: there is none, its files cannot be read, or it has ids beyond the embedding.
+    """
+    from transformers import AutoTokenizer
+
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        if (place := Path(name_or_path) / file).exists() and not isinstance(read_json(place), dict):
+            raise UserError(f"{place} is not an object; take the file from the model's source again")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+    # Missing files, a wrong id, a field of the wrong type: each an error of its own kind.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"{name_or_path} has no tokenizer that loads ({reason})") from error
+    if vocab_size is not None:
+        token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+        if largest >= vocab_size:
+            raise UserError(
+                f"the tokenizer of {name_or_path} has id {largest} ({token[:40]!r}), and the model embeds ids below "
+                f"vocab_size={vocab_size}; remove the token, or add rows to the embedding"
+            )
+    return tokenizer
 
 
 class TextTokenizer:
@@ -49,14 +85,7 @@ class TextTokenizer:
     @classmethod
     def load(cls, name_or_path: str) -> "TextTokenizer":
         """From a folder or a Hub id. Raises UserError where there is none."""
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
-        # Missing files, a wrong id, a bad JSON: each an error of its own kind.
-        except Exception as error:
-            raise UserError(f"tokenizer {name_or_path} cannot be loaded: {str(error).splitlines()[0]}") from error
-        return cls.of(tokenizer)
+        return cls.of(open_tokenizer(name_or_path))
 
     @property
     def sha256(self) -> str:

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 from moh_llm.errors import UserError
+from moh_llm.reading import check_path
 
 
 def key(meaning: str, default: Any = MISSING) -> Any:
@@ -62,7 +63,8 @@ class OptimizerConfig:
         for name in ("learning_rate", "router_learning_rate", "epsilon", "max_gradient_norm"):
             value = getattr(self, name)
             _require(value is None or 0 < value < math.inf, f"optimizer.{name}={value} must be above 0")
-        _require(self.weight_decay >= 0, f"optimizer.weight_decay={self.weight_decay} must not be negative")
+        decay = self.weight_decay
+        _require(0 <= decay < math.inf, f"optimizer.weight_decay={decay} must be a finite number, not negative")
         _require(
             all(0 <= beta < 1 for beta in self.betas),
             f"optimizer.betas={list(self.betas)} must both lie in [0, 1)",
@@ -155,12 +157,12 @@ class CheckpointConfig:
     milestone_every: int = key("a checkpoint after a multiple of this many steps is kept for good; 0: none is", 0)
 
     def __post_init__(self) -> None:
+        _require(self.every >= 1, f"checkpoint.every={self.every} must be at least 1 step")
         _require(self.milestone_every >= 0, f"checkpoint.milestone_every={self.milestone_every} must not be negative")
         _require(
             self.milestone_every % self.every == 0,
             f"checkpoint.milestone_every={self.milestone_every} must be a multiple of checkpoint.every={self.every}",
         )
-        _require(self.every >= 1, f"checkpoint.every={self.every} must be at least 1 step")
         _require(self.keep_last >= 1, f"checkpoint.keep_last={self.keep_last} must be at least 1")
 
 
@@ -246,6 +248,9 @@ class TrainConfig:
         _require(self.model != "", "model is empty; name the folder of a converted model")
         _require(self.output != "", "output is empty; name a folder for the run")
         _require(self.base != "", "base is empty; name the checkpoint that the model was converted from, or null")
+        for name in ("model", "output", "base"):
+            check_path(getattr(self, name) or "", name)
+        check_path(self.data.mixture, "data.mixture")
         _require(self.max_steps >= 1, f"max_steps={self.max_steps} must be at least 1")
         _require(0 <= self.seed < 2**32, f"seed={self.seed} must lie in [0, 2**32)")
         _require(

@@ -4,7 +4,6 @@ Each check gives findings of one line; those of model, data and output are in `i
 """
 
 import configparser
-import os
 import platform
 import shutil
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 from moh_llm.devices import GPUS, find_gpu, peak_flops
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
+from moh_llm.machine import memory_bytes
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.inputs import Finding, check_data, check_model, check_output, check_teacher, read_model_config
@@ -115,8 +115,7 @@ def find_device(gpu: str | None, processes: int) -> Device:
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name(0)
         return Device(name, torch.cuda.get_device_properties(0).total_memory, peak_flops(name))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device("processor", memory // processes, None)
+    return Device("processor", memory_bytes() // processes, None)
 
 
 def check_versions(strategy: str) -> Iterator[Finding]:

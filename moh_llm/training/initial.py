@@ -10,10 +10,10 @@ from typing import Any, get_args, get_origin, is_typeddict
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 
-from moh_llm.data.tokenizer import TextTokenizer
+from moh_llm.data.tokenizer import TextTokenizer, open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
@@ -158,12 +158,7 @@ def _check_values(path: Path, values: dict[str, Any]) -> None:
 def _open_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if not Path(name).is_dir() and (Path(name).exists() or not may_be_hub_id(name)):
         raise UserError(f"--tokenizer {name} is not a folder; name one that holds a tokenizer, or a Hub id")
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    # Missing files, a wrong id, a bad JSON: each an error of its own kind.
-    except Exception as error:
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(f"--tokenizer {name} holds no tokenizer that loads ({reason})") from error
+    return open_tokenizer(name)
 
 
 def _fits(value: Any, hint: Any) -> bool:

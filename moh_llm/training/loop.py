@@ -29,6 +29,7 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.divergence import DivergenceWatch
 from moh_llm.training.gathering import gathered_weights
 from moh_llm.training.interruption import Interruption
+from moh_llm.training.limits import check_machine
 from moh_llm.training.log import show_scores, step_line
 from moh_llm.training.milestones import keep_milestone, saved_milestones
 from moh_llm.training.parallel import (
@@ -89,6 +90,9 @@ def _train(
         end_distribution(accelerator)
         accelerator.end_training()
         return run.record
+
+    if main:
+        check_machine(config, accelerator.num_processes)
 
     # ---- what it begins with
     beginning = agreed_beginning(config, accelerator, run.record.get("reference"))

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from moh_llm.conversion.families import moh_fields
+from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import new_folder
+from moh_llm.model_config import read_config
 from moh_llm.model_folder import licence_texts
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.modeling.head_sparse_moh import NAME as HEAD_SPARSE
@@ -41,11 +43,8 @@ def load_network(folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder. Raises UserError where there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} has no tokenizer that loads: {' '.join(str(error).split())}") from error
+    """The tokenizer of a model folder. Raises UserError where there is none, or one with ids beyond the embedding."""
+    return open_tokenizer(folder, read_config(folder).get("vocab_size"))
 
 
 def check_attention(config: TrainConfig) -> None:

@@ -1,0 +1,252 @@
+"""Broken and hostile files of models and recipes: each is refused in one line, before any work."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from moh_llm.cli import main
+
+DEEP = "[" * 100_000 + "]" * 100_000
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.fixture
+def base(tmp_path: Path, make_llama: Callable[..., Path]) -> Path:
+    """A tiny LLaMA, to be broken."""
+    return Path(shutil.copytree(make_llama(), tmp_path / "base"))
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must end with status 2 and one line; returns the line."""
+
+    def run(*arguments: object) -> str:
+        assert main([str(argument) for argument in arguments]) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, lines
+        return lines[0]
+
+    return run
+
+
+def convert(base: Path, *flags: object) -> tuple[object, ...]:
+    return ("convert", base, "--preset", "paper", "--verify", "none", "--output", base.parent / "moh", *flags)
+
+
+def edit(path: Path, **fields: Any) -> None:
+    """Change fields of a JSON file; NaN and infinity as Python writes them."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("num_attention_heads", -4),
+        ("num_attention_heads", 3),
+        ("num_key_value_heads", 3),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", 10**7),
+        ("vocab_size", 0),
+        ("vocab_size", 10**12),
+        ("hidden_size", -32),
+        ("hidden_size", "32"),
+        ("intermediate_size", 0),
+        ("head_dim", 0),
+        ("max_position_embeddings", -1),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", -1e-6),
+        ("rope_theta", float("inf")),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 0}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": -1.0}),
+        ("dtype", "float7"),
+        ("pad_token_id", 10**6),
+        ("pad_token_id", -7),
+    ],
+)
+def test_numbers_that_no_model_has(base: Path, refused: Callable[..., str], field: str, value: Any) -> None:
+    edit(base / "config.json", **{field: value})
+    line = refused(*convert(base))
+    assert "config.json" in line
+    assert (next(iter(value)) if isinstance(value, dict) else field).replace("rope_type", "rope_theta") in line
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda model: ("evaluate", model, "--suite", "smoke", "--no-analysis", "--output", model.parent / "report"),
+        lambda model: ("publish", model, "--repo-id", "me/moh", "--licence", "mit", "--dry-run"),
+        lambda model: ("train", _recipe(model)),
+        lambda model: ("doctor", _recipe(model)),
+    ],
+    ids=["evaluate", "publish", "train", "doctor"],
+)
+def test_every_command_checks_a_config(
+    tmp_path: Path, make_llama: Callable[..., Path], refused: Callable[..., str], command: Callable[..., tuple]
+) -> None:
+    folder = Path(shutil.copytree(make_llama(), tmp_path / "model"))
+    edit(folder / "config.json", model_type="moh_llama", num_attention_heads=-4)
+    arguments = command(folder)
+    if arguments[0] == "doctor":  # which prints its findings
+        assert main([str(argument) for argument in arguments]) != 0
+    else:
+        assert "num_attention_heads=-4" in refused(*arguments)
+
+
+def _recipe(converted: Path, **keys: Any) -> Path:
+    path, output = converted.parent / "recipe.yaml", converted.parent / "run"
+    path.write_text(yaml.safe_dump({"model": str(converted), "output": str(output), "max_steps": 4} | keys))
+    return path
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [DEEP, "[1]", "{", '"text"'], ids=["deep", "list", "cut", "text"])
+def test_files_that_are_no_objects(base: Path, refused: Callable[..., str], name: str, content: str) -> None:
+    (base / name).write_text(content)
+    assert name in refused("convert", base, "--output", base.parent / "moh", "--verify", "none")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_pipe_is_not_waited_for(base: Path, refused: Callable[..., str], name: str) -> None:
+    (base / name).unlink()
+    os.mkfifo(base / name)
+    assert "is no regular file" in refused("convert", base, "--output", base.parent / "moh", "--verify", "none")
+
+
+@pytest.mark.parametrize("file", [7, None, ["model.safetensors"], "x" * 300, "a\0b", "../model.safetensors"])
+def test_an_index_that_names_no_files(base: Path, refused: Callable[..., str], file: Any) -> None:
+    names = load_file(base / "model.safetensors")
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+    assert "model.safetensors.index.json" in refused(*convert(base))
+
+
+@pytest.mark.parametrize("content", [DEEP, "{}", '{"weight_map": 3}', '{"weight_map": {}}'])
+def test_an_index_without_a_map(base: Path, refused: Callable[..., str], content: str) -> None:
+    (base / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json" in refused(*convert(base))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
+def test_weights_that_are_no_floats(base: Path, refused: Callable[..., str], dtype: torch.dtype) -> None:
+    tensors = load_file(base / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    save_file(tensors | {name: tensors[name].to(dtype)}, base / "model.safetensors")
+    assert f"{name} holds" in refused(*convert(base))
+
+
+def test_norms_that_overflow(base: Path, refused: Callable[..., str], river: Path) -> None:
+    tensors = load_file(base / "model.safetensors")
+    for name in tensors:
+        if name.endswith("layernorm.weight"):
+            tensors[name].fill_(1e38)
+    save_file(tensors, base / "model.safetensors")
+    flags = ["--calibration", river, "--calibration-tokens", 256, "--heldout-tokens", 128]
+    assert "not finite" in refused("convert", base, "--output", base.parent / "moh", *flags)
+
+
+def test_a_tokenizer_with_ids_beyond_the_embedding(base: Path, refused: Callable[..., str]) -> None:
+    content = json.loads((base / "tokenizer.json").read_text())
+    content["model"]["vocab"]["a"] = 10**9
+    (base / "tokenizer.json").write_text(json.dumps(content))
+    assert "id 1000000000" in refused("convert", base, "--output", base.parent / "moh", "--verify", "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (LAUGHS, "more than 100,000 values"),
+        ("model: &m [*m]\n", "an alias refers to what it is part of"),
+        ("model: " + DEEP[:300] + DEEP[-300:], "nested"),
+        ("model: " + DEEP, "nested"),
+        ("model: !!binary aGVsbG8=\n", "is not read"),
+        ("model: !!set {a, b}\n", "is not read"),
+        ("model: !!python/object:os.system {}\n", "cannot be read as YAML"),
+        ('model: "a\\0b"\n', "NUL"),
+        ("max_steps: " + "9" * 5000, "cannot be read as YAML"),
+    ],
+    ids=["laughs", "itself", "nested", "deep", "binary", "set", "object", "nul", "digits"],
+)
+@pytest.mark.parametrize("reader", ["recipe", "mixture", "suite", "architecture"])
+def test_yaml_beyond_bounds(
+    tmp_path: Path, refused: Callable[..., str], base: Path, reader: str, text: str, words: str
+) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    commands = {
+        "recipe": ("train", path),
+        "mixture": ("mixture", "show", path),
+        "suite": ("evaluate", base, "--suite", path, "--output", tmp_path / "report"),
+        "architecture": ("init", path, "--tokenizer", base, "--output", tmp_path / "initial"),
+    }
+    line = refused(*commands[reader])
+    assert words in line and len(line) < 500
+
+
+def test_an_override_that_grows_by_its_aliases(base: Path, refused: Callable[..., str]) -> None:
+    text = "{" + ", ".join(LAUGHS.strip().splitlines()) + "}"
+    assert "more than 100,000 values" in refused("train", _recipe(base), "--data", text)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"optimizer": {"learning_rate": float("inf")}}, "optimizer.learning_rate"),
+        ({"optimizer": {"weight_decay": float("inf")}}, "optimizer.weight_decay"),
+        ({"checkpoint": {"every": 0}}, "checkpoint.every"),
+        ({"data": {"batch_size": 10**9}}, "data.batch_size"),
+        ({"data": {"num_workers": 10**9}}, "data.num_workers"),
+        ({"data": {"batch_size": 10**6, "micro_batch_size": 10**6}}, "memory"),
+        ({"lora": {"rank": 10**9}}, "lora.rank"),
+        ({"model": "a" * 5000}, "too long"),
+        ({"output": "a" * 5000}, "too long"),
+    ],
+)
+def test_recipes_that_cannot_be_carried_out(
+    tmp_path: Path,
+    make_llama: Callable[..., Path],
+    convert: Callable[..., int],
+    refused: Callable[..., str],
+    keys: dict[str, Any],
+    words: str,
+) -> None:
+    model = tmp_path / "moh"
+    convert(make_llama(), model, "--preset", "paper", "--verify", "none")
+    assert words in refused("train", _recipe(model, **keys))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"max_epochs": float("inf")}, "max_epochs"),
+        ({"max_epochs": 10**400}, "max_epochs"),
+        ({"filters": {"day": float("nan")}}, "filter day"),
+        ({"filters": {"day": {"min": float("inf")}}}, "filter day"),
+        ({"filters": {"day": [{"a": 1}]}}, "filter day"),
+        ({"files": "~nobody-here/x.jsonl"}, "no home folder"),
+        ({"files": "a" * 5000}, "too long"),
+    ],
+)
+def test_sources_with_impossible_values(
+    tmp_path: Path, refused: Callable[..., str], source: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
+    path = tmp_path / "mixture.yaml"
+    path.write_text(yaml.safe_dump({"sources": {"one": {"weight": 1, "files": "t.jsonl"} | source}}))
+    assert words in refused("mixture", "show", path)
+
+
+def test_more_calibration_than_the_machine_holds(base: Path, refused: Callable[..., str], river: Path) -> None:
+    flags = ["--calibration", river, "--calibration-tokens", 10**12]
+    assert "--calibration-tokens" in refused("convert", base, "--output", base.parent / "moh", *flags)
