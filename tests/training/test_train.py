@@ -274,7 +274,8 @@ def test_a_signal_saves_and_leaves(configure, name: str) -> None:
 
 def test_whole_groups_train_and_anneal(configure, paper_folder, tmp_path) -> None:
     folder = Path(shutil.copytree(paper_folder, tmp_path / "groups"))
-    config = MoHLlamaConfig.from_pretrained(folder, num_shared_heads=0, routing_unit="kv_group")
+    fields = {"num_shared_heads": 0, "routing_unit": "kv_group", "router_type": "linear"}
+    config = MoHLlamaConfig.from_pretrained(folder, **fields)
     MoHLlamaForCausalLM(config).save_pretrained(folder)
     train(configure(model=str(folder), max_steps=4, **{"schedule.anneal_steps": 2, "evaluation.every": 4}))
     log = read_log(tmp_path / "run")
