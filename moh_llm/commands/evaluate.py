@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="auto",
         choices=["auto", "float32", "bfloat16", "float16"],
-        help="default: the checkpoint's own (auto)",
+        help="dtype that every model is run in (default: auto, the widest dtype that one of them is stored in, so that "
+        "no model's weights are rounded; a bfloat16 base beside a float32 model takes twice the memory)",
     )
     parser.add_argument("--device", help="torch device, such as cuda:1 or cpu (default: the GPU if there is one)")
     parser.add_argument(
@@ -105,12 +106,14 @@ def _score(args: argparse.Namespace, suite: "Suite", models: dict[str, str]) -> 
     from moh_llm.evaluation import processes
     from moh_llm.evaluation.analysis import analyse_models
     from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.precision import choose_dtype
     from moh_llm.evaluation.report import build_report
     from moh_llm.evaluation.runner import score
 
     kept = Kept.beside(args.output)
     team = processes.join()
     try:
+        dtype = team.share(lambda: choose_dtype(models, args.dtype)).dtype
         scores = score(
             models,
             suite,
@@ -125,7 +128,7 @@ def _score(args: argparse.Namespace, suite: "Suite", models: dict[str, str]) -> 
         )
         # The first process alone; the others wait, for a launcher ends all of them when one ends with an error.
         analysis = team.share(
-            lambda: analyse_models(models, suite, args.data_dir, args.device, args.dtype, _say) if args.analysis else {}
+            lambda: analyse_models(models, suite, args.data_dir, args.device, dtype, _say) if args.analysis else {}
         )
     finally:
         processes.leave()
