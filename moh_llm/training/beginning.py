@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from moh_llm.conversion.base import is_checkpoint, open_base
 from moh_llm.errors import UserError
@@ -27,6 +26,7 @@ from moh_llm.records.lineage import (
     read_chain,
 )
 from moh_llm.training.config import TrainConfig
+from moh_llm.training.parallel import from_main
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,7 @@ def agreed_beginning(
     config: TrainConfig, accelerator: Accelerator, recorded: dict[str, Any] | None = None
 ) -> Beginning:
     """`find_beginning` on the main process; the others take its word, so that none finds another reference."""
-    found: list[Any] = [None]
-    if accelerator.is_main_process:
-        try:
-            found = [find_beginning(config, recorded)]
-        except UserError as error:
-            found = [str(error)]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(found)
-    if isinstance(found[0], str):
-        raise UserError(found[0])
-    return found[0]
+    return from_main(accelerator, lambda: find_beginning(config, recorded))
 
 
 def _find_reference(
