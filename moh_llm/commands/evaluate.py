@@ -6,6 +6,7 @@ OUTPUT.partial; the same command takes it up.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.processes import Team
     from moh_llm.evaluation.suite import Suite
     from moh_llm.reporting.runs import TrainingRun
 
@@ -86,7 +88,6 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.evaluation.suite import load_suite
     from moh_llm.evaluation.tasks import check_data, require_lm_eval
     from moh_llm.files import check_output_folder
-    from moh_llm.locking import lock_for_job
     from moh_llm.reporting.libraries import require_matplotlib
 
     # What can be refused is refused before anything slow begins.
@@ -98,11 +99,20 @@ def run(args: argparse.Namespace) -> int:
     require_matplotlib()
     for model in models.values():
         check_model(model)
-    with lock_for_job(args.output):
-        return _score(args, suite, models)
+
+    from moh_llm.evaluation import processes
+    from moh_llm.locking import lock_folder
+
+    team = processes.join()
+    with contextlib.ExitStack() as held:
+        held.callback(processes.leave)
+        team.share(lambda: held.enter_context(lock_folder(args.output)))
+        # Whoever held it until now may have made the folder.
+        team.share(lambda: check_output_folder(args.output, args.overwrite))
+        return _score(args, suite, models, team)
 
 
-def _score(args: argparse.Namespace, suite: "Suite", models: dict[str, str]) -> int:
+def _score(args: argparse.Namespace, suite: "Suite", models: dict[str, str], team: "Team") -> int:
     from moh_llm.evaluation import processes
     from moh_llm.evaluation.analysis import analyse_models
     from moh_llm.evaluation.kept import Kept
@@ -111,7 +121,6 @@ def _score(args: argparse.Namespace, suite: "Suite", models: dict[str, str]) -> 
     from moh_llm.evaluation.runner import score
 
     kept = Kept.beside(args.output)
-    team = processes.join()
     try:
         dtype = team.share(lambda: choose_dtype(models, args.dtype)).dtype
         scores = score(
