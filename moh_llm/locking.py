@@ -3,6 +3,8 @@
     with lock_folder(output):
         ...  # nobody else of this toolkit writes there
 
+Of the processes of one job the first one alone takes it, and tells the others where it is refused.
+
 The lock is a file beside the folder, ``.NAME.lock``, so that the folder can be replaced as a whole. It holds the
 writer's process id and host, for the line that refuses a second one; it is removed when the writer ends well, and one
 that a killed writer left does not count. Where the kernel has no file locks (some network file systems), filelock falls
@@ -42,7 +44,7 @@ def lock_folder(output: Path, wait: bool = False) -> Iterator[None]:
             f"{output} is being written by {_holder(path)}; wait for it to end, or name another output"
         ) from error
     except (OSError, NotImplementedError) as error:
-        raise UserError(f"cannot lock {output} by {path}: {error}; name an output on another file system") from error
+        raise UserError(f"cannot lock {output} by {path}: {error}; name an output elsewhere") from error
     informed = False
     try:
         informed = lock.lock_counter == 1 and _inform(path)
@@ -53,14 +55,6 @@ def lock_folder(output: Path, wait: bool = False) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 path.unlink()
         lock.release()
-
-
-def lock_for_job(output: Path) -> contextlib.AbstractContextManager[None]:
-    """`lock_folder` for one job of several processes: the first one holds the lock, the others belong to it.
-
-    Where the first one is refused it ends, and the launcher ends the others.
-    """
-    return lock_folder(output) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
 
 
 def _lock_path(output: Path) -> Path:

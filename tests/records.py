@@ -13,16 +13,25 @@ from moh_llm.evaluation.suite import Benchmark, Suite
 Record = dict[str, Any]
 ITEMS = 200
 RIGHT = {"A": 0.7, "B": 0.5, "C": 0.6}
+# What guessing scores: the base of B is at chance.
+CHANCE = {"A": 0.25, "B": 0.5, "C": 0.0}
 
 
 Models = dict[str, tuple[str, float]]
+Scores = dict[str, dict[str, list[float]]]
 
 
 def make_record(models: Models, names: str = "ABC", suite: str = "three") -> Record:
     """A report of ``names``; ``models``: label to weights and the part of its right answers that it keeps."""
     published = {"A": {"paper": 71.0}, "B": {"paper": 52.0}, "C": {}}
     benchmarks = [
-        Benchmark(n, 0, "acc", n, n, n, "test", ITEMS, revision="0" * 40, stock=f"{n}.yaml", published=published[n])
+        Benchmark(
+            *(n, 0, "acc", n, n, n, "test", ITEMS),
+            revision="0" * 40,
+            stock=f"{n}.yaml",
+            published=published[n],
+            chance=CHANCE[n],
+        )
         for n in names
     ]
     return record_of(Suite(suite, f"Suite {suite}", benchmarks, columns=["paper"]), models)
@@ -31,6 +40,7 @@ def make_record(models: Models, names: str = "ABC", suite: str = "three") -> Rec
 def record_of(suite: Suite, models: Models, failed: tuple[str, ...] = (), data_dir: Path | None = None) -> Record:
     """A report of any suite, with benchmarks that no model has a score on. Data is said to have the name as digest."""
     names = [benchmark.name for benchmark in suite.benchmarks]
+    chances = {b.name: 0.25 if b.chance == "choices" else b.chance for b in suite.benchmarks}
     results = {}
     for label, (weights, keep) in models.items():
         scores = {}
@@ -42,5 +52,27 @@ def record_of(suite: Suite, models: Models, failed: tuple[str, ...] = (), data_d
             *(f"in/{weights}", Identity(weights, weights, None), "float32", "cpu", 64, scores),
             data={name: f"digest of {name}" for name in names},
             hardware={name: "a fast card" for name in scores},
+            stored_dtype="bfloat16" if label == "base" else "float32",
+            chances={name: None if chance is None else [[chance] * ITEMS] for name, chance in chances.items()},
         )
     return build_report(suite, results, None, 8, data_dir, f"moh-llm evaluate {' '.join(models)}")
+
+
+def make_report(
+    scores: Scores, full: int = 100, limit: int | None = None, chances: dict[str, float] | None = None
+) -> Record:
+    """A report from the item scores of each model on each benchmark; what guessing scores is 0 if not given."""
+    names = list(dict.fromkeys(name for found in scores.values() for name in found))
+    chances = dict.fromkeys(names, 0.0) if chances is None else chances
+    benchmarks = [
+        Benchmark(n, 0, "acc", n, n, n, "test", full, stock=f"{n}.yaml", chance=chances.get(n)) for n in names
+    ]
+    results = {}
+    for label, found in scores.items():
+        made = {
+            n: Score([values], {n: (sum(values) / len(values), len(values))}, 1, False, 8)
+            for n, values in found.items()
+        }
+        results[label] = ModelScores(f"folder/{label}", Identity(label, label, None), "float32", "cpu", 64, made)
+        results[label].chances = {n: [[chances[n]] * len(found[n])] if n in chances else None for n in found}
+    return build_report(Suite("two", "Two benchmarks", benchmarks), results, limit, 8, None, "moh-llm evaluate")

@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.data.mixture import EMBEDDED, mixture_from_arguments
     from moh_llm.errors import UserError
     from moh_llm.hub.card import write_local_card
+    from moh_llm.locking import lock_folder
 
     for flag in ("calibration_tokens", "heldout_tokens"):
         if getattr(args, flag) < 1:
@@ -107,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
         )
     )
-    write_local_card(args.output)
+    with lock_folder(args.output):
+        write_local_card(args.output)
     _print_summary(record, args.output)
     if args.push_to_hub is not None:
         from moh_llm.commands.publish import publish_and_print

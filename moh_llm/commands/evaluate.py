@@ -6,6 +6,7 @@ OUTPUT.partial; the same command takes it up.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.processes import Team
     from moh_llm.evaluation.suite import Suite
     from moh_llm.reporting.runs import TrainingRun
 
@@ -47,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="auto",
         choices=["auto", "float32", "bfloat16", "float16"],
-        help="default: the checkpoint's own (auto)",
+        help="dtype that every model is run in (default: auto, the widest dtype that one of them is stored in, so that "
+        "no model's weights are rounded; a bfloat16 base beside a float32 model takes twice the memory)",
     )
     parser.add_argument("--device", help="torch device, such as cuda:1 or cpu (default: the GPU if there is one)")
     parser.add_argument(
@@ -85,7 +88,6 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.evaluation.suite import load_suite
     from moh_llm.evaluation.tasks import check_data, require_lm_eval
     from moh_llm.files import check_output_folder
-    from moh_llm.locking import lock_for_job
     from moh_llm.reporting.libraries import require_matplotlib
 
     # What can be refused is refused before anything slow begins.
@@ -97,20 +99,30 @@ def run(args: argparse.Namespace) -> int:
     require_matplotlib()
     for model in models.values():
         check_model(model)
-    with lock_for_job(args.output):
-        return _score(args, suite, models)
+
+    from moh_llm.evaluation import processes
+    from moh_llm.locking import lock_folder
+
+    team = processes.join()
+    with contextlib.ExitStack() as held:
+        held.callback(processes.leave)
+        team.share(lambda: held.enter_context(lock_folder(args.output)))
+        # Whoever held it until now may have made the folder.
+        team.share(lambda: check_output_folder(args.output, args.overwrite))
+        return _score(args, suite, models, team)
 
 
-def _score(args: argparse.Namespace, suite: "Suite", models: dict[str, str]) -> int:
+def _score(args: argparse.Namespace, suite: "Suite", models: dict[str, str], team: "Team") -> int:
     from moh_llm.evaluation import processes
     from moh_llm.evaluation.analysis import analyse_models
     from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.precision import choose_dtype
     from moh_llm.evaluation.report import build_report
     from moh_llm.evaluation.runner import score
 
     kept = Kept.beside(args.output)
-    team = processes.join()
     try:
+        dtype = team.share(lambda: choose_dtype(models, args.dtype)).dtype
         scores = score(
             models,
             suite,
@@ -125,7 +137,7 @@ def _score(args: argparse.Namespace, suite: "Suite", models: dict[str, str]) -> 
         )
         # The first process alone; the others wait, for a launcher ends all of them when one ends with an error.
         analysis = team.share(
-            lambda: analyse_models(models, suite, args.data_dir, args.device, args.dtype, _say) if args.analysis else {}
+            lambda: analyse_models(models, suite, args.data_dir, args.device, dtype, _say) if args.analysis else {}
         )
     finally:
         processes.leave()

@@ -34,8 +34,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.steps < 1:
         raise UserError(f"--steps {args.steps} must be at least 1")
-    check_output_folder(args.output, args.overwrite, reads=[args.base] if args.base else [])
+    reads = [args.base] if args.base else []
+    check_output_folder(args.output, args.overwrite, reads)
     with lock_folder(args.output):
+        check_output_folder(args.output, args.overwrite, reads)  # another one may have ended meanwhile
         if args.output.exists():
             clear(args.output)
         return _run(args)

@@ -39,31 +39,23 @@ def run(args: argparse.Namespace) -> int:
         return 0
     config = load_config(args.recipe, overrides)
 
-    from moh_llm.locking import lock_for_job
+    from moh_llm.training.loop import train
 
-    with lock_for_job(Path(config.output)):
-        _train(config, overwrite)
+    # Of several processes the first one publishes.
+    if config.hub is None or os.environ.get("RANK", "0") != "0":
+        train(config, overwrite, on_finish=lambda record: _write_card(config))
+    else:
+        _train_and_publish(config, config.hub, overwrite)
     return 0
 
 
-def _train(config: TrainConfig, overwrite: bool) -> None:
-    from moh_llm.training.loop import train
-
-    if os.environ.get("RANK", "0") != "0":  # of several processes the first one writes and publishes
-        train(config, overwrite)
-    elif config.hub is None:
-        _write_card(config, train(config, overwrite))
-    else:
-        _train_and_publish(config, config.hub, overwrite)
-
-
-def _write_card(config: TrainConfig, record: dict[str, Any]) -> None:
+def _write_card(config: TrainConfig) -> None:
     """Give the tuned model of a finished run its README.md, unless it has one; without one the run is as good."""
     from moh_llm.hub.card import write_local_card
     from moh_llm.hub.listing import CARD
 
     model = Path(config.output) / "model"
-    if record["status"] == "finished" and model.is_dir() and not (model / CARD).exists():
+    if not (model / CARD).exists():
         try:
             write_local_card(model)
         except UserError as error:
@@ -82,10 +74,12 @@ def _train_and_publish(config: TrainConfig, hub: HubConfig, overwrite: bool) -> 
 
     check_hub(config)
     with contextlib.closing(MilestonePushes(hub)) as pushes:
-        record = train(config, overwrite, on_milestone=pushes.add)
-        _write_card(config, record)
-        if record["status"] == "finished":  # not stopped by a signal
+
+        def publish(record: dict[str, Any]) -> None:
+            _write_card(config)
             _publish(hub, Path(config.output), pushes)
+
+        train(config, overwrite, on_milestone=pushes.add, on_finish=publish)
 
 
 def _publish(hub: HubConfig, run: Path, pushes: "MilestonePushes") -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
+from moh_llm.evaluation.margin import margin_left
 from moh_llm.evaluation.models import TAKEN_LABELS
 from moh_llm.evaluation.report import Record, average_record
 from moh_llm.evaluation.statistics import plain_mean
-from moh_llm.evaluation.verdict import base_of, compared_models, is_base
+from moh_llm.evaluation.verdict import base_of, compared_models, dtypes, is_base
 from moh_llm.reading import read_json
 
 # What the code that reads a record takes for granted.
@@ -18,14 +19,15 @@ _RECORD_KEYS = (
     *("suite", "models", "benchmarks", "average", "errors", "limit", "partial_data", "data", "batch_size"),
     *("processes", "seeds", "versions", "command", "created"),
 )
-_SETTINGS = ("data", "batch_size", "share_prefixes")  # older records lack the last one
+_SETTINGS = ("data", "dtype", "batch_size", "share_prefixes")  # older records lack two of them
 _MODEL_KEYS = ("model", "dtype", "context", "weights_sha256", "revision")
 # What decides whether two scores on a benchmark measure the same thing.
 _SAME = ("shots", "metric", "dataset", "revision", "eval_split", "fewshot_split")
 # What a row says of the benchmark; all else in it is the models' figures.
 _ROW_KEYS = ("name", *_SAME, "items_in_full", "note", "published")
-# Older records lack these. The first is None where several are read as one, the second for data from the Hub.
-_NEWER = ("dataset_config", "data_sha256")
+# Older records lack these. The first is None where several are read as one, the second for data from the Hub, the
+# others where the suite names no chance rule.
+_NEWER = ("dataset_config", "data_sha256", "chance_rule", "chance")
 _MAY_LACK = (*_NEWER, "items")
 
 # The same weights on the same items may differ by the rounding of another batch size; in points.
@@ -126,7 +128,9 @@ def check_regression(record: Record, baseline: Record, max_drop: float) -> list[
         if missing := [name for name in before if name not in after]:
             problems.append(f"no score on {', '.join(missing)}, which the baseline has")
         if after and (fall := _fall(before, after, max_drop)):
-            problems.append(fall)
+            old_rows = {row["name"]: row for row in baseline["benchmarks"]}
+            pairs = [(old_rows[name][counterpart], rows[name][label]) for name in after]
+            problems.append(fall + margin_left(pairs))
         if problems:
             lines.append(f"{label}: {'; '.join(problems)}")
     return lines
@@ -152,6 +156,7 @@ def _check_comparable(records: dict[str, Record]) -> None:
                     if key not in _MAY_LACK or None not in (value, other_facts[key]):
                         _check_same(f"benchmark {row['name']}: {key}", here, value, there, other_facts[key])
         _check_same("--limit", here, one["limit"], there, other["limit"])
+        _check_same("dtype", here, _dtypes(one), there, _dtypes(other), "with one --dtype")
 
 
 def _facts(record: Record, row: Record) -> Record:
@@ -160,12 +165,16 @@ def _facts(record: Record, row: Record) -> Record:
     return facts | {"items": max((row[label]["items"] for label in record["models"] if label in row), default=None)}
 
 
-def _check_same(what: str, here: str, value: Any, there: str, other: Any) -> None:
+def _dtypes(record: Record) -> str:
+    return " and ".join(dtypes(record))
+
+
+def _check_same(what: str, here: str, value: Any, there: str, other: Any, how: str = "alike") -> None:
     if value == other:
         return
     spelt, other_spelt = ("none" if v is None else v for v in (value, other))
     raise UserError(
-        f"{what} is {spelt} {here} and {other_spelt} {there}, so the scores cannot be compared; evaluate both alike"
+        f"{what} is {spelt} {here} and {other_spelt} {there}, so the scores cannot be compared; evaluate both {how}"
     )
 
 

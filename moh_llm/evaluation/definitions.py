@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from moh_llm.evaluation.chance import lacks_choices
 from moh_llm.evaluation.suite import Benchmark
 from moh_llm.files import sha256
 from moh_llm.reading import YAML_BYTES, parse_yaml, read_text
@@ -24,13 +25,15 @@ _ITEM_METRICS = {
 
 
 def unknown_names(benchmark: Benchmark, tasks: "list[ConfigurableTask]") -> list[str]:
-    """What a benchmark asks of its tasks that they cannot give, task by task: its metric or its filter."""
+    """What a benchmark asks of its tasks that they cannot give, task by task: metric, filter or chance level."""
     unknown = []
     for task in tasks:
         metrics, filters = _metrics(task), [steps.name for steps in task._filters]
         for key, asked, known in (("metric", benchmark.metric, metrics), ("filter", benchmark.filter, filters)):
             if known is not None and asked not in known:
                 unknown.append(f"{key} {asked!r}: {task.config.task} has {', '.join(known) or 'none for each item'}")
+        if lacks_choices(benchmark, task):
+            unknown.append(f"chance 'choices': {task.config.task} gives {benchmark.metric} without a choice")
     return unknown
 
 

@@ -30,7 +30,7 @@ def make_key(
 ) -> Key:
     """What a result depends on. ``model``: SHA-256 of its files; ``device``: a torch device (its kind counts)."""
     benchmark = dataclasses.asdict(loaded.benchmark)
-    about = {name: value for name, value in benchmark.items() if name not in ("published", "note", "items")}
+    about = {name: value for name, value in benchmark.items() if name not in ("published", "note", "items", "chance")}
     return {
         "model": model,
         "benchmark": about,

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from moh_llm.evaluation.verdict import base_of, compared_models, verdict, warnings
+from moh_llm.evaluation.margin import CHANCE, MARGIN, spell_margin, spell_recovery
+from moh_llm.evaluation.verdict import base_of, compared_models, dtypes, verdict, warnings
 
 Record = dict[str, Any]
 
@@ -27,7 +28,9 @@ def _models(report: Record) -> str:
         shown = ("num_shared_heads", "num_active_heads", "router_type", "routing_unit")
         known = [f"{key} {heads[key]}" for key in shown if key in heads]
         # Older records do not name the hardware.
-        facts = [about.get("model_type", ""), *known, about["dtype"], about.get("hardware", "")]
+        stored = about.get("stored_dtype")  # as do these
+        dtype = about["dtype"] if stored in (None, "", about["dtype"]) else f"{about['dtype']}, stored in {stored}"
+        facts = [about.get("model_type", ""), *known, dtype, about.get("hardware", "")]
         facts.append(f"context {about['context']}")
         if (base := base_of(report, label)) not in (None, "base"):
             facts.append(f"compared with {base}")
@@ -43,21 +46,22 @@ def _models(report: Record) -> str:
 def _table(report: Record) -> str:
     labels = list(report["models"])
     columns = report["suite"]["columns"]
-    head = ["benchmark", "shots", "metric", "items"]
+    head = ["benchmark", "shots", "metric", "items", "chance"]
     compared = {label: base_of(report, label) is not None for label in labels}
     for label in labels:
         head.append(label)
         if compared[label]:
-            head += ["delta", "recovery %"]
+            head += ["delta", "recovery %", "of margin %"]
     head += [f"paper: {column}" for column in columns]
     body = []
     for row in report["benchmarks"]:
         mark = " *" if row["note"] else ""
         items = next((str(row[label]["items"]) for label in labels if label in row), "-")
-        body.append([row["name"], str(row["shots"]), row["metric"] + mark, items, *_cells(row, compared, columns)])
+        facts = [row["name"], str(row["shots"]), row["metric"] + mark, items, _number(row.get("chance"))]
+        body.append([*facts, *_cells(row, compared, columns)])
     average = report["average"]
     over = "average" if average["over"] == average["of"] else f"average of {average['over']} of {average['of']}"
-    body.append([f"**{over}**", "", "", "", *_cells(average, compared, columns)])
+    body.append([f"**{over}**", "", "", "", "", *_cells(average, compared, columns)])
     rules = ["---", "---:", "---", *["---:"] * (len(head) - 3)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rules, *body])
 
@@ -69,7 +73,7 @@ def _cells(row: Record, compared: dict[str, bool], columns: list[str]) -> list[s
         cells.append(_figure(row.get(label)))
         if has_base:
             figures = row.get(label, {})
-            cells += [_figure(figures.get("delta"), "+"), _number(figures.get("recovery"))]
+            cells += [_figure(figures.get("delta"), "+"), spell_recovery(figures), spell_margin(figures)]
     return cells + [_number(row["published"].get(column)) for column in columns]
 
 
@@ -92,8 +96,9 @@ def _footnotes(report: Record) -> list[str]:
     ]
     if any(base_of(report, label) for label in report["models"]):
         notes[0] += (
-            " The recovery's interval is 1.96 standard errors to either side, by the delta method from the errors of "
-            "both averages and of their difference: it stands for the choice of items, not of benchmarks."
+            " The intervals of both shares are 1.96 standard errors to either side, by the delta method from the "
+            "errors of both averages and of their difference: they stand for the choice of items, not of benchmarks. "
+            f"{CHANCE} {MARGIN}"
         )
     inferred = [f"- {row['name']}: {row['note']}" for row in report["benchmarks"] if row["note"]]
     if inferred:
@@ -103,8 +108,8 @@ def _footnotes(report: Record) -> list[str]:
     shared = report.get("share_prefixes")  # older records do not say; merged ones may name several settings
     prefixes = f", prefixes shared: {shared}" if shared else ""
     notes.append(
-        f"Data: {report['data']}. Batch size {report['batch_size']}{prefixes}{processes}. {versions}. "
-        f"{report['created']}."
+        f"Data: {report['data']}. Every model was run in {' and '.join(dtypes(report))}. Batch size "
+        f"{report['batch_size']}{prefixes}{processes}. {versions}. {report['created']}."
     )
     notes.append(f"```\n{report['command']}\n```")
     return notes

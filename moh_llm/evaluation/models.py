@@ -48,7 +48,7 @@ TAKEN_LABELS = {
         "data_sha256",
         "revision",
     ),
-    *("eval_split", "fewshot_split", "items_in_full", "note", "published"),
+    *("eval_split", "fewshot_split", "items_in_full", "note", "published", "chance", "chance_rule", "margin_kept"),
 }
 
 

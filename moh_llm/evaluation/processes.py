@@ -1,13 +1,13 @@
 """Several processes under `accelerate launch` or torchrun: who takes which items, and agreeing on what happened."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moh_llm.errors import UserError
+from moh_llm.launched import check_group, world_size
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -58,8 +58,11 @@ class Team:
 
 
 def join() -> Team:
-    """The team that the launcher's environment describes; a process that was started alone is one of its own."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    """The team that the launcher's environment describes; a process that was started alone is one of its own.
+
+    Raises UserError where several were started that do not find each other.
+    """
+    if world_size() == 1:
         return Team()
     import torch
     from accelerate import PartialState
@@ -67,6 +70,7 @@ def join() -> Team:
     # Without a GPU, and if it is not told, each process believes that it is the only one. The time is for a
     # process that waits for one whose items take longer.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(weeks=1))
+    check_group(state.num_processes)
     return Team(state.process_index, state.num_processes)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.kept import Kept, file_name
+from moh_llm.evaluation.margin import average_margin, margin_kept, plain_mean, recovery
 from moh_llm.evaluation.models import describe_model, other_base
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import SEEDS, Score
@@ -14,9 +15,6 @@ from moh_llm.evaluation.suite import Benchmark, Suite
 from moh_llm.evaluation.tasks import installed_versions
 
 Record = dict[str, Any]
-
-# Standard errors to either side that hold 95 % of a normal distribution.
-_NORMAL_95 = 1.96
 
 
 def build_report(
@@ -50,6 +48,7 @@ def build_report(
         "limit": limit,
         "partial_data": [row["name"] for row in rows if limit is None and _is_partial(row, list(scores))],
         "data": "the suite's own" if suite.data else source,
+        "dtype": _dtype(scores),
         "batch_size": batch_size,
         "share_prefixes": share_prefixes,
         "processes": processes,
@@ -79,6 +78,7 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
     found = {
         label: result.scores[benchmark.name] for label, result in scores.items() if benchmark.name in result.scores
     }
+    chances = next((result.chances.get(benchmark.name) for result in scores.values()), None)
     digest = next((result.data[benchmark.name] for result in scores.values() if benchmark.name in result.data), None)
     row: Record = {
         "name": benchmark.name,
@@ -92,14 +92,19 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
         "eval_split": benchmark.eval_split,
         "fewshot_split": benchmark.fewshot_split,
         "items_in_full": benchmark.items,
+        "chance_rule": benchmark.chance,
+        "chance": None if chances is None else round(100 * statistics.mean(chances), 6),
         "note": benchmark.note,
         "published": dict(benchmark.published),
     }
     for label, result in found.items():
         row[label] = _figures(result)
+        if chances is not None:
+            row[label]["margin"] = _value_and_error(statistics.difference(result.strata, chances))
         if label != "base" and "base" in found:
             row[label]["delta"] = _value_and_error(statistics.difference(result.strata, found["base"].strata))
-            row[label] |= _recovery(row[label], row["base"])
+            row[label] |= recovery(row[label], row["base"])
+            row[label]["margin_kept"] = margin_kept(row, label, "base")
     return _with_single_delta(row)
 
 
@@ -111,7 +116,7 @@ def _config(benchmark: Benchmark) -> str | None:
 
 def _with_single_delta(row: Record) -> Record:
     """``row`` with the difference of a single model beside it, too, where records of one model have it."""
-    keys = ("delta", "recovery", "recovery_interval")
+    keys = ("delta", "recovery", "recovery_interval", "margin_kept")
     return row | {key: row["model"][key] for key in keys if key in row.get("model", {})}
 
 
@@ -146,11 +151,12 @@ def average_record(rows: list[Record], bases: dict[str, str | None], columns: li
     published = {column: _published_mean(complete, column) for column in columns}
     average: Record = {"over": len(complete), "of": len(rows), "published": published}
     if complete:
-        average |= {label: _plain_mean([row[label] for row in complete]) for label in bases}
+        average |= {label: plain_mean([row[label] for row in complete]) for label in bases}
         for label, base in bases.items():
             if base is not None:
-                average[label]["delta"] = _plain_mean([row[label]["delta"] for row in complete])
-                average[label] |= _recovery(average[label], average[base])
+                average[label]["delta"] = plain_mean([row[label]["delta"] for row in complete])
+                average[label] |= recovery(average[label], average[base])
+                average[label]["margin_kept"] = average_margin(complete, label, base)
     return _with_single_delta(average)
 
 
@@ -159,31 +165,14 @@ def _published_mean(rows: list[Record], column: str) -> float | None:
     return statistics.plain_mean(figures) if figures and len(figures) == len(rows) else None
 
 
-def _plain_mean(figures: list[Record]) -> Record:
-    """Every benchmark counts the same."""
-    return {
-        "value": statistics.plain_mean([figure["value"] for figure in figures]),
-        "stderr": statistics.plain_mean_error([figure["stderr"] for figure in figures]),
-    }
-
-
-def _recovery(model: Record, base: Record) -> Record:
-    """Model / base in percent with its 95 % interval; None where the base scored nothing or an error is unknown.
-
-    ``model`` holds its ``delta`` already.
-    """
-    recovery = 100 * model["value"] / base["value"] if base["value"] > 0 else None
-    error = statistics.recovery_error(
-        model["value"], base["value"], model["stderr"], base["stderr"], model["delta"]["stderr"]
-    )
-    if recovery is None or error is None:
-        return {"recovery": recovery, "recovery_interval": None}
-    return {"recovery": recovery, "recovery_interval": [recovery - _NORMAL_95 * error, recovery + _NORMAL_95 * error]}
-
-
 def _rate(items: int, seconds: float) -> float | None:
     """Items per second, to four digits."""
     return float(f"{items / seconds:.4g}") if seconds > 0 else None
+
+
+def _dtype(scores: dict[str, ModelScores]) -> str:
+    """What all models were run in."""
+    return " and ".join(dict.fromkeys(result.dtype for result in scores.values()))
 
 
 def _is_partial(row: Record, labels: list[str]) -> bool:
@@ -205,6 +194,7 @@ def _about(result: ModelScores) -> Record:
         "weights_sha256": result.identity.weights,
         "revision": result.identity.revision,
         "dtype": result.dtype,
+        "stored_dtype": result.stored_dtype,
         "device": result.device,
         "hardware": " / ".join(dict.fromkeys(name for name in result.hardware.values() if name)),
         "context": result.context,

@@ -19,6 +19,7 @@ from moh_llm.evaluation import statistics
 from moh_llm.evaluation.hardware import name_hardware
 from moh_llm.evaluation.kept import Kept, Key, make_key
 from moh_llm.evaluation.models import Identity, identify
+from moh_llm.evaluation.precision import Precision, choose_dtype
 from moh_llm.evaluation.processes import Team, join
 from moh_llm.evaluation.progress import Progress, spell_seconds
 from moh_llm.evaluation.scoring import BenchmarkError, Score, run_benchmark
@@ -36,6 +37,7 @@ class ModelScores:
     model: str
     identity: Identity
     dtype: str = ""
+    """What it was run in; `stored_dtype` is what its weights are stored in."""
     device: str = ""
     context: int = 0
     """Longest input in tokens."""
@@ -45,6 +47,9 @@ class ModelScores:
     """SHA-256 of each benchmark's data (`Loaded.data`)."""
     hardware: dict[str, str] = field(default_factory=dict)
     """What each benchmark was scored on: parts of a run may come from different machines."""
+    stored_dtype: str = ""
+    chances: dict[str, statistics.Strata | None] = field(default_factory=dict)
+    """What guessing scores on each item of each benchmark (`Loaded.chances`)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class _Run:
     loaded: list[Loaded]
     limit: int | None
     batch_size: int | str
-    dtype: str
+    precision: Precision
     device: str
     kept: Kept | None
     log_samples: bool
@@ -85,7 +90,7 @@ def score(
         data_dir: local data; None reads from the Hub.
         limit: number of items per lm-eval task; None: all.
         batch_size: sequences in a pass, on each process, or "auto".
-        dtype: a torch dtype's name, or "auto" (the checkpoint's).
+        dtype: a torch dtype's name, or "auto"; all models are run in one (`choose_dtype`).
         device: a torch device; None: the GPU if there is one, and under a launcher each process's own.
         say: receives a line of progress per benchmark, on the first process.
         kept: where finished benchmarks are kept and looked for; None: nowhere.
@@ -100,6 +105,8 @@ def score(
     team = join()
     say = say if team.rank == 0 else lambda line: None
     device = choose_device(device, team)
+    precision = team.share(lambda: choose_dtype(models, dtype))
+    say(str(precision))
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
         if kept is not None:
             say(f"finished benchmarks are kept in {kept.folder} until the report is written")
@@ -107,7 +114,7 @@ def score(
         loaded: list[Loaded] = []
         team.together(lambda: loaded.extend(load_tasks(suite, Path(folder), data_dir, limit)))
         progress = Progress(list(models), {item.benchmark.name: item.items(limit) for item in loaded})
-        run = _Run(loaded, limit, batch_size, dtype, device, kept, log_samples, share_prefixes, team, progress, say)
+        run = _Run(loaded, limit, batch_size, precision, device, kept, log_samples, share_prefixes, team, progress, say)
         return {label: _score_model(label, model, run) for label, model in models.items()}
 
 
@@ -132,8 +139,10 @@ def choose_device(device: str | None, team: Team) -> str:
 def _score_model(label: str, model: str, run: _Run) -> ModelScores:
     identity = run.team.share(lambda: identify(model))
     result = ModelScores(model, identity, data={item.benchmark.name: item.data for item in run.loaded})
+    result.chances = {item.benchmark.name: item.chances for item in run.loaded}
+    dtype, result.stored_dtype = run.precision.dtype, run.precision.stored[label]
     keys = {
-        item.benchmark.name: make_key(identity.sha256, item, run.limit, run.dtype, run.device, run.share_prefixes)
+        item.benchmark.name: make_key(identity.sha256, item, run.limit, dtype, run.device, run.share_prefixes)
         for item in run.loaded
     }
     _take_up(label, result, keys, run)
@@ -160,7 +169,10 @@ def _load(model: str, identity: Identity, run: _Run) -> "HFLM":
 
     def load() -> None:
         lms.append(
-            load_model(model, run.batch_size, run.dtype, run.device, run.team, identity.revision, run.share_prefixes)
+            load_model(
+                *(model, run.batch_size, run.precision.dtype, run.device, run.team),
+                *(identity.revision, run.share_prefixes),
+            )
         )
 
     run.team.together(load)

@@ -49,6 +49,7 @@ class Benchmark:
     average: str = "items"
     published: dict[str, float] = field(default_factory=dict)
     note: str = ""
+    chance: float | str | None = None
 
     def __post_init__(self) -> None:
         if (self.stock is None) == (self.definition is None):
@@ -59,6 +60,11 @@ class Benchmark:
             raise UserError(f"benchmark {self.name}: shots={self.shots} does not go with {self.fewshot_split=!s}")
         if self.average not in ("items", "parts"):
             raise UserError(f"benchmark {self.name}: average={self.average!r} must be 'items' or 'parts'")
+        if self.chance is not None and self.chance != "choices" and not _is_share(self.chance):
+            raise UserError(
+                f"benchmark {self.name}: chance={self.chance!r} must be 'choices', or what guessing scores: a number "
+                "from 0 to below 1"
+            )
         # They become paths, of files that are also written (`fetch`).
         for text in (self.dataset, self.config, *self.parts, *self.splits()):
             if text.startswith("/") or ".." in text.split("/"):
@@ -178,6 +184,10 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, hint) and not (isinstance(value, bool) and hint is int)
+
+
+def _is_share(value: float | str) -> bool:
+    return not isinstance(value, str) and 0 <= value < 1
 
 
 def _spell(hint: Any) -> str:

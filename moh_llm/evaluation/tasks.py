@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from moh_llm import __version__
 from moh_llm.errors import UserError
+from moh_llm.evaluation.chance import chances_of
 from moh_llm.evaluation.converters import load_sources
 from moh_llm.evaluation.definitions import hash_definitions, unknown_names
 from moh_llm.evaluation.rows import find_bad_row, find_null, templates_compiled_once
+from moh_llm.evaluation.statistics import Strata
 from moh_llm.evaluation.suite import Benchmark, Part, Suite
 from moh_llm.files import sha256
 
@@ -42,6 +44,8 @@ class Loaded:
     """SHA-256 of what was read: of the local files, or of the Hub's dataset by name, commit and contents."""
     definition: str | None = None
     """SHA-256 of the files that define a suite's own tasks; None where they are lm-eval's."""
+    chances: Strata | None = None
+    """What guessing scores on each item that is scored; None where the suite names no chance rule."""
 
     def items(self, limit: int | None) -> int:
         """How many items are scored, of at most ``limit`` in each task."""
@@ -165,9 +169,12 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
         for benchmark in suite.benchmarks:
             try:
                 loaded.append(_load(manager, suite, benchmark, data_dir))
-                unknown += [f"{benchmark.name} ({name})" for name in unknown_names(benchmark, loaded[-1].tasks)[:1]]
+                names = unknown_names(benchmark, loaded[-1].tasks)[:1]
+                unknown += [f"{benchmark.name} ({name})" for name in names]
                 problems = _too_few_examples(loaded[-1]) or _bad_rows(loaded[-1], limit)
                 failures += [f"{benchmark.name} ({problem})" for problem in problems[:1]]
+                if not names and not problems:
+                    loaded[-1].chances = chances_of(benchmark, loaded[-1].tasks, limit)
             except UserError as error:
                 failures.append(f"{benchmark.name} ({error})")
             except ConnectionError as error:

@@ -27,8 +27,15 @@ def compared_models(report: Record) -> list[str]:
     return [label for label in report["models"] if not is_base(report, label)]
 
 
+def dtypes(report: Record) -> list[str]:
+    """What the models were run in: one dtype, but for records of older versions."""
+    return sorted({about["dtype"] for about in report["models"].values()})
+
+
 def verdict(report: Record, label: str) -> str:
-    """One sentence of plain text: what ``label`` keeps of its base's average, or its average where it has no base.
+    """One sentence of plain text: what ``label`` keeps of its base's average and of its margin over chance.
+
+    Where it has no base, its average.
 
     ``report`` is a record of `build_report` or `merge`. What must be known before the figures are quoted (too few
     items, missing benchmarks) is part of the sentence.
@@ -44,6 +51,9 @@ def warnings(report: Record) -> list[str]:
             f"NOT COMPARABLE: --limit {report['limit']} scored at most {report['limit']} item(s) of each task. "
             "These numbers show that the run works, not how good a model is."
         )
+    if len(dtypes(report)) > 1:
+        run = ", ".join(f"{label} in {about['dtype']}" for label, about in report["models"].items())
+        found.append(f"NOT SCORED ALIKE: {run}. Evaluate all of them again with one --dtype.")
     if report["partial_data"]:
         found.append(
             "NOT COMPARABLE with published figures: the data holds only part of the items of "
@@ -115,12 +125,35 @@ def _sentence(report: Record, label: str) -> str:
             f"{label} averages {model['value']:.1f} % {_extent(report)}; {base} averages {compared:.1f} %, "
             "so there is no share of it to state"
         )
-    interval = model.get("recovery_interval")
-    spread = "interval not known" if interval is None else f"95 % interval {interval[0]:.1f} to {interval[1]:.1f} %"
+    # Older records lack the last one.
+    spread = _spread(model.get("recovery_interval"), model.get("recovery_base_errors"), f"{base}'s average", "0")
     return (
         f"{label} keeps {model['recovery']:.1f} % of {base}'s average "
-        f"({model['value']:.1f} of {compared:.1f}; {spread}) {_extent(report)}"
+        f"({model['value']:.1f} of {compared:.1f}; {spread}) {_extent(report)}{_margin(model, base)}"
     )
+
+
+def _margin(model: Record, base: str) -> str:
+    """What goes on with "and": the share of the margin over chance; nothing for records of older versions."""
+    kept = model.get("margin_kept")
+    if kept is None:
+        return ""
+    left_out = f"; {base} is at chance on {', '.join(kept['at_chance'])}" if kept["at_chance"] else ""
+    left_out += f"; no chance level is known for {', '.join(kept['unknown'])}" if kept["unknown"] else ""
+    if kept["share"] is None:
+        return f", and there is no margin over chance to compare{left_out}"
+    spread = _spread(kept["interval"], kept["base_errors"], f"{base}'s margin", "chance")
+    of = "" if kept["over"] == kept["of"] else f" on {kept['over']} of them"
+    return (
+        f", and {kept['share']:.1f} % of its margin over chance "
+        f"({kept['model']:.1f} of {kept['base']:.1f} points; {spread}){of}{left_out}"
+    )
+
+
+def _spread(interval: list[float] | None, base_errors: float | None, what: str, zero: str) -> str:
+    if base_errors is not None:
+        return f"no interval, as {what} is only {base_errors:.1f} standard errors above {zero}"
+    return "interval not known" if interval is None else f"95 % interval {interval[0]:.1f} to {interval[1]:.1f} %"
 
 
 def _extent(report: Record) -> str:
@@ -139,12 +172,13 @@ def _loud_words(report: Record) -> str:
     """What comes first, so that nobody quotes the figures without it."""
     if report["limit"] is not None:
         return f"ONLY {report['limit']} ITEM{'S' if report['limit'] > 1 else ''} A TASK (--limit): "
+    alike = "" if len(dtypes(report)) == 1 else f"NOT SCORED ALIKE ({' and '.join(dtypes(report))}): "
     if not report["partial_data"]:
-        return ""
+        return alike
     rows = {row["name"]: row for row in report["benchmarks"]}
     parts = [_part(rows[name], list(report["models"])) for name in report["partial_data"]]
     more = [f"and {len(parts) - _NAMED} more"] if len(parts) > _NAMED else []
-    return f"ONLY PART OF THE ITEMS ({', '.join(parts[:_NAMED] + more)}): "
+    return f"{alike}ONLY PART OF THE ITEMS ({', '.join(parts[:_NAMED] + more)}): "
 
 
 def _part(row: Record, labels: list[str]) -> str:

@@ -8,6 +8,8 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moh_llm.errors import UserError
+from moh_llm.evaluation.margin import CHANCE, MARGIN, spell_margin, spell_recovery
+from moh_llm.evaluation.verdict import dtypes
 from moh_llm.files import write_text
 from moh_llm.hub import sections
 from moh_llm.hub.evaluated import Evaluated, eval_results, find_evaluated
@@ -257,6 +259,8 @@ def _shown(evaluated: Evaluated) -> Record:
         "verdict": evaluated.verdict,
         "warnings": evaluated.warnings,
         "limited": record["limit"] is not None,
+        "dtype": " and ".join(dtypes(record)),
+        "chance": f"{CHANCE} {MARGIN}",
         "base": base,
         "rows": [
             {key: row[key] for key in ("name", "shots", "metric")}
@@ -265,7 +269,9 @@ def _shown(evaluated: Evaluated) -> Record:
                 "model": row.get(label),
                 "base": row.get(base) if base else None,
                 "delta": row.get(label, {}).get("delta"),
-                "recovery": row.get(label, {}).get("recovery"),
+                "chance": row.get("chance"),
+                "recovery": spell_recovery(row.get(label, {})),
+                "margin": spell_margin(row.get(label, {})),
             }
             for row in rows
         ],

@@ -13,6 +13,7 @@ from moh_llm.errors import UserError
 from moh_llm.files import scratch_folder, sha256, write_text
 from moh_llm.hub.listing import CARD, RECORDS, VOCABULARIES, is_text
 from moh_llm.hub.texts import parse_json, scrub, scrub_json
+from moh_llm.locking import lock_folder
 
 
 @dataclass
@@ -54,10 +55,11 @@ def staged(folder: Path, files: list[str], records: Mapping[str, Path]) -> Itera
         records: more records to put in, by the name they get: where they lie.
 
     Raises:
-        UserError: a record cannot be read; the disk refuses.
+        UserError: a record cannot be read; the model is being written or published by another process; the disk
+            refuses.
     """
     sources = {name: folder / name for name in files if name != CARD} | dict(records)
-    with scratch_folder(folder.resolve()) as temporary:
+    with lock_folder(folder), scratch_folder(folder.resolve()) as temporary:
         stage = Stage(temporary)
         for name, source in sources.items():
             (temporary / name).parent.mkdir(exist_ok=True)

@@ -2,7 +2,8 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from moh_llm.records.base import Record
 
@@ -46,6 +47,12 @@ class LogLine(Record):
     dropped: str | None = None
     validation: dict[str, Any] | None = None
     routing: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> Self:
+        if self.loss is None and self.dropped is None and "loss" in self.model_fields_set:
+            raise ValueError("a step without a loss must say why it was dropped")
+        return self
 
 
 class CheckpointRecord(Record):

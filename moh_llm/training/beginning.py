@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from moh_llm.conversion.base import BaseCheckpoint, is_checkpoint, open_base
 from moh_llm.errors import UserError
@@ -27,7 +26,7 @@ from moh_llm.records.lineage import (
     read_chain,
 )
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.parallel import loading_whole
+from moh_llm.training.parallel import from_main, loading_whole
 
 
 @dataclass(frozen=True)
@@ -127,18 +126,9 @@ def agreed_beginning(
 
     Where the base is to be loaded, each looks for its files itself: they may lie elsewhere on another machine.
     """
-    found: list[Any] = [None]
     with loading_whole(accelerator):
-        if accelerator.is_main_process:
-            try:
-                found = [find_beginning(config, recorded)]
-            except UserError as error:
-                found = [str(error)]
-        if accelerator.num_processes > 1:
-            broadcast_object_list(found)
-        if isinstance(found[0], str):
-            raise UserError(found[0])
-        beginning, reference = found[0], found[0].reference
+        beginning = from_main(accelerator, lambda: find_beginning(config, recorded))
+        reference = beginning.reference
         if reference is not None and reference.base is not None and not accelerator.is_main_process:
             base = open_base(reference.base.name, reference.base.revision)
             beginning = replace(beginning, reference=replace(reference, base=base))

@@ -26,7 +26,7 @@ from moh_llm.training.config import CheckpointConfig
 from moh_llm.training.gathering import gathered_moments, gathered_weights, scatter_state
 from moh_llm.training.runs import find_fault, mark_files
 
-RECORD = "checkpoint.json"
+RECORD, WEIGHTS, MOMENTS = "checkpoint.json", "model.safetensors", "optimizer.safetensors"
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
@@ -51,8 +51,8 @@ def save_checkpoint(
     """
     folder = checkpoint_folder(checkpoints, step)
     tensors = {
-        "model.safetensors": gathered_weights(accelerator, weights),
-        "optimizer.safetensors": gathered_moments(accelerator, model, optimizer, weights),
+        WEIGHTS: gathered_weights(accelerator, weights),
+        MOMENTS: gathered_moments(accelerator, model, optimizer, weights),
     }
     if accelerator.is_main_process:
         with new_folder(folder, overwrite=True) as temporary:
@@ -117,7 +117,7 @@ def load_checkpoint(
     Raises:
         UserError: the names of the weights differ, so the checkpoint is of another model.
     """
-    saved, moments = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
+    saved, moments = load_file(folder / WEIGHTS), load_file(folder / MOMENTS)
     if different := saved.keys() ^ weights.keys():
         raise UserError(f"{folder} is of another model: {sorted(different)[0]} is on one side only; use a new --output")
     updates = CheckpointRecord.read(folder / RECORD).updates
@@ -136,6 +136,8 @@ def _fault(folder: Path, step: int) -> str | None:
         record = CheckpointRecord.read(folder / RECORD)
     except UserError as error:
         return str(error)
+    if absent := {WEIGHTS, MOMENTS} - record.files.keys():
+        return f"{RECORD} names no {sorted(absent)[0]}"
     if record.step != step:
         return f"{RECORD} names step {record.step}"
     return find_fault(folder, record.content()["files"])

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from moh_llm.data.receipt import make_receipt
 from moh_llm.data.shards import TokenizedSource
@@ -21,7 +20,7 @@ from moh_llm.data.stream import BlockStream, StepBatches, step_loader
 from moh_llm.data.tokens import tokens_for
 from moh_llm.data.windows import validation_batches
 from moh_llm.errors import UserError
-from moh_llm.locking import lock_for_job
+from moh_llm.locking import lock_folder
 from moh_llm.training import networks
 from moh_llm.training.beginning import agreed_beginning
 from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
@@ -33,8 +32,8 @@ from moh_llm.training.limits import check_machine
 from moh_llm.training.log import show_scores, step_line
 from moh_llm.training.milestones import keep_milestone, saved_milestones
 from moh_llm.training.parallel import (
-    check_launcher,
     end_distribution,
+    from_main,
     make_accelerator,
     peak_rate,
     seed_step,
@@ -53,6 +52,7 @@ def train(
     overwrite: bool = False,
     say: Callable[[str], None] = print,
     on_milestone: Callable[[Path], None] = lambda folder: None,
+    on_finish: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Carry out a run, or what is left of it, and return its record (`OUTPUT/run.json`).
 
@@ -62,21 +62,31 @@ def train(
         say: prints one line.
         on_milestone: gets, on the main process, the folder of each milestone that lies there at the start, and of each
             that is saved (`moh_llm.training.milestones`); training goes on when it returns.
+        on_finish: gets, on the main process, the record of a run that is finished, or was before, while nobody else can
+            write to its folder.
 
     Raises:
         UserError: an input cannot be used, another process writes to ``config.output``, the loss is no longer finite,
             or the disk refuses.
     """
     check_trackers(config.trackers)
-    check_launcher()
-    with lock_for_job(Path(config.output)):
-        return _train(config, overwrite, say, on_milestone)
+    accelerator = make_accelerator(config)
+    with contextlib.ExitStack() as held:
+        # Not before the processes found each other: where the first one is refused, the others must hear of it.
+        from_main(accelerator, lambda: held.enter_context(lock_folder(Path(config.output))))
+        record = _train(config, accelerator, overwrite, say, on_milestone)
+        if accelerator.is_main_process and record["status"] == "finished":
+            on_finish(record)
+        return record
 
 
 def _train(
-    config: TrainConfig, overwrite: bool, say: Callable[[str], None], on_milestone: Callable[[Path], None]
+    config: TrainConfig,
+    accelerator: Accelerator,
+    overwrite: bool,
+    say: Callable[[str], None],
+    on_milestone: Callable[[Path], None],
 ) -> dict[str, Any]:
-    accelerator = make_accelerator(config)
     main = accelerator.is_main_process
     if not main:
         say = _silent
@@ -85,7 +95,7 @@ def _train(
     if main:
         for milestone in saved_milestones(run):
             on_milestone(milestone)
-    if run.finished and not _reopen(run, accelerator, say):
+    if run.finished and not from_main(accelerator, lambda: _reopen(run, say)):
         say(f"{run.folder} holds this run, finished after {config.max_steps} steps; nothing to do")
         end_distribution(accelerator)
         accelerator.end_training()
@@ -229,23 +239,21 @@ def _train(
     return run.record
 
 
-def _reopen(run: Run, accelerator: Accelerator, say: Callable[[str], None]) -> bool:
+def _reopen(run: Run, say: Callable[[str], None]) -> bool:
     """Whether a run that its record calls finished has to be finished anew, because its model is not whole.
 
     Raises:
         UserError: and no checkpoint is left to do it from.
     """
-    faults = [run.model_fault() if accelerator.is_main_process else None]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(faults)
-    if faults[0] is None:
+    fault = run.model_fault()
+    if fault is None:
         return False
-    if accelerator.is_main_process and newest_checkpoint(run.checkpoints, say) is None:
+    if newest_checkpoint(run.checkpoints, say) is None:
         raise UserError(
-            f"{run.model} is not whole ({faults[0]}), and {run.checkpoints} holds no checkpoint to make it from; "
+            f"{run.model} is not whole ({fault}), and {run.checkpoints} holds no checkpoint to make it from; "
             "restore it, or pass --overwrite to start anew"
         )
-    say(f"{run.model} is not whole ({faults[0]}); it is made anew from the last checkpoint")
+    say(f"{run.model} is not whole ({fault}); it is made anew from the last checkpoint")
     return True
 
 

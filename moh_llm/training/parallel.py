@@ -7,9 +7,9 @@ the means that each way of distributing takes of gradients, makes the curve the 
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -21,36 +21,18 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
+    broadcast_object_list,
 )
 
 from moh_llm.devices import peak_flops
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
+from moh_llm.launched import check_group, world_size
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.runs import TRACKERS
 
-
-def check_launcher() -> None:
-    """Refuse a process that a launcher started as one of several, and that would train as if it were alone.
-
-    Raises:
-        UserError: `srun` started several tasks, each of which was not told of the others.
-    """
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if tasks > 1 and "WORLD_SIZE" not in os.environ:
-        _refuse_alone(
-            int(os.environ.get("SLURM_PROCID", "0")),
-            f"srun started {tasks} tasks (SLURM_STEP_NUM_TASKS) that know nothing of each other; start one a node, "
-            "with accelerate launch or torchrun (recipes/launch/slurm.sbatch)",
-        )
-
-
-def _refuse_alone(rank: int, line: str) -> None:
-    """Raise UserError on the first process, and end the others without a word."""
-    if rank > 0:
-        raise SystemExit(2)
-    raise UserError(line)
+T = TypeVar("T")
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
@@ -62,7 +44,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     """
     # An earlier run in this process may have used another precision, and the state is a singleton.
     AcceleratorState._reset_state()
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size()
     per_pass = config.data.micro_batch_size * world
     if config.data.batch_size % per_pass:
         raise UserError(
@@ -84,12 +66,12 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = config.data.micro_batch_size
         kwargs["deepspeed_plugin"] = plugin
         if not torch.cuda.is_available():
-            # Left alone, each process believes that it is the only one; `cpu=True` would give DDP instead.
+            # The same without `cpu=True`, which would give DDP instead.
             kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
-    elif world > 1 and not torch.cuda.is_available():
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # else each process believes that it is the only one
     accumulation = GradientAccumulationPlugin(passes, sync_with_dataloader=False)
     accelerator = Accelerator(
+        # Told nothing, processes without a GPU believe each that it is the only one.
+        cpu=not torch.cuda.is_available() and not _asked_for("DEEPSPEED"),
         mixed_precision=config.mixed_precision,
         gradient_accumulation_plugin=accumulation,
         log_with=list(config.trackers) or None,
@@ -98,13 +80,30 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     )
     if _asked_for("FSDP") and not torch.cuda.is_available():
         _shard_on_cpu(accelerator)
-    if accelerator.num_processes != world:
-        _refuse_alone(
-            int(os.environ.get("RANK", "0")),
-            f"the launcher started {world} processes (WORLD_SIZE), but their group has {accelerator.num_processes}; "
-            "start them with accelerate launch and a file of recipes/accelerate, or with torchrun",
-        )
+    check_group(accelerator.num_processes)
     return accelerator
+
+
+def from_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
+    """What the main process's ``action`` returns, on all of them.
+
+    A UserError of its ends them all, so that none waits for it: the main process raises it, the others leave without
+    a word.
+    """
+    refusal: str | None = None
+    result: T | None = None
+    if accelerator.is_main_process:
+        try:
+            result = action()
+        except UserError as error:
+            refusal = str(error)
+    if accelerator.num_processes > 1:
+        refusal, result = broadcast_object_list([refusal, result])
+    if refusal is not None:
+        if not accelerator.is_main_process:
+            raise SystemExit(2)
+        raise UserError(refusal)
+    return result  # type: ignore[return-value]
 
 
 def _asked_for(what: str) -> bool:

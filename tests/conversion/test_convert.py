@@ -228,7 +228,7 @@ def test_the_index_is_written_last(make_llama, convert, tmp_path, monkeypatch):
     assert INDEX not in there
 
 
-@pytest.mark.parametrize("unit", ["head", "kv_group"])
+@pytest.mark.parametrize("unit", ["head", pytest.param("kv_group", marks=pytest.mark.slow)])
 def test_loads_where_moh_llm_is_not_importable(make_llama, convert, tmp_path, unit):
     output = tmp_path / "moh"
     assert convert(make_llama(), output, "--num-shared-heads", "0", "--routing-unit", unit) == 0

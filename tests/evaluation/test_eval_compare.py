@@ -78,7 +78,7 @@ def test_a_common_base_appears_once(one: Record, two: Record) -> None:
     assert merged["average"]["published"] == one["average"]["published"] == {"paper": None}
     assert merged["suite"] == one["suite"] and merged["command"] == one["command"]
     page = to_markdown(merged)
-    assert "| base | first | delta | recovery % | second | delta | recovery % |" in page
+    assert "| base | first | delta | recovery % | of margin % | second | delta | recovery % | of margin % |" in page
     assert f"**{verdict(merged, 'second')}**" in page and "compared with" not in page
 
 
@@ -93,7 +93,9 @@ def test_different_bases_stay_apart(one: Record) -> None:
         assert merged["average"][label] == record["average"]["model"]
     assert "second keeps" in verdict(merged, "second") and "of base (second)'s average" in verdict(merged, "second")
     page = to_markdown(merged)
-    assert "base (second) | second | delta | recovery % | third | delta | recovery % |" in page
+    assert (
+        "base (second) | second | delta | recovery % | of margin % | third | delta | recovery % | of margin % |" in page
+    )
     assert "compared with base (second))" in page and page.count(" keeps ") == 3
 
 
@@ -138,7 +140,8 @@ def test_rows_are_united_and_averages_are_over_the_common_ones(one: Record) -> N
     # The base is one column, with the figures of both.
     assert all("base" in row for row in merged["benchmarks"]) and "second" not in row_of(merged, "A")
     assert merged["suite"] == {"name": "fewer + three", "title": "Suite fewer + Suite three", "columns": ["paper"]}
-    assert "on only 2 of 3 benchmarks, those that every model has." in verdict(merged, "first")
+    assert "on only 2 of 3 benchmarks, those that every model has, and" in verdict(merged, "first")
+    assert verdict(merged, "first").endswith(" on 1 of them; base is at chance on B.")
 
 
 def test_a_score_without_its_bases_is_in_no_average(one: Record, two: Record) -> None:
@@ -234,17 +237,24 @@ def shift(record: Record, label: str, **points: float) -> Record:
     """A copy in which ``label`` scores so many points more."""
     changed = copy.deepcopy(record)
     for name, change in points.items():
-        row_of(changed, name)[label]["value"] += change
+        for figures in (row_of(changed, name)[label], row_of(changed, name)[label]["margin"]):
+            figures["value"] += change
     return changed
 
 
 def test_a_fall_is_told_with_where_it_came_from(one: Record) -> None:
     before = one["average"]["model"]["value"]
     worse = shift(one, "model", A=-2.1, B=-1.2, C=0.3)
+    # On B the baseline's model is at chance: 46.0 where guessing gives 50.
+    old, new = (
+        sum(row_of(record, name)["model"]["value"] - chance for name, chance in (("A", 25), ("C", 0))) / 2
+        for record in (one, worse)
+    )
     (line,) = check_regression(worse, one, 0.5)
     assert line == (
         f"model: average fell by 1.00 points ({before:.1f} to {before - 1:.1f}) over 3 benchmarks, "
-        "more than --max-drop 0.5; most on A (-2.1), B (-1.2)"
+        "more than --max-drop 0.5; most on A (-2.1), B (-1.2); "
+        f"{100 * new / old:.1f} % of the margin over chance is left ({new:.1f} of {old:.1f} points over 2 benchmarks)"
     )
     assert check_regression(worse, one, 1.0) == []  # 1.0000000000000 by rounding is no more than 1
     assert check_regression(one, worse, 0.0) == check_regression(one, one, 0.0) == []

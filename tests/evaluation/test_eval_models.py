@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.models import check_model, describe_model, identify, label_models
+from moh_llm.evaluation.models import Identity, check_model, describe_model, identify, label_models, other_base
+from moh_llm.evaluation.report import build_report
+from moh_llm.evaluation.runner import ModelScores
+from moh_llm.evaluation.suite import Benchmark, Suite
+from moh_llm.evaluation.verdict import warnings
 
 
 @pytest.fixture
@@ -123,3 +127,26 @@ def test_a_row_names_the_datasets_config() -> None:
     configs = {row["name"]: row["dataset_config"] for row in rows}
     assert configs["ARC-Challenge"] == "ARC-Challenge"
     assert configs["MMLU"] is None  # several, read as one
+
+
+def test_another_base_than_the_conversion_names_is_told(tiny_llama: Path, tiny_moh: Path, make_llama, tmp_path) -> None:
+    other, moved = make_llama(max_position_embeddings=2048), Path(shutil.copytree(tiny_llama, tmp_path / "moved"))
+    assert other_base(str(tiny_moh), str(tiny_llama), None) is None
+    assert other_base(str(tiny_moh), str(moved), None) is None
+    assert other_base(str(tiny_moh), str(other), None) == tiny_llama.name
+    assert other_base(str(tiny_moh), str(tiny_moh), None) == tiny_llama.name  # heads are off there
+    assert other_base(str(tiny_moh), "org/base", "c" * 40) == tiny_llama.name
+    assert other_base(str(tiny_llama), str(other), None) is None  # nothing is on record
+
+    benchmark = Benchmark("A", 0, "acc", "A", "A", "A", "test", 9, revision="0" * 40, stock="A.yaml")
+    suite = Suite("one", "One", [benchmark], columns=[])
+    results = {
+        label: ModelScores(model, Identity(label, label, None), "float32", "cpu", 64, {})
+        for label, model in (("base", str(other)), ("model", str(tiny_moh)))
+    }
+    report = build_report(suite, results, None, 8, None, "moh-llm evaluate")
+    told = f"NOT ITS BASE: model was converted from {tiny_llama.name}, and is compared with {other} here."
+    assert told in warnings(report)
+    results["base"] = ModelScores(str(moved), Identity("b", "b", None), "float32", "cpu", 64, {})
+    report = build_report(suite, results, None, 8, None, "moh-llm evaluate")
+    assert not any("NOT ITS BASE" in warning for warning in warnings(report))

@@ -114,6 +114,9 @@ def test_report_json(report_folder: Path, tiny_moh: Path) -> None:
         for figures in (row["base"], row["model"]):
             (task,) = figures["tasks"].values()  # lm-eval's own figure
             assert figures["value"] == task["value"] and figures["items"] == task["items"] == row["items_in_full"]
+            assert figures["margin"]["value"] == pytest.approx(figures["value"] - row["chance"])
+    assert [row["chance"] for row in report["benchmarks"]] == [25.0, 50.0, 0.0]
+    assert report["dtype"] == "float32"
     values = [row["model"]["value"] for row in report["benchmarks"]]
     assert report["average"]["model"]["value"] == pytest.approx(sum(values) / 3)
     assert report["limit"] is None and report["errors"] == [] and report["partial_data"] == []
@@ -127,7 +130,7 @@ def test_report_json(report_folder: Path, tiny_moh: Path) -> None:
 
 def test_report_markdown(report_folder: Path) -> None:
     page = (report_folder / "report.md").read_text(encoding="utf-8")
-    assert "| benchmark | shots | metric | items | base | model | delta | recovery % |" in page
+    assert "| benchmark | shots | metric | items | chance | base | model | delta | recovery % | of margin % |" in page
     assert "NOT COMPARABLE" not in page and "FAILED" not in page
 
 
@@ -218,7 +221,9 @@ def test_several_models_and_the_log_of_items(
     words = [*copies, "--base", tiny_llama, "--suite", "smoke", "--limit", "3", "--device", "cpu", "--log-samples"]
     assert run_evaluate(*words, "--batch-size", "auto", "--output", output) == 0
     page = capsys.readouterr().out
-    assert "| base | one-model | delta | recovery % | two-model | delta | recovery % |" in page
+    assert (
+        "| base | one-model | delta | recovery % | of margin % | two-model | delta | recovery % | of margin % |" in page
+    )
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     assert list(report["models"]) == ["base", "one-model", "two-model"]
     assert report["models"]["two-model"]["records"][-1] == str(tmp_path / "two" / "run.json")
@@ -273,6 +278,7 @@ def test_scores_that_are_no_numbers_fail(tiny_llama: Path, tmp_path: Path, run_e
         (DATA.parents[1] / "smoke.yaml")
         .read_text()
         .replace("metric: acc\n    task: moh_smoke_facts", "metric: perplexity\n    task: moh_smoke_facts")
+        .replace("items: 14\n    chance: choices", "items: 14")
     )
     (tmp_path / "own.yaml").write_text(suite)
     output = tmp_path / "report"

@@ -1,33 +1,12 @@
 """The verdict says what may be quoted, and what must be known first."""
 
 import random
-from typing import Any
 
 import pytest
+from records import Scores, make_report
 
 from moh_llm.evaluation.markdown import to_markdown
-from moh_llm.evaluation.models import Identity
-from moh_llm.evaluation.report import build_report
-from moh_llm.evaluation.runner import ModelScores
-from moh_llm.evaluation.scoring import Score
-from moh_llm.evaluation.suite import Benchmark, Suite
 from moh_llm.evaluation.verdict import verdict, warnings
-
-Scores = dict[str, dict[str, list[float]]]
-
-
-def make_report(scores: Scores, full: int = 100, limit: int | None = None) -> dict[str, Any]:
-    """A report from the item scores of each model on each benchmark."""
-    names = list(dict.fromkeys(name for found in scores.values() for name in found))
-    benchmarks = [Benchmark(n, 0, "acc", n, n, n, "test", full, stock=f"{n}.yaml") for n in names]
-    results = {}
-    for label, found in scores.items():
-        made = {
-            n: Score([values], {n: (sum(values) / len(values), len(values))}, 1, False, 8)
-            for n, values in found.items()
-        }
-        results[label] = ModelScores(f"folder/{label}", Identity(label, label, None), "float32", "cpu", 64, made)
-    return build_report(Suite("two", "Two benchmarks", benchmarks), results, limit, 8, None, "moh-llm evaluate")
 
 
 @pytest.fixture
@@ -52,8 +31,12 @@ def test_interval_in_the_report_and_the_verdict(scores: Scores) -> None:
     assert average["recovery_interval"] == pytest.approx([100 * ratio - 1.96 * error, 100 * ratio + 1.96 * error])
     assert report["average"]["recovery_interval"] == average["recovery_interval"]
     low, high = average["recovery_interval"]
-    expected = f"model keeps 91.7 % of base's average (55.0 of 60.0; 95 % interval {low:.1f} to {high:.1f} %)"
-    assert verdict(report, "model") == f"{expected} on 2 benchmarks."
+    interval = f"95 % interval {low:.1f} to {high:.1f} %"
+    # Guessing scores nothing here, so both shares are the same.
+    assert verdict(report, "model") == (
+        f"model keeps 91.7 % of base's average (55.0 of 60.0; {interval}) on 2 benchmarks, and 91.7 % of its margin "
+        f"over chance (55.0 of 60.0 points; {interval})."
+    )
     row = report["benchmarks"][0]
     assert row["recovery_interval"] == row["model"]["recovery_interval"] and row["recovery"] == pytest.approx(87.5)
     assert row["recovery_interval"][0] < 87.5 < row["recovery_interval"][1]
@@ -68,7 +51,8 @@ def test_verdicts_stand_under_the_title(scores: Scores) -> None:
         "",
         f"**{verdict(report, 'model')}**",
         "",
-        "**other keeps 100.0 % of base's average (60.0 of 60.0; 95 % interval 100.0 to 100.0 %) on 2 benchmarks.**",
+        "**other keeps 100.0 % of base's average (60.0 of 60.0; 95 % interval 100.0 to 100.0 %) on 2 benchmarks, and "
+        "100.0 % of its margin over chance (60.0 of 60.0 points; 95 % interval 100.0 to 100.0 %).**",
     ]
     assert "base keeps" not in page and any("delta method" in line for line in page)
 
@@ -84,7 +68,7 @@ def test_without_a_base(scores: Scores) -> None:
 def test_missing_benchmarks_are_told(scores: Scores) -> None:
     del scores["model"]["Hard"]
     report = make_report(scores)
-    assert verdict(report, "model").endswith("on only 1 of 2 benchmarks, those that every model has.")
+    assert "on only 1 of 2 benchmarks, those that every model has, and 87.5 % of its" in verdict(report, "model")
     del scores["model"]["Easy"]
     report = make_report(scores)
     assert verdict(report, "model") == "model has no average: none of 2 benchmarks was scored on every model."

@@ -126,8 +126,13 @@ def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
     found = check_card(card)["Benchmarks"]
     row, base = record["benchmarks"][0]["model"], record["benchmarks"][0]["base"]
     scores = f"{row['value']:.1f} ± {row['stderr']:.1f} | {base['value']:.1f} ± {base['stderr']:.1f}"
-    assert f"| A | 0 | acc | 200 | {scores} | {row['delta']['value']:+.1f} ±" in found
-    assert f"| {record['average']['model']['recovery']:.1f} |" in found.split("average |")[1]
+    assert f"| A | 0 | acc | 200 | 25.0 | {scores} | {row['delta']['value']:+.1f} ±" in found
+    average = record["average"]["model"]
+    shares = f"| {average['recovery']:.1f} | {average['margin_kept']['share']:.1f} |"
+    assert shares in found.split("average |")[1] and average["recovery"] > average["margin_kept"]["share"] + 1
+    assert f"| {row['recovery']:.1f} | {row['margin_kept']['share']:.1f} |" in found
+    assert "| at chance |" in found.split("| B |")[1].split("\n")[0] and "base is at chance on B." in card
+    assert "Every model was run in float32. Chance is what a uniform guess" in found
     assert f"**model keeps {record['average']['model']['recovery']:.1f} % of base's average" in card
     assert "other" not in found and "no memory" not in card
 

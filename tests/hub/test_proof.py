@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -26,6 +27,7 @@ def test_a_sharded_model_is_the_same_there_bit_for_bit(moh_model, monkeypatch):
     assert len(proof.record["generated"]) == 3
 
 
+@pytest.mark.slow
 def test_grouped_queries_tied_embeddings_and_bfloat16(make_model):
     folder = make_model(
         MoHLlamaConfig,
@@ -61,6 +63,7 @@ def test_changed_code_is_found(folder, moh_model):
     assert failure is not None and "differs from the local model's" in failure
 
 
+@pytest.mark.slow
 def test_code_that_needs_moh_llm_does_not_load(folder):
     with (folder / "routing_moh.py").open("a") as file:
         file.write("\nfrom moh_llm.files import sha256\n")
@@ -88,6 +91,7 @@ except ModuleNotFoundError as error:
     assert done.stdout == "No module named 'moh_llm' (blocked)\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_that_lacks_weights_fails(folder, moh_model):
     (folder / "config.json").write_text(
         (folder / "config.json").read_text().replace('"query_key_norm": false', '"query_key_norm": true')

@@ -185,6 +185,7 @@ def test_what_cannot_be_published_is_told_at_once(folder, fake_hub, monkeypatch,
     assert not fake_hub.requests
 
 
+@pytest.mark.slow
 def test_convert_can_publish_what_it_made(make_llama, convert, fake_hub, tmp_path, capsys, monkeypatch):
     base = make_llama(num_attention_heads=8)
     (base / "LICENSE").write_text("Apache License\nVersion 2.0, January 2004\n")

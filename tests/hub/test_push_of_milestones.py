@@ -44,6 +44,7 @@ def processes(monkeypatch) -> Processes:
     return found
 
 
+@pytest.mark.slow
 def test_a_milestone_is_published_by_a_process_of_its_own(recipe, fake_hub, reached, proven, capsys, tmp_path):
     assert main(["train", str(recipe), *MILESTONES, "2", "--max_steps", "3"]) == 0
     milestone, branches = tmp_path / "run" / "milestones" / "step-000002", fake_hub.branches["org/moh"]

@@ -32,10 +32,10 @@ def folder(make_pair, byte_tokenizer, tmp_path) -> Path:
     [
         "import moh_llm; from transformers import {auto}",
         "from transformers import {auto}; import moh_llm",
-        "import moh_llm; from transformers import LlamaForCausalLM, {auto}",
+        pytest.param("import moh_llm; from transformers import LlamaForCausalLM, {auto}", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("auto", ["AutoConfig", "AutoModelForCausalLM"])
+@pytest.mark.parametrize("auto", [pytest.param("AutoConfig", marks=pytest.mark.slow), "AutoModelForCausalLM"])
 def test_auto_classes_know_the_model_after_import_moh_llm(folder, imports, auto):
     program = f"{imports.format(auto=auto)}\n{LOAD.format(auto=auto, folder=str(folder))}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

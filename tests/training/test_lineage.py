@@ -25,50 +25,61 @@ from moh_llm.training.recipe import load_config
 
 
 @pytest.fixture(scope="module")
-def origin(
-    make_llama: Callable[..., Path], convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """A folder with a dense model `llama` and its default conversion `moh`, not to be changed."""
-    folder = tmp_path_factory.mktemp("origin")
-    shutil.move(make_llama(num_hidden_layers=3), folder / "llama")
-    assert convert(folder / "llama", folder / "moh", "--num-active-heads", "2") == 0
-    return folder
-
-
-@pytest.fixture
-def place(origin: Path, tmp_path: Path) -> Path:
-    """`origin` in a folder that a test may change, its conversion naming the model there."""
-    place = Path(shutil.copytree(origin, tmp_path / "place"))
-    path = place / "moh" / "conversion.json"
-    record = json.loads(path.read_text())
-    record["base"]["name"] = str(place / "llama")
-    path.write_text(json.dumps(record))
-    return place
-
-
-@pytest.fixture
-def tune(mixture_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """`moh-llm train --model MODEL --output OUTPUT`, 8 steps; returns what it printed."""
+def recipe_file(mixture_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of 4 steps that lacks model and output."""
     content = {
         "model": "",
         "output": "",
-        "max_steps": 8,
+        "max_steps": 4,
         "data": {"mixture": str(mixture_file), "block_length": 32, "batch_size": 4, "micro_batch_size": 4},
         "optimizer": {"learning_rate": 1e-2, "router_learning_rate": 1e-2},
         "schedule": {"warmup_steps": 1, "start_learning_rate": 1e-4, "final_learning_rate": 1e-3},
         "evaluation": {"every": 4, "max_tokens": 512},
         "trackers": [],
     }
-    recipe = tmp_path / "tune.yaml"
-    recipe.write_text(yaml.safe_dump(content))
+    path = tmp_path_factory.mktemp("recipe") / "tune.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def origin(
+    make_llama: Callable[..., Path],
+    convert: Callable[..., int],
+    recipe_file: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A folder with a dense model `llama`, its default conversion `moh`, and a first run `run1`; not to be changed."""
+    folder = tmp_path_factory.mktemp("origin")
+    shutil.move(make_llama(num_hidden_layers=3), folder / "llama")
+    assert convert(folder / "llama", folder / "moh", "--num-active-heads", "2") == 0
+    first = ["train", str(recipe_file), "--model", str(folder / "moh"), "--output", str(folder / "run1")]
+    assert main(first) == 0
+    return folder
+
+
+@pytest.fixture
+def place(origin: Path, tmp_path: Path) -> Path:
+    """`origin` in a folder that a test may change; its records name the dense model there."""
+    place = Path(shutil.copytree(origin, tmp_path / "place"))
+    for path in place.rglob("conversion.json"):
+        record = json.loads(path.read_text())
+        record["base"]["name"] = str(place / "llama")
+        path.write_text(json.dumps(record))
+    return place
+
+
+@pytest.fixture
+def tune(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`moh-llm train --model MODEL --output OUTPUT FLAGS`; returns what it printed."""
 
     def run(model: Path, output: Path, *flags: str, status: int = 0) -> str:
         capsys.readouterr()
-        assert main(["train", str(recipe), "--model", str(model), "--output", str(output), *flags]) == status
+        assert main(["train", str(recipe_file), "--model", str(model), "--output", str(output), *flags]) == status
         found = capsys.readouterr()
         return found.out if status == 0 else found.err
 
-    run.recipe = recipe  # type: ignore[attr-defined]
+    run.recipe = recipe_file  # type: ignore[attr-defined]
     return run
 
 
@@ -97,94 +108,96 @@ def check_figures(tune: Any, run: Path, base: Path) -> None:
     assert dense.kl > 0.01  # tuning has moved the model away from its base
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, method: str) -> None:
-    flags = ["--lora.rank", "4"] if method == "lora" else []
-    one, two = place / "run1", place / "run2"
-    first = tune(place / "moh", one, *flags)
-    assert "teacher: the base, llama, which the model is with all heads on" in first
-    second = tune(one / "model", two, "--seed", "1", "--max_steps", "4", *flags)
-    assert f"teacher: the base, llama, from {place / 'llama'}" in second
-    for run in (one, two):
-        check_figures(tune, run, place / "llama")
-    # What the second run logs before its first step is what the first one ended with.
-    log = [json.loads(line) for line in (two / "log.jsonl").read_text().splitlines()]
-    ended = record_of(one)["evaluation"]
-    assert log[0]["validation"]["kl"] == pytest.approx(ended["kl"], rel=1e-4)
-    assert log[0]["validation"]["reference_perplexity"] == pytest.approx(ended["reference_perplexity"], rel=1e-5)
-    assert "floor" not in log[0]["validation"] and "floor" not in record_of(two)["evaluation"]
-
-    entries = json.loads((two / "model" / "lineage.json").read_text())["entries"]
-    assert [entry["kind"] for entry in entries] == ["conversion", "run", "run"]
-    assert [entry.get("tokens") for entry in entries] == [None, 8 * 128, 4 * 128]
-    assert entries[1]["began_with"] == entries[0]["made"] and entries[2]["began_with"] == entries[1]["made"]
-    assert entries[0]["made"]["dense"] == entries[0]["dense_sha256"] != entries[1]["made"]["dense"]
-    assert str(place) not in (two / "model" / "lineage.json").read_text()
-    assert json.loads((one / "model" / "lineage.json").read_text())["entries"] == entries[:2]
+def entries_of(run: Path) -> list[dict[str, Any]]:
+    return json.loads((run / "model" / "lineage.json").read_text())["entries"]
 
 
 def card_of(run: Path) -> str:
     return (run / "model" / "README.md").read_text()
 
 
-def test_the_card_lists_every_run_and_its_tokens(place: Path, tune: Any) -> None:
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, method: str) -> None:
+    flags = ["--seed", "7", "--max_steps", "2", *(["--lora.rank", "4"] if method == "lora" else [])]
     one, two = place / "run1", place / "run2"
-    tune(place / "moh", one)
-    tune(one / "model", two, "--seed", "7", "--max_steps", "4", "--objective.kind", "cross_entropy", "--lora.rank", "4")
-    found = record_of(two)["evaluation"]
+    said = tune(one / "model", two, *flags)
+    assert f"teacher: the base, llama, from {place / 'llama'}" in said
+    for run in (one, two):
+        check_figures(tune, run, place / "llama")
+    # What the second run logs before its first step is what the first one ended with.
+    log = [json.loads(line) for line in (two / "log.jsonl").read_text().splitlines()]
+    ended, found = record_of(one)["evaluation"], record_of(two)["evaluation"]
+    assert log[0]["validation"]["kl"] == pytest.approx(ended["kl"], rel=1e-4)
+    assert log[0]["validation"]["reference_perplexity"] == pytest.approx(ended["reference_perplexity"], rel=1e-5)
+    assert "floor" in ended and "floor" not in log[0]["validation"] and "floor" not in found
+
+    entries = entries_of(two)
+    assert [entry["kind"] for entry in entries] == ["conversion", "run", "run"]
+    assert entries[1]["began_with"] == entries[0]["made"] and entries[2]["began_with"] == entries[1]["made"]
+    assert entries[0]["made"]["dense"] == entries[0]["dense_sha256"] != entries[1]["made"]["dense"]
+    assert str(place) not in (two / "model" / "lineage.json").read_text() and entries_of(one) == entries[:2]
+
     sections, card = check_card(card_of(two)), card_of(two)
-    rows = [line for line in sections["Lineage"].split("\n") if line.startswith("|")][2:]
-    assert rows == [
+    weights = "all weights" if method == "full" else "LoRA of rank 4"
+    assert [line for line in sections["Lineage"].split("\n") if line.startswith("|")][2:] == [
         "| conversion | of llama | - | - |  |  |",
-        "| run 1 | distillation, teacher: the base; all weights | 1,024 | 8 | `mixture` | 0 |",
-        "| run 2 | cross-entropy on the text; LoRA of rank 4 | 512 | 4 | `mixture` | 7 |",
+        "| run 1 | distillation, teacher: the base; all weights | 512 | 4 | `mixture` | 0 |",
+        f"| run 2 | distillation, teacher: the base; {weights} | 256 | 2 | `mixture` | 7 |",
     ]
-    assert "1,536 training tokens in all." in sections["Lineage"] and "not on record" not in sections["Lineage"]
+    assert "768 training tokens in all." in sections["Lineage"] and "not on record" not in sections["Lineage"]
     ratio = found["perplexity"] / found["reference_perplexity"]
-    assert (
-        f"Tuned on 1,536 tokens in 2 runs, it has {ratio:.4f} times the perplexity of its base, on held-out text"
-        in card
-    )
+    assert f"Tuned on 768 tokens in 2 runs, it has {ratio:.4f} times the perplexity of its base, on held-out" in card
     proof = sections["Conversion proof"]
     assert "When it was converted, with every head on each layer's output equalled the base's bit for bit" in proof
     assert f"with every head on, it has KL {found['all_heads']['kl']:#.3g} nats per token to the base" in proof
     assert "equals" not in proof
     assert "ratio to the base's | KL to the base, nats" in sections["Recovery"]
     assert f"with every head on, the saved model has KL {found['all_heads']['kl']:#.3g}." in sections["Recovery"]
-    # The converted model's own card claims it of itself, in the present.
+
+
+def test_the_first_run_is_against_the_base_that_the_model_is(place: Path, tune: Any) -> None:
+    shutil.rmtree(place / "llama")  # it is not needed: the hash of the dense weights says what they are
+    said = tune(place / "moh", place / "again")
+    assert "teacher: the base, llama, which the model is with all heads on" in said
+    assert record_of(place / "again")["evaluation"] == record_of(place / "run1")["evaluation"]
+    # The converted model's own card claims equality of itself, in the present.
     untuned = check_card(build_card(place / "moh", None))
     assert "With every head on, each layer's output equals the base's bit for bit" in untuned["Conversion proof"]
     assert "Lineage" not in untuned
+    # Weights that are not as they were converted are not taken for the base's.
+    shards = [shard for shard in (place / "moh").glob("*.safetensors") if "model.norm.weight" in load_file(shard)]
+    weights = load_file(shards[0])
+    save_file(weights | {"model.norm.weight": weights["model.norm.weight"] * 2}, shards[0])
+    assert "teacher: the model it began with, all heads on" in tune(place / "moh", place / "other", "--max_steps", "1")
 
 
 def test_weights_that_were_changed_between_runs_are_told(place: Path, tune: Any) -> None:
     one, two = place / "run1", place / "run2"
-    tune(place / "moh", one, "--max_steps", "1")
     weights = load_file(one / "model" / "model.safetensors")
     save_file(weights | {"model.norm.weight": weights["model.norm.weight"] + 1}, one / "model" / "model.safetensors")
-    tune(one / "model", two, "--max_steps", "1")
-    assert "**What was done to the weights before run 2 is not on record in full.**" in card_of(two)
+    tune(one / "model", two, "--max_steps", "1", "--objective.kind", "cross_entropy")
+    lineage = check_card(card_of(two))["Lineage"]
+    assert "| run 2 | cross-entropy on the text; all weights | 128 | 1 |" in lineage
+    assert "**What was done to the weights before run 2 is not on record in full.**" in lineage
 
 
 def test_a_base_that_has_moved_is_named(place: Path, tune: Any) -> None:
-    one, two = place / "run1", place / "run2"
-    tune(place / "moh", one)
+    one, few = place / "run1", ["--max_steps", "2"]
     shutil.move(place / "llama", place / "elsewhere")
-    said = tune(one / "model", two, "--base", str(place / "elsewhere"))
+    said = tune(one / "model", place / "run2", "--base", str(place / "elsewhere"), *few)
     assert f"teacher: the base, llama, from {place / 'elsewhere'}" in said
-    check_figures(tune, two, place / "elsewhere")
+    check_figures(tune, place / "run2", place / "elsewhere")
     # Laid out in other files it is the same checkpoint; so is the untuned conversion, whose dense part it is.
     LlamaForCausalLM.from_pretrained(place / "elsewhere").save_pretrained(place / "shards", max_shard_size="30KB")
     assert len([*(place / "shards").glob("*.safetensors")]) > 1
-    for number, again in enumerate(("shards", "moh")):
-        run = place / f"again{number}"
-        assert f"from {place / again}" in tune(one / "model", run, "--base", str(place / again))
-        assert record_of(run)["evaluation"] == record_of(two)["evaluation"]
+    for again in ("shards", "moh"):
+        run = place / f"with_{again}"
+        assert f"from {place / again}" in tune(one / "model", run, "--base", str(place / again), *few)
+        assert record_of(run)["evaluation"] == record_of(place / "run2")["evaluation"]
 
 
 def test_without_its_base_a_run_is_against_what_it_began_with_and_says_so(place: Path, tune: Any) -> None:
     one, two = place / "run1", place / "run2"
-    tune(place / "moh", one)
     shutil.rmtree(place / "llama")
     said = tune(one / "model", two)
     assert (
@@ -220,20 +233,18 @@ def report(run: Path, output: Path) -> None:
 
 def test_a_wrong_base_is_refused(place: Path, tune: Any, make_llama: Callable[..., Path]) -> None:
     other = make_llama(num_hidden_layers=3, initializer_range=0.1)
-    told = tune(place / "moh", place / "run1", "--base", str(other), status=2)
+    told = tune(place / "moh", place / "run2", "--base", str(other), status=2)
     assert len(told.splitlines()) == 1
     assert (
         "holds other weights than the checkpoint that model=" in told and "converted from, llama (fingerprint" in told
     )
-    assert f"folder {place / 'no'} does not exist" in tune(
-        place / "moh", place / "run1", "--base", str(place / "no"), status=2
-    )
-    assert not (place / "run1").exists()
+    told = tune(place / "moh", place / "run2", "--base", str(place / "no"), status=2)
+    assert f"folder {place / 'no'} does not exist" in told
+    assert not (place / "run2").exists()
     # What lies where the base lay is not taken for it either.
-    tune(place / "moh", place / "run1")
     shutil.rmtree(place / "llama")
     shutil.copytree(other, place / "llama")
-    said = tune(place / "run1" / "model", place / "run2")
+    said = tune(place / "run1" / "model", place / "run2", "--max_steps", "1")
     assert "all heads on, since" in said and "holds other weights than those it was converted from" in said
     (place / "moh" / "conversion.json").unlink()
     told = tune(place / "moh", place / "run3", "--base", str(other), status=2)
@@ -250,19 +261,18 @@ def unfinished(run: Path, checkpoint: int) -> None:
 
 
 def test_a_resumed_run_keeps_what_it_is_compared_with(place: Path, tune: Any) -> None:
-    flags = ["--checkpoint.every", "4"]
+    flags = ["--checkpoint.every", "2"]
     one, two, three = place / "run1", place / "run2", place / "run3"
-    tune(place / "moh", one)
     tune(one / "model", two, *flags)
     before = record_of(two)["evaluation"]
     shutil.move(place / "llama", place / "elsewhere")
     tune(one / "model", three, *flags)
-    unfinished(two, 4)
+    unfinished(two, 2)
     told = tune(one / "model", two, *flags, status=2)
     assert "was begun against the base, and now the checkpoint it was converted from is not at" in told
     tune(one / "model", two, "--base", str(place / "elsewhere"), *flags)
     assert record_of(two)["evaluation"] == before
-    unfinished(three, 4)
+    unfinished(three, 2)
     told = tune(one / "model", three, "--base", str(place / "elsewhere"), *flags, status=2)
     assert "was begun without its base, against the model it began with, all heads on" in told
     shutil.move(place / "elsewhere", place / "llama")
@@ -272,7 +282,7 @@ def test_a_resumed_run_keeps_what_it_is_compared_with(place: Path, tune: Any) ->
 
 
 def test_the_floor_is_what_precision_alone_leaves(place: Path, tune: Any) -> None:
-    run = place / "run1"
+    run = place / "bf16"
     said = tune(place / "moh", run, "--mixed_precision", "bf16", "--max_steps", "1")
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     floor = log[0]["validation"]["floor"]
@@ -296,13 +306,12 @@ def test_the_floor_is_what_precision_alone_leaves(place: Path, tune: Any) -> Non
 def test_a_tuned_model_that_is_converted_again_keeps_its_history(
     place: Path, tune: Any, convert: Callable[..., int]
 ) -> None:
-    tune(place / "moh", place / "run1", "--max_steps", "2")
     dense = one_with_all_heads(place / "run1", place / "dense")
     assert convert(dense, place / "again", "--num-active-heads", "3") == 0
     tune(place / "again", place / "run2", "--max_steps", "1")
-    entries = json.loads((place / "run2" / "model" / "lineage.json").read_text())["entries"]
-    assert [entry["kind"] for entry in entries] == ["conversion", "run", "conversion", "run"]
+    kinds = [entry["kind"] for entry in entries_of(place / "run2")]
+    assert kinds == ["conversion", "run", "conversion", "run"]
     card = card_of(place / "run2")
     assert (
-        "384 training tokens in all." in card and "| conversion | of dense |" in card and "not on record in" not in card
+        "640 training tokens in all." in card and "| conversion | of dense |" in card and "not on record in" not in card
     )

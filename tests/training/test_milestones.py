@@ -46,7 +46,7 @@ def test_milestones_leave_no_trace_in_the_run(configure, tmp_path, method):
     # That of the last step is the run's model, adapters merged; that of an earlier one has the final budget, too.
     assert_equal(weights_of(run / "model"), weights_of(saved[1] / "model"))
     early = MoHLlamaForCausalLM.from_pretrained(saved[0] / "model")
-    assert early.config.active_heads_per_layer == [2, 2]
+    assert early.config.active_heads_per_layer == [3, 1]
     assert not any("lora" in name for name in weights_of(saved[0] / "model"))
 
 

@@ -18,11 +18,11 @@ from moh_llm.training.step import TrainingStep
 
 
 @pytest.mark.parametrize("unit", [1, 2], ids=["heads", "groups"])
-def test_balance_loss_is_the_models_own_block_by_block(model_folder, unit) -> None:
+def test_balance_loss_is_the_models_own_block_by_block(model_folder, paper_folder, unit) -> None:
     if unit == 1:
         model = MoHLlamaForCausalLM.from_pretrained(model_folder)
     else:
-        config = MoHLlamaConfig.from_pretrained(model_folder, num_shared_heads=0, routing_unit="kv_group")
+        config = MoHLlamaConfig.from_pretrained(paper_folder, num_shared_heads=0, routing_unit="kv_group")
         model = MoHLlamaForCausalLM(config)
     heads = model.config.num_attention_heads
     model.set_active_heads([heads - layer % 2 * unit for layer in range(model.config.num_hidden_layers)])
@@ -54,7 +54,7 @@ def test_layer_matching_pulls_the_layers_to_the_bases(configure) -> None:
         config = replace(config, objective=replace(config.objective, layer_coefficient=coefficient))
         train(config)
         log = [json.loads(line) for line in Path(config.output, "log.jsonl").read_text().splitlines()]
-        assert log[0]["layer_distance"] > 0.5
+        assert log[0]["layer_distance"] > 0.3
         ends.append(sum(line["layer_distance"] for line in log[-6:]) / 6)
     assert ends[1] < 0.9 * ends[0]
 

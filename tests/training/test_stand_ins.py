@@ -12,7 +12,6 @@ from moh_llm.training import networks
 from moh_llm.training.loop import train
 
 METHODS = {"full": {}, "lora": {"lora.rank": 4}}
-WEIGHTS = "model.safetensors"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -29,11 +28,11 @@ def test_the_student_begins_as_the_converted_model(configure, model_folder: Path
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_they_are_trained_and_saved(configure, model_folder: Path, method: str) -> None:
+def test_they_are_trained_and_saved(configure, model_folder: Path, read_tensors, method: str) -> None:
     config = configure(max_steps=2, **{"evaluation.every": 0, **METHODS[method]})
     train(config)
-    before, after = load_file(model_folder / WEIGHTS), load_file(Path(config.output) / "model" / WEIGHTS)
-    last = load_file(Path(config.output) / "checkpoints" / "step-000002" / WEIGHTS)
+    before, after = read_tensors(model_folder), read_tensors(Path(config.output) / "model")
+    last = load_file(Path(config.output) / "checkpoints" / "step-000002" / "model.safetensors")
     assert after.keys() == before.keys()
     names = [name for name in before if ".stand_in." in name]
     assert len(names) == 2 * 3  # layers; the share's weight and bias, and the vector

@@ -26,15 +26,18 @@ def read_log(folder: Path) -> list[dict]:
     return [{name: value for name, value in line.items() if name != "timing"} for line in lines]
 
 
-def test_distillation_brings_the_model_nearer_to_its_base(configure) -> None:
-    config = configure(max_steps=40, **{"evaluation.every": 0, "checkpoint.every": 40})
+@pytest.mark.parametrize("conversion", ["model_folder", "paper_folder"])
+def test_distillation_brings_the_model_nearer_to_its_base(configure, request, conversion: str) -> None:
+    model = str(request.getfixturevalue(conversion))
+    keys = {"optimizer.learning_rate": 3e-3, "evaluation.every": 80, "checkpoint.every": 80}
+    config = configure(model=model, max_steps=80, **keys)
     record = train(config)
-    log = read_log(Path(config.output))
-    assert len(log) == 40
+    first, *log = read_log(Path(config.output))
+    assert len(log) == 80
     start, end = (sum(line["kl"] for line in part) / 4 for part in (log[:4], log[-4:]))
-    assert end < 0.75 * start
-    assert record["status"] == "finished" and record["tokens"] == 40 * 4 * 32
-    assert record["evaluation"]["kl"] < 0.75 * start  # held-out text
+    assert end < 0.6 * start
+    assert record["status"] == "finished" and record["tokens"] == 80 * 4 * 32
+    assert record["evaluation"]["kl"] < 0.6 * first["validation"]["kl"]  # held-out text
     assert record["evaluation"]["reference_perplexity"] > 1
 
 
@@ -207,7 +210,7 @@ def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Pat
     bare.mkdir()
     shutil.copy(model_folder / "config.json", bare)
     shutil.copytree(model_folder, cut)
-    weights = cut / "model.safetensors"
+    weights = min(cut.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-100])
     taken.mkdir()
     (taken / "mine.txt").write_text("keep")
@@ -269,9 +272,10 @@ def test_a_signal_saves_and_leaves(configure, name: str) -> None:
     assert read_log(output) == read_log(Path(unbroken.output))
 
 
-def test_whole_groups_train_and_anneal(configure, model_folder, tmp_path) -> None:
-    folder = Path(shutil.copytree(model_folder, tmp_path / "groups"))
-    config = MoHLlamaConfig.from_pretrained(folder, num_shared_heads=0, routing_unit="kv_group")
+def test_whole_groups_train_and_anneal(configure, paper_folder, tmp_path) -> None:
+    folder = Path(shutil.copytree(paper_folder, tmp_path / "groups"))
+    fields = {"num_shared_heads": 0, "routing_unit": "kv_group", "router_type": "linear"}
+    config = MoHLlamaConfig.from_pretrained(folder, **fields)
     MoHLlamaForCausalLM(config).save_pretrained(folder)
     train(configure(model=str(folder), max_steps=4, **{"schedule.anneal_steps": 2, "evaluation.every": 4}))
     log = read_log(tmp_path / "run")
@@ -286,10 +290,10 @@ def test_annealing_begins_at_the_base_and_ends_at_the_models_heads(configure) ->
     config = configure(max_steps=6, **{"schedule.anneal_steps": 4, "evaluation.every": 3})
     train(config)
     log = read_log(Path(config.output))
-    assert [line["active_heads"] for line in log[1:]] == [4.0, 4.0, 3.0, 3.0, 2.0, 2.0]
+    assert [line["active_heads"] for line in log[1:]] == [4.0, 4.0, 3.5, 3.0, 2.0, 2.0]  # on average of both layers
     assert log[1]["kl"] == pytest.approx(0, abs=1e-6)  # all heads on: the student is its teacher
     assert log[0]["validation"]["kl"] > 0.1 and log[3]["validation"]["kl"] > 0.1  # scored as it will be used
     saved = MoHLlamaForCausalLM.from_pretrained(Path(config.output) / "model")
-    assert saved.config.active_heads_per_layer == [2, 2]
+    assert saved.config.active_heads_per_layer == [3, 1]
     with pytest.raises(UserError, match=r"schedule\.anneal_steps=7 must not exceed max_steps=6"):
         configure(max_steps=6, **{"schedule.anneal_steps": 7})

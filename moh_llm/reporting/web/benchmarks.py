@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from moh_llm.evaluation.margin import spell_margin, spell_recovery
 from moh_llm.reporting.web.charts import Chart, Interval, interval_chart
 
 Record = dict[str, Any]
@@ -14,8 +15,10 @@ class Row:
 
     Attributes:
         name, shots, metric, items: of the benchmark; shots to items are empty for the average.
+        chance: score of guessing; empty where it is not known, and for the average.
         note: why the metric is inferred; empty where the paper states it.
-        cells: score with standard error of each model and, beside it, difference to the base and recovery.
+        cells: score with standard error of each model and, beside it, difference to the base and the shares of the
+            base's score and of its margin over chance.
         published: the paper's columns.
     """
 
@@ -23,6 +26,7 @@ class Row:
     shots: str
     metric: str
     items: str
+    chance: str
     note: str
     cells: list[str]
     published: list[str]
@@ -34,7 +38,7 @@ def table_head(report: Record) -> tuple[list[str], list[str]]:
     for label in report["models"]:
         columns.append(label)
         if _has_delta(report, label):
-            columns += ["Δ", "recovery"]
+            columns += ["Δ", "recovery", "of margin"]
     return columns, list(report["suite"]["columns"])
 
 
@@ -43,11 +47,13 @@ def table_rows(report: Record) -> list[Row]:
     rows = []
     for row in report["benchmarks"]:
         items = next((f"{row[label]['items']:,}" for label in report["models"] if label in row), "-")
-        rows.append(_row(report, row, row["name"], (str(row["shots"]), row["metric"], items), row["note"] or ""))
+        chance = "" if row.get("chance") is None else f"{row['chance']:.1f}"
+        facts = (str(row["shots"]), row["metric"], items, chance)
+        rows.append(_row(report, row, row["name"], facts, row["note"] or ""))
     average = report["average"]
     whole = average["over"] == average["of"]
     name = "average" if whole else f"average of {average['over']} of {average['of']}"
-    return [*rows, _row(report, average, name, ("", "", ""), "")]
+    return [*rows, _row(report, average, name, ("", "", "", ""), "")]
 
 
 def score_charts(report: Record) -> list[Chart]:
@@ -80,14 +86,14 @@ def score_charts(report: Record) -> list[Chart]:
     return charts
 
 
-def _row(report: Record, row: Record, name: str, facts: tuple[str, str, str], note: str) -> Row:
+def _row(report: Record, row: Record, name: str, facts: tuple[str, str, str, str], note: str) -> Row:
     cells = []
     for label in report["models"]:
         figures = row.get(label) or {}
         cells.append(_figure(figures))
         if _has_delta(report, label):
-            recovery = figures.get("recovery")
-            cells += [_figure(figures.get("delta") or {}, "+"), "-" if recovery is None else f"{recovery:.1f} %"]
+            cells += [_figure(figures.get("delta") or {}, "+")]
+            cells += [spell_recovery(figures, " %"), spell_margin(figures, " %")]
     published = [row["published"].get(column) for column in report["suite"]["columns"]]
     return Row(name, *facts, note, cells, ["-" if value is None else f"{value:.1f}" for value in published])
 

@@ -8,7 +8,8 @@ from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from moh_llm.evaluation.verdict import compared_models, verdict, warnings
+from moh_llm.evaluation.margin import CHANCE, MARGIN
+from moh_llm.evaluation.verdict import base_of, compared_models, dtypes, verdict, warnings
 from moh_llm.reporting.groups import Group, same_held_out_text
 from moh_llm.reporting.page import OTHER_TEXT
 from moh_llm.reporting.web.benchmarks import score_charts, table_head, table_rows
@@ -54,6 +55,8 @@ def _evaluation(report: Record) -> Record:
     return {
         "verdicts": [verdict(report, label) for label in compared_models(report) or report["models"]],
         "warnings": warnings(report),
+        "compared": any(base_of(report, label) for label in report["models"]),
+        "chance": f"{CHANCE} {MARGIN}",
         "columns": columns,
         "published": published,
         "rows": table_rows(report),
@@ -75,7 +78,12 @@ def _facts(about: Record) -> list[tuple[str, str]]:
         if not isinstance(value, (list, dict, NoneType))
     ]
     facts += [("weights (SHA-256)", about.get("weights_sha256") or ""), ("commit", about.get("revision") or "")]
-    facts += [("dtype", about["dtype"]), ("device", about["device"]), ("hardware", about.get("hardware", ""))]
+    facts += [
+        ("dtype", about["dtype"]),
+        ("stored in", about.get("stored_dtype", "")),
+        ("device", about["device"]),
+        ("hardware", about.get("hardware", "")),
+    ]
     facts += [("context", f"{about['context']:,} tokens")]
     facts += [("scored", f"{about['items']:,} items in {about['seconds']:,.0f} s")]
     return [(name, value) for name, value in facts if value]
@@ -84,6 +92,7 @@ def _facts(about: Record) -> list[tuple[str, str]]:
 def _environment(report: Record) -> list[tuple[str, str]]:
     return [
         ("data", report["data"]),
+        ("dtype of every model", " and ".join(dtypes(report))),
         ("batch size", str(report["batch_size"])),
         ("prefixes shared", str(report.get("share_prefixes", "not recorded"))),
         ("processes", str(report["processes"])),

@@ -1,0 +1,168 @@
+"""All models of a report are run in one dtype, which is chosen, stated, and the same in reports that are compared."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from records import make_record
+from safetensors.torch import load_file, save_file
+
+from moh_llm.errors import UserError
+from moh_llm.evaluation.compare import check_regression, merge
+from moh_llm.evaluation.markdown import to_markdown
+from moh_llm.evaluation.precision import choose_dtype, stored_dtype
+from moh_llm.evaluation.verdict import verdict, warnings
+
+Record = dict[str, Any]
+MODELS = {"base": ("dense", 1.0), "model": ("moh", 0.9)}
+
+
+@pytest.fixture
+def in_dtype(tiny_llama: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the tiny LLaMA whose matrices, and vectors if another is named, are stored in a dtype."""
+
+    def make(matrices: torch.dtype, vectors: torch.dtype | None = None, said: str | None = "float32") -> Path:
+        folder = Path(shutil.copytree(tiny_llama, tmp_path / f"{matrices} {vectors} {said}"))
+        weights = load_file(folder / "model.safetensors")
+        stored = {name: t.to(matrices if t.dim() > 1 else vectors or matrices) for name, t in weights.items()}
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": said}))
+        return folder
+
+    return make
+
+
+def test_the_stored_dtype_is_that_of_the_matrices(in_dtype: Callable[..., Path]) -> None:
+    """Not what the config says, and not that of norms or rotary frequencies."""
+    assert stored_dtype(str(in_dtype(torch.bfloat16))) == "bfloat16"
+    assert stored_dtype(str(in_dtype(torch.bfloat16, vectors=torch.float32))) == "bfloat16"
+    assert stored_dtype(str(in_dtype(torch.float16, vectors=torch.float16))) == "float16"
+    one_wide = in_dtype(torch.bfloat16, said="bfloat16")
+    weights = load_file(one_wide / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].float()
+    save_file(weights, one_wide / "model.safetensors", metadata={"format": "pt"})
+    assert stored_dtype(str(one_wide)) == "float32"
+
+
+def test_without_floating_weights_the_config_tells(in_dtype: Callable[..., Path]) -> None:
+    """As on the Hub, whose weights are not read before they are loaded."""
+    for said, dtype in (("bfloat16", "bfloat16"), (None, "float32"), ("int8", "float32")):
+        assert stored_dtype(str(in_dtype(torch.int8, vectors=torch.float32, said=said))) == dtype
+
+
+def test_auto_is_the_widest_of_all(in_dtype: Callable[..., Path]) -> None:
+    half, brain, full = (str(in_dtype(dtype)) for dtype in (torch.float16, torch.bfloat16, torch.float32))
+    for models, dtype in (
+        ({"base": brain, "model": brain}, "bfloat16"),
+        ({"base": brain, "model": full}, "float32"),
+        ({"base": full, "model": brain}, "float32"),
+        ({"a": brain, "b": brain, "c": full}, "float32"),
+        # Neither holds the other's numbers.
+        ({"base": brain, "model": half}, "float32"),
+    ):
+        assert choose_dtype(models, "auto").dtype == dtype
+    chosen = choose_dtype({"base": brain, "model": full}, "auto")
+    assert str(chosen) == (
+        "dtype: float32 for every model, the widest stored dtype (stored: base bfloat16, model float32)"
+    )
+    asked = choose_dtype({"base": brain, "model": full}, "float16")
+    assert str(asked) == "dtype: float16 for every model, as asked (stored: base bfloat16, model float32)"
+
+
+def test_a_bfloat16_base_and_a_float32_model_are_scored_in_float32(
+    in_dtype: Callable[..., Path],
+    tiny_moh: Path,
+    tmp_path: Path,
+    run_evaluate: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("lm_eval")
+    from moh_llm.analysis import record
+    from moh_llm.evaluation import runner
+
+    loaded: list[str] = []
+    whole = runner.run_benchmark
+    monkeypatch.setattr(
+        runner,
+        "run_benchmark",
+        lambda lm, *rest: (loaded.append(str(next(lm.model.parameters()).dtype)), whole(lm, *rest))[1],
+    )
+    monkeypatch.setattr(
+        record,
+        "analyse",
+        lambda model, *rest, **more: (loaded.append(f"analysis in {model.dtype}"), {"error": "left out"})[1],
+    )
+    words = [tiny_moh, "--base", in_dtype(torch.bfloat16), "--suite", "smoke", "--limit", "1", "--device", "cpu"]
+    assert run_evaluate(*words, "--output", tmp_path / "report") == 0
+    assert loaded == ["torch.float32"] * 6 + ["analysis in torch.float32"]
+    said = "dtype: float32 for every model, the widest stored dtype (stored: base bfloat16, model float32)"
+    assert capsys.readouterr().err.count(said) == 1
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["dtype"] == "float32" and warnings(report)[0].startswith("NOT COMPARABLE: --limit")
+    assert [(about["dtype"], about["stored_dtype"]) for about in report["models"].values()] == [
+        ("float32", "bfloat16"),
+        ("float32", "float32"),
+    ]
+    page = (tmp_path / "report" / "report.md").read_text()
+    assert "(llama, float32, stored in bfloat16, " in page and "Every model was run in float32." in page
+    html = (tmp_path / "report" / "report.html").read_text()
+    assert "<td>dtype of every model</td><td>float32</td>" in html and "<td>stored in</td><td>bfloat16</td>" in html
+
+
+def test_scores_of_another_dtype_are_not_taken_up(in_dtype: Callable[..., Path], tmp_path: Path) -> None:
+    """The base alone is scored in bfloat16; beside a float32 model, in float32."""
+    pytest.importorskip("lm_eval")
+    from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.runner import score
+    from moh_llm.evaluation.suite import load_suite
+
+    brain, full = str(in_dtype(torch.bfloat16)), str(in_dtype(torch.float32))
+    said: list[str] = []
+
+    def run(**models: str) -> dict[str, str]:
+        said.clear()
+        kept = Kept(tmp_path / "kept")
+        scores = score(models, load_suite("smoke"), limit=1, device="cpu", kept=kept, say=said.append)
+        return {label: result.dtype for label, result in scores.items()}
+
+    assert run(base=brain) == {"base": "bfloat16"}
+    assert run(base=brain, model=full) == {"base": "float32", "model": "float32"}
+    assert "base: Facts is scored anew: dtype was bfloat16, is float32" in said
+    assert run(base=brain, model=full) == {"base": "float32", "model": "float32"}
+    assert sum("(kept from an earlier run)" in line for line in said) == 6
+
+
+def _in(record: Record, **dtypes: str) -> Record:
+    for label, dtype in dtypes.items():
+        record["models"][label]["dtype"] = dtype
+    return record
+
+
+def test_reports_in_different_dtypes_are_refused() -> None:
+    one = make_record(MODELS)
+    two = _in(make_record({**MODELS, "model": ("another", 0.8)}), base="bfloat16", model="bfloat16")
+    words = "and bfloat16 in second, so the scores cannot be compared; evaluate both with one --dtype"
+    with pytest.raises(UserError, match=f"dtype is float32 in first {words}"):
+        merge({"first": one, "second": two})
+    with pytest.raises(UserError, match="dtype is bfloat16 in this evaluation and float32 in the baseline"):
+        check_regression(two, one, 100.0)
+    assert merge({"first": one, "second": _in(two, base="float32", model="float32")})["dtype"] == "float32"
+
+
+def test_a_report_with_two_dtypes_says_so_first() -> None:
+    """As an older version wrote it."""
+    report = _in(make_record(MODELS), base="bfloat16")
+    assert verdict(report, "model").startswith("NOT SCORED ALIKE (bfloat16 and float32): model keeps")
+    (warning,) = warnings(report)
+    assert warning == (
+        "NOT SCORED ALIKE: base in bfloat16, model in float32. Evaluate all of them again with one --dtype."
+    )
+    assert f"> **{warning}**" in to_markdown(report)
+    with pytest.raises(UserError, match="dtype is bfloat16 and float32 in first and float32 in second"):
+        merge({"first": report, "second": make_record(MODELS)})
