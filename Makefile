@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OUTPUT ?= out/quickstart
 
-.PHONY: quickstart test test-all mutants lint
+.PHONY: quickstart test test-slow test-all mutants lint
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/moh-llm quickstart --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
@@ -15,8 +15,10 @@ quickstart: $(VENV)/installed
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-test-all: $(VENV)/installed
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+test-slow: $(VENV)/installed
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m slow
+
+test-all: test test-slow
 
 mutants: $(VENV)/installed
 	$(VENV)/bin/python tests/mutants/run.py
