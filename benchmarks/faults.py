@@ -74,9 +74,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments of `kill`")
     parser.add_argument("--longest", type=float, default=3.0, help="kill: seconds between a first step and its end")
     parser.add_argument("--scratch", type=Path, required=True, help="folder of the outputs, which must not exist")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command, without --output")
-    args = parser.parse_args()
-    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    parser.usage = "%(prog)s FAULT [--times N] [--seed N] [--longest S] --scratch DIR -- COMMAND ..."
+    divide = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, words = parser.parse_args(sys.argv[1:divide]), sys.argv[divide + 1 :]
+    if not words:
+        parser.error("name the command after --")
     args.scratch.mkdir(parents=True)
     commands = Commands(words, args.scratch / "output.log")
     commands.run(args.scratch / "whole")
