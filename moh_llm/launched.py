@@ -21,10 +21,14 @@ def world_size() -> int:
     """The processes of this job, as accelerate launch or torchrun told each of them; 1 without such a launcher.
 
     Raises:
-        UserError: another launcher started several processes and told them nothing of each other.
+        UserError: another launcher started several processes and told them nothing of each other, or they were not
+            told which one each is and where they meet.
     """
     if "WORLD_SIZE" in os.environ:
-        return max(1, _number("WORLD_SIZE"))
+        started = max(1, _number("WORLD_SIZE"))
+        if started > 1 and (absent := [name for name in ("RANK", "MASTER_ADDR") if name not in os.environ]):
+            _refuse("RANK", f"WORLD_SIZE={started}, but {' and '.join(absent)} are not set: no process finds another")
+        return started
     for count, rank in _STARTERS.items():
         if (started := _number(count)) > 1:
             _refuse(rank, f"{count}={started}: {started} processes were started that know nothing of each other")

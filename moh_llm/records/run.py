@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from moh_llm.records.base import Record
+from moh_llm.records.lineage import ReferenceKind
 
 
 class FileMark(Record):
@@ -21,6 +22,12 @@ class ModelMark(Record):
     sha256: str
 
 
+class ReferenceMark(Record):
+    """What a run is compared with; the rest is for readers."""
+
+    kind: ReferenceKind
+
+
 class RunRecord(Record):
     """`OUTPUT/run.json`.
 
@@ -29,6 +36,7 @@ class RunRecord(Record):
         config: the recipe.
         model: what the run began with.
         data: what identifies the tokens, once they were opened.
+        reference: what its figures are against; null where there is nothing.
         model_files: the files of ``OUTPUT/model`` by name, of a finished run.
     """
 
@@ -36,6 +44,7 @@ class RunRecord(Record):
     config: dict[str, Any]
     model: ModelMark
     data: dict[str, Any] | None = None
+    reference: ReferenceMark | None = None
     model_files: dict[str, FileMark] | None = None
 
 

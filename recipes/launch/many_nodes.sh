@@ -3,7 +3,8 @@
 #
 #     NODES=4 NODE_RANK=0 MASTER=node0 recipes/launch/many_nodes.sh fsdp2 RECIPE --key value
 #
-# NODES machines, NODE_RANK this one's number from 0, MASTER the address of number 0, GPUS those of one machine (8).
+# NODES machines, NODE_RANK this one's number from 0, MASTER the address of number 0, GPUS those of one machine (8),
+# without GPUs the processes of one machine.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 strategy=$1

@@ -3,7 +3,8 @@
 #
 #     recipes/launch/one_node.sh ddp recipes/smollm2_recovery.yaml --model out/moh
 #
-# The first argument names a file of recipes/accelerate; GPUS sets the number of processes (default: all GPUs).
+# The first argument names a file of recipes/accelerate; GPUS sets the number of processes (default: all GPUs). On a
+# machine without a GPU they are processes of the CPU (default: 1).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 strategy=$1

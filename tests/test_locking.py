@@ -1,0 +1,246 @@
+"""One writer per output folder, also when writers are killed, and each command that writes one."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import forks
+import pytest
+import yaml
+
+from moh_llm import locking
+from moh_llm.cli import main
+from moh_llm.errors import UserError
+from moh_llm.locking import lock_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from moh_llm.locking import lock_folder
+with lock_folder(Path(sys.argv[1])):
+    if sys.argv[2:] == ["fork"] and os.fork() == 0:
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+    if sys.argv[2:] != ["fork"]:
+        print("held", flush=True)
+    time.sleep(600)
+"""
+SIZES = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+
+
+@contextlib.contextmanager
+def holder(folder: Path, *words: str) -> Iterator[subprocess.Popen]:
+    """Another process that holds the lock of ``folder``; it prints one line first."""
+    command = [sys.executable, "-c", HOLD, str(folder), *words]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        process.said = process.stdout.readline().strip()
+        assert process.said
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def assert_free(folder: Path) -> None:
+    """In another process, since this one's own locks would not stand in its way."""
+    code = (
+        "import sys; from pathlib import Path; from moh_llm.locking import *\nwith lock_folder(Path(sys.argv[1])): pass"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True)
+
+
+def test_a_second_writer_is_refused_by_the_firsts_name(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    with holder(tmp_path / "out") as first:
+        for name in ("out", "link"):
+            with pytest.raises(UserError) as refused, lock_folder(tmp_path / name):
+                pytest.fail("two writers")
+            assert f"{name} is being written by process {first.pid} on {socket.gethostname()};" in str(refused.value)
+        with lock_folder(tmp_path / "other"):
+            pass
+
+
+def test_the_lock_is_held_until_the_outermost_block_ends_and_leaves_nothing(tmp_path):
+    with lock_folder(tmp_path / "out"):
+        with lock_folder(tmp_path / "out"):
+            pass
+        with pytest.raises(subprocess.CalledProcessError):
+            assert_free(tmp_path / "out")
+    assert_free(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_writers_lock_is_free_at_once(tmp_path):
+    with holder(tmp_path / "out") as first:
+        first.kill()
+        first.wait()
+        assert [path.name for path in tmp_path.iterdir()] == [".out.lock"]
+        with lock_folder(tmp_path / "out"):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_writer_forked_does_not_keep_its_lock(tmp_path):
+    """Workers that load data outlive a killed process for some seconds."""
+    with holder(tmp_path / "out", "fork") as first:
+        worker = int(first.said)
+        try:
+            first.kill()
+            first.wait()
+            os.kill(worker, 0)
+            assert_free(tmp_path / "out")
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_waiting_for_another_writer(tmp_path):
+    with holder(tmp_path / "out") as first:
+        code = f"{HOLD.split('with')[0]}\nwith lock_folder(Path(sys.argv[1]), wait=True): print('mine')"
+        second = subprocess.Popen([sys.executable, "-c", code, tmp_path / "out"], cwd=ROOT, stdout=subprocess.PIPE)
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(1)
+        first.kill()
+        assert second.communicate()[0] == b"mine\n" and second.returncode == 0
+
+
+def test_a_folder_beside_which_nothing_can_be_written_is_locked_inside(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(locking.os, "access", lambda path, mode: path != tmp_path)
+    with lock_folder(tmp_path / "out"):
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [locking.INSIDE]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_place_where_no_lock_can_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match="name an output elsewhere"),
+        lock_folder(tmp_path / "file/out"),
+    ):
+        pytest.fail("nothing is locked")
+
+
+# ---- the commands
+
+
+@pytest.fixture(scope="module")
+def inputs(made_once: Callable[..., Path], make_llama: Callable[..., Path], river: Path) -> Path:
+    """A base, its conversion `moh`, an architecture, a recipe that writes to `run` and is finished."""
+
+    def make(folder: Path) -> None:
+        (folder / "base").symlink_to(make_llama(max_position_embeddings=64))
+        (folder / "tiny.yaml").write_text(yaml.safe_dump(SIZES | {"num_attention_heads": 2}))
+        text = ["--calibration", str(river), "--calibration-tokens", "1024", "--heldout-tokens", "256"]
+        assert main(["convert", str(folder / "base"), "--output", str(folder / "moh"), *text]) == 0
+
+    return made_once("locked", make)
+
+
+def commands(inputs: Path, river: Path, output: Path) -> dict[str, list[str]]:
+    """A command line of each command that writes a folder."""
+    base, moh = str(inputs / "base"), str(inputs / "moh")
+    mixture, recipe = output.parent / "mixture.yaml", output.parent / "recipe.yaml"
+    mixture.write_text(yaml.safe_dump({"name": "river", "sources": {"river": {"weight": 1.0, "files": str(river)}}}))
+    settings = {"model": moh, "output": str(output), "max_steps": 2, "schedule": {"warmup_steps": 1}, "trackers": []}
+    settings |= {"data": {"mixture": str(mixture), "block_length": 32, "batch_size": 2, "micro_batch_size": 1}}
+    recipe.write_text(yaml.safe_dump(settings | {"evaluation": {"every": 0, "max_tokens": 64}}))
+    to = ["--output", str(output)]
+    text = ["--calibration", str(river), "--calibration-tokens", "1024", "--heldout-tokens", "256"]
+    return {
+        "convert": ["convert", base, *to, *text],
+        "dense": ["convert", moh, "--to-dense", *to],
+        "tokenize": ["tokenize", str(mixture), "--tokenizer", base, *to, "--workers", "1"],
+        "init": ["init", str(inputs / "tiny.yaml"), "--tokenizer", base, *to],
+        "train": ["train", str(recipe)],
+        "evaluate": ["evaluate", moh, "--suite", "smoke", "--no-analysis", *to],
+        "quickstart": ["quickstart", "--base", base, *to],
+        "fetch": ["data", "fetch-benchmarks", str(output)],
+        "publish": ["publish", str(output), "--repo-id", "org/moh", "--licence", "apache-2.0", "--dry-run"],
+    }
+
+
+NAMES = ["convert", "dense", "tokenize", "init", "train", "evaluate", "quickstart", "fetch", "publish"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_command_is_refused_while_another_process_writes(name, inputs, river, tmp_path, capsys):
+    if name in ("evaluate", "fetch"):
+        pytest.importorskip("lm_eval")
+    output = tmp_path / "out"
+    if name == "publish":
+        output.symlink_to(inputs / "moh")
+    command = commands(inputs, river, output)[name]
+    with holder(output) as first:
+        assert main(command) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"out is being written by process {first.pid} on {socket.gethostname()}; wait for it" in error
+        if name != "publish":
+            assert not output.exists()
+
+
+def test_a_report_is_refused_while_another_process_writes_it(inputs, river, tmp_path, capsys):
+    assert main(commands(inputs, river, tmp_path / "out")["train"]) == 0
+    with holder(tmp_path / "out" / "report"):
+        assert main(["report", str(tmp_path / "out")]) == 2
+    assert "report is being written by process" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "report").exists()
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """A folder's files, less what two runs of the same work may differ in."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.suffix == ".json" and path.name != "tokenizer.json":
+            found[name] = without_times(json.loads(path.read_text()))
+        elif path.name == "log.jsonl":
+            found[name] = [without_times(json.loads(line)) for line in path.read_text().splitlines()]
+        elif path.is_file() and path.name != "README.md":  # made from the records, times among them
+            found[name] = path.read_bytes()
+    return found
+
+
+def without_times(record: object) -> object:
+    varying = {"seconds", "timing", "peak_memory_mib", "written", "output", "mixture"}
+    if isinstance(record, dict):
+        return {key: without_times(value) for key, value in record.items() if key not in varying}
+    return [without_times(value) for value in record] if isinstance(record, list) else record
+
+
+@pytest.mark.parametrize("name", ["convert", "tokenize", "train"])
+def test_of_two_at_once_one_works_as_if_it_were_alone(name, inputs, river, tmp_path, token_cache):
+    """The first one is stopped as soon as it holds the lock, so that the second one is sure to meet it."""
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    alone = commands(inputs, river, tmp_path / "one" / "out")[name]
+    done = forks.run("-m", "moh_llm.cli", *alone, folder=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stderr
+
+    command = commands(inputs, river, tmp_path / "two" / "out")[name]
+    first = forks.Program(["-m", "moh_llm.cli", *command], tmp_path, environment)
+    try:
+        deadline, lock = time.monotonic() + 120, tmp_path / "two" / ".out.lock"
+        while not (lock.exists() and lock.read_text()):
+            assert first.poll() is None and time.monotonic() < deadline, first.stderr
+            time.sleep(0.001)
+        first.send_signal(signal.SIGSTOP)
+        second = forks.run("-m", "moh_llm.cli", *command, folder=tmp_path, environment=environment)
+        first.send_signal(signal.SIGCONT)
+        assert first.wait() == 0, first.stderr
+    finally:
+        first.kill()
+    assert second.returncode == 2
+    assert second.stderr.splitlines()[-1].startswith("error: ")
+    assert f"is being written by process {first.pid} on " in second.stderr
+    assert contents(tmp_path / "two" / "out") == contents(tmp_path / "one" / "out")
+    assert not lock.exists()

@@ -1,0 +1,240 @@
+"""A finished run has a whole model: killed in its last stage, or damaged afterwards, it is finished anew."""
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import forks
+import pytest
+
+from moh_llm.cli import main
+from moh_llm.errors import UserError
+from moh_llm.training.loop import train
+from moh_llm.training.recipe import load_config
+from moh_llm.training.runs import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = ["--max_steps=2", "--checkpoint.every=1", "--evaluation.every=0", "--trackers=[]"]
+
+
+@pytest.fixture(scope="session")
+def finished(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path]) -> Path:
+    """A finished run, not to be changed."""
+
+    def make(folder: Path) -> None:
+        assert main(["train", str(write_recipe(folder)), *SHORT, "--output", str(folder / "run")]) == 0
+
+    return made_once("finished", make) / "run"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, in `tmp_path/run`, where the fixture `recipe` points."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def model_files(run: Path) -> dict[str, bytes]:
+    """The bytes of the model's files. The card is made from the records, which have times."""
+    files = {path.name: path.read_bytes() for path in sorted((run / "model").iterdir())}
+    assert files.pop("README.md").startswith(b"---")
+    return files
+
+
+def read_record(run: Path) -> dict:
+    return json.loads((run / "run.json").read_text())
+
+
+def cut_short(run: Path) -> None:
+    (run / "model" / "model.safetensors").write_bytes((run / "model" / "model.safetensors").read_bytes()[:-8])
+
+
+def change_a_byte(run: Path) -> None:
+    content = bytearray((run / "model" / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (run / "model" / "model.safetensors").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (lambda run: shutil.rmtree(run / "model"), "is missing"),
+        (lambda run: (run / "model" / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+        (cut_short, "model.safetensors has .* bytes, .* were written"),
+        (change_a_byte, "the bytes of model.safetensors are not those that were written"),
+    ],
+    ids=["no model", "no tokenizer", "cut short", "another byte"],
+)
+def test_a_model_that_is_not_whole_is_made_anew(finished, run, recipe, capsys, damage, fault) -> None:
+    damage(run)
+    assert main(["train", str(recipe), *SHORT]) == 0
+    said = capsys.readouterr().out
+    assert f"{run / 'model'} is not whole (" in said and "is made anew from the last checkpoint" in said
+    assert "step-000002, 0 steps to go" in said and "nothing to do" not in said
+    assert model_files(run) == model_files(finished)
+    assert main(["train", str(recipe), *SHORT]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_made_anew_is_named(run, recipe, capsys) -> None:
+    change_a_byte(run)
+    shutil.rmtree(run / "checkpoints")
+    before = (run / "log.jsonl").read_bytes()
+    assert main(["train", str(recipe), *SHORT]) == 2
+    assert "holds no checkpoint to make it from; restore it, or pass --overwrite" in capsys.readouterr().err
+    assert (run / "log.jsonl").read_bytes() == before
+
+
+def test_files_of_the_users_own_do_not_make_a_model_less_whole(run, recipe, capsys) -> None:
+    (run / "model" / "notes.txt").write_text("mine")
+    (run / "model" / "README.md").write_text("my card")
+    assert main(["train", str(recipe), *SHORT]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert (run / "model" / "README.md").read_text() == "my card"
+
+
+def test_a_run_whose_model_changed_while_it_was_scored_is_not_finished(recipe, tmp_path, monkeypatch) -> None:
+    from moh_llm.training import loop
+
+    score = loop.score_saved
+
+    def damage(*arguments: object) -> dict:
+        scores = score(*arguments)
+        change_a_byte(tmp_path / "run")
+        return scores
+
+    monkeypatch.setattr(loop, "score_saved", damage)
+    with pytest.raises(
+        UserError, match=r"is not what was written: the bytes of model\.safetensors .*same command again"
+    ):
+        train(load_config(recipe, SHORT))
+    assert read_record(tmp_path / "run")["status"] == "running"
+
+
+# What the last stage does, in this order; the process is killed when it gets there.
+MOMENTS = {
+    "before the model is saved": "moh_llm.training.networks.save_network",
+    "among the model's files": "transformers.PreTrainedTokenizerFast.save_pretrained",
+    "before the model is in place": "moh_llm.files._share",
+    "before its files are marked": "moh_llm.training.loop.mark_files",
+    "before it is scored": "moh_llm.training.loop.score_saved",
+    "before the end is recorded": "moh_llm.training.runs.Run.finish",
+    "before the card": "moh_llm.hub.card.write_local_card",
+}
+KILLED = """
+import os, pkgutil, signal, sys
+import moh_llm.hub.card, moh_llm.training.loop, transformers
+from moh_llm.cli import main
+place, name = sys.argv[1].rsplit(".", 1)
+setattr(pkgutil.resolve_name(place), name, lambda *a, **b: os.kill(os.getpid(), signal.SIGKILL))
+sys.exit(main(["train", *sys.argv[2:]]))
+"""
+
+
+def to_last_stage(run: Path) -> None:
+    """Make a finished run one that has made its steps and nothing more."""
+    (run / "run.json").write_text(json.dumps(read_record(run) | {"status": "running"}))
+    shutil.rmtree(run / "model")
+
+
+FEW = ("among the model's files", "before it is scored", "before the card")
+
+
+@pytest.mark.parametrize("moment", [m if m in FEW else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS])
+def test_killed_in_its_last_stage_the_same_command_ends_in_a_whole_model(finished, run, recipe, capsys, moment) -> None:
+    to_last_stage(run)
+    words = ["-c", KILLED, MOMENTS[moment], str(recipe), *SHORT]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    killed = forks.run(*words, folder=run.parent, environment=environment)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert read_record(run)["status"] == ("finished" if moment == "before the card" else "running")
+    assert main(["train", str(recipe), *SHORT]) == 0
+    assert ("nothing to do" in capsys.readouterr().out) == (moment == "before the card")
+    assert model_files(run) == model_files(finished)
+    assert read_record(run)["status"] == "finished"
+    assert read_record(run)["evaluation"] == read_record(finished)["evaluation"]
+    leftovers = [path.name for folder in (run, run.parent) for path in folder.glob(".*")]
+    assert leftovers == []
+
+
+# ---- records with missing or wrong fields
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("run.json", {"status": None}, "run.json lacks status"),
+        ("run.json", {"status": "done"}, "run.json has status = 'done'"),
+        ("run.json", {"config": []}, r"run.json has config = \[\]"),
+        ("run.json", {"model": {}}, "run.json lacks model.sha256"),
+        ("run.json", {"model": {"sha256": 5}}, "run.json has model.sha256 = 5"),
+        ("run.json", {"data": "text"}, "run.json has data = 'text'"),
+        ("run.json", {"reference": "base"}, "run.json has reference = 'base'"),
+        ("run.json", {"model_files": {"model.safetensors": 5}}, r"run.json has model_files.model.safetensors = 5"),
+        ("log.jsonl", {"step": None}, "log.jsonl line 1 lacks step"),
+        ("log.jsonl", {"step": "1"}, "log.jsonl line 1 has step = '1'"),
+        ("log.jsonl", {"loss": "low"}, "log.jsonl line 1 has loss = 'low'"),
+        ("log.jsonl", {"loss": False}, "log.jsonl line 1 has loss = False"),
+        ("log.jsonl", {"dropped": 1}, "log.jsonl line 1 has dropped = 1"),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
+)
+def test_a_record_with_a_missing_or_wrong_field_is_named(run, recipe, capsys, file, change, message) -> None:
+    path = run / file
+    (run / "run.json").write_text(json.dumps(read_record(run) | {"status": "running"}))
+    first, *others = path.read_text().splitlines() if file == "log.jsonl" else [path.read_text()]
+    record = json.loads(first) | change
+    record = {key: value for key, value in record.items() if value is not None}
+    path.write_text("".join(f"{line}\n" for line in [json.dumps(record), *others]))
+    assert main(["train", str(recipe), *SHORT]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    with pytest.raises(UserError, match=message):
+        raise UserError(error)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "5", '"run"'])
+def test_a_record_that_is_none_is_named(run, recipe, capsys, text) -> None:
+    (run / "run.json").write_text(text)
+    assert main(["train", str(recipe), *SHORT]) == 2
+    assert f"error: {run / 'run.json'} " in capsys.readouterr().err
+
+
+def test_a_line_of_the_log_that_is_no_json_is_named_unless_a_kill_cut_it_short(run, recipe) -> None:
+    config = load_config(recipe, SHORT)
+    whole = (run / "log.jsonl").read_text()
+    (run / "log.jsonl").write_text(whole + '{"step": 2, "lo')
+    assert [line["step"] for line in Run(config).trim_log(2)] == [1, 2]
+    assert (run / "log.jsonl").read_text().count("\n") == 2
+    (run / "log.jsonl").write_text("{\n" + whole)
+    with pytest.raises(UserError, match=r"log.jsonl line 1 cannot be read as JSON: .*pass --overwrite"):
+        Run(config).trim_log(2)
+    (run / "log.jsonl").write_text("[" * 100_000 + "\n" + whole)
+    with pytest.raises(UserError, match=r"log.jsonl line 1 "):
+        Run(config).trim_log(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"step": None}, "lacks step"),
+        ({"step": "2"}, "has step = '2'"),
+        ({"step": 1}, "names step 1"),
+        ({"updates": -1}, "has updates = -1"),
+        ({"updates": None}, "lacks updates"),
+        ({"seconds": "long"}, "has seconds = 'long'"),
+        ({"data": []}, "has data = []"),
+        ({"files": {}}, "names no model.safetensors"),
+        ({"files": {"model.safetensors": {"bytes": 3}}}, "lacks files.model.safetensors.sha256"),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
+)
+def test_a_checkpoint_with_a_missing_or_wrong_field_is_passed_over(run, recipe, capsys, change, reason) -> None:
+    to_last_stage(run)
+    path = run / "checkpoints" / "step-000002" / "checkpoint.json"
+    record = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: value for key, value in record.items() if value is not None}))
+    assert main(["train", str(recipe), *SHORT]) == 0
+    said = capsys.readouterr().out
+    assert f"skipped checkpoint {path.parent}: " in said and reason in said and "step-000001, 1 steps to go" in said
