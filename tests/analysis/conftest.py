@@ -17,6 +17,7 @@ naive = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(naive)
 
 PLANS = {
+    "default conversion": {"converted": True},
     "paper": {"num_shared_heads": 2, "num_active_heads": 3, "router_type": "query_norm"},
     "linear, explicit ids, one KV head": {
         "num_shared_heads": [1, 2],
@@ -110,11 +111,29 @@ def plan(request: pytest.FixtureRequest) -> dict:
     return request.param
 
 
-@pytest.fixture
-def make_moh(tmp_path: Path) -> Callable[..., MoHLlamaForCausalLM]:
-    """A random model of 2 layers and 4 heads, 2 KV heads; keywords are config fields."""
+@pytest.fixture(scope="session")
+def default_moh(
+    make_llama: Callable[..., Path], convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A LLaMA of 2 layers and 8 heads as `moh-llm convert` makes it by default, not to be changed."""
+    folder = tmp_path_factory.mktemp("default") / "moh"
+    base = make_llama(num_attention_heads=8, hidden_size=64, max_position_embeddings=2048, initializer_range=0.1)
+    assert convert(base, folder, "--verify", "none") == 0
+    config = MoHLlamaConfig.from_pretrained(folder)
+    assert (config.router_type, config.head_stand_in) == ("linear", "value")
+    fewer, more = sorted(config.active_heads_per_layer)
+    assert config.num_shared_heads < fewer < more < 8  # uneven, and both layers choose
+    return folder
 
-    def make(dtype: torch.dtype = torch.float64, **fields: object) -> MoHLlamaForCausalLM:
+
+@pytest.fixture
+def make_moh(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., MoHLlamaForCausalLM]:
+    """A random model of 2 layers and 4 heads, 2 KV heads; keywords are config fields. ``converted``: `default_moh`."""
+
+    def make(dtype: torch.dtype = torch.float64, converted: bool = False, **fields: object) -> MoHLlamaForCausalLM:
+        if converted:
+            folder = request.getfixturevalue("default_moh")
+            return MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, max_position_embeddings=64).eval()
         defaults = {
             "vocab_size": 64,
             "hidden_size": 32,

@@ -74,11 +74,12 @@ def test_seconds_of_a_real_pass(make_moh) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
+        {"converted": True},
         {"head_stand_in": "value", "router_type": "linear"},
         {"query_key_norm": True, "attention_bias": True, "attention_output_bias": False},
         {"router_type": "two_stage", "num_key_value_heads": 4},
     ],
-    ids=["stand-ins", "Qwen3", "two_stage"],
+    ids=["default conversion", "stand-ins", "Qwen3", "two_stage"],
 )
 @torch.no_grad()
 def test_dense_attention_is_the_base_without_its_routers(make_moh, batch, fields) -> None:

@@ -1,8 +1,7 @@
-"""A tiny random LLaMA and a tiny MoH made from it, with the context that few-shot prompts need."""
+"""A tiny random LLaMA and its conversions, by default and by the paper, with the context that few-shot prompts need."""
 
 import argparse
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,28 +58,26 @@ def shared_benchmarks(shared: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(make_llama) -> Path:
-    """A random LLaMA (2 layers, 4 heads, hidden 32) with its tokenizer."""
-    return make_llama(max_position_embeddings=2048, initializer_range=0.3)
+def tiny_llama(make_llama: Callable[..., Path]) -> Path:
+    """A random LLaMA (2 layers, 8 heads, hidden 64) with its tokenizer, whose layers lose unlike shares of heads."""
+    return make_llama(num_attention_heads=8, hidden_size=64, max_position_embeddings=2048, initializer_range=0.1)
 
 
 @pytest.fixture(scope="session")
-def tiny_moh(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny LLaMA with 3 of its 4 heads active per token."""
-    from transformers import LlamaForCausalLM
+def tiny_moh(tiny_llama: Path, convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny LLaMA as `moh-llm convert` makes it by default, not to be changed."""
+    folder = tmp_path_factory.mktemp("moh") / "default"
+    assert convert(tiny_llama, folder, "--verify", "none") == 0
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["router_type"], config["head_stand_in"]) == ("linear", "value")
+    fewer, more = sorted(config["num_active_heads"])
+    assert config["num_shared_heads"] < fewer < more < 8  # uneven, and both layers choose
+    return folder
 
-    from moh_llm.conversion.base import open_base
-    from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
-    base = LlamaForCausalLM.from_pretrained(tiny_llama)
-    shape = {key: value for key, value in base.config.to_dict().items() if key not in ("model_type", "architectures")}
-    config = MoHLlamaConfig(**shape, num_shared_heads=2, num_active_heads=3, router_type="query_norm")
-    model = MoHLlamaForCausalLM(config)
-    model.load_state_dict(base.state_dict())
-    folder = tmp_path_factory.mktemp("moh")
-    model.save_pretrained(folder)
-    for file in tiny_llama.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    base = json.dumps({"base": open_base(str(tiny_llama)).identity()})
-    (folder / "conversion.json").write_text(base)
+@pytest.fixture(scope="session")
+def paper_moh(tiny_llama: Path, convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny LLaMA with the paper's layer (query norm, half of the heads shared, 6 of 8 on), not to be changed."""
+    folder = tmp_path_factory.mktemp("moh") / "paper"
+    assert convert(tiny_llama, folder, "--preset", "paper", "--verify", "none") == 0
     return folder

@@ -143,6 +143,15 @@ def test_the_command_records_it(
     model, tokenizer = MoHLlamaForCausalLM.from_pretrained(tiny_moh), AutoTokenizer.from_pretrained(tiny_moh)
     direct = {"model": analyse(model, tokenizer, prompts(load()))}
     assert list(direct["model"]["texts"]) == NAMES
+    # Each layer's own number of heads, in the record and on the pages.
+    active = model.config.active_heads_per_layer
+    assert analysis["model"]["num_active"] == active and len(set(active)) == 2
+    for load, number in zip(analysis["model"]["head_load"]["load"], active, strict=True):
+        assert sum(load) == pytest.approx(number)
+    html = (tmp_path / "report" / "report.html").read_text()
+    assert f"<td>{min(active)} to {max(active)} of 8</td>" in html and "75.0%" in html
+    assert f"<td>num_active_heads</td><td>{active[0]}, {active[1]}</td>" in html
+    assert f"num_active_heads {active}, router_type linear" in (tmp_path / "report" / "report.md").read_text()
     for record in (analysis, direct):
         assert [cost["length"] for cost in record["model"].pop("seconds")] == [128, 256, 512, 1024]
     assert analysis == direct
@@ -157,7 +166,7 @@ def test_models_without_a_choice_are_passed_over(tiny_llama: Path, tiny_moh: Pat
     """And then no text is read."""
     whole = shutil.copytree(tiny_moh, tmp_path / "whole")
     config = json.loads((whole / "config.json").read_text())
-    (whole / "config.json").write_text(json.dumps(config | {"num_active_heads": 4}))
+    (whole / "config.json").write_text(json.dumps(config | {"num_active_heads": 8}))
     said: list[str] = []
     models = {"base": str(tiny_llama), "whole": str(whole)}
     assert analyse_models(models, load_suite("paper"), tmp_path / "nowhere", "cpu", "auto", said.append) == {}

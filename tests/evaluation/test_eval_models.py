@@ -67,10 +67,14 @@ def test_mistyped_path_does_not_ask_the_hub(name: str, tmp_path: Path, monkeypat
         check_model(name)
 
 
-def test_description_names_heads_and_records(tiny_moh: Path) -> None:
-    about = describe_model(str(tiny_moh))
-    assert about["model_type"] == "moh_llama"
-    assert about["heads"]["num_active_heads"] in (3, [3, 3])
+def test_description_names_heads_and_records(tiny_moh: Path, paper_moh: Path) -> None:
+    """Of the default conversion each layer's own number of heads."""
+    about, paper = describe_model(str(tiny_moh)), describe_model(str(paper_moh))
+    assert about["model_type"] == paper["model_type"] == "moh_llama"
+    first, last = about["heads"]["num_active_heads"]
+    assert first != last and first + last == 12 and paper["heads"]["num_active_heads"] == 6
+    kinds = [(found["heads"]["router_type"], found["heads"].get("head_stand_in")) for found in (about, paper)]
+    assert kinds == [("linear", "value"), ("query_norm", "none")]
     assert about["records"] == [str(tiny_moh / "conversion.json")]
 
 

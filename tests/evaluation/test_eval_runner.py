@@ -1,5 +1,6 @@
 """The smoke suite end to end, against plain loops over the same items."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -89,20 +90,29 @@ def report_folder(tiny_llama: Path, tiny_moh: Path, tmp_path_factory: pytest.Tem
     return output
 
 
-def test_scores_equal_a_naive_loop(tiny_llama: Path, tiny_moh: Path) -> None:
+def test_scores_equal_a_naive_loop(tiny_llama: Path, tiny_moh: Path, paper_moh: Path, tmp_path: Path) -> None:
+    from moh_llm.evaluation.kept import Kept
     from moh_llm.evaluation.runner import score
 
-    folders = {"base": tiny_llama, "model": tiny_moh}
-    found = score({label: str(f) for label, f in folders.items()}, load_suite("smoke"), batch_size=3, device="cpu")
+    kept = Kept(tmp_path / "kept")
+    folders = {"base": tiny_llama, "model": tiny_moh, "paper": paper_moh}
+    models = {label: str(folder) for label, folder in folders.items()}
+    found = score(models, load_suite("smoke"), batch_size=3, device="cpu", kept=kept, log_samples=True)
+    row, likelihoods = rows("facts/test.jsonl")[0], []
     for label, folder in folders.items():
         expected = naive_smoke(folder)
         assert {name: result.strata for name, result in found[label].scores.items()} == {
             name: [values] for name, values in expected.items()
         }
         assert 0 < sum(expected["Facts"]) < len(expected["Facts"])
-    assert found["base"].scores["Facts"].strata != found["model"].scores["Facts"].strata or (
-        found["base"].scores["Stories"].strata != found["model"].scores["Stories"].strata
-    )
+        # Choices may fall alike; likelihoods do not.
+        item = json.loads(kept.samples_file(label, "Facts").read_text(encoding="utf-8").splitlines()[0])
+        likelihoods.append([response["log_likelihood"] for response in item["responses"]])
+        scorer = NaiveScorer(folder)
+        by_hand = [scorer.log_likelihood(row["sentence"], " " + choice) for choice in row["choices"]]
+        assert likelihoods[-1] == pytest.approx(by_hand, abs=1e-3)
+    for one, other in itertools.combinations(likelihoods, 2):
+        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 0.01
 
 
 def test_report_json(report_folder: Path, tiny_moh: Path) -> None:

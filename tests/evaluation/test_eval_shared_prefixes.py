@@ -22,9 +22,9 @@ from moh_llm.evaluation.shared_prefixes import Input, plan
 CONTEXT = 160
 
 
-@pytest.fixture(scope="module", params=["tiny_llama", "tiny_moh"])
+@pytest.fixture(scope="module", params=["tiny_llama", "tiny_moh", "paper_moh"])
 def lm(request: pytest.FixtureRequest) -> LanguageModel:
-    """A dense and an MoH model with a short context, which share prefixes."""
+    """A dense model, its default conversion and the paper's, with a short context, which share prefixes."""
     folder = request.getfixturevalue(request.param)
     lm = LanguageModel(str(folder), 4, Team(), True, device="cpu", dtype="float32", max_length=CONTEXT)
     assert lm.max_length == CONTEXT

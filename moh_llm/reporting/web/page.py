@@ -73,9 +73,9 @@ def _evaluation(report: Record) -> Record:
 def _facts(about: Record) -> list[tuple[str, str]]:
     facts = [("from", about["model"]), ("type", about.get("model_type", ""))]
     facts += [
-        (key, str(value))
+        (key, _per_layer(value) if isinstance(value, list) else str(value))
         for key, value in about.get("heads", {}).items()
-        if not isinstance(value, (list, dict, NoneType))
+        if not isinstance(value, (dict, NoneType))
     ]
     facts += [("weights (SHA-256)", about.get("weights_sha256") or ""), ("commit", about.get("revision") or "")]
     facts += [
@@ -87,6 +87,11 @@ def _facts(about: Record) -> list[tuple[str, str]]:
     facts += [("context", f"{about['context']:,} tokens")]
     facts += [("scored", f"{about['items']:,} items in {about['seconds']:,.0f} s")]
     return [(name, value) for name, value in facts if value]
+
+
+def _per_layer(numbers: list[Any]) -> str:
+    """A number for each layer, ``7, 5``; nothing for the ids of shared heads, which the routers' pages show."""
+    return ", ".join(map(str, numbers)) if all(isinstance(number, int) for number in numbers) else ""
 
 
 def _environment(report: Record) -> list[tuple[str, str]]:
