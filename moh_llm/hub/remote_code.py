@@ -1,6 +1,7 @@
 """The Python files that travel with a model: named by auto_map, flat, in need of torch and transformers only."""
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,9 +105,17 @@ def _check_imports(folder: Path, file: str) -> Iterator[Problem]:
             yield Problem(file, f"line {line} imports {'.' * level}{module}, which is not beside it", _CONVERT)
 
 
-def _imports(path: Path) -> Iterator[tuple[int, str, int]]:
+def _imports(path: Path) -> list[tuple[int, str, int]]:
     """(dots, module, line) of every import anywhere in a file, but for those that it can do without."""
-    tree = _tree(path) or ast.Module([], [])
+    return _imports_of(_tree(path) or ast.Module([], []))
+
+
+@functools.lru_cache(maxsize=64)  # a tree is parsed once, see below, and asked several times
+def _imports_of(tree: ast.Module) -> list[tuple[int, str, int]]:
+    return list(_find_imports(tree))
+
+
+def _find_imports(tree: ast.Module) -> Iterator[tuple[int, str, int]]:
     tried = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and _passes_over_absence(node)]
     spared = {id(inner) for node in tried for statement in node.body for inner in ast.walk(statement)}
     for node in ast.walk(tree):
@@ -131,6 +140,11 @@ def _classes(path: Path) -> set[str]:
 
 def _tree(path: Path) -> ast.Module | None:
     try:
-        return ast.parse(path.read_text(encoding="utf-8"))
+        return _parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError):
         return None
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(text: str) -> ast.Module:
+    return ast.parse(text)

@@ -1,0 +1,205 @@
+"""Code that is not this version's own: shown by hash, run for the proof only where that is asked for, else never."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moh_llm.cli import main
+from moh_llm.files import sha256
+from moh_llm.hub.proof import Proof
+
+CODE = "import pathlib\npathlib.Path({marker!r}).touch()\n"
+PROVEN = {
+    "texts": 3,
+    "tokens": 9,
+    "dtype": "float32",
+    "seconds": 1.0,
+    "generated": [""],
+    "versions": {"transformers": "5"},
+}
+
+
+def _edit(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def _auto_map(folder: Path, **fields: str) -> None:
+    _edit(folder / "config.json", auto_map=json.loads((folder / "config.json").read_text())["auto_map"] | fields)
+
+
+def _append(path: Path, text: str) -> None:
+    path.write_text((path.read_text() if path.exists() else "") + "\n" + text)
+
+
+def _change(folder: Path, how: str, code: str) -> str:
+    """Put other code into a folder; returns the file that is to be named."""
+    if how == "of the model" or how == "beside it":
+        name = "modeling_moh_llama.py" if how == "of the model" else "routing_moh.py"
+        _append(folder / name, code)
+        return name
+    if how == "older":
+        (folder / "routing_moh.py").write_text((folder / "routing_moh.py").read_text().replace("\n\n\n", "\n\n", 1))
+        return "routing_moh.py"
+    if how == "new":
+        _append(folder / "helper.py", code)
+        _append(folder / "routing_moh.py", "from .helper import pathlib\n")
+        return "helper.py"
+    if how == "of another class":
+        _append(folder / "helper.py", f"{code}class Helper:\n    pass\n")
+        _auto_map(folder, AutoModelForTokenClassification="helper.Helper")
+        return "helper.py"
+    if how == "elsewhere":
+        _auto_map(folder, AutoConfig="someone/model--configuration_moh_llama.MoHLlamaConfig")
+        return "config.json"
+    _append(folder / "tokenization_own.py", code)
+    fields = (
+        {"AutoTokenizer": [None, "tokenization_own.Own"]}
+        if how == "of the tokenizer"
+        else ["tokenization_own.Own", None]
+    )
+    _edit(folder / "tokenizer_config.json", auto_map=fields)
+    return "tokenizer_config.json"
+
+
+HOW = (
+    "of the model",
+    "beside it",
+    "older",
+    "new",
+    "of another class",
+    "elsewhere",
+    "of the tokenizer",
+    "as it was named",
+)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_other_code_is_refused_before_it_runs(folder, tmp_path, fake_hub, monkeypatch, capsys, how):
+    marker = tmp_path / "it ran"
+    monkeypatch.setattr("moh_llm.hub.publish.prove", lambda published, local: pytest.fail("it was loaded"))
+    name = _change(folder, how, CODE.format(marker=str(marker)))
+    for flags in (["--force"], ["--dry-run"]) if how == "of the model" else ([],):
+        assert main(["publish", str(folder), "--repo-id", "org/moh", *flags]) == 2
+        told = capsys.readouterr()
+        assert "pass --allow-other-code" in told.err and "Traceback" not in told.err
+        assert f"  {name}: " in told.out and "proof: not tried" in told.out
+        if name.endswith(".py"):
+            assert f"{name}: has SHA-256 {sha256(folder / name)[:16]} and is not code of moh-llm" in told.out
+    assert not marker.exists() and not fake_hub.requests
+
+
+def test_other_code_is_published_where_that_is_asked_for(folder, fake_hub, monkeypatch, capsys):
+    seen: list[Path] = []
+    monkeypatch.setattr(
+        "moh_llm.hub.publish.prove", lambda published, local: seen.append(published) or Proof(None, PROVEN)
+    )
+    _change(folder, "of the model", "# read and found good\n")
+    digest = sha256(folder / "modeling_moh_llama.py")[:16]
+    assert main(["publish", str(folder), "--repo-id", "org/moh", "--allow-other-code"]) == 0
+    assert digest in capsys.readouterr().out and seen
+    sent = fake_hub.branches["org/moh"]["main"]
+    assert sent["modeling_moh_llama.py"] == (folder / "modeling_moh_llama.py").read_bytes()
+    assert digest in (card := sent["README.md"].decode()) and "--allow-other-code" in card
+
+
+def test_an_extra_file_is_told_by_its_hash_and_left_behind(folder, fake_hub, proven, capsys):
+    (folder / "notes.py").write_text("raise SystemExit\n")
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text("raise SystemExit\n")
+    assert main(["publish", str(folder), "--repo-id", "org/moh"]) == 2
+    assert f"needs (SHA-256 {sha256(folder / 'notes.py')[:16]})" in capsys.readouterr().out
+    assert main(["publish", str(folder), "--repo-id", "org/moh", "--force"]) == 0
+    assert not {name for name in fake_hub.branches["org/moh"]["main"] if "notes" in name or "generate.py" in name}
+
+
+@pytest.fixture
+def hostile(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose every file of code, its tokenizer's too, leaves `tmp_path/it ran`; whoever asks is told yes."""
+    code = CODE.format(marker=str(tmp_path / "it ran"))
+    for path in folder.glob("*.py"):
+        path.write_text(code + path.read_text())
+    (folder / "tokenization_own.py").write_text(
+        f"{code}from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    _edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tokenization_own.Own"]})
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(f"{code}def generate(*args, **kwargs): ...\n")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda prompt="": "y")
+    return folder
+
+
+def _ran(tmp_path: Path) -> bool:
+    return (tmp_path / "it ran").exists() or any(name.startswith("transformers_modules.") for name in sys.modules)
+
+
+def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path):
+    from moh_llm.data.tokenizer import TextTokenizer
+    from moh_llm.modeling import MoHLlamaForCausalLM
+    from moh_llm.training.initial import _open_tokenizer
+    from moh_llm.training.networks import load_network, load_tokenizer
+
+    assert convert(hostile, tmp_path / "again") == 0
+    assert TextTokenizer.load(str(hostile)) and load_tokenizer(hostile) and _open_tokenizer(str(hostile))
+    assert type(load_network(hostile, torch.float32)) is MoHLlamaForCausalLM
+    assert not _ran(tmp_path)
+
+
+def test_nor_does_evaluation(hostile, tmp_path):
+    from moh_llm.evaluation.analysis import _chooses
+    from moh_llm.evaluation.language_model import load_model
+    from moh_llm.evaluation.processes import Team
+    from moh_llm.modeling import MoHLlamaForCausalLM
+
+    assert _chooses(str(hostile))
+    loaded = load_model(str(hostile), 1, "float32", "cpu", Team(), None)
+    assert type(loaded.model) is MoHLlamaForCausalLM and not _ran(tmp_path)
+
+
+def test_a_stray_adapter_is_told(folder, monkeypatch, capsys):
+    found = {"classes": {}, "loading": {}}
+    monkeypatch.setattr("moh_llm.hub.proof._run_clean", lambda folder, scratch: (dict(found), None))
+    config = {"peft_type": "LORA", "base_model_name_or_path": "x", "r": 4, "target_modules": ["q_proj"]}
+    for content in (json.dumps(config), "[]", "{"):
+        (folder / "adapter_config.json").write_text(content)
+        assert main(["publish", str(folder), "--repo-id", "org/moh", "--dry-run"]) == 2
+        told = capsys.readouterr()
+        assert "adapter_config.json: is not part of a model; move it out" in told.err and "Traceback" not in told.err
+        assert "proof: FAILED, the local model does not load: " in told.out
+
+
+@pytest.mark.parametrize("step", ["read_lineage", "check_files", "other_code", "prove"])
+def test_a_folder_that_is_removed_meanwhile_is_told(folder, fake_hub, monkeypatch, capsys, step):
+    import moh_llm.hub.publish as publishing
+
+    plain = getattr(publishing, step)
+
+    def spoil(*args: object, **options: object) -> object:
+        for path in folder.parent.glob(".moh.*.tmp"):
+            shutil.rmtree(path)
+        return Proof(None, PROVEN) if step == "prove" else plain(*args, **options)
+
+    monkeypatch.setattr(publishing, "prove", lambda published, local: Proof(None, PROVEN))
+    monkeypatch.setattr(publishing, step, spoil)
+    status = main(["publish", str(folder), "--repo-id", "org/moh"])
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert status == (0 if step == "read_lineage" else 2)  # nothing is there yet
+    if status:
+        assert "was removed by something else; start again" in told and not fake_hub.requests
+        assert len(told.splitlines()) == 1 and not list(folder.parent.glob(".moh.*"))
+
+
+def test_so_is_that_of_the_proof(folder, fake_hub, monkeypatch, capsys):
+    def spoil(folder: Path, scratch: Path) -> tuple[dict, None]:
+        shutil.rmtree(scratch)
+        return {"classes": {}, "loading": {}}, None
+
+    monkeypatch.setattr("moh_llm.hub.proof._run_clean", spoil)
+    assert main(["publish", str(folder), "--repo-id", "org/moh"]) == 2
+    assert "error: the proof cannot use its temporary folder in " in capsys.readouterr().err
+    assert not fake_hub.requests
