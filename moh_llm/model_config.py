@@ -22,6 +22,7 @@ COUNTS = {
     "head_dim": (1, 1 << 14),
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (1, 1 << 40),
+    "moh_format": (1, 1 << 20),
 }
 _ABOVE_0 = ("rms_norm_eps", "rope_theta", "factor")
 DTYPES = ("float32", "float16", "bfloat16", "float64")

@@ -3,6 +3,7 @@
 import argparse
 
 from moh_llm.errors import UserError
+from moh_llm.machine import check_workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.workers is not None and args.workers < 1:
         raise UserError(f"--workers {args.workers} must be at least 1")
+    if args.workers is not None and args.executor == "local":
+        check_workers(args.workers, "--workers")
     executor_args = dict(_pair(argument) for argument in args.executor_args)
     mixture = load_mixture(args.mixture)
     tokenizer = TextTokenizer.load(args.tokenizer)

@@ -101,6 +101,8 @@ def calibrate(
                     bar.update(positions[i].numel())
                 del layer
         gradients = _sampled_gradients(base.head(), hidden, seed)
+        for gradient in gradients:
+            check_finite(gradient, len(base), "the gradient below")
         order, fitted = _fitted_first(batches)
         found: list[LayerCalibration] = []
         for number in reversed(range(len(base))):

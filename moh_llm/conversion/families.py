@@ -41,7 +41,8 @@ def check_family(config: Any, name: str, paper_preset: bool = False) -> None:
         raise UserError(f"{name}: its config.json is not an object; is it a model's folder?")
     kind = config.get("model_type")
     if kind not in (*FAMILIES, "moh_llama"):
-        architecture = ", ".join(config.get("architectures") or ["no architecture named"])
+        named = config.get("architectures")
+        architecture = ", ".join(map(str, named)) if isinstance(named, list) and named else "no architecture named"
         known = ", ".join(FAMILIES)
         raise UserError(f"{name}: model_type {kind!r} ({architecture}) cannot be converted; these can: {known}")
     if kind == "moh_llama" and config.get("moh_format", 1) > FORMAT:
@@ -50,7 +51,8 @@ def check_family(config: Any, name: str, paper_preset: bool = False) -> None:
             "pip install -U moh-llm"
         )
     if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown method")
+        quantised = config["quantization_config"]
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else "unknown method"
         raise UserError(f"{name}: its weights are quantised ({method}); convert the full-precision checkpoint")
     if kind == "llama" and config.get("auto_map") and not paper_preset:
         raise UserError(

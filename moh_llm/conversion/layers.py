@@ -114,10 +114,10 @@ def run_layer(layer: nn.Module, hidden_states: torch.Tensor, position_ids: torch
     return layer(inputs_embeds=hidden_states, position_ids=positions, use_cache=False).last_hidden_state
 
 
-def check_finite(hidden_states: torch.Tensor, layer: int) -> None:
-    """Raise UserError where a layer's output is not finite: its weights are finite, but too large for their dtype."""
-    if not torch.isfinite(hidden_states).all():
+def check_finite(values: torch.Tensor, layer: int, what: str = "the output of") -> None:
+    """Raise UserError where values of a layer are not finite: its weights are finite, but too large for their dtype."""
+    if not torch.isfinite(values).all():
         raise UserError(
-            f"the output of layer {layer} is not finite in {hidden_states.dtype}: the base's weights overflow; "
-            "download it again, or pass --dtype float32"
+            f"{what} layer {layer} is not finite in {values.dtype}: the base's weights overflow; download it again, or "
+            "pass --dtype float32"
         )

@@ -17,6 +17,7 @@ from moh_llm.errors import UserError
 from moh_llm.reading import read_yaml
 
 SUITES = Path(__file__).resolve().parent / "suites"
+_LONGEST = 120  # of a benchmark's name: files bear it, with endings and marks, and take 255 bytes
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class Benchmark:
                 f"benchmark {self.name}: chance={self.chance!r} must be 'choices', or what guessing scores: a number "
                 "from 0 to below 1"
             )
+        for key, text in (("name", self.name), ("task", self.task)):
+            if not 0 < len(text) <= _LONGEST or not text.isprintable():
+                raise UserError(f"benchmark {key}={text[:40]!r} must have 1 to {_LONGEST} printable characters")
         # They become paths, of files that are also written (`fetch`).
         for text in (self.dataset, self.config, *self.parts, *self.splits()):
             if text.startswith("/") or ".." in text.split("/"):

@@ -16,7 +16,7 @@ from moh_llm.hub.proof import Proof, prove
 from moh_llm.hub.remote_code import other_code
 from moh_llm.hub.stage import Stage, StagedFile, describe, staged
 from moh_llm.hub.upload import check_repo_id, find_token, push
-from moh_llm.reading import read_json
+from moh_llm.model_config import read_config
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,7 @@ def _check_model(folder: Path) -> None:
         if (folder / "model" / "config.json").is_file():
             raise UserError(f"{folder} is a training run; publish {folder / 'model'}, with --run {folder}")
         raise UserError(f"{folder} holds no config.json; name a folder that moh-llm convert or train made")
-    config = read_json(folder / "config.json")
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    kind = read_config(folder).get("model_type")
     if kind != "moh_llama":
         raise UserError(f"{folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
 
