@@ -37,6 +37,9 @@ def prove(published: Path, local: Path) -> Proof:
     texts alone and in a padded batch, hidden states of the base model and greedily generated tokens
     must be equal. The processes follow each other, and each holds one model at a time, on the CPU.
 
+    A weight that moves no bit of these outputs goes unnoticed: embeddings of tokens that no text holds, and a
+    router's by too little to switch a head. `upload` compares the files that were sent by their hashes.
+
     Args:
         published: the folder to be published, whose code is run: see `moh_llm.hub.remote_code.other_code`.
         local: the model that it must equal; of its code nothing is run.

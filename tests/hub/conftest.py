@@ -215,13 +215,21 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 @pytest.fixture(scope="session")
-def moh_model(make_model: Callable[..., Path]) -> Path:
-    """A MoH model in two shards with a licence, not to be changed."""
-    from moh_llm.modeling import MoHLlamaConfig
+def moh_model(
+    make_llama: Callable[..., Path], convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A LLaMA as `moh-llm convert` makes it by default, in two shards with a licence, not to be changed.
 
-    folder = make_model(MoHLlamaConfig, router_type="linear", head_stand_in="value", max_shard_size="100KB")
+    Without the record of its conversion: tests write the one that they need.
+    """
+    base = make_llama(num_attention_heads=8, hidden_size=64, max_position_embeddings=2048, initializer_range=0.1)
+    folder = tmp_path_factory.mktemp("hub") / "moh"
+    assert convert(base, folder, "--verify", "none") == 0
+    (folder / "conversion.json").unlink()
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n\nA model.\n")
-    assert len([*folder.glob("*.safetensors")]) > 1
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["router_type"], config["head_stand_in"]) == ("linear", "value")
+    assert len(set(config["num_active_heads"])) == 2 and len([*folder.glob("*.safetensors")]) == 2
     return folder
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from moh_llm.hub import clean_process
+from moh_llm.hub.clean_process import encode, observe
 from moh_llm.hub.proof import prove
-from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,15 +47,40 @@ def test_grouped_queries_tied_embeddings_and_bfloat16(make_model):
     assert proof.failure is None and proof.record["dtype"] == "bfloat16"
 
 
+def _move(tensor: torch.Tensor, place: int) -> None:
+    """Change one element by one unit in the last place."""
+    flat = tensor.view(-1)
+    flat[place] = torch.nextafter(flat[place], torch.tensor(torch.inf))
+
+
 def test_one_changed_weight_is_found(folder, moh_model):
-    shard = min(folder.glob("*.safetensors"))
+    """One element, by one unit in the last place."""
+    name = "model.layers.0.self_attn.v_proj.weight"
+    shard = next(shard for shard in folder.glob("*.safetensors") if name in load_file(shard))
     tensors = load_file(shard)
-    name = next(name for name in tensors if "o_proj" in name or "embed" in name)
-    tensors[name].view(-1)[-1] += 0.5
-    tensors["model.layers.0.self_attn.q_proj.weight"] *= 1.01
+    _move(tensors[name], int(tensors[name].abs().argmax()))
     save_file(tensors, shard, metadata={"format": "pt"})
     failure = prove(folder, moh_model).failure
     assert failure is not None and "differs from the local model's by up to" in failure and "\n" not in failure
+
+
+def test_what_is_observed_shows_every_matrix_of_the_default_layer(moh_model):
+    """And not what moves no bit of it: a router by too little to switch a head, a token that no text holds."""
+    model, tokenizer = MoHLlamaForCausalLM.from_pretrained(moh_model), AutoTokenizer.from_pretrained(moh_model)
+    batch = encode(tokenizer, model.config.max_position_embeddings)
+    before = observe(model, batch, tokenizer.pad_token_id)
+    unused = next(token for token in range(model.config.vocab_size) if not (before["generated"] == token).any())
+    unseen = ["router.routed.weight", "router.routed.bias", "embed_tokens"]
+    for name, parameter in model.named_parameters():
+        old = parameter.data.clone()
+        place = unused * parameter.shape[-1] if "embed_tokens" in name else int(old.abs().argmax())
+        if "own_value.weight" in name:  # its products are small beside the bias: the largest alone may round away
+            place = slice(None)
+        _move(parameter.data, place)
+        after = observe(model, batch, tokenizer.pad_token_id)
+        seen = any(not torch.equal(after[key], tensor) for key, tensor in before.items())
+        assert seen != any(part in name for part in unseen), name
+        parameter.data.copy_(old)
 
 
 def test_changed_code_is_found(folder, moh_model):
