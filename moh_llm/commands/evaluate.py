@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     """Score, analyse, write the report, print its table. Returns 1 when a benchmark failed, else 0."""
     # lm-eval draws a bar for each task's prompts, 57 of them for MMLU; the bars over requests stay.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    from moh_llm.evaluation.models import check_model, label_models
+    from moh_llm.evaluation.models import check_batch_size, check_model, label_models
     from moh_llm.evaluation.suite import load_suite
     from moh_llm.evaluation.tasks import check_data, require_lm_eval
     from moh_llm.files import check_output_folder
@@ -99,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
     require_matplotlib()
     for model in models.values():
         check_model(model)
+        if args.batch_size != "auto":
+            check_batch_size(model, args.batch_size)
 
     from moh_llm.evaluation import processes
     from moh_llm.locking import lock_folder

@@ -8,7 +8,8 @@ from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import sha256
-from moh_llm.model_config import read_config
+from moh_llm.machine import check_memory
+from moh_llm.model_config import CONFIG, read_config
 from moh_llm.model_folder import may_be_hub_id, read_weight_map
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
@@ -134,6 +135,18 @@ def check_model(model: str) -> None:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{model} is neither a folder here nor a model on the Hub ({reason})") from error
+
+
+def check_batch_size(model: str, batch_size: int) -> None:
+    """Raise UserError for more sequences in a pass than the device has room for: a token's logits of each, in 16 bits."""
+    folder = Path(model)
+    vocabulary = read_config(folder).get("vocab_size") if (folder / CONFIG).is_file() else None
+    if vocabulary is None:
+        return
+    import torch
+
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    check_memory(2 * vocabulary * batch_size, f"--batch-size {batch_size}", "lower it", memory)
 
 
 def register_moh() -> None:

@@ -247,6 +247,26 @@ def test_sources_with_impossible_values(
     assert words in refused("mixture", "show", path)
 
 
+def test_a_benchmark_with_a_name_that_no_file_bears(tmp_path: Path, base: Path, refused: Callable[..., str]) -> None:
+    from moh_llm.evaluation.suite import SUITES
+
+    suite = yaml.safe_load((SUITES / "smoke.yaml").read_text())
+    suite["benchmarks"][0]["name"] = "n" * 300
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
+    assert "printable characters" in refused("evaluate", base, "--suite", tmp_path / "suite.yaml")
+
+
+def test_more_prompts_at_once_than_the_machine_holds(base: Path, refused: Callable[..., str]) -> None:
+    output = base.parent / "report"
+    flags = ["--suite", "smoke", "--batch-size", 10**9, "--output", output]
+    assert "--batch-size 1000000000 needs" in refused("evaluate", base, *flags) and not output.exists()
+
+
+def test_more_workers_than_cores(tmp_path: Path, base: Path, refused: Callable[..., str]) -> None:
+    flags = ["--tokenizer", base, "--workers", 10**9, "--output", tmp_path / "tokens"]
+    assert "--workers=1000000000" in refused("tokenize", "embedded", *flags)
+
+
 def test_more_calibration_than_the_machine_holds(base: Path, refused: Callable[..., str], river: Path) -> None:
     flags = ["--calibration", river, "--calibration-tokens", 10**12]
     assert "--calibration-tokens" in refused("convert", base, "--output", base.parent / "moh", *flags)
