@@ -244,3 +244,38 @@ def test_of_two_at_once_one_works_as_if_it_were_alone(name, inputs, river, tmp_p
     assert f"is being written by process {first.pid} on " in second.stderr
     assert contents(tmp_path / "two" / "out") == contents(tmp_path / "one" / "out")
     assert not lock.exists()
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_a_refused_job_ends_on_all_its_processes(name, inputs, river, tmp_path):
+    """Without a launcher that would end the others where one fails."""
+    if name == "evaluate":
+        pytest.importorskip("lm_eval")
+    command = commands(inputs, river, tmp_path / "out")[name]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with holder(tmp_path / "out") as first:
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        job = [forks.Program(["-m", "moh_llm.cli", *command], tmp_path, environment | rank) for rank in ranks]
+        try:
+            assert [process.wait(120) for process in job] == [2, 2], [process.stderr for process in job]
+        finally:
+            for process in job:
+                process.kill()
+    assert f"is being written by process {first.pid} on " in job[0].stderr
+    assert "error" not in job[1].stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(name, inputs, river, tmp_path, monkeypatch, capsys):
+    if name == "evaluate":
+        pytest.importorskip("lm_eval")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert main(commands(inputs, river, tmp_path / "out")[name]) == 2
+    assert "error: SLURM_STEP_NUM_TASKS=4: 4 processes were started" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.lock").exists()
