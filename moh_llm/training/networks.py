@@ -28,8 +28,10 @@ def load_network(folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None
     """A converted model with its weights in ``dtype``; ``config`` in place of the folder's own.
 
     Raises:
-        UserError: the weights cannot be read, or some are missing.
+        UserError: the weights cannot be read, some are missing, or transformers would load an adapter on top.
     """
+    if Path(folder, "adapter_config.json").exists():
+        raise UserError(f"{folder} holds an adapter (adapter_config.json); merge it into the weights or move it out")
     given = {} if config is None else {"config": config}
     try:
         network, info = MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **given)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moh_llm.cli import main
+from moh_llm.errors import UserError
 from moh_llm.files import sha256
 from moh_llm.hub.proof import Proof
 
@@ -149,6 +150,19 @@ def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path):
     assert not _ran(tmp_path)
 
 
+def test_a_tokenizer_that_needs_code_of_its_own_is_refused(hostile, convert, tmp_path, capsys):
+    from moh_llm.data.tokenizer import TextTokenizer
+    from moh_llm.training.initial import _open_tokenizer
+    from moh_llm.training.networks import load_tokenizer
+
+    _edit(hostile / "tokenizer_config.json", tokenizer_class="Own")
+    for load in (TextTokenizer.load, load_tokenizer, _open_tokenizer):
+        with pytest.raises(UserError, match="contains custom code"):
+            load(str(hostile))
+    assert convert(hostile, tmp_path / "again") == 2 and "has no tokenizer that loads" in capsys.readouterr().err
+    assert not _ran(tmp_path)
+
+
 def test_nor_does_evaluation(hostile, tmp_path):
     from moh_llm.evaluation.analysis import _chooses
     from moh_llm.evaluation.language_model import load_model
@@ -161,6 +175,8 @@ def test_nor_does_evaluation(hostile, tmp_path):
 
 
 def test_a_stray_adapter_is_told(folder, monkeypatch, capsys):
+    from moh_llm.training.networks import load_network
+
     found = {"classes": {}, "loading": {}}
     monkeypatch.setattr("moh_llm.hub.proof._run_clean", lambda folder, scratch: (dict(found), None))
     config = {"peft_type": "LORA", "base_model_name_or_path": "x", "r": 4, "target_modules": ["q_proj"]}
@@ -170,6 +186,8 @@ def test_a_stray_adapter_is_told(folder, monkeypatch, capsys):
         told = capsys.readouterr()
         assert "adapter_config.json: is not part of a model; move it out" in told.err and "Traceback" not in told.err
         assert "proof: FAILED, the local model does not load: " in told.out
+        with pytest.raises(UserError, match="holds an adapter"):
+            load_network(folder, torch.float32)
 
 
 @pytest.mark.parametrize("step", ["read_lineage", "check_files", "other_code", "prove"])
