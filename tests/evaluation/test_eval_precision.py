@@ -74,9 +74,9 @@ def test_auto_is_the_widest_of_all(in_dtype: Callable[..., Path]) -> None:
     assert str(asked) == "dtype: float16 for every model, as asked (stored: base bfloat16, model float32)"
 
 
-def test_a_bfloat16_base_and_a_float32_model_are_scored_in_float32(
-    in_dtype: Callable[..., Path],
-    tiny_moh: Path,
+def test_a_bfloat16_model_beside_a_float32_base_is_run_in_float32(
+    tiny_llama: Path,
+    convert: Callable[..., int],
     tmp_path: Path,
     run_evaluate: Callable[..., int],
     monkeypatch: pytest.MonkeyPatch,
@@ -98,19 +98,21 @@ def test_a_bfloat16_base_and_a_float32_model_are_scored_in_float32(
         "analyse",
         lambda model, *rest, **more: (loaded.append(f"analysis in {model.dtype}"), {"error": "left out"})[1],
     )
-    words = [tiny_moh, "--base", in_dtype(torch.bfloat16), "--suite", "smoke", "--limit", "1", "--device", "cpu"]
+    assert convert(tiny_llama, tmp_path / "moh", "--verify", "none", "--dtype", "bfloat16") == 0
+    capsys.readouterr()
+    words = [tmp_path / "moh", "--base", tiny_llama, "--suite", "smoke", "--limit", "1", "--device", "cpu"]
     assert run_evaluate(*words, "--output", tmp_path / "report") == 0
     assert loaded == ["torch.float32"] * 6 + ["analysis in torch.float32"]
-    said = "dtype: float32 for every model, the widest stored dtype (stored: base bfloat16, model float32)"
+    said = "dtype: float32 for every model, the widest stored dtype (stored: base float32, model bfloat16)"
     assert capsys.readouterr().err.count(said) == 1
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["dtype"] == "float32" and warnings(report)[0].startswith("NOT COMPARABLE: --limit")
     assert [(about["dtype"], about["stored_dtype"]) for about in report["models"].values()] == [
-        ("float32", "bfloat16"),
         ("float32", "float32"),
+        ("float32", "bfloat16"),
     ]
     page = (tmp_path / "report" / "report.md").read_text()
-    assert "(llama, float32, stored in bfloat16, " in page and "Every model was run in float32." in page
+    assert "routing_unit head, float32, stored in bfloat16, " in page and "Every model was run in float32." in page
     html = (tmp_path / "report" / "report.html").read_text()
     assert "<td>dtype of every model</td><td>float32</td>" in html and "<td>stored in</td><td>bfloat16</td>" in html
 
