@@ -2,12 +2,12 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import forks
 import pytest
 import torch
 import yaml
@@ -295,8 +295,15 @@ def test_a_disk_that_refuses_leaves_nothing(tokenizer_folder, tmp_path) -> None:
     content = yaml.safe_load((ARCHITECTURES / "llm_s.yaml").read_text()) | TOY
     (tmp_path / "toy.yaml").write_text(yaml.safe_dump(content))
     arguments = ["init", "toy.yaml", "--tokenizer", str(tokenizer_folder), "--output", str(tmp_path / "out" / "model")]
-    limit = 100_000  # bytes of a file; the weights have more
-    done = forks.run("-m", "moh_llm.cli", *arguments, folder=tmp_path, largest_file=limit)
+    limit = (100_000, 100_000)  # bytes of a file; the weights have more
+    done = subprocess.run(
+        [sys.executable, "-m", "moh_llm.cli", *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ARCHITECTURES.parents[1]), "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: cannot write ") and done.stderr.count("\n") == 1
     assert not list((tmp_path / "out").iterdir())
