@@ -175,7 +175,7 @@ def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
 
         def keep(module, args, kwargs, state=state):
             state["x"] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            state["first"] = kwargs["is_first"]
+            state["first"] = kwargs.get("is_first")  # only where there are stand-ins
 
         def values(module, args, output, state=state):
             state["v"] = output
