@@ -65,7 +65,7 @@ class Program:
         """The exit status, minus the signal's number where one ended it; None while it runs."""
         return self._process.exitcode
 
-    def wait(self, timeout: float = 300) -> int:
+    def wait(self, timeout: float = 900) -> int:
         """The same when it has ended. A program that takes longer is killed, and that is an error."""
         self._process.join(timeout)
         if self._process.exitcode is None:
@@ -89,7 +89,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     processes: int = 1,
     largest_file: int | None = None,
-    timeout: float = 300,
+    timeout: float = 900,  # of a machine that is busy; what hangs is ended
 ) -> "subprocess.CompletedProcess[str]":
     """Run a program to its end, on several processes as `torchrun` would; where one fails, the others are ended."""
     launch = dict(environment or {})
