@@ -6,15 +6,33 @@
 BASE is converted twice at three quarters of its heads: calibrated (the default) and the paper's layer. Every method
 then reads the same text in the same order with the same number of steps. Runs that are finished are kept, and an
 interrupted one goes on, so the same command can be given again.
+
+With --text the models are then scored on documents of these files, with 95 % intervals over documents and the share of
+13-grams that the mixture's training part holds, too; figures go to OUTPUT/scores.json. Tuning does not read what its
+mixture holds out, which may be taken from its own files (SHARE is the mixture's validation_share):
+
+    python benchmarks/recovery.py BASE --mixture MIXTURE --output OUT --held-out-share SHARE --documents 100 \\
+        --tokens-per-document 128 --text "$CORPORA/redpajama_c4/train*" "$CORPORA/pile/train*"
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import held_out
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moh_llm.conversion.convert import BATCH, WINDOW
+from moh_llm.intervals import interval, kls, perplexity_ratios, show_documents, show_figure
+from moh_llm.metrics import compare_to_reference, logits_of
+from moh_llm.modeling import MoHLlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 FULL, LORA = "smollm2_recovery.yaml", "smollm2_lora.yaml"
@@ -39,9 +57,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder of the models and runs")
     parser.add_argument("--steps", type=int, default=98, help="of 2,048 tokens each")
     parser.add_argument("--every", type=int, default=14, help="steps between scores")
-    parser.add_argument("--tokens", type=int, default=4096, help="held-out tokens of a score")
+    parser.add_argument("--run-tokens", type=int, default=4096, help="held-out tokens of a score during a run")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; of several each has one thread")
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS), help="not all of them")
+    parser.add_argument("--text", nargs="+", default=[], help="text files or globs to score all models on at the end")
+    held_out.add_arguments(parser)
     args = parser.parse_args()
     models = {"calibrated": ["--calibration", args.mixture], "paper": ["--preset", "paper"]}
     for name, flags in models.items():
@@ -58,7 +78,7 @@ def main() -> int:
         command = [sys.executable, "train.py", f"recipes/{recipe}", "--seed", str(seed), "--data.mixture", args.mixture]
         command += ["--model", str((args.output / "models" / model).resolve()), "--max_steps", str(args.steps)]
         command += ["--output", str((args.output / "runs" / f"{name}-{seed}").resolve()), "--save_dtype", "float32"]
-        command += ["--evaluation.every", str(args.every), "--evaluation.max_tokens", str(args.tokens)]
+        command += ["--evaluation.every", str(args.every), "--evaluation.max_tokens", str(args.run_tokens)]
         command += [str(args.steps // 2) if word == "HALF" else word for word in overrides]
         threads = {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}
         done = subprocess.run(command, cwd=ROOT, env=os.environ | threads, capture_output=True, text=True)
@@ -68,7 +88,47 @@ def main() -> int:
         return done.returncode
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        return max(pool.map(lambda job: run(*job), jobs))
+        status = max(pool.map(lambda job: run(*job), jobs))
+    if args.text and not status:
+        untuned = {f"{name}, not tuned": args.output / "models" / name for name in models}
+        tuned = {f"{name}-{seed}": args.output / "runs" / f"{name}-{seed}" / "model" for seed, name in jobs}
+        score(args, untuned | dict(sorted(tuned.items())))
+    return status
+
+
+def score(args: argparse.Namespace, folders: dict[str, Path]) -> None:
+    """Print how far each model is from the base on `args.text`, as a mean over the texts; write OUTPUT/scores.json."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(args.base)
+    base = AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.bfloat16).to(device).eval()
+    texts = held_out.read_texts(args.text, args, tokenizer, min(WINDOW, base.config.max_position_embeddings), BATCH)
+    read = held_out.ngrams_of([args.mixture], tokenizer, None)
+    overlap = {name: held_out.overlap(batches, read) for name, batches in texts.items()}
+    for name, found in overlap.items():
+        print(f"{name}: {found.share:.2%} of its 13-grams are in the mixture's training part, too", flush=True)
+    models: dict[str, Any] = {}
+    for label, folder in folders.items():
+        model = logits_of(MoHLlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval())
+        own = {name: compare_to_reference({"": model}, logits_of(base), batches)[""] for name, batches in texts.items()}
+        sums = [each.sums for each in own.values()]
+        means = {
+            key: sum(getattr(each, key) for each in own.values()) / len(own)
+            for key in ("perplexity_ratio", "kl", "top1_agreement")
+        }
+        means |= {"ratio_interval": interval(sums, perplexity_ratios), "kl_interval": interval(sums, kls)}
+        documents = sum(map(len, sums))
+        by_text = {
+            name: {"documents": each.documents, "tokens": each.tokens} | each.figures() for name, each in own.items()
+        }
+        models[label] = {"documents": documents} | means | {"texts": by_text}
+        print(
+            f"{label:<28} ratio {show_figure(means['perplexity_ratio'], means['ratio_interval'], '.4f')}, "
+            f"KL {show_figure(means['kl'], means['kl_interval'], '.4f')}, same top-1 {means['top1_agreement']:.1%}; "
+            f"{len(texts)} texts, {show_documents(documents)}",
+            flush=True,
+        )
+    record = {"overlap": {name: held_out.describe(found) for name, found in overlap.items()}, "models": models}
+    (args.output / "scores.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

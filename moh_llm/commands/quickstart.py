@@ -47,17 +47,23 @@ def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from moh_llm.intervals import show_documents, show_figure
     from moh_llm.quickstart.run import quickstart
 
     record = quickstart(args.output, args.base, args.steps, command=args.main)
     rows = record["held_out"]
-    table = Table(title=f"{record['base']} on {rows[0]['tokens']} held-out tokens")
+    documents = show_documents(rows[0]["documents"])
+    table = Table(title=f"{record['base']} on {rows[0]['tokens']} held-out tokens of {documents}")
     table.add_column("model")
-    for column in ("active heads", "perplexity", "x dense", "KL to dense"):
+    for column in ("active heads", "perplexity", "x dense (95 %)", "KL to dense (95 %)"):
         table.add_column(column, justify="right")
     for row in rows:
         heads = f"{row['active_heads']:g} of {row['heads']}"
-        table.add_row(row["model"], heads, f"{row['perplexity']:.2f}", f"{row['ratio']:.3f}", f"{row['kl']:.4f}")
+        ratio, kl = (
+            show_figure(row[key], row[f"{key}_interval"] if row["model"] != "dense" else None, form, "\n")
+            for key, form in (("ratio", ".3f"), ("kl", ".4f"))
+        )
+        table.add_row(row["model"], heads, f"{row['perplexity']:.2f}", ratio, kl)
     Console().print(table)
     print(f"tuned on {record['tuning_tokens']} tokens; {record['seconds']:.0f} s in all")
     print(f"benchmark report: {record['report']}")

@@ -85,7 +85,10 @@ def quickstart(output: Path, base: str | None, steps: int, command: Callable[[li
 
 
 def compare(base_name: str, converted: Path, tuned: Path) -> list[dict[str, Any]]:
-    """One row per model, all on the same held-out text: active heads, perplexity, KL to the dense base."""
+    """One row per model, all on the same held-out text: active heads, perplexity, its ratio and KL to the dense base.
+
+    The text is what calibration and tuning hold out of the embedded mixture.
+    """
     tokenizer = AutoTokenizer.from_pretrained(base_name, trust_remote_code=False)
     sources = sample_mixture(EMBEDDED, tokenizer, 0, HELD_OUT_TOKENS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,8 +114,11 @@ def compare(base_name: str, converted: Path, tuned: Path) -> list[dict[str, Any]
             "heads": heads,
             "perplexity": row.perplexity,
             "ratio": row.perplexity_ratio,
+            "ratio_interval": row.ratio_interval,
             "kl": row.kl,
+            "kl_interval": row.kl_interval,
             "tokens": row.tokens,
+            "documents": row.documents,
         }
         for name, row in found.items()
     ]

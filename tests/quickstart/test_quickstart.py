@@ -12,24 +12,34 @@ from moh_llm.cli import main
 from moh_llm.commands.quickstart import clear
 from moh_llm.hub.card import build_card
 from moh_llm.hub.licences import IDS
+from moh_llm.quickstart.run import RECIPE
 from moh_llm.quickstart.smollm2 import README
 
+# The recipe's rate is that of a real base.
+RATES = "optimizer:\n  learning_rate: 1e-3\n"
 
-def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys):
+
+def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys, monkeypatch, one_thread):
     pytest.importorskip("lm_eval")
+    monkeypatch.setattr("moh_llm.quickstart.run.RECIPE", RECIPE.replace("precision: bf16", "precision: 'no'") + RATES)
+    monkeypatch.setattr("moh_llm.quickstart.run.ACTIVE_RATIO", 0.5)  # so that there is something to win back
     output = tmp_path / "quickstart"
-    base = make_llama(max_position_embeddings=512)
+    base = make_llama(max_position_embeddings=512, num_hidden_layers=4, initializer_range=0.3)
     (base / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: en\n---\n\nA base.\n")
-    assert main(["quickstart", "--base", str(base), "--steps", "1", "--output", str(output)]) == 0
+    assert main(["quickstart", "--base", str(base), "--steps", "16", "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     record = json.loads((output / "quickstart.json").read_text())
     rows = {row["model"]: row for row in record["held_out"]}
     assert list(rows) == ["dense", "paper's layer", "calibrated", "tuned"]
     assert rows["dense"]["ratio"] == 1 and rows["dense"]["kl"] == 0 and rows["dense"]["active_heads"] == 4
     for name in ("paper's layer", "calibrated", "tuned"):
-        assert rows[name]["active_heads"] == 3 and rows[name]["kl"] > 0
+        assert rows[name]["active_heads"] == 2 and rows[name]["kl"] > 0
         assert f"{rows[name]['perplexity']:.2f}" in printed
-    assert rows["tuned"]["kl"] != rows["calibrated"]["kl"]
+    assert rows["tuned"]["kl"] < 0.97 * rows["calibrated"]["kl"] < rows["paper's layer"]["kl"]
+    low, high = rows["tuned"]["kl_interval"]
+    assert low < rows["tuned"]["kl"] < high and f"({low:.4f} to {high:.4f})" in printed
+    assert f"held-out tokens of {rows['tuned']['documents']} documents" in " ".join(printed.split())
+    assert rows["tuned"]["documents"] > 5
     assert record["report"] in printed
     assert (output / "report" / "report.html").exists() and (output / "recovery" / "model" / "config.json").exists()
 
