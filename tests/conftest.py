@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,18 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are first imported
 
 ROOT = Path(__file__).resolve().parents[1]
+EXTENSIONS = Path(sys.prefix) / "torch-extensions"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep what DeepSpeed compiles in the virtual environment, and remove the lock that a build leaves when killed.
+
+    Everyone who comes after would wait for that lock for ever.
+    """
+    if "TORCH_EXTENSIONS_DIR" not in os.environ and os.access(sys.prefix, os.W_OK):
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)  # pytest-xdist's workers inherit it
+        for lock in EXTENSIONS.glob("*/lock"):
+            lock.unlink()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,9 @@ with a number of its own, which can be signalled and killed, with its environmen
 Programs that read their environment while they import (HF_ENDPOINT, TRITON_INTERPRET) need a fresh interpreter.
 """
 
+import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import resource
@@ -24,7 +26,14 @@ from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["moh_llm.training.loop", "moh_llm.conversion.convert", "peft"])
-_streams = tempfile.TemporaryDirectory(prefix="forks-")  # gone with this process
+
+
+@functools.cache
+def _streams() -> Path:
+    """A folder for what programs print, gone with this process; not made at import, since programs import this, too."""
+    folder = tempfile.TemporaryDirectory(prefix="forks-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 class Program:
@@ -44,7 +53,7 @@ class Program:
         environment: Mapping[str, str] | None = None,
         largest_file: int | None = None,
     ):
-        self._said = Path(tempfile.mkdtemp(dir=_streams.name))
+        self._said = Path(tempfile.mkdtemp(dir=_streams()))
         variables = os.environ | (environment or {})
         given = ([str(word) for word in words], str(folder), dict(variables), largest_file, str(self._said))
         self._process = _context.Process(target=_child, args=given)
