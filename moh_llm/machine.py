@@ -27,7 +27,8 @@ def check_memory(needed: int, what: str, way_out: str, available: int | None = N
 def check_disk(needed: int, place: Path, what: str, way_out: str) -> None:
     """Raise UserError where ``what`` needs more bytes than are free on the disk of ``place``, which need not exist."""
     there = next(parent for parent in (place.resolve(), *place.resolve().parents) if parent.exists())
-    if needed > (free := shutil.disk_usage(there).free):
+    disk = shutil.disk_usage(there)
+    if disk.total and needed > (free := disk.free):  # a file system of kernel objects has no size
         raise UserError(
             f"{what} needs about {needed / _GIB:,.0f} GiB on the disk of {there}, where {free / _GIB:,.1f} are free; "
             f"{way_out}"

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import resource
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,9 +32,10 @@ _context.set_forkserver_preload(["moh_llm.training.loop", "moh_llm.conversion.co
 @functools.cache
 def _streams() -> Path:
     """A folder for what programs print, gone with this process; not made at import, since programs import this, too."""
-    folder = tempfile.TemporaryDirectory(prefix="forks-")
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
+    folder, owner = Path(tempfile.mkdtemp(prefix="forks-")), os.getpid()
+    # Not with one that was forked from this one and ends before it.
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    return folder
 
 
 class Program:

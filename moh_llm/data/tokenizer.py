@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # One call of the tokenizer: enough documents for its threads, little text to hold.
 _BATCH_DOCUMENTS = 128
 _BATCH_CHARACTERS = 1 << 20
+_ADDED_TOKENS = 1024
 
 
 def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "PreTrainedTokenizerBase":
@@ -45,13 +46,22 @@ def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"{name_or_path} has no tokenizer that loads ({reason})") from error
     if vocab_size is not None:
-        token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
-        if largest >= vocab_size:
+        _check_ids(tokenizer, vocab_size, str(name_or_path))
+    return tokenizer
+
+
+def _check_ids(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, name: str) -> None:
+    """Refuse ids beyond the embedding, but for a few tokens that were added and that plain text does not hold.
+
+    Such are padding tokens that were added without a row; transformers adds one itself to some tokenizers.
+    """
+    added = set(tokenizer.get_added_vocab())
+    for token, number in tokenizer.get_vocab().items():
+        if number >= vocab_size + (_ADDED_TOKENS if token in added else 0):
             raise UserError(
-                f"the tokenizer of {name_or_path} has id {largest} ({token[:40]!r}), and the model embeds ids below "
+                f"the tokenizer of {name} has id {number} ({token[:40]!r}), and the model embeds ids below "
                 f"vocab_size={vocab_size}; remove the token, or add rows to the embedding"
             )
-    return tokenizer
 
 
 class TextTokenizer:

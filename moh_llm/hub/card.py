@@ -178,7 +178,7 @@ def _headline(lineage: Lineage) -> str | None:
         measured += f", {show_documents(documents)}"
     if bounds:
         measured += f" (95 % interval {show_interval(bounds, '.4f')})"
-    return f"{made} has {ratio:.4f} times the perplexity of {other} on {measured}."
+    return f"{made} has {ratio:.4f} times the perplexity of {other}, on {measured}."
 
 
 def _base_link(lineage: Lineage) -> Safe | None:

@@ -46,7 +46,7 @@ def load_network(folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder. Raises UserError where there is none, or one with ids beyond the embedding."""
-    return open_tokenizer(folder, read_config(folder).get("vocab_size"))
+    return open_tokenizer(folder, read_config(Path(folder)).get("vocab_size"))
 
 
 def check_attention(config: TrainConfig) -> None:

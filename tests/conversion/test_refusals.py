@@ -145,10 +145,10 @@ BAD_INPUT = {
         "mlp.down_proj.weight in model.safetensors has shape [32, 64], which config.json",
     ),
     "no head count": (edit_config(num_attention_heads=None), "config.json gives no number for num_attention_heads"),
-    "config is a list": (_config_is_a_list, "its config.json is not an object"),
+    "config is a list": (_config_is_a_list, "config.json is not an object"),
     "odd hidden size": (
-        edit_config(num_attention_heads=5),
-        "hidden size (32) is not a multiple of the number of attention heads (5)",
+        edit_config(num_attention_heads=6),
+        "hidden_size=32 must be a multiple of num_attention_heads=6",
     ),
     "architecture": (GPT2, "model_type 'gpt2' (GPT2LMHeadModel) cannot be converted; these can: llama, mistral"),
     "no architecture": (edit_config(model_type=None, architectures=None), "model_type None (no architecture named)"),

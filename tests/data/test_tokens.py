@@ -120,7 +120,7 @@ def test_the_commands(corpus, tokenizer, tmp_path, capsys):
     [
         (["--workers", "0"], "--workers 0 must be at least 1"),
         (["--executor-args", "time"], "--executor-args time must be KEY=VALUE"),
-        (["--tokenizer", "nowhere/at/all"], "tokenizer nowhere/at/all cannot be loaded"),
+        (["--tokenizer", "nowhere/at/all"], "nowhere/at/all has no tokenizer that loads"),
     ],
 )
 def test_refusals_of_the_command(corpus, tokenizer, tmp_path, capsys, flags, message):

@@ -51,7 +51,7 @@ def test_truncated_weights(model: Path) -> None:
 def test_neither_folder_nor_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoConfig
 
-    def refuse(name: str) -> None:
+    def refuse(name: str, trust_remote_code: bool) -> None:
         raise OSError(f"{name} is not a local folder\nand a long story")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
@@ -75,7 +75,7 @@ def test_description_names_heads_and_records(tiny_moh: Path, paper_moh: Path) ->
     assert first != last and first + last == 12 and paper["heads"]["num_active_heads"] == 6
     kinds = [(found["heads"]["router_type"], found["heads"].get("head_stand_in")) for found in (about, paper)]
     assert kinds == [("linear", "value"), ("query_norm", "none")]
-    assert about["records"] == [str(tiny_moh / "conversion.json")]
+    assert about["records"] == [str(tiny_moh / name) for name in ("conversion.json", "lineage.json")]
 
 
 def test_identity_follows_weights_and_settings(model: Path) -> None:

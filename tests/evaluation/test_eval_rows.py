@@ -150,7 +150,7 @@ def test_fields_that_no_prompt_shows_may_be_missing(load_changed: Callable[..., 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1}\n{"a": \n', r"facts/test.jsonl, line 2: not JSON"),
+        ('{"a": 1}\n{"a": \n', r"facts/test.jsonl, line 2 cannot be read as JSON"),
         ('{"a": 1}\n\n[1]\n', r"facts/test.jsonl, line 3: not an object"),
         ("\n \n", r"facts/test.jsonl holds no rows"),
         (b'{"a": "\xff"}\n', r"facts/test.jsonl cannot be read"),

@@ -88,7 +88,7 @@ def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
     sections = check_card(card)
     assert build_card(tuned, NAME, run=tuned.parent) == card
     assert "Tuned on 192 tokens, it has 1.1000 times the perplexity of its base" in card
-    assert "of its base on held-out text, 40 documents (95 % interval 1.0812 to 1.1234)." in card
+    assert "of its base, on held-out text, 40 documents (95 % interval 1.0812 to 1.1234)." in card
     assert "tokens of text that the same mixture holds out (40 documents)" in sections["Recovery"]
     saved = "| 192 (saved model) | 22.000 | 1.1000 (1.0812 to 1.1234) | 0.0500 (0.0410 to 0.0620) | 90.00% |"
     assert saved in sections["Recovery"]

@@ -54,7 +54,12 @@ def each(ways: Iterable[str]) -> list[object]:
 
 
 def start(
-    way: str, recipe: Path, output: Path, largest_file: int | None = None, program: Sequence[str] = ("train.py",)
+    way: str,
+    recipe: Path,
+    output: Path,
+    largest_file: int | None = None,
+    program: Sequence[str] = ("train.py",),
+    **keys: object,
 ) -> "subprocess.CompletedProcess[str]":
     """`train.py RECIPE` or another program on two processes, which may be refused files of more than so many bytes."""
     if way.startswith("zero"):
@@ -62,7 +67,7 @@ def start(
             pytest.skip("deepspeed is not installed")
         if shutil.which("c++") is None and shutil.which("g++") is None:
             pytest.skip("DeepSpeed builds an extension, and there is no C++ compiler")
-    steps = STEPS | (MILESTONES if "-c" in program else {})
+    steps = STEPS | (MILESTONES if "-c" in program else {}) | keys
     words = [*program, str(recipe), "--output", str(output), *(f"--{name}={value}" for name, value in steps.items())]
     environment = WAYS[way] | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     if way == "torchrun":
@@ -190,6 +195,7 @@ def test_milestones_are_saved_beside_a_distributed_model(single, run_of, way):
         torch.testing.assert_close(a[name], weight, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "rank"), [("zero3", None), ("fsdp2", 4)])
 def test_a_teacher_beside_the_student_is_divided_too(make_llama, convert, configure, recipe, tmp_path, way, rank):
     """A model that was tuned before is taught by its base, under LoRA, too."""

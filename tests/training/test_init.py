@@ -247,7 +247,7 @@ def refusal(capsys, *arguments: object) -> str:
         ("router_type: three_stage", "router_type='three_stage' must be one of query_norm, linear, two_stage"),
         ("rope_parameters: 3", "rope_parameters=3 must be a map or null"),
         ("vocab_size: 256", "vocab_size=256 is less than the 257 ids of tokenizer"),
-        ("hidden_size: [", "cannot be read: "),
+        ("hidden_size: [", "cannot be read as YAML: "),
     ],
 )
 def test_architectures_that_make_no_model(tokenizer_folder, tmp_path, capsys, text: str, message: str) -> None:
@@ -272,7 +272,7 @@ def test_other_refusals(tokenizer_folder, tmp_path, capsys) -> None:
 
     assert "is not a folder; name one that holds a tokenizer" in said(tokenizer=tmp_path / "none")
     (tmp_path / "bare").mkdir()
-    assert "bare holds no tokenizer that loads" in said(tokenizer=tmp_path / "bare")
+    assert "bare has no tokenizer that loads" in said(tokenizer=tmp_path / "bare")
 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").touch()

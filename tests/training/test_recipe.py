@@ -131,7 +131,7 @@ def test_bad_overrides_name_key_value_and_rule(recipe: Path, arguments: list[str
         ("max_stps: 3\n", "unknown key 'max_stps'; the nearest known key is 'max_steps'"),
         ("data: {mixtures: x}\n", "unknown key 'data.mixtures'; the nearest known key is 'data.mixture'"),
         ("model: m\noutput: o\n", "max_steps is missing"),
-        ("max_steps: [3\n", "is not YAML"),
+        ("max_steps: [3\n", "cannot be read as YAML"),
         ("- 3\n", "must hold `key: value` lines"),
         ("", "model is missing"),
         ("model: null\n", "bad.yaml: model=null must be text"),

@@ -158,7 +158,7 @@ def test_a_corrupt_checkpoint_is_passed_over(configure) -> None:
     (folder / "log.jsonl").open("a").write('{"step": 7, "lo')  # a line that a kill cut short
     said: list[str] = []
     train(config, say=said.append)
-    said = [line for line in said if "mixture" not in line]
+    said = [line for line in said if "mixture" not in line and not line.startswith("teacher: ")]
     assert "skipped checkpoint" in said[0] and "optimizer.safetensors has 0 bytes" in said[0]
     assert "resumed from" in said[1] and "step-000004" in said[1]
     assert read_log(folder) == log
@@ -222,7 +222,7 @@ def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Pat
         (["--output", str(taken)], "is not empty and holds no run.json"),
         (["--output", str(recipe)], "is a file"),
         (["--data.mixture", "nowhere.yaml"], "nowhere.yaml does not exist"),
-        (["--data.block_length", "100000"], "training tokens, fewer than one block"),
+        (["--data.block_length", "20000"], "training tokens, fewer than one block"),
         (["--lora.target_modules", "[query]"], "no 'query'"),
     ]
     for arguments, message in cases:
