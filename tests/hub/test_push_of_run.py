@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from moh_llm.cli import main
+from moh_llm.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 MILESTONES = ["--hub.milestones", "true", "--checkpoint.milestone_every"]
@@ -108,10 +109,11 @@ def test_without_a_hub_group_nothing_is_published_and_a_card_is_written(recipe, 
     assert "# run" in card and "license: apache-2.0" in card
 
 
-def test_a_card_that_cannot_be_written_does_not_fail_the_training(recipe, folder, capsys, tmp_path):
-    (folder / "conversion.json").write_text(
-        '{"base": {}, "calibration": {"tokens": 1}}'
-    )  # as an older version wrote it
+def test_a_card_that_cannot_be_written_does_not_fail_the_training(recipe, folder, capsys, tmp_path, monkeypatch):
+    def refuse(model: Path) -> None:
+        raise UserError(f"cannot write {model / 'README.md'}: no space left")
+
+    monkeypatch.setattr("moh_llm.hub.card.write_local_card", refuse)
     assert main(["train", str(recipe), "--hub", "null", "--model", str(folder)]) == 0
     assert "README.md was not written: " in capsys.readouterr().out
     assert _status(tmp_path / "run") == "finished"

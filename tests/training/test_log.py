@@ -36,7 +36,7 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
         progress.step(
             {
                 "step": 5,
-                "validation": {"tokens": 9, "perplexity": 2.0},
+                "validation": {"tokens": 9, "documents": 2, "perplexity": 2.0},
                 "routing": {"dead_heads": [1, 2]} | {"changed": [0.5, 0.25]},
             }
         )
@@ -49,7 +49,7 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
         "tokens/s  MFU 10.0 %",
         "s left",
         "step 4 was dropped: the loss is not finite",
-        "perplexity 2.000 on 9 held-out tokens, 3 dead heads, 37.5 % of routings changed",
+        "perplexity 2.000 on 9 held-out tokens of 2 documents, 3 dead heads, 37.5 % of routings changed",
     ):
         assert part in said, part
 

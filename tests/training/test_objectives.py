@@ -50,7 +50,7 @@ def test_layer_distance_is_that_of_a_loop() -> None:
 def test_layer_matching_pulls_the_layers_to_the_bases(configure) -> None:
     ends = []
     for coefficient in (1e-6, 100.0):  # next to nothing, but in the log; and most of the loss
-        config = configure(output=f"{configure().output}-{coefficient}", max_steps=30, **{"evaluation.every": 0})
+        config = configure(output=f"{configure().output}-{coefficient}", max_steps=60, **{"evaluation.every": 0})
         config = replace(config, objective=replace(config.objective, layer_coefficient=coefficient))
         train(config)
         log = [json.loads(line) for line in Path(config.output, "log.jsonl").read_text().splitlines()]
