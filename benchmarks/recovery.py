@@ -60,6 +60,9 @@ def main() -> int:
     parser.add_argument("--run-tokens", type=int, default=4096, help="held-out tokens of a score during a run")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; of several each has one thread")
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS), help="not all of them")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the recipe for all runs, before a method's own"
+    )
     parser.add_argument("--text", nargs="+", default=[], help="text files or globs to score all models on at the end")
     held_out.add_arguments(parser)
     args = parser.parse_args()
@@ -79,6 +82,7 @@ def main() -> int:
         command += ["--model", str((args.output / "models" / model).resolve()), "--max_steps", str(args.steps)]
         command += ["--output", str((args.output / "runs" / f"{name}-{seed}").resolve()), "--save_dtype", "float32"]
         command += ["--evaluation.every", str(args.every), "--evaluation.max_tokens", str(args.run_tokens)]
+        command += [f"--{setting}" for setting in args.set]
         command += [str(args.steps // 2) if word == "HALF" else word for word in overrides]
         threads = {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}
         done = subprocess.run(command, cwd=ROOT, env=os.environ | threads, capture_output=True, text=True)
