@@ -60,9 +60,7 @@ def main() -> int:
     parser.add_argument("--run-tokens", type=int, default=4096, help="held-out tokens of a score during a run")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; of several each has one thread")
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS), help="not all of them")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of all runs' recipes"
-    )
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of all runs' recipes")
     parser.add_argument("--text", nargs="+", default=[], help="text files or globs to score all models on at the end")
     held_out.add_arguments(parser)
     args = parser.parse_args()
