@@ -44,7 +44,8 @@ def lock_folder(output: Path, wait: bool = False) -> Iterator[None]:
             f"{output} is being written by {_holder(path)}; wait for it to end, or name another output"
         ) from error
     except (OSError, NotImplementedError) as error:
-        raise UserError(f"cannot lock {output} by {path}: {error}; name an output elsewhere") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"cannot write {output}: its lock {path} cannot be made ({reason}); name another place") from error
     informed = False
     try:
         informed = lock.lock_counter == 1 and _inform(path)

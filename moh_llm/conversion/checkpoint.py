@@ -55,16 +55,17 @@ def write_weights(
     count = len(base.shards) + bool(routing)
     names = [SINGLE_NAME] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     renamed = {shard.name: name for shard, name in zip(base.shards, names, strict=False)}
-    for shard in tqdm(base.shards, desc="write weights", unit="shard", leave=False):
-        target = folder / renamed[shard.name]
-        with safe_open(shard, framework="np") as file:
-            mixed = not base.routing_tensors.isdisjoint(file.keys())
-        if mixed or dtype is not None:
-            _rewrite_shard(shard, target, base.routing_tensors, dtype)
-        elif link:
-            _link(shard, target)
-        else:
-            shutil.copyfile(shard, target)
+    with tqdm(base.shards, desc="write weights", unit="shard", leave=False) as bar:
+        for shard in bar:
+            target = folder / renamed[shard.name]
+            with safe_open(shard, framework="np") as file:
+                mixed = not base.routing_tensors.isdisjoint(file.keys())
+            if mixed or dtype is not None:
+                _rewrite_shard(shard, target, base.routing_tensors, dtype)
+            elif link:
+                _link(shard, target)
+            else:
+                shutil.copyfile(shard, target)
     weight_map = {tensor: renamed[file] for tensor, file in base.weight_map.items()}
     if routing:
         save_tensors(routing, folder / names[-1])

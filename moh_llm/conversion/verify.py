@@ -183,5 +183,6 @@ def compare_with_paper(
 ) -> tuple[Comparison, Comparison]:
     """The converted model, and its weights as the paper's layer, against the base."""
     candidates = {"model": logits_of(model), "paper": by_paper_plan(model)}
-    found = compare_to_reference(candidates, logits_of(base), tqdm(batches, desc="compare", unit="batch", leave=False))
+    with tqdm(batches, desc="compare", unit="batch", leave=False) as bar:
+        found = compare_to_reference(candidates, logits_of(base), bar)
     return found["model"], found["paper"]

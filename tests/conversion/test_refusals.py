@@ -148,7 +148,7 @@ BAD_INPUT = {
     "config is a list": (_config_is_a_list, "config.json is not an object"),
     "odd hidden size": (
         edit_config(num_attention_heads=6),
-        "hidden_size=32 must be a multiple of num_attention_heads=6",
+        "hidden size (32) is not a multiple of the number of attention heads (6)",
     ),
     "architecture": (GPT2, "model_type 'gpt2' (GPT2LMHeadModel) cannot be converted; these can: llama, mistral"),
     "no architecture": (edit_config(model_type=None, architectures=None), "model_type None (no architecture named)"),
