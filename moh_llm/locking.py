@@ -45,7 +45,9 @@ def lock_folder(output: Path, wait: bool = False) -> Iterator[None]:
         ) from error
     except (OSError, NotImplementedError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UserError(f"cannot write {output}: its lock {path} cannot be made ({reason}); name another place") from error
+        raise UserError(
+            f"cannot write {output}: its lock {path} cannot be made ({reason}); name another place"
+        ) from error
     informed = False
     try:
         informed = lock.lock_counter == 1 and _inform(path)
