@@ -36,6 +36,7 @@ from moh_llm.training.parallel import (
     from_main,
     make_accelerator,
     peak_rate,
+    seed_networks,
     seed_step,
     sum_over_processes,
 )
@@ -121,7 +122,7 @@ def _train(
     )
 
     # ---- networks
-    seed_step(config, 0, accelerator)
+    seed_networks(config)
     student = networks.make_student(config)
     teacher = networks.make_teacher(config, reference, student, accelerator.device)
     beta = config.objective.balance_coefficient

@@ -155,7 +155,16 @@ def deepspeed_norm(model: torch.nn.Module) -> float:
 
 def seed_step(config: TrainConfig, step: int, accelerator: Accelerator) -> None:
     """Set the generators that dropout draws from, as a function of the step, so that no state has to be kept."""
-    digest = hashlib.blake2b(f"{config.seed}/{step}/{accelerator.process_index}".encode(), digest_size=8).digest()
+    _seed(config, step, accelerator.process_index)
+
+
+def seed_networks(config: TrainConfig) -> None:
+    """Set the generators that adapters are drawn from, alike on all processes: each keeps its part of the same draw."""
+    _seed(config, 0, 0)
+
+
+def _seed(config: TrainConfig, step: int, process: int) -> None:
+    digest = hashlib.blake2b(f"{config.seed}/{step}/{process}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 

@@ -212,11 +212,10 @@ def test_a_teacher_beside_the_student_is_divided_too(make_llama, convert, config
     assert others[0]["validation"]["reference"] == "base" and others[0]["validation"]["kl"] > 0.1
     for line, wanted in zip(mine[1:], others[1:], strict=True):
         for name in ("loss", "kl", "layer_distance"):
-            # AdamW's first steps enlarge rounding; another teacher would differ by a hundred times as much.
-            assert line[name] == pytest.approx(wanted[name], abs=1e-3), (line["step"], name)
+            assert line[name] == pytest.approx(wanted[name], abs=1e-4), (line["step"], name)
     ended = [
         json.loads((folder / "run.json").read_text())["evaluation"] for folder in (tmp_path / way, tmp_path / "run")
     ]
-    assert ended[0]["kl"] == pytest.approx(ended[1]["kl"], abs=1e-3)
+    assert ended[0]["kl"] == pytest.approx(ended[1]["kl"], abs=1e-4)
     chains = [(folder / "model" / "lineage.json").read_text() for folder in (tmp_path / way, tmp_path / "run")]
     assert [len(json.loads(chain)["entries"]) for chain in chains] == [3, 3]
