@@ -1,7 +1,7 @@
-# make quickstart   converts, tunes and scores a small real model: about ten minutes on two cores
+# make quickstart   converts, tunes and scores a small real model
 #                   BASE=FOLDER_OR_HUB_ID takes another base than SmolLM2-135M
-# make test         sets up and runs the tests but for the slow ones: about five minutes on two cores
-# make test-all     all of them, as CI does: about twelve
+# make test         sets up and runs the tests but for the slow ones
+# make test-all     all of them, as CI does
 # make mutants      puts faults into a copy of the package and sees a test find each
 PYTHON ?= python3
 VENV ?= .venv
