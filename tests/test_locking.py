@@ -123,7 +123,7 @@ def test_a_folder_beside_which_nothing_can_be_written_is_locked_inside(tmp_path,
 def test_a_place_where_no_lock_can_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(UserError, match="name an output elsewhere"),
+        pytest.raises(UserError, match="name another place"),
         lock_folder(tmp_path / "file/out"),
     ):
         pytest.fail("nothing is locked")
