@@ -1,5 +1,6 @@
 """Whole runs at toy size, one of them killed and resumed."""
 
+import functools
 import json
 import shutil
 import signal
@@ -174,6 +175,8 @@ def test_a_finished_run_is_left_alone(configure) -> None:
 
 
 def test_another_recipe_does_not_resume(configure, mixture_file: Path, model_folder: Path, tmp_path: Path) -> None:
+    text = Path(shutil.copytree(mixture_file.parent, tmp_path / "text"))  # to be changed
+    configure = functools.partial(configure, **{"data.mixture": str(text / "mixture.yaml")})
     train(configure())
     interrupt(tmp_path / "run", 4)
     with pytest.raises(UserError, match=r"different: max_steps, optimizer.learning_rate\."):
@@ -187,13 +190,13 @@ def test_another_recipe_does_not_resume(configure, mixture_file: Path, model_fol
     with pytest.raises(UserError, match=r"different: model \(other config or weights\)"):
         train(configure(model=str(other)))
 
-    lines = (mixture_file.parent / "one.jsonl").read_text()
+    lines = (text / "one.jsonl").read_text()
     try:
-        (mixture_file.parent / "one.jsonl").write_text(lines.replace("April", "March"))
+        (text / "one.jsonl").write_text(lines.replace("April", "March"))
         with pytest.raises(UserError, match="is not what the run in"):
             train(configure())
     finally:
-        (mixture_file.parent / "one.jsonl").write_text(lines)
+        (text / "one.jsonl").write_text(lines)
 
     # Where things go and how often they are looked at may change; --overwrite starts anew.
     said: list[str] = []
