@@ -91,8 +91,8 @@ def evaluate(
         found, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
         counts = number < len(mine)
         if counts:
-            predicted = next_token_targets(batch["documents"])[targets != IGNORED].to(device)
-            sums.index_add_(0, predicted, torch.cat([torch.ones_like(found[:, :1]), found], 1))
+            own = batch["documents"][targets != IGNORED].to(device)
+            sums.index_add_(0, own, torch.cat([torch.ones_like(found[:, :1]), found], 1))
         routing.add([logits if counts else logits[:0] for logits in router_logits], top_k)
     model.train()
     sums = sum_over_processes(accelerator, sums) if accelerator else sums
