@@ -1,5 +1,6 @@
 """What all tests share: tiny random LLaMAs with a byte tokenizer, made in temporary folders."""
 
+import gc
 import json
 import os
 import shutil
@@ -75,6 +76,13 @@ def working_folder(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     for path in left:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert not left, "the test left files in the working folder"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_modules() -> None:
+    """Garbage collection leaves out the modules imported so far: a training run collects, and they take most of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

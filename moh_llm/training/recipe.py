@@ -8,7 +8,7 @@ naming it or any key in it, and off by ``--lora null``. jsonargparse types and m
 import contextlib
 import difflib
 from argparse import ArgumentError
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -96,14 +96,15 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Train
         if "." not in name:
             default = None if found.default is MISSING else found.default
             parser.add_argument(f"--{name}", type=found.hint, default=default)
-    settings = parser.get_defaults()
-    for where, name, value in given:
-        try:
-            settings = parser.parse_object({name: value}, settings, env=False)
-        except ArgumentError as error:
-            raise _misfit(where, name, value, keys[name]) from error
-
-    values = vars(settings)
+    try:
+        values = vars(parser.parse_object(_merged(given), env=False))
+    except ArgumentError:
+        for where, name, value in given:
+            try:
+                parser.parse_object(_merged([(where, name, value)]), env=False)
+            except ArgumentError as error:
+                raise _misfit(where, name, value, keys[name]) from error
+        raise
     for name, value in values.items():
         if value is None and not keys[name].nullable:
             raise UserError(f"{name} is missing: {keys[name].meaning}; give it in the recipe or as --{name}")
@@ -169,6 +170,21 @@ def _flatten(content: dict, keys: dict[str, Key], where: str, prefix: str = "") 
             yield from _flatten(value, keys, where, f"{name}.")
         else:
             yield where, name, value
+
+
+def _merged(given: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
+    """Nested maps of dotted names; a later value replaces an earlier one, and an empty map adds to what is there."""
+    merged: dict[str, Any] = {}
+    for _, name, value in given:
+        *groups, key = name.split(".")
+        place = merged
+        for group in groups:
+            if place.get(group) is None:
+                place[group] = {}
+            place = place[group]
+        if value != {} or place.get(key) is None:
+            place[key] = {} if value == {} else value  # not the same map, which is filled
+    return merged
 
 
 def _misfit(where: str, name: str, value: Any, found: Key) -> UserError:

@@ -2,12 +2,10 @@
 
 import json
 import os
-import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 import yaml
@@ -22,7 +20,8 @@ from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.training.initial import architecture_keys, read_architecture
 from moh_llm.training.loop import train
 
-ARCHITECTURES = Path(__file__).parents[2] / "recipes" / "architectures"
+ROOT = Path(__file__).parents[2]
+ARCHITECTURES = ROOT / "recipes" / "architectures"
 # The heads of the shipped S models, each of size 4.
 TOY = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 4}
 # Large enough that heads and routers are felt.
@@ -96,7 +95,7 @@ def test_twins_differ_in_their_heads_only_and_every_key_is_explained(size: str) 
     assert moh["num_shared_heads"] > 0.4 * moh["num_active_heads"]
 
 
-def test_the_folder_loads_with_and_without_this_package(initialise, tokenizer_folder, tmp_path, capsys) -> None:
+def test_the_folder_loads(initialise, tokenizer_folder, tmp_path, capsys) -> None:
     folder = initialise("moh_llm_s", "moh")
     text = capsys.readouterr().out
     total = 2 * 300 * 48 + 2 * (4 * 48 * 48 + 3 * 48 * 128 + 2 * 48 + 48 * 14) + 48
@@ -108,21 +107,11 @@ def test_the_folder_loads_with_and_without_this_package(initialise, tokenizer_fo
     tokenizer = TextTokenizer.of(AutoTokenizer.from_pretrained(folder))
     assert tokenizer.sha256 == TextTokenizer.load(str(tokenizer_folder)).sha256
 
-    code = """
-import sys
-sys.modules["moh_llm"] = None  # importing it raises
-import torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
-with torch.no_grad():
-    torch.save(model(torch.arange(1, 41)[None]).logits, sys.argv[2])
-"""
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "logits.pt")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    mine = logits(MoHLlamaForCausalLM.from_pretrained(folder))
-    assert torch.equal(torch.load(tmp_path / "logits.pt", weights_only=True), mine)
+    # What loads where this package is not: tests/conversion/test_convert.py loads these files there.
+    assert config.auto_map["AutoModelForCausalLM"] == "modeling_moh_llama.MoHLlamaForCausalLM"
+    for path in folder.glob("*.py"):
+        assert path.read_bytes() == (ROOT / "moh_llm" / "modeling" / path.name).read_bytes()
+    assert (folder / "modeling_moh_llama.py").exists()
 
 
 def test_the_seed_makes_the_bytes(initialise) -> None:
@@ -295,15 +284,8 @@ def test_a_disk_that_refuses_leaves_nothing(tokenizer_folder, tmp_path) -> None:
     content = yaml.safe_load((ARCHITECTURES / "llm_s.yaml").read_text()) | TOY
     (tmp_path / "toy.yaml").write_text(yaml.safe_dump(content))
     arguments = ["init", "toy.yaml", "--tokenizer", str(tokenizer_folder), "--output", str(tmp_path / "out" / "model")]
-    limit = (100_000, 100_000)  # bytes of a file; the weights have more
-    done = subprocess.run(
-        [sys.executable, "-m", "moh_llm.cli", *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ARCHITECTURES.parents[1]), "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
-        capture_output=True,
-        text=True,
-    )
+    words, variables = ["-m", "moh_llm.cli", *arguments], {"PYTHONPATH": str(ROOT)}
+    done = forks.run(*words, folder=tmp_path, environment=variables, largest_file=100_000)  # the weights have more
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: cannot write ") and done.stderr.count("\n") == 1
     assert not list((tmp_path / "out").iterdir())

@@ -72,14 +72,12 @@ def test_mixed_precision_keeps_float32_weights(configure) -> None:
     assert any(tensor.bfloat16().float().ne(tensor).any() for tensor in weights.values())
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_skipping_heads_that_are_off_trains_alike(configure, tmp_path, method: str) -> None:
+def test_skipping_heads_that_are_off_trains_alike(configure, tmp_path) -> None:
     pytest.importorskip("triton")
     logs = []
     for attention in ("sdpa", "moh_sparse"):
-        chosen = {"lora.rank": 4} if method == "lora" else {}
         # Little: Triton's interpreter takes a while for every key and query.
-        chosen |= {"data.block_length": 16, "data.batch_size": 2, "evaluation.every": 0, "evaluation.max_tokens": 32}
+        chosen = {"data.block_length": 16, "data.batch_size": 2, "evaluation.every": 0, "evaluation.max_tokens": 32}
         config = configure(attn_implementation=attention, max_steps=2, output=str(tmp_path / attention), **chosen)
         train(config)
         logs.append(read_log(Path(config.output)))
@@ -112,7 +110,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
-    overrides: dict[str, object] = {"max_steps": 60, "checkpoint.every": 7, "evaluation.every": 20}
+    overrides: dict[str, object] = {"max_steps": 35, "checkpoint.every": 7, "evaluation.every": 20}
     if method == "lora":
         overrides |= {"lora.rank": 4, "lora.dropout": 0.2}  # dropout draws from the generator
     unbroken = configure(**overrides)
@@ -134,7 +132,7 @@ def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
     done = forks.run(*command, folder=ROOT, environment=ENVIRONMENT)
     assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
     assert read_log(output) == read_log(Path(unbroken.output))
-    for name in ("model/model.safetensors", "checkpoints/step-000060/model.safetensors"):
+    for name in ("model/model.safetensors", "checkpoints/step-000035/model.safetensors"):
         mine, other = load_file(output / name), load_file(Path(unbroken.output) / name)
         assert mine.keys() == other.keys()
         assert all(torch.equal(tensor, other[key]) for key, tensor in mine.items())
@@ -253,26 +251,26 @@ def test_overwriting_a_run_keeps_the_model_that_is_read(configure, recipe, capsy
     assert (model / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_saves_and_leaves(configure, name: str) -> None:
-    overrides = {"max_steps": 400, "checkpoint.every": 400, "evaluation.every": 0, "schedule.anneal_steps": 200}
+def test_a_signal_saves_and_leaves(configure) -> None:
+    overrides = {"max_steps": 120, "checkpoint.every": 120, "evaluation.every": 0, "schedule.anneal_steps": 60}
     unbroken = configure(**overrides)
-    output = Path(unbroken.output).parent / "signalled"
-    command = ["train.py", str(output.parent / "recipe.yaml"), "--output", str(output)]
-    command += [f"--{key}={value}" for key, value in overrides.items()]
-    process = forks.Program(command, ROOT, ENVIRONMENT)
-    while not (output / "log.jsonl").exists() or len((output / "log.jsonl").read_text().splitlines()) < 5:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(getattr(signal, name))
-    status, said = process.wait(), process.stdout
-    assert status == 0 and "stopped by a signal after step" in said
-    saved = int(said.split("after step ")[1].split(",")[0])
-    assert (output / "checkpoints" / f"step-{saved:06d}").is_dir() and not (output / "model").exists()
-    assert json.loads((output / "run.json").read_text())["status"] == "running"
-    train(configure(output=str(output), **overrides))
     train(unbroken)
-    assert read_log(output) == read_log(Path(unbroken.output))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        output = Path(unbroken.output).parent / number.name
+        command = ["train.py", str(output.parent / "recipe.yaml"), "--output", str(output)]
+        command += [f"--{key}={value}" for key, value in overrides.items()]
+        process = forks.Program(command, ROOT, ENVIRONMENT)
+        while not (output / "log.jsonl").exists() or len((output / "log.jsonl").read_text().splitlines()) < 5:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        status, said = process.wait(), process.stdout
+        assert status == 0 and "stopped by a signal after step" in said
+        saved = int(said.split("after step ")[1].split(",")[0])
+        assert (output / "checkpoints" / f"step-{saved:06d}").is_dir() and not (output / "model").exists()
+        assert json.loads((output / "run.json").read_text())["status"] == "running"
+        train(configure(output=str(output), **overrides))
+        assert read_log(output) == read_log(Path(unbroken.output))
 
 
 def test_whole_groups_train_and_anneal(configure, paper_folder, tmp_path) -> None:
