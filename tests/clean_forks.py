@@ -1,7 +1,7 @@
 """The proof's clean process, forked from one that has imported torch and transformers and never saw `moh_llm`.
 
-A fresh interpreter spends most of its time on these imports. The rest is as in `moh_llm.hub.proof`: the same script with
-the same arguments, environment, working folder and cache of modules, its exit status and what it prints as errors.
+A fresh interpreter spends most of its time on these imports. The rest is as in `moh_llm.hub.proof`: the same script
+with the same arguments, environment, working folder and cache of modules, its exit status and its errors.
 """
 
 import atexit
