@@ -1,7 +1,7 @@
 """The proof's clean process, forked from one that has imported torch and transformers and never saw `moh_llm`.
 
 A fresh interpreter spends most of its time on these imports. The rest is as in `moh_llm.hub.proof`: the same script
-with the same arguments, environment, working folder and cache of modules, its exit status and its errors.
+with the same arguments, environment, working folder and cache of modules, its exit status and all that it prints.
 """
 
 import atexit
@@ -35,7 +35,8 @@ for line in sys.stdin:
         except Exception:
             traceback.print_exc()
             os._exit(1)
-        os._exit(0)  # at once: what is written is closed
+        sys.stdout.flush()
+        os._exit(0)  # at once: what it wrote is closed
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
@@ -56,4 +57,4 @@ def run(command: Sequence[str], cwd: Path, env: Mapping[str, str], **_: object) 
     parent.stdin.write(json.dumps([command[2:], str(cwd), dict(env), str(errors)]) + "\n")
     parent.stdin.flush()
     status = int(parent.stdout.readline())
-    return subprocess.CompletedProcess(command, status, "", errors.read_text())
+    return subprocess.CompletedProcess(command, status, "", errors.read_text())  # with what it prints
