@@ -5,6 +5,7 @@ module's source and its docstrings, and the modules of one package, many of whic
 """
 
 import ast
+import os
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -43,13 +44,15 @@ def _standard_library() -> Iterator[tuple[str, str]]:
     """Sources of the standard library's own modules, tests and installed packages left out."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if not skipped.intersection(parts):
-            try:
-                yield parts[0].removesuffix(".py"), path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                continue  # a handful of codec tables are written in other encodings
+    paths: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped]  # not entered: packages hold the most files
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    for path in sorted(paths):
+        try:
+            yield path.relative_to(root).parts[0].removesuffix(".py"), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a handful of codec tables are written in other encodings
 
 
 def _python_docstrings() -> Iterator[tuple[str, str]]:

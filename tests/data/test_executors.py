@@ -51,8 +51,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return play
 
 
-def test_slurm_writes_the_same_shards_and_the_record(corpus, tokenizer, tmp_path, slurm, monkeypatch, shards):
-    monkeypatch.setattr("moh_llm.data.tasks._TASK_BYTES", 30_000)
+def test_slurm_writes_the_same_shards_and_the_record(corpus, tokenizer, tmp_path, slurm, shards):
     tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "here", workers=1)
     options = {"time": "01:00:00", "partition": "cpu", "mem_per_cpu_gb": "4", "qos": ""}
     found = tokenize_mixture(
@@ -67,7 +66,8 @@ def test_slurm_writes_the_same_shards_and_the_record(corpus, tokenizer, tmp_path
 
 
 def test_a_failure_on_slurm_is_told_by_the_next_start(corpus, tokenizer, tmp_path, slurm):
-    (corpus.parent / "chosen.jsonl").write_text('{"meta": {"language": "en"}}\n')
+    (corpus.parent / "chosen.jsonl").write_text("{}\n")
+    corpus.write_text("name: one\nsources:\n  chosen: {weight: 1, files: chosen.jsonl}\n")  # a task each takes seconds
     options = {"time": "01:00:00", "partition": "cpu"}
     tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", executor="slurm", executor_args=options)
     with pytest.raises(UserError, match="is not finished"):

@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import clean_forks
 import pytest
 import yaml
 
@@ -268,6 +270,12 @@ def proven(monkeypatch: pytest.MonkeyPatch) -> None:
         "moh_llm.hub.publish.prove",
         lambda published, local: Proof(None, record | {"versions": {"transformers": "5"}}),
     )
+
+
+@pytest.fixture
+def forked_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof's clean process is forked, which leaves out the imports of a fresh one."""
+    monkeypatch.setattr("moh_llm.hub.proof.subprocess", SimpleNamespace(run=clean_forks.run, DEVNULL=None))
 
 
 @pytest.fixture

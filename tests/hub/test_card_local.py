@@ -56,8 +56,9 @@ def test_a_conversion_leaves_its_card(conversion: Path) -> None:
     assert str(conversion.parent) not in card
 
 
-@pytest.mark.slow
-def test_publishing_writes_the_card_anew(conversion: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_publishing_writes_the_card_anew(
+    conversion: Path, forked_proof: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (conversion / "README.md").read_text()
     assert main(["publish", str(conversion), "--repo-id", "me/toy", "--dry-run"]) == 0
     assert "checks: passed" in capsys.readouterr().out

@@ -15,32 +15,38 @@ from moh_llm.modeling import MoHLlamaConfig
 OLDEST = Path(sys.prefix) / "oldest-transformers"
 RUN = """
 import runpy, sys
-packages, script = sys.argv[1:3]
-del sys.argv[1:3]
+packages, script, *requests = sys.argv[1:]
 sys.path.insert(0, packages)
-runpy.run_path(script, run_name="__main__")
+for request in requests:
+    sys.argv[1:] = [request]
+    runpy.run_path(script, run_name="__main__")
 """
 CONFIGURATION = Path(__file__).resolve().parents[2] / "moh_llm" / "modeling" / "configuration_moh_llama.py"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not OLDEST.is_dir(), reason="make test installs tests/oldest-transformers.txt")
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_oldest_gives_what_the_newest_gives(make_model, tmp_path, monkeypatch, tied):
+def test_the_oldest_gives_what_the_newest_gives(make_model, tmp_path, monkeypatch):
     plan = {"num_shared_heads": 1, "num_active_heads": 3, "router_type": "linear", "head_stand_in": "value"}
-    folder = make_model(MoHLlamaConfig, tie_word_embeddings=tied, **(plan if tied else {}))
-    request = {"folder": str(folder), "threads": 1}
-    request |= {"tensors": str(tmp_path / "seen.safetensors"), "record": str(tmp_path / "seen.json")}
-    (tmp_path / "request.json").write_text(json.dumps(request))
-    command = [sys.executable, "-c", RUN, str(OLDEST), clean_process.__file__, str(tmp_path / "request.json")]
+    folders = {
+        "untied": make_model(MoHLlamaConfig),
+        "tied": make_model(MoHLlamaConfig, tie_word_embeddings=True, **plan),
+    }
+    for name, folder in folders.items():
+        request = {"folder": str(folder), "threads": 1}
+        request |= {"tensors": str(tmp_path / f"{name}.safetensors"), "record": str(tmp_path / f"{name}.json")}
+        (tmp_path / f"{name}.request.json").write_text(json.dumps(request))
+    command = [sys.executable, "-c", RUN, str(OLDEST), clean_process.__file__]
+    command += [str(tmp_path / f"{name}.request.json") for name in folders]
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     done = subprocess.run(["env", "-u", "PYTHONPATH", *command], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    record = json.loads((tmp_path / "seen.json").read_text())
     (version,) = re.findall(r"transformers==(\S+)", (Path(__file__).parents[1] / "oldest-transformers.txt").read_text())
-    assert record["versions"]["transformers"] == version
-    assert _fault(record) is None
-    assert _compare(tmp_path / "seen.safetensors", folder) is None
+    for name, folder in folders.items():
+        record = json.loads((tmp_path / f"{name}.json").read_text())
+        assert record["versions"]["transformers"] == version
+        assert _fault(record) is None
+        assert _compare(tmp_path / f"{name}.safetensors", folder) is None
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.1.0", "5.3.0"])

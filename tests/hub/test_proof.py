@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -29,8 +28,7 @@ def test_a_sharded_model_is_the_same_there_bit_for_bit(moh_model, monkeypatch):
     assert len(proof.record["generated"]) == 3
 
 
-@pytest.mark.slow
-def test_grouped_queries_tied_embeddings_and_bfloat16(make_model):
+def test_grouped_queries_tied_embeddings_and_bfloat16(make_model, forked_proof):
     folder = make_model(
         MoHLlamaConfig,
         dtype=torch.bfloat16,
@@ -53,7 +51,7 @@ def _move(tensor: torch.Tensor, place: int) -> None:
     flat[place] = torch.nextafter(flat[place], torch.tensor(torch.inf))
 
 
-def test_one_changed_weight_is_found(folder, moh_model):
+def test_one_changed_weight_is_found(folder, moh_model, forked_proof):
     """One element, by one unit in the last place."""
     name = "model.layers.0.self_attn.v_proj.weight"
     shard = next(shard for shard in folder.glob("*.safetensors") if name in load_file(shard))
@@ -64,8 +62,9 @@ def test_one_changed_weight_is_found(folder, moh_model):
     assert failure is not None and "differs from the local model's by up to" in failure and "\n" not in failure
 
 
-def test_what_is_observed_shows_every_matrix_of_the_default_layer(moh_model):
+def test_what_is_observed_shows_every_matrix_of_the_default_layer(moh_model, monkeypatch):
     """And not what moves no bit of it: a router by too little to switch a head, a token that no text holds."""
+    monkeypatch.setattr(clean_process, "NEW_TOKENS", 2)  # the most of an observation's time; logits show the weights
     model, tokenizer = MoHLlamaForCausalLM.from_pretrained(moh_model), AutoTokenizer.from_pretrained(moh_model)
     batch = encode(tokenizer, model.config.max_position_embeddings)
     before = observe(model, batch, tokenizer.pad_token_id)
@@ -83,15 +82,14 @@ def test_what_is_observed_shows_every_matrix_of_the_default_layer(moh_model):
         parameter.data.copy_(old)
 
 
-def test_changed_code_is_found(folder, moh_model):
+def test_changed_code_is_found(folder, moh_model, forked_proof):
     with (folder / "modeling_moh_llama.py").open("a") as file:
         file.write("\n_dense = LlamaMLP.forward\nLlamaMLP.forward = lambda self, x: _dense(self, x) * 1.001\n")
     failure = prove(folder, moh_model).failure
     assert failure is not None and "differs from the local model's" in failure
 
 
-@pytest.mark.slow
-def test_code_that_needs_moh_llm_does_not_load(folder):
+def test_code_that_needs_moh_llm_does_not_load(folder, forked_proof):
     with (folder / "routing_moh.py").open("a") as file:
         file.write("\nfrom moh_llm.files import sha256\n")
     failure = prove(folder, folder).failure
@@ -118,8 +116,7 @@ except ModuleNotFoundError as error:
     assert done.stdout == "No module named 'moh_llm' (blocked)\n", done.stderr
 
 
-@pytest.mark.slow
-def test_a_folder_that_lacks_weights_fails(folder, moh_model):
+def test_a_folder_that_lacks_weights_fails(folder, moh_model, forked_proof):
     (folder / "config.json").write_text(
         (folder / "config.json").read_text().replace('"query_key_norm": false', '"query_key_norm": true')
     )

@@ -39,7 +39,7 @@ def no_network(monkeypatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def test_a_dry_run_proves_shows_and_sends_nothing(folder, no_network, monkeypatch, capsys):
+def test_a_dry_run_proves_shows_and_sends_nothing(folder, forked_proof, no_network, monkeypatch, capsys):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     (folder / "conversion.json").write_text(json.dumps({"base": {"name": "/Users/alice/models/llama"}}))
     before = _state(folder)
@@ -96,7 +96,7 @@ def test_a_failed_proof_stops_it_and_force_is_told_in_the_card(folder, fake_hub,
     assert "logits.0 differs by 0.25" in card.replace("\\", "")
 
 
-def test_a_weight_that_changes_on_the_way_stops_it(folder, fake_hub, monkeypatch, capsys):
+def test_a_weight_that_changes_on_the_way_stops_it(folder, forked_proof, fake_hub, monkeypatch, capsys):
     from moh_llm.hub.stage import Stage
 
     write_card = Stage.write_card
@@ -185,8 +185,7 @@ def test_what_cannot_be_published_is_told_at_once(folder, fake_hub, monkeypatch,
     assert not fake_hub.requests
 
 
-@pytest.mark.slow
-def test_convert_can_publish_what_it_made(make_llama, convert, fake_hub, tmp_path, capsys, monkeypatch):
+def test_convert_can_publish_what_it_made(make_llama, convert, forked_proof, fake_hub, tmp_path, capsys):
     base = make_llama(num_attention_heads=8)
     (base / "LICENSE").write_text("Apache License\nVersion 2.0, January 2004\n")
     assert convert(base, tmp_path / "moh", "--push-to-hub", "moh") == 2

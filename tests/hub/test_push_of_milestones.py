@@ -46,31 +46,31 @@ def processes(monkeypatch) -> Processes:
 
 @pytest.mark.slow
 def test_a_milestone_is_published_by_a_process_of_its_own(recipe, fake_hub, reached, proven, capsys, tmp_path):
-    assert main(["train", str(recipe), *MILESTONES, "2", "--max_steps", "3"]) == 0
-    milestone, branches = tmp_path / "run" / "milestones" / "step-000002", fake_hub.branches["org/moh"]
+    command = ["train", str(recipe), *MILESTONES, "2", "--max_steps", "3"]
+    milestone, token = tmp_path / "run" / "milestones" / "step-000002", os.environ["HF_TOKEN"]
+    fake_hub.refuse = 403
+    assert main(command) == 2
+    log, told = (milestone / "publish.log").read_text(), capsys.readouterr()
+    assert token not in log + told.out + told.err
+    last = log.splitlines()[-1]
+    assert last.startswith("error: the token may not write to org/moh") and "[hidden]" in last
+    assert "step-000002 is not published: the token may not write to org/moh" in told.out
+    fake_hub.refuse = None
+    assert main(command) == 0
+    log, told = (milestone / "publish.log").read_text(), capsys.readouterr()
+    assert "bit for bit" in log and token not in log + told.out + told.err
+    branches = fake_hub.branches["org/moh"]
     assert sorted(branches) == ["main", "step-000002"]
     sent = branches["step-000002"]
     assert sent["model.safetensors"] == (milestone / "model" / "model.safetensors").read_bytes()
     assert sent["model.safetensors"] != branches["main"]["model.safetensors"]
     assert b"| steps | 2 of 3" in sent["README.md"] and b"| steps | 3 of 3" in branches["main"]["README.md"]
     assert b"The run has not finished" in sent["README.md"] and json.loads(sent["run.json"])["steps"] == 2
-    log, told = (milestone / "publish.log").read_text(), capsys.readouterr().out
-    assert "bit for bit" in log and os.environ["HF_TOKEN"] not in log + told
-    assert f"step-000002 is published: {fake_hub.url}/org/moh/tree/step-000002" in told
+    assert f"step-000002 is published: {fake_hub.url}/org/moh/tree/step-000002" in told.out
     # The same command again finds it published.
     sizes = fake_hub.asked("step-000002")
-    assert main(["train", str(recipe), *MILESTONES, "2", "--max_steps", "3"]) == 0
+    assert main(command) == 0
     assert fake_hub.asked("step-000002") == sizes and "step-000002" not in capsys.readouterr().out
-
-
-def test_a_process_that_is_refused_tells_why_without_the_token(fake_hub, reached, tmp_path, moh_model):
-    fake_hub.refuse = 403
-    log = tmp_path / "publish.log"
-    process = pushes._start(PublishOptions(moh_model, "org/moh", revision="step-000002"), log)
-    assert process.wait() == 2
-    last = log.read_text().splitlines()[-1]
-    assert last.startswith("error: the token may not write to org/moh") and "[hidden]" in last
-    assert os.environ["HF_TOKEN"] not in log.read_text()
 
 
 def test_milestones_that_fail_do_not_keep_the_rest_back_and_are_tried_again(

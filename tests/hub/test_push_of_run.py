@@ -3,11 +3,10 @@
 import json
 import os
 import shlex
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -68,16 +67,6 @@ def test_the_doctor_finds_a_job_that_can_publish_fit(recipe, fake_hub, capsys):
 # ---- at the end
 
 
-def test_the_tuned_model_is_published_with_its_run(recipe, fake_hub, proven, capsys, tmp_path):
-    assert main(["train", str(recipe), "--hub.private", "true"]) == 0
-    model, sent = tmp_path / "run" / "model", fake_hub.branches["org/moh"]["main"]
-    assert set(sent) == {*(path.name for path in model.iterdir()), "run.json", ".gitattributes"}
-    assert sent["model.safetensors"] == (model / "model.safetensors").read_bytes() and fake_hub.private["org/moh"]
-    assert b"| steps | 4 of 4" in sent["README.md"] and json.loads(sent["run.json"])["config"]["output"] == "run"
-    assert f"published: {fake_hub.url}/org/moh" in capsys.readouterr().out
-    assert (model / "README.md").read_text().startswith("---\n") and list(fake_hub.branches["org/moh"]) == ["main"]
-
-
 def test_a_push_that_fails_is_no_failed_training_and_the_same_command_tries_again(
     recipe, fake_hub, proven, capsys, tmp_path
 ):
@@ -91,13 +80,19 @@ def test_a_push_that_fails_is_no_failed_training_and_the_same_command_tries_agai
     run = ["--run", str(tmp_path / "run"), "--licence", "apache-2.0", "--private"]
     assert shlex.split(retry) == ["moh-llm", "publish", str(model), "--repo-id", "org/moh", *run]
     assert _status(tmp_path / "run") == "finished" and os.environ["HF_TOKEN"] not in told.out + told.err
+    assert (model / "README.md").read_text().startswith("---\n")
 
     fake_hub.refuse = None
     (model / "README.md").unlink()
     before = (model / "model.safetensors").stat().st_mtime_ns
     assert main(command) == 0
-    assert "nothing to do" in capsys.readouterr().out and (model / "README.md").exists()
-    assert "model.safetensors" in fake_hub.branches["org/moh"]["main"]
+    told = capsys.readouterr().out
+    assert "nothing to do" in told and f"published: {fake_hub.url}/org/moh" in told
+    assert list(fake_hub.branches["org/moh"]) == ["main"] and fake_hub.private["org/moh"]
+    sent = fake_hub.branches["org/moh"]["main"]
+    assert set(sent) == {*(path.name for path in model.iterdir()), "run.json", ".gitattributes"}
+    assert sent["model.safetensors"] == (model / "model.safetensors").read_bytes() and "README.md" in sent
+    assert b"| steps | 4 of 4" in sent["README.md"] and json.loads(sent["run.json"])["config"]["output"] == "run"
     assert (model / "model.safetensors").stat().st_mtime_ns == before
     assert main(shlex.split(retry)[1:]) == 0  # the other way, which finds all of it there
 
@@ -121,18 +116,37 @@ def test_a_card_that_cannot_be_written_does_not_fail_the_training(recipe, folder
 
 # ---- on two processes
 
+TRAIN = """
+import os, subprocess, sys
+import huggingface_hub.constants
+from moh_llm.cli import main
+from moh_llm.hub import publish, pushes
+
+# Read from the environment, and imported, before this process was forked.
+huggingface_hub.constants.ENDPOINT = os.environ["HF_ENDPOINT"]
+huggingface_hub.constants.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_DISABLE_XET = False, True
+record = {"texts": 3, "tokens": 9, "dtype": "float32", "seconds": 1.0, "generated": [""]}
+publish.prove = lambda published, local: publish.Proof(None, record | {"versions": {"transformers": "5"}})
+
+
+def start(options, log):
+    told = f"published: http://hub/{options.repo_id}/tree/{options.revision}"
+    with log.open("w") as output:
+        return subprocess.Popen(["echo", told], stdout=output)
+
+
+pushes._start = start
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 def test_of_two_processes_the_first_publishes(recipe, fake_hub, reached, tmp_path):
     def launch(output: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-        command += ["train.py", str(recipe), "--output", str(output), *flags]
-        environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        words = ["-c", TRAIN, recipe, "--output", output, *flags]
+        return forks.run(*words, folder=ROOT, environment=environment, processes=2, timeout=300)
 
     plain = launch(tmp_path / "plain", "--hub", "null")
     assert plain.returncode == 0, plain.stderr[-3000:]
@@ -140,10 +154,10 @@ def test_of_two_processes_the_first_publishes(recipe, fake_hub, reached, tmp_pat
     assert done.returncode == 0, done.stderr[-3000:]
     mine, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "plain"))
     assert mine.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
-    branches = fake_hub.branches["org/moh"]
-    assert sorted(branches) == ["main", "step-000002", "step-000004"]
-    assert branches["main"]["model.safetensors"] == branches["step-000004"]["model.safetensors"]
-    assert done.stdout.count("published: ") == 3
+    sent = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    assert fake_hub.branches["org/moh"]["main"]["model.safetensors"] == sent
+    assert done.stdout.count("published: ") == 3 and len(fake_hub.asked("/commit/")) == 1
+    assert [done.stdout.count(f"publishing step-00000{step} in") for step in (2, 4)] == [1, 1]
     # Before it begins: the launch ends, whatever the other process is doing.
     refused = launch(tmp_path / "none", "--hub.licence", "mitt")
     assert refused.returncode != 0 and "--hub.licence mitt is no licence id" in refused.stderr

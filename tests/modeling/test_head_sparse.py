@@ -112,12 +112,12 @@ def test_output_and_gradients_are_those_of_the_reference(shape, dtype, share):
     compare(draw(*shape, share, dtype), tolerance=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_packed_documents_and_padding(seed):
     """Random documents: some longer than a tile, some shorter, so that whole blocks and edges of all kinds occur."""
     source = torch.Generator().manual_seed(seed)
-    length, groups = int(torch.randint(60, 150, (), generator=source)), int(torch.randint(1, 3, (), generator=source))
-    drawn = draw(2, groups * (1 + seed % 2), groups, length, length, 16, 0.3 + 0.2 * seed)
+    length, groups = int(torch.randint(65, 100, (), generator=source)), 2 - seed
+    drawn = draw(2, 2, groups, length, length, 16, 0.3 + 0.3 * seed)
     starts = torch.rand(2, length, generator=source) < 3 / length
     first = torch.where(starts, torch.arange(length), 0).cummax(-1).values.to(DEVICE, torch.int32)
     compare(drawn, first=first)
@@ -128,8 +128,8 @@ def test_packed_documents_and_padding(seed):
 
 
 def test_the_first_key_that_a_query_sees_may_be_any():
-    drawn = draw(1, 2, 1, 150, 150, 16, 0.7)
-    first = torch.randint(0, 150, (1, 150), generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(DEVICE)
+    drawn = draw(1, 2, 1, 100, 100, 16, 0.7)
+    first = torch.randint(0, 100, (1, 100), generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(DEVICE)
     compare(drawn, first=first)
 
 
@@ -148,9 +148,9 @@ def test_what_nobody_selected_does_not_reach_the_output():
     off = (hard == 0).transpose(1, 2)
     for all_heads in (False, True):  # which differ in how products are grouped, so by rounding on some processors
         clean = head_sparse_attention(q, k, v, hard, 0.3, all_heads=all_heads)
-        for value in (torch.nan, torch.inf):
-            dirty = torch.where(off.unsqueeze(-1), value, q)
-            assert torch.equal(head_sparse_attention(dirty, k, v, hard, 0.3, all_heads=all_heads), clean)
+        bad = torch.where(torch.arange(50, device=DEVICE) % 2 == 0, torch.nan, torch.inf)[:, None]
+        dirty = torch.where(off.unsqueeze(-1), bad, q)
+        assert torch.equal(head_sparse_attention(dirty, k, v, hard, 0.3, all_heads=all_heads), clean)
 
 
 def both(make_pair, **plan):
@@ -163,8 +163,8 @@ def both(make_pair, **plan):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_training_step_is_the_masked_paths(make_pair, ids, plan):
-    ids = ids.to(DEVICE)
-    positions = torch.cat([torch.arange(15), torch.arange(9)]).expand(3, -1).to(DEVICE)  # two documents a row
+    ids = ids[:2].to(DEVICE)
+    positions = torch.cat([torch.arange(15), torch.arange(9)]).expand(2, -1).to(DEVICE)  # two documents a row
     found = []
     for model in both(make_pair, **plan):
         model.train()
@@ -181,7 +181,7 @@ def test_a_training_step_is_the_masked_paths(make_pair, ids, plan):
 
 
 def test_mixed_precision_computes_in_its_dtype(make_pair, ids, monkeypatch):
-    ids, seen, found = ids.to(DEVICE), set(), []
+    ids, seen, found = ids[:1].to(DEVICE), set(), []
     attend = head_sparse_moh.head_sparse_attention
     monkeypatch.setattr(
         head_sparse_moh, "head_sparse_attention", lambda *a: seen.update(x.dtype for x in a[:3]) or attend(*a)
@@ -198,11 +198,11 @@ def test_mixed_precision_computes_in_its_dtype(make_pair, ids, monkeypatch):
         assert distance(by_lists, exact.double()) < 1.5 * distance(by_mask, exact.double()) < 0.1
 
 
-@pytest.mark.parametrize("plan", [*PLANS[:2], PLANS[4]])
+@pytest.mark.parametrize("plan", [PLANS[1], PLANS[4]])
 def test_generation_with_left_padding_gives_the_masked_paths_tokens(make_pair, ids, plan):
-    ids, mask = ids.to(DEVICE), torch.ones_like(ids).to(DEVICE)
-    mask[0, :7], mask[1, :1] = 0, 0
-    settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    ids, mask = ids[:2].to(DEVICE), torch.ones_like(ids[:2]).to(DEVICE)
+    mask[0, :7] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     masked, sparse = (model.generate(ids, **settings) for model in both(make_pair, **plan))
     assert torch.equal(masked, sparse)
 

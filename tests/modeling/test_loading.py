@@ -1,10 +1,12 @@
 """The ways in which people load a model, and that what was published stays loadable."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import clean_forks
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,7 +15,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_stand_in": "value"}
-LOAD = "print(type({auto}.from_pretrained({folder!r})).__module__)"
+LOAD = "for auto in AutoConfig, AutoModelForCausalLM: print(type(auto.from_pretrained({folder!r})).__module__)"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -30,17 +33,33 @@ def folder(make_pair, byte_tokenizer, tmp_path) -> Path:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import moh_llm; from transformers import {auto}",
-        "from transformers import {auto}; import moh_llm",
-        pytest.param("import moh_llm; from transformers import LlamaForCausalLM, {auto}", marks=pytest.mark.slow),
+        "import moh_llm; from transformers import AutoConfig, AutoModelForCausalLM",
+        pytest.param(
+            "import moh_llm; from transformers import LlamaForCausalLM, AutoConfig, AutoModelForCausalLM",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-@pytest.mark.parametrize("auto", [pytest.param("AutoConfig", marks=pytest.mark.slow), "AutoModelForCausalLM"])
-def test_auto_classes_know_the_model_after_import_moh_llm(folder, imports, auto):
-    program = f"{imports.format(auto=auto)}\n{LOAD.format(auto=auto, folder=str(folder))}"
+def test_auto_classes_know_the_model_after_import_moh_llm(folder, imports):
+    program = f"{imports}\n{LOAD.format(folder=str(folder))}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1].startswith("moh_llm.modeling.")
+    assert done.stdout.split() == ["moh_llm.modeling.configuration_moh_llama", "moh_llm.modeling.modeling_moh_llama"]
+
+
+def test_nor_does_it_matter_which_is_imported_first(folder, tmp_path):
+    """In a process that had imported transformers, and never `moh_llm`."""
+    script, empty = tmp_path / "script.py", tmp_path / "empty"
+    empty.mkdir()
+    imports = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom transformers import AutoConfig, AutoModelForCausalLM"
+    )
+    script.write_text(f"{imports}\nimport moh_llm\n{LOAD.format(folder=str(folder))}")
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = clean_forks.run([sys.executable, "-I", str(script)], cwd=empty, env=environment)
+    assert done.returncode == 0, done.stderr
+    names = [line for line in done.stderr.splitlines() if line.startswith("moh_llm.")]
+    assert names == ["moh_llm.modeling.configuration_moh_llama", "moh_llm.modeling.modeling_moh_llama"]
 
 
 def test_import_moh_llm_loads_no_torch():

@@ -8,8 +8,6 @@ from transformers import Trainer, TrainingArguments
 
 from moh_llm.modeling import MoHLlamaForCausalLM
 
-ROWS, LENGTH = 8, 20
-
 
 @pytest.fixture(scope="module")
 def converted(make_llama, convert, tmp_path_factory) -> Path:
@@ -69,14 +67,9 @@ def one_step(folder: Path, output: Path, rows: list, batch: int) -> tuple[dict, 
     return trainer.state.log_history[0], {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("lengths", "unlabelled"),
-    [([LENGTH] * ROWS, [0] * ROWS), ([20, 3, 11, 7, 20, 2, 15, 9], [0, 1, 9, 0, 15, 0, 3, 9])],
-    ids=["even", "uneven"],
-)
-def test_accumulation_does_not_change_a_step(converted, tmp_path, lengths, unlabelled):
-    rows = rows_of(lengths, unlabelled)
-    log, weights = one_step(converted, tmp_path, rows, ROWS)
+def test_accumulation_does_not_change_a_step(converted, tmp_path):
+    rows = rows_of([20, 3, 11, 7, 20, 2, 15, 9], [0, 1, 9, 0, 15, 0, 3, 9])
+    log, weights = one_step(converted, tmp_path, rows, len(rows))
     with torch.no_grad():  # the step's loss by hand, from each row alone
         model = MoHLlamaForCausalLM.from_pretrained(converted)
         total = predicted = 0
@@ -87,7 +80,7 @@ def test_accumulation_does_not_change_a_step(converted, tmp_path, lengths, unlab
                 cross_entropy = output.loss - model.config.router_aux_loss_coef * output.aux_loss
                 total, predicted = total + count * (cross_entropy + 4.0 * output.aux_loss), predicted + count
     assert log["loss"] == pytest.approx((total / predicted).item(), rel=1e-4)
-    for batch in (4, 2, 1):
+    for batch in (4, 1):
         split_log, split_weights = one_step(converted, tmp_path, rows, batch)
         assert split_log["loss"] == pytest.approx(log["loss"], rel=1e-5)
         assert split_log["grad_norm"] == pytest.approx(log["grad_norm"], rel=1e-4)
