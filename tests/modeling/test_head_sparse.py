@@ -127,6 +127,12 @@ def test_packed_documents_and_padding(seed):
     compare(drawn, first=first, key_mask=key_mask)
 
 
+def test_documents_start_around_the_ends_of_tiles():
+    starts = torch.tensor([31, 36, 40, 44, 48, 52, 56, 60])[:, None]
+    drawn = draw(len(starts), 1, 1, 70, 70, 16, 0.9)
+    compare(drawn, first=torch.where(torch.arange(70) >= starts, starts, 0).to(DEVICE, torch.int32))
+
+
 def test_the_first_key_that_a_query_sees_may_be_any():
     drawn = draw(1, 2, 1, 100, 100, 16, 0.7)
     first = torch.randint(0, 100, (1, 100), generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(DEVICE)
