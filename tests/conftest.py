@@ -1,6 +1,7 @@
 """What all tests share: tiny random LLaMAs with a byte tokenizer, made in temporary folders."""
 
 import gc
+import io
 import json
 import os
 import shutil
@@ -170,6 +171,17 @@ def read_tensors() -> Callable[[Path], dict[str, torch.Tensor]]:
         return {name: t for shard in folder.glob("*.safetensors") for name, t in load_file(shard).items()}
 
     return read
+
+
+@pytest.fixture
+def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are drawn but not rendered, which is most of a report's time: their files hold an empty SVG."""
+
+    def save(self: object, target: Path | io.StringIO, **_: object) -> None:
+        text = '<svg viewBox="0 0 1 1"></svg>'
+        target.write_text(text) if isinstance(target, Path) else target.write(text)
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Python programs in processes of their own, forked from one that has imported torch, transformers and peft.
+"""Python programs in processes of their own, forked from one that has imported torch, transformers, peft and lm-eval.
 
 A fresh interpreter spends some eight seconds of processor time on these imports. What runs is the same: a process
 with a number of its own, which can be signalled and killed, with its environment, working folder and standard streams.
@@ -26,7 +26,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["moh_llm.training.loop", "moh_llm.conversion.convert", "peft"])
+_EVALUATION = ["lm_eval.tasks", "lm_eval.models.huggingface"]  # left out where they are not installed
+_context.set_forkserver_preload(["moh_llm.training.loop", "moh_llm.conversion.convert", "peft", *_EVALUATION])
 
 
 @functools.cache

@@ -197,8 +197,10 @@ def _defer(package: str, name: str) -> None:
 
     What lm-eval has beside TruthfulQA's choices scores text by ROUGE; importing that takes a second (nltk, scipy).
     """
+    if f"{package}.{name}" in sys.modules:
+        return  # a search for its spec would import one that is deferred
     spec = importlib.util.find_spec(f"{package}.{name}") if importlib.util.find_spec(package) else None
-    if spec is None or spec.loader is None or spec.name in sys.modules:
+    if spec is None or spec.loader is None:
         return
     spec.loader = importlib.util.LazyLoader(spec.loader)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

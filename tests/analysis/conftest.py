@@ -111,6 +111,19 @@ def plan(request: pytest.FixtureRequest) -> dict:
     return request.param
 
 
+@pytest.fixture(
+    params=[
+        "default conversion",
+        "two_stage, weighted, explicit ids",
+        "stand-ins, last layer all shared",
+        "groups, query_norm",
+    ]
+)
+def unlike_plan(request: pytest.FixtureRequest) -> dict:
+    """Some of them, for what is put together of parts that are tested with all."""
+    return PLANS[request.param]
+
+
 @pytest.fixture(scope="session")
 def default_moh(
     make_llama: Callable[..., Path], convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory

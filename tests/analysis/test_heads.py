@@ -30,8 +30,8 @@ def test_load_is_that_of_a_count(make_moh, batches, recompute, plan) -> None:
     assert json.loads(json.dumps(asdict(found))) == asdict(found)
 
 
-def test_batches_do_not_matter(make_moh, batches, single_rows, plan) -> None:
-    model = make_moh(**plan)
+def test_batches_do_not_matter(make_moh, batches, single_rows, unlike_plan) -> None:
+    model = make_moh(**unlike_plan)
     assert head_load(model, batches) == head_load(model, single_rows(batches))
 
 

@@ -35,8 +35,8 @@ def test_ranks_are_those_of_the_singular_values(make_moh, batches, recompute, pl
     assert json.loads(json.dumps(asdict(found))) == asdict(found)
 
 
-def test_batches_do_not_matter(make_moh, batches, single_rows, plan, monkeypatch) -> None:
-    model = make_moh(**plan)
+def test_batches_do_not_matter(make_moh, batches, single_rows, unlike_plan, monkeypatch) -> None:
+    model = make_moh(**unlike_plan)
     whole = feature_rank(model, batches)
     assert whole == feature_rank(model, single_rows(batches))
     monkeypatch.setattr(rank, "_ROWS", 4)

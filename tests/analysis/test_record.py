@@ -54,9 +54,9 @@ def by_hand(tokenizer) -> Callable[[Sequence[str], int], list[Batch]]:
     return make
 
 
-def test_parts_are_those_of_direct_calls(make_moh, plan, tokenizer, by_hand, monkeypatch) -> None:
+def test_parts_are_those_of_direct_calls(make_moh, unlike_plan, tokenizer, by_hand, monkeypatch) -> None:
     monkeypatch.setattr(module, "_COSTLY_TOKENS", 80)
-    model = make_moh(vocab_size=257, **plan)
+    model = make_moh(vocab_size=257, **unlike_plan)
     found = analyse(model, tokenizer, TEXTS, "two boats", tokens_per_text=150, lengths=[3, 64, 65])
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 

@@ -63,8 +63,8 @@ def test_only_two_stage_routers_score_shared_heads(make_moh, batches, router_typ
         assert (layer.shared is not None) == (router_type == "two_stage")
 
 
-def test_batches_do_not_matter(make_moh, batches, single_rows, plan) -> None:
-    model = make_moh(**plan)
+def test_batches_do_not_matter(make_moh, batches, single_rows, unlike_plan) -> None:
+    model = make_moh(**unlike_plan)
     for one, other in zip(routing_scores(model, batches), routing_scores(model, single_rows(batches)), strict=True):
         for kind, mine in asdict(one).items():
             theirs = asdict(other)[kind]
@@ -85,8 +85,8 @@ def test_certain_routers_fill_the_last_bin(make_moh, batch) -> None:
         assert layer.routed.histogram[0] == 27 and layer.routed.mean == 0.5
 
 
-def test_the_router_is_left_as_it_was(make_moh, batch, plan) -> None:
-    model = make_moh(**plan)
+def test_the_router_is_left_as_it_was(make_moh, batch, unlike_plan) -> None:
+    model = make_moh(**unlike_plan)
     with torch.no_grad():
         before = model(**{name: batch[name] for name in ("input_ids", "position_ids")}, use_cache=False).logits
         state = [dict(vars(router)) for router in model.routers]

@@ -54,8 +54,8 @@ def test_similarities_are_those_of_loops_over_pairs(make_moh, batches, recompute
     assert json.loads(json.dumps(asdict(found))) == asdict(found)
 
 
-def test_batches_do_not_matter(make_moh, batches, single_rows, plan) -> None:
-    model = make_moh(**plan)
+def test_batches_do_not_matter(make_moh, batches, single_rows, unlike_plan) -> None:
+    model = make_moh(**unlike_plan)
     one, other = head_similarity(model, batches), head_similarity(model, single_rows(batches))
     for name, mine in asdict(one).items():
         assert mine == pytest.approx(asdict(other)[name], abs=1e-7), name

@@ -1,12 +1,14 @@
 """A tiny random LLaMA and its conversions, by default and by the paper, with the context that few-shot prompts need."""
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import save_model
 
 
 @pytest.fixture(scope="session")
@@ -57,17 +59,24 @@ def shared_benchmarks(shared: Path) -> Path:
     return shared / "data" / "benchmarks"
 
 
+@pytest.fixture(autouse=True)
+def pictures(unrendered: None) -> None:
+    """No test here looks at them."""
+
+
 @pytest.fixture(scope="session")
-def tiny_llama(make_llama: Callable[..., Path]) -> Path:
+def tiny_llama(made_once: Callable[..., Path]) -> Path:
     """A random LLaMA (2 layers, 8 heads, hidden 64) with its tokenizer, whose layers lose unlike shares of heads."""
-    return make_llama(num_attention_heads=8, hidden_size=64, max_position_embeddings=2048, initializer_range=0.1)
+    from transformers import LlamaConfig
+
+    fields = {"num_attention_heads": 8, "hidden_size": 64, "max_position_embeddings": 2048, "initializer_range": 0.1}
+    return made_once("tiny_llama", lambda folder: save_model(folder, LlamaConfig, vectors=False, **fields))
 
 
 @pytest.fixture(scope="session")
-def tiny_moh(tiny_llama: Path, convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_moh(tiny_llama: Path, convert: Callable[..., int], made_once: Callable[..., Path]) -> Path:
     """The tiny LLaMA as `moh-llm convert` makes it by default, not to be changed."""
-    folder = tmp_path_factory.mktemp("moh") / "default"
-    assert convert(tiny_llama, folder, "--verify", "none") == 0
+    folder = made_once("tiny_moh", lambda folder: convert(tiny_llama, folder / "moh", "--verify", "none")) / "moh"
     config = json.loads((folder / "config.json").read_text())
     assert (config["router_type"], config["head_stand_in"]) == ("linear", "value")
     fewer, more = sorted(config["num_active_heads"])
@@ -76,8 +85,23 @@ def tiny_moh(tiny_llama: Path, convert: Callable[..., int], tmp_path_factory: py
 
 
 @pytest.fixture(scope="session")
-def paper_moh(tiny_llama: Path, convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def paper_moh(tiny_llama: Path, convert: Callable[..., int], made_once: Callable[..., Path]) -> Path:
     """The tiny LLaMA with the paper's layer (query norm, half of the heads shared, 6 of 8 on), not to be changed."""
-    folder = tmp_path_factory.mktemp("moh") / "paper"
-    assert convert(tiny_llama, folder, "--preset", "paper", "--verify", "none") == 0
-    return folder
+    flags = ["--preset", "paper", "--verify", "none"]
+    return made_once("paper_moh", lambda folder: convert(tiny_llama, folder / "moh", *flags)) / "moh"
+
+
+@pytest.fixture(scope="session")
+def smoke_report(
+    tiny_llama: Path, tiny_moh: Path, run_evaluate: Callable[..., int], made_once: Callable[..., Path]
+) -> Path:
+    """What evaluating the tiny models on the smoke suite writes, with what it prints in `out.txt` and `err.txt`."""
+
+    def make(folder: Path) -> None:
+        words = [tiny_moh, "--base", tiny_llama, "--suite", "smoke", "--batch-size", "3", "--device", "cpu"]
+        with contextlib.ExitStack() as streams:
+            for name, redirect in (("out", contextlib.redirect_stdout), ("err", contextlib.redirect_stderr)):
+                streams.enter_context(redirect(streams.enter_context((folder / f"{name}.txt").open("w"))))
+            assert run_evaluate(*words, "--log-samples", "--output", folder / "report") == 0
+
+    return made_once("smoke_report", make)

@@ -90,7 +90,7 @@ def server(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     folder.mkdir()
     Quiet.asked.clear()
     serve = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
-    threading.Thread(target=serve.serve_forever, daemon=True).start()
+    threading.Thread(target=serve.serve_forever, args=[0.01], daemon=True).start()  # asks so often for its end
     yield folder, f"http://127.0.0.1:{serve.server_port}"
     serve.shutdown()
 

@@ -1,5 +1,6 @@
 """The batch size that is found: from the longest request and the free memory, halved when memory runs out."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -63,30 +64,28 @@ def test_free_memory_is_shared_by_the_processes_of_a_machine(monkeypatch: pytest
     assert alone / 8 < memory.free_memory(torch.device("cpu")) < alone / 2
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
-def test_batches_are_halved_when_memory_runs_out(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_batches_are_halved_when_memory_runs_out(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of a GPU and in those of a CPU."""
     from lm_eval.models.huggingface import HFLM
 
     from moh_llm.evaluation.runner import score
     from moh_llm.evaluation.suite import load_suite
 
-    whole = HFLM._model_call
-    sizes = []
+    whole, sizes = HFLM._model_call, []
+    errors = itertools.cycle([torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
 
     def call(self: HFLM, inputs: torch.Tensor, *rest: Any) -> Any:
         sizes.append(len(inputs))
         if len(inputs) > 5:
-            raise error
+            raise next(errors)
         return whole(self, inputs, *rest)
 
     suite = load_suite("smoke")
-    plain = score({"model": str(tiny_llama)}, suite, batch_size=4, device="cpu")["model"]
+    plain = score({"model": str(tiny_llama)}, suite, limit=5, batch_size=4, device="cpu")["model"]
     monkeypatch.setattr(HFLM, "_model_call", call)
-    found = score({"model": str(tiny_llama)}, suite, batch_size="auto", device="cpu")["model"]
+    found = score({"model": str(tiny_llama)}, suite, limit=5, batch_size="auto", device="cpu")["model"]
     assert not found.errors
-    assert sizes[0] > 5 and found.scores["Facts"].batch_size == 4
+    assert sizes[1] > 5 and found.scores["Facts"].batch_size == 4
     assert {n: s.strata for n, s in found.scores.items()} == {n: s.strata for n, s in plain.scores.items()}
 
 

@@ -41,7 +41,7 @@ def test_scores_do_not_depend_on_the_number_of_processes(
     """Drawn examples, averaged readings, generation; an odd number of items. One sequence a pass, so to the bit."""
     (tmp_path / "some.yaml").write_text(SUITE)
     words = [str(stories), "--suite", str(tmp_path / "some.yaml"), "--data-dir", str(shared_benchmarks)]
-    words += ["--limit", "5", "--batch-size", "1", "--log-samples", "--output"]
+    words += ["--limit", "3", "--batch-size", "1", "--log-samples", "--output"]
     done = on_two_processes(tmp_path, "-m", "moh_llm.cli", "evaluate", *words, str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("[4/4] model: Natural Questions") == 1 == done.stdout.count("report:")
@@ -59,11 +59,13 @@ def test_scores_do_not_depend_on_the_number_of_processes(
 
 
 # Fewer items than processes; a benchmark that fails on the second process only; a device for all of them; an
-# error of the user's that only the second process meets.
+# error of the user's that only the second process meets; the analysis, on the first process only.
 ODD_CASES = """
 import os, sys
 import pytest
 from lm_eval.models.huggingface import HFLM
+from moh_llm.analysis import record
+from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.evaluation import processes
 from moh_llm.evaluation.runner import score
@@ -76,7 +78,8 @@ assert {name: found.items for name, found in scores.scores.items()} == {"Facts":
 def fail(*_, **__):
     raise RuntimeError("the second one's")
 
-HFLM.generate_until = fail if rank else HFLM.generate_until
+generate = HFLM.generate_until
+HFLM.generate_until = fail if rank else generate
 scores = score(model, suite, limit=3)["model"]
 assert scores.errors == {"Answers": "RuntimeError: the second one's"} and list(scores.scores) == ["Facts", "Stories"]
 with pytest.raises(UserError, match="--device cpu: each of 2 processes has a device of its own"):
@@ -88,13 +91,21 @@ def only_here():
 
 with pytest.raises(SystemExit if rank else UserError, match="2" if rank else "no disk .process 1 of 2."):
     processes.join().together(only_here)
-processes.leave()
+
+HFLM.generate_until, analyse = generate, record.analyse
+record.analyse = lambda *words, say: analyse(*words, tokens_per_text=32, lengths=[128], say=say)
+assert main(["evaluate", sys.argv[2], "--suite", "smoke", "--limit", "1", "--output", "report"]) == 0
 print("all is well", flush=True)
 """
 
 
-def test_processes_agree_on_what_went_wrong(tiny_llama: Path, tmp_path: Path) -> None:
+def test_processes_agree_on_what_went_wrong_and_the_first_analyses(
+    tiny_llama: Path, tiny_moh: Path, tmp_path: Path
+) -> None:
     (tmp_path / "odd.py").write_text(ODD_CASES)
-    done = on_two_processes(tmp_path, "odd.py", str(tiny_llama))
+    done = on_two_processes(tmp_path, "odd.py", str(tiny_llama), str(tiny_moh))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all is well") == 2
+    assert done.stderr.count("analysis of model: head load") == 1 == done.stdout.count("report:")
+    report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
+    assert list(report["analysis"]["model"]["texts"]) == ["Facts", "Stories", "Answers"]

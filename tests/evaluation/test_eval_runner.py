@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
 
 from moh_llm.errors import UserError
@@ -59,35 +58,26 @@ class NaiveScorer:
         return self.tokenizer.decode(written[start:], skip_special_tokens=True).split("\n")[0]
 
 
-def naive_smoke(folder: Path) -> dict[str, list[float]]:
-    """Item scores of the smoke suite, prompts written out by hand."""
+def naive_smoke(folder: Path, limit: int) -> dict[str, list[float]]:
+    """Scores of the smoke suite's first items, prompts written out by hand."""
     scorer = NaiveScorer(folder)
-    facts = [float(scorer.choose(row["sentence"], row["choices"]) == row["answer"]) for row in rows("facts/test.jsonl")]
+    facts = [
+        float(scorer.choose(row["sentence"], row["choices"]) == row["answer"])
+        for row in rows("facts/test.jsonl")[:limit]
+    ]
     shown = "".join(
         f"Story: {row['story']}\nEnding: {row['endings'][row['answer']]}\n\n" for row in rows("stories/train.jsonl")
     )
     stories = [
         float(scorer.choose(f"{shown}Story: {row['story']}\nEnding:", row["endings"]) == row["answer"])
-        for row in rows("stories/test.jsonl")
+        for row in rows("stories/test.jsonl")[:limit]
     ]
     shown = "".join(f"Question: {row['question']}\nAnswer: {row['answer']}\n" for row in rows("answers/train.jsonl"))
     answers = []
-    for row in rows("answers/test.jsonl"):
+    for row in rows("answers/test.jsonl")[:limit]:
         words = re.findall(r"\w+", scorer.write(f"{shown}Question: {row['question']}\nAnswer:", 6))
         answers.append(float(bool(words) and words[0].lower() == row["answer"]))
     return {"Facts": facts, "Stories": stories, "Answers": answers}
-
-
-@pytest.fixture(scope="module")
-def report_folder(tiny_llama: Path, tiny_moh: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the script writes for the tiny models."""
-    output = tmp_path_factory.mktemp("report") / "out"
-    command = ["evaluate.py", str(tiny_moh), "--base", str(tiny_llama), "--suite", "smoke", "--batch-size", "3"]
-    done = forks.run(*command, "--output", str(output), folder=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "| Facts | 0 | acc | 14 |" in done.stdout
-    assert "[3/3] model: Answers" in done.stderr
-    return output
 
 
 def test_scores_equal_a_naive_loop(tiny_llama: Path, tiny_moh: Path, paper_moh: Path, tmp_path: Path) -> None:
@@ -97,10 +87,10 @@ def test_scores_equal_a_naive_loop(tiny_llama: Path, tiny_moh: Path, paper_moh: 
     kept = Kept(tmp_path / "kept")
     folders = {"base": tiny_llama, "model": tiny_moh, "paper": paper_moh}
     models = {label: str(folder) for label, folder in folders.items()}
-    found = score(models, load_suite("smoke"), batch_size=3, device="cpu", kept=kept, log_samples=True)
+    found = score(models, load_suite("smoke"), limit=5, batch_size=3, device="cpu", kept=kept, log_samples=True)
     row, likelihoods = rows("facts/test.jsonl")[0], []
     for label, folder in folders.items():
-        expected = naive_smoke(folder)
+        expected = naive_smoke(folder, 5)
         assert {name: result.strata for name, result in found[label].scores.items()} == {
             name: [values] for name, values in expected.items()
         }
@@ -115,8 +105,8 @@ def test_scores_equal_a_naive_loop(tiny_llama: Path, tiny_moh: Path, paper_moh: 
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 0.01
 
 
-def test_report_json(report_folder: Path, tiny_moh: Path) -> None:
-    report = json.loads((report_folder / "report.json").read_text(encoding="utf-8"))
+def test_report_json(smoke_report: Path, tiny_moh: Path) -> None:
+    report = json.loads((smoke_report / "report" / "report.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in report["benchmarks"]] == ["Facts", "Stories", "Answers"]
     for row in report["benchmarks"]:
         assert row["delta"]["value"] == pytest.approx(row["model"]["value"] - row["base"]["value"])
@@ -138,10 +128,12 @@ def test_report_json(report_folder: Path, tiny_moh: Path) -> None:
     assert len(about["weights_sha256"]) == 64 != report["models"]["base"]["weights_sha256"]
 
 
-def test_report_markdown(report_folder: Path) -> None:
-    page = (report_folder / "report.md").read_text(encoding="utf-8")
+def test_report_markdown(smoke_report: Path) -> None:
+    page = (smoke_report / "report" / "report.md").read_text(encoding="utf-8")
     assert "| benchmark | shots | metric | items | chance | base | model | delta | recovery % | of margin % |" in page
     assert "NOT COMPARABLE" not in page and "FAILED" not in page
+    assert page in (smoke_report / "out.txt").read_text(encoding="utf-8") and "| Facts | 0 | acc | 14 |" in page
+    assert "[3/3] model: Answers" in (smoke_report / "err.txt").read_text(encoding="utf-8")
 
 
 Evaluate = Callable[..., int]
@@ -229,13 +221,14 @@ def test_several_models_and_the_log_of_items(
     (tmp_path / "two" / "run.json").write_text("{}")
     output = tmp_path / "report"
     words = [*copies, "--base", tiny_llama, "--suite", "smoke", "--limit", "3", "--device", "cpu", "--log-samples"]
-    assert run_evaluate(*words, "--batch-size", "auto", "--output", output) == 0
-    page = capsys.readouterr().out
+    assert run_evaluate(*words, "--batch-size", "auto", "--no-analysis", "--output", output) == 0
+    page, said = capsys.readouterr()
+    assert "analysis" not in said
     assert (
         "| base | one-model | delta | recovery % | of margin % | two-model | delta | recovery % | of margin % |" in page
     )
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
-    assert list(report["models"]) == ["base", "one-model", "two-model"]
+    assert list(report["models"]) == ["base", "one-model", "two-model"] and report["analysis"] == {}
     assert report["models"]["two-model"]["records"][-1] == str(tmp_path / "two" / "run.json")
     for row in report["benchmarks"]:
         assert row["one-model"]["value"] == row["two-model"]["value"]  # the same files

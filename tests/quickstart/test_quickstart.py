@@ -1,5 +1,6 @@
 """The quick start on a tiny base, and what it says when its own base cannot be had."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -8,17 +9,19 @@ import pytest
 from cards import check_card
 from huggingface_hub import ModelCard
 
-from moh_llm.cli import main
+from moh_llm.cli import COMMANDS, main
 from moh_llm.commands.quickstart import clear
 from moh_llm.hub.card import build_card
 from moh_llm.hub.licences import IDS
-from moh_llm.quickstart.run import RECIPE
+from moh_llm.quickstart.run import RECIPE, quickstart
 from moh_llm.quickstart.smollm2 import README
+from moh_llm.training.recipe import load_config
 
 # The recipe's rate is that of a real base.
 RATES = "optimizer:\n  learning_rate: 1e-3\n"
 
 
+@pytest.mark.slow
 def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys, monkeypatch, one_thread):
     pytest.importorskip("lm_eval")
     monkeypatch.setattr("moh_llm.quickstart.run.RECIPE", RECIPE.replace("precision: bf16", "precision: 'no'") + RATES)
@@ -46,6 +49,25 @@ def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys, monkeypatch, on
     assert main(["quickstart", "--output", str(output)]) == 2
     assert "exists and is not empty" in capsys.readouterr().err
     check_full_card(output)
+
+
+def test_its_commands_are_those_of_the_command_line(tmp_path):
+    """Each is understood, the recipe, too; the first that fails ends the quick start with its status."""
+    given = []
+
+    def command(words):
+        parser = argparse.ArgumentParser()
+        COMMANDS[words[0]][0].add_arguments(parser)
+        parser.parse_args(words[1:])
+        given.append(words[0])
+        return 7 if words[0] == "evaluate" else 0
+
+    with pytest.raises(SystemExit, match="7"):
+        quickstart(tmp_path / "out", "a base", 3, command)
+    assert given == ["convert", "train", "evaluate"]
+    config = load_config(tmp_path / "out" / "recipe.yaml")
+    assert (config.model, config.output) == (str(tmp_path / "out" / "moh"), str(tmp_path / "out" / "recovery"))
+    assert (config.max_steps, config.schedule.warmup_steps, config.data.mixture) == (3, 2, "embedded")
 
 
 def check_full_card(output):

@@ -28,13 +28,7 @@ def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., di
 
     def make(*runs: Path) -> dict[str, Figure]:
         found: dict[str, Figure] = {}
-        save = style.save
-
-        def keep(figure: Figure, path: Path) -> None:
-            found[path.name] = figure
-            save(figure, path)
-
-        monkeypatch.setattr(style, "save", keep)
+        monkeypatch.setattr(style, "save", lambda figure, path: found.update({path.name: figure}))
         draw(tmp_path, group_runs(read_runs(runs)))
         return found
 

@@ -13,6 +13,7 @@ from moh_llm.reporting.groups import group_runs
 from moh_llm.reporting.runs import read_runs
 
 MakeRun = Callable[..., Path]
+pytestmark = pytest.mark.usefixtures("unrendered")
 
 
 def report(*arguments: str | Path) -> int:

@@ -13,6 +13,9 @@ from matplotlib.image import imread
 
 from moh_llm.cli import main
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.reporting import style
+from moh_llm.reporting.figures import draw_scores
+from moh_llm.reporting.groups import group_runs
 from moh_llm.reporting.runs import read_runs
 
 MakeRun = Callable[..., Path]
@@ -27,6 +30,7 @@ def read(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_one_run_gets_its_report_in_its_folder(make_run: MakeRun) -> None:
     saved = {"tokens": 512, "perplexity": 22.0, "reference_perplexity": 20.0, "kl": 0.05, "top1_agreement": 0.9}
     saved |= {"documents": 12, "ratio_interval": [1.0812, 1.1234], "kl_interval": [0.041, 0.062]}
@@ -59,23 +63,16 @@ def test_one_run_gets_its_report_in_its_folder(make_run: MakeRun) -> None:
     assert "0.0500, 95 % interval 0.0410 to 0.0620; 12 documents" in html
 
 
-def test_pictures_are_linked_and_follow_the_data(make_run: MakeRun, tmp_path: Path) -> None:
-    same = [make_run(f"{name}/run", scale=0.3) for name in ("one", "two")]
-    other = make_run("three/run", scale=0.4)
-    for number, run in enumerate((*same, other)):
-        assert report(run, "--output", tmp_path / f"report{number}") == 0
-    page = (tmp_path / "report0" / "report.md").read_text()
-    names = sorted(path.name for path in (tmp_path / "report0").iterdir())
-    assert names == ["held_out.png", "loss.png", "report.html", "report.json", "report.md", "steps.png"]
-    for name in [name for name in names if name.endswith(".png")]:
-        assert f"]({name})" in page
-        contents = [(tmp_path / f"report{number}" / name).read_bytes() for number in range(3)]
-        assert contents[0] == contents[1] != contents[2]
-        pixels = imread(tmp_path / "report0" / name)  # refuses what is no PNG
-        assert 400 <= pixels.shape[0] <= 2000 and 800 <= pixels.shape[1] <= 2000
-        assert pixels.min() < 0.5 < pixels.max()
+def test_pictures_follow_the_data(make_run: MakeRun, tmp_path: Path) -> None:
+    pictures = []
+    for name, scale in (("one", 0.3), ("two", 0.3), ("three", 0.4)):
+        with style.in_our_style():
+            assert draw_scores(tmp_path / f"{name}.png", group_runs(read_runs([make_run(f"{name}/run", scale=scale)])))
+        pictures.append((tmp_path / f"{name}.png").read_bytes())
+    assert pictures[0] == pictures[1] != pictures[2]
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_running_run_with_half_a_line(make_run: MakeRun, log_lines: LogLines) -> None:
     run = make_run("run", steps=4, tail='{"step": 5, "lo', record={"status": "running"})
     assert report(run) == 0
@@ -90,6 +87,7 @@ def test_a_running_run_with_half_a_line(make_run: MakeRun, log_lines: LogLines) 
     assert read(run / "report")["runs"][0]["steps"] == 5
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_run_that_has_only_begun(make_run: MakeRun) -> None:
     run = make_run("run", steps=0)
     assert report(run) == 0
@@ -98,6 +96,7 @@ def test_a_run_that_has_only_begun(make_run: MakeRun) -> None:
     assert [picture["file"] for picture in found["pictures"]] == ["held_out.png"]
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_dropped_steps_do_not_count(make_run: MakeRun, log_lines: LogLines) -> None:
     lines = log_lines(6, 3, 0.3)
     lines[2] |= {"dropped": "the loss is not finite", "loss": None, "gradient_norm": None}
@@ -113,6 +112,7 @@ def test_dropped_steps_do_not_count(make_run: MakeRun, log_lines: LogLines) -> N
     assert "| 2 (2: the loss is not finite; 6: the loss jumped) |" in (run / "report" / "report.md").read_text()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_router_health(make_run: MakeRun, log_lines: LogLines, routing: Callable[..., Any]) -> None:
     lines = log_lines(6, 3, 0.3)
     lines[0]["routing"] = routing([[0.5, 0.5, 1.0], [], [0.0, 1.0]], None)
@@ -129,6 +129,7 @@ def test_router_health(make_run: MakeRun, log_lines: LogLines, routing: Callable
     assert "| 3 of 5 | 0.700 | 37.50 |" in (run / "report" / "report.md").read_text()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_run_without_a_base_to_compare_with(make_run: MakeRun, log_lines: LogLines) -> None:
     lines = log_lines(6, 3, 0.3)
     for line in lines:
@@ -187,7 +188,15 @@ def test_a_run_that_was_trained(trained: Path) -> None:
         assert score["routing"]["dead_heads"] == sum(health["dead_heads"])
         assert score["routing"]["routed_heads"] == 2 * 3  # layers of 4 heads, of which one is shared
         assert score["routing"]["lowest_entropy"] == min(health["entropy"])
-    assert (trained / "report" / "routing_load.png").is_file()
+    pictures = [f"{name}.png" for name in ("held_out", "loss", "routing_layers", "routing_load", "steps")]
+    files = sorted(path.name for path in (trained / "report").iterdir())
+    assert files == sorted([*pictures, "report.html", "report.json", "report.md"])
+    page = (trained / "report" / "report.md").read_text()
+    for name in pictures:
+        assert f"]({name})" in page
+        pixels = imread(trained / "report" / name)  # refuses what is no PNG
+        assert 400 <= pixels.shape[0] <= 2000 and 500 <= pixels.shape[1] <= 2000
+        assert pixels.min() < 0.5 < pixels.max()
     assert found["saved_model"]["perplexity"] == record["evaluation"]["perplexity"]
 
 
@@ -224,6 +233,7 @@ def test_what_is_no_run_is_refused(make_run: MakeRun, capsys, damage: Callable[[
     assert not (run / "report").exists()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_places_that_cannot_be_used_are_refused(make_run: MakeRun, tmp_path: Path, capsys) -> None:
     one, two = make_run("one"), make_run("two")
     (tmp_path / "full").mkdir()

@@ -15,6 +15,7 @@ from moh_llm.cli import main
 from moh_llm.reporting.report import write_report
 
 MakeRun = Callable[..., Path]
+pytestmark = pytest.mark.usefixtures("unrendered")
 
 
 def report(*arguments: str | Path) -> int:

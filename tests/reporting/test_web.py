@@ -40,6 +40,7 @@ def table_of(link: str) -> list[list[str]]:
     return list(csv.reader(io.StringIO(unquote(link.split(",", 1)[1]))))
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_the_page_says_what_the_record_says(evaluation: Record) -> None:
     page = to_html(evaluation, command="moh-llm report a")
     text = text_of(page)
@@ -66,9 +67,14 @@ def test_the_page_says_what_the_record_says(evaluation: Record) -> None:
     assert link and json.loads(unquote(html.unescape(link[1]).split(",", 1)[1])) == json.loads(json.dumps(evaluation))
 
 
-def test_the_page_needs_nothing_else(evaluation: Record, make_run: Callable[..., Path]) -> None:
+def test_the_page_needs_nothing_else_and_escapes_what_it_is_given(
+    evaluation: Record, make_run: Callable[..., Path]
+) -> None:
+    evaluation["benchmarks"][0]["name"] = "<script>alert(1)</script>"
+    evaluation["errors"] = [{"model": "one", "benchmark": "B", "error": "<img src=x>"}]
     page = to_html(evaluation, group_runs(read_runs([make_run("run")])))
-    assert "<script" not in page and "@import" not in page
+    assert "<script" not in page and "<img" not in page and "@import" not in page
+    assert "<td>&lt;</td>" in page  # a token of the sentence
     outside = {place for place in re.findall(r'(?:href|src)="([^"]+)"', page) if not place.startswith(("#", "data:"))}
     assert not outside
     identities = re.findall(r'\bid="([^"]+)"', page)
@@ -79,14 +85,7 @@ def test_the_page_needs_nothing_else(evaluation: Record, make_run: Callable[...,
     assert len(page) < 1_000_000
 
 
-def test_names_and_errors_are_escaped(evaluation: Record) -> None:
-    evaluation["benchmarks"][0]["name"] = "<script>alert(1)</script>"
-    evaluation["errors"] = [{"model": "one", "benchmark": "B", "error": "<img src=x>"}]
-    page = to_html(evaluation)
-    assert "<script" not in page and "<img" not in page
-    assert "<td>&lt;</td>" in page  # a token of the sentence
-
-
+@pytest.mark.usefixtures("unrendered")
 def test_limits_and_failures_are_loud(evaluation: Record) -> None:
     assert 'class="warning"' not in to_html(make_record({"base": ("dense", 1.0), "one": ("first", 0.9)}))
     evaluation |= {"limit": 20, "partial_data": ["A"]}
@@ -98,6 +97,7 @@ def test_limits_and_failures_are_loud(evaluation: Record) -> None:
     assert "FAILED: B on one (no memory)." in text
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_router_charts_hold_the_analysis(evaluation: Record, analysis: Record) -> None:
     page = to_html(evaluation)
     links = dict(re.findall(r'download="([^"]+)\.csv" href="([^"]+)"', page))
@@ -131,6 +131,7 @@ def test_router_charts_hold_the_analysis(evaluation: Record, analysis: Record) -
     assert kinds.count("off") == sum(not head for token in on for head in token)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_training_is_shown_with_its_receipt(make_run: Callable[..., Path]) -> None:
     read = {"wiki": {"weight": 0.25, "tokens": 1024, "share": 0.26, "epochs": 0.5, "repeated_tokens": 0}}
     runs = [make_run("a", record={"data_read": read}), make_run("b", scale=0.4, recipe={"lora": {"rank": 4}})]
@@ -147,6 +148,7 @@ def charts_of(*runs: Path) -> dict[str, Chart]:
     return {chart.name: chart for chart in training_charts(group_runs(read_runs(runs)))}
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_smoothed_curves_say_so_and_exact_ones_are_not_smoothed(make_run: Callable[..., Path]) -> None:
     def run(name: str, steps: int) -> Path:
         rates = {step: 1e-6 * min(step, 50) for step in range(1, steps + 1)}  # a warm-up of 50 steps
@@ -171,6 +173,7 @@ def test_smoothed_curves_say_so_and_exact_ones_are_not_smoothed(make_run: Callab
     assert charts_of(short)["log-loss"].note == ""
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_run_without_a_base_has_its_held_out_curve(make_run: Callable[..., Path]) -> None:
     lines = [{"step": step, "validation": {"tokens": 512, "perplexity": 30.0 - step}} for step in (0, 3, 6)]
     alone, beside = make_run("alone", lines=lines), make_run("beside")
@@ -181,6 +184,7 @@ def test_a_run_without_a_base_has_its_held_out_curve(make_run: Callable[..., Pat
     assert "held-out-perplexity" not in charts_of(beside)
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_the_page_says_of_a_run_what_the_markdown_says(make_run: Callable[..., Path], log_lines: Any) -> None:
     lines = log_lines(4, 3, 0.3)
     lines[2] |= {"dropped": "the loss is not finite", "loss": None}
