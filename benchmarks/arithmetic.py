@@ -4,11 +4,11 @@
     python benchmarks/arithmetic.py --config out/moh      # any LLaMA-like or MoH folder's shape
 
 - prefill: shares of a forward pass's FLOPs by part, and the whole with part of the heads relative to all of them, of
-  the default conversion (linear router, one shared head, stand-ins): "least" skips what can be skipped
-  (`moh_llm.flops.forward_parts`), "no stand-ins" is that without them, where a head that is off needs no output
+  the default conversion (linear router, one shared head, fallbacks): "least" skips what can be skipped
+  (`moh_llm.flops.forward_parts`), "no fallbacks" is that without them, where a head that is off needs no output
   projection; "as computed" skips what attn_implementation="moh_sparse" skips today, scores and weighted sums.
 - decode: bytes that a step reads, weights once and the cache of each row, in bf16; and with part of the groups of keys
-  and values (`routing_unit="kv_group"`) relative to all of them. Time follows bytes where memory is the limit.
+  and values (`routing_granularity="kv_group"`) relative to all of them. Time follows bytes where memory is the limit.
 """
 
 import argparse
@@ -43,20 +43,20 @@ def main() -> int:
     return 0
 
 
-def with_heads(config: LlamaConfig, share: int, stand_in: str = "value") -> MoHLlamaConfig:
+def with_heads(config: LlamaConfig, share: int, fallback: str = "value") -> MoHLlamaConfig:
     """That shape with so many percent of the heads on in each layer, one shared, and a linear router."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     fields = {name: getattr(config, name) for name in (*names, "num_key_value_heads", "head_dim")}
     active = max(1, round(share * config.num_attention_heads / 100))
-    plan = {"num_active_heads": active, "num_shared_heads": 1, "router_type": "linear", "head_stand_in": stand_in}
+    plan = {"num_active_heads": active, "num_shared_heads": 1, "router_type": "linear", "head_fallback": fallback}
     return MoHLlamaConfig(**fields, **plan)
 
 
 def prefill(config: LlamaConfig, lengths: list[int], shares: list[int]) -> None:
     """Print the table of FLOPs."""
     names = list(forward_parts(with_heads(config, 100), 1, dense=True))
-    names = [name for name in names if name not in ("routing", "stand-ins")]  # which the dense model lacks
-    ratios = [f"{share} %, {how}" for share in shares for how in ("no stand-ins", "least", "as computed")]
+    names = [name for name in names if name not in ("routing", "fallbacks")]  # which the dense model lacks
+    ratios = [f"{share} %, {how}" for share in shares for how in ("no fallbacks", "least", "as computed")]
     table("prefill", ["tokens", *names, *ratios])
     for length in lengths:
         dense = forward_parts(with_heads(config, 100), length, dense=True)
@@ -64,7 +64,7 @@ def prefill(config: LlamaConfig, lengths: list[int], shares: list[int]) -> None:
         cells = [f"{dense[name] / total:.1%}" for name in names]
         for share in shares:
             moh = with_heads(config, share)
-            without = forward_flops(with_heads(config, share, stand_in="none"), length)
+            without = forward_flops(with_heads(config, share, fallback="none"), length)
             computed = sum(computed_parts(moh, length, sparse=True).values())
             cells += [f"{flops / total:.3f}" for flops in (without, forward_flops(moh, length), computed)]
         print(" | ".join(["", f"{length:,}", *cells, ""]).strip())

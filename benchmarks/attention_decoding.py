@@ -37,7 +37,7 @@ def decode_rows(clock: Clock, shape: Shape, dtype: torch.dtype, context: int, ba
     query = torch.randn(batch, shape.heads, 1, shape.size, device=DEVICE, dtype=dtype)
     size = (batch, shape.groups, context, shape.size)
     inputs = (query, *(torch.randn(size, device=DEVICE, dtype=dtype) for _ in range(2)))
-    dense, unit = best_dense(clock, inputs, None, 0.0), shape.heads // shape.groups
+    dense, group_size = best_dense(clock, inputs, None, 0.0), shape.heads // shape.groups
     dense.cache_bytes = 2 * inputs[1].nbytes
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -45,8 +45,10 @@ def decode_rows(clock: Clock, shape: Shape, dtype: torch.dtype, context: int, ba
 
     found = [dense]
     for name, share in (("groups", 100), ("groups", 75), ("groups", 50), ("heads", 75)) if triton else ():
-        gate = random_gate(batch, 1, shape.heads, share, unit if name == "groups" else 1)
-        used = gate.unflatten(-1, (shape.groups, unit)).amax(-1).mean().item()  # a group is read if a head of it is on
+        gate = random_gate(batch, 1, shape.heads, share, group_size if name == "groups" else 1)
+        used = (
+            gate.unflatten(-1, (shape.groups, group_size)).amax(-1).mean().item()
+        )  # a group is read if a head of it is on
         found.append(Peer(f"MoH by {name}", share, attend, (*inputs, gate), ours=True))
         found[-1].cache_bytes = used * dense.cache_bytes
     return measure(clock, found)
@@ -60,17 +62,17 @@ class Stack:
         fields = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "vocab_size": VOCABULARY}
         fields |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.groups}
         fields["num_hidden_layers"] = layers
-        unit = shape.heads // shape.groups
-        on, in_groups = heads_on(share, shape.heads), heads_on(share, shape.groups) * unit
+        group_size = shape.heads // shape.groups
+        on, in_groups = heads_on(share, shape.heads), heads_on(share, shape.groups) * group_size
         routed = {"num_shared_heads": on // 2, "num_active_heads": on}
-        whole = {"num_shared_heads": in_groups // unit // 2 * unit, "num_active_heads": in_groups}
+        whole = {"num_shared_heads": in_groups // group_size // 2 * group_size, "num_active_heads": in_groups}
         configs: dict[str, Any] = {"dense, sdpa": LlamaConfig(**fields)}
         configs["MoH, sdpa"] = MoHLlamaConfig(**fields, **routed)
         self.models: dict[str, Any] = {}
         self.shares = {"dense, sdpa": 100, "MoH, sdpa": share}
         if triton:
             configs["MoH, moh_sparse"] = copy.deepcopy(configs["MoH, sdpa"])
-            configs["MoH by groups, moh_sparse"] = MoHLlamaConfig(**fields, **whole, routing_unit="kv_group")
+            configs["MoH by groups, moh_sparse"] = MoHLlamaConfig(**fields, **whole, routing_granularity="kv_group")
             self.shares |= {"MoH, moh_sparse": share, "MoH by groups, moh_sparse": round(100 * in_groups / shape.heads)}
         for name, config in configs.items():
             kind = name.split(", ")[1]

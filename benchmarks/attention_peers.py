@@ -241,13 +241,13 @@ def heads_on(share: int, heads: int) -> int:
     return max(1, round(share * heads / 100))
 
 
-def random_gate(batch: int, length: int, heads: int, share: int, unit: int = 1) -> torch.Tensor:
+def random_gate(batch: int, length: int, heads: int, share: int, group_size: int = 1) -> torch.Tensor:
     """A gate `[B, T, H]` of ones and zeros: half of the active ones are shared, the others Top-K of random scores.
 
-    With `unit` > 1 so many heads in a row are on or off together.
+    With `group_size` > 1 so many heads in a row are on or off together.
     """
-    on = heads_on(share, heads // unit)
-    scores = torch.rand(batch, length, heads // unit, device=DEVICE)
+    on = heads_on(share, heads // group_size)
+    scores = torch.rand(batch, length, heads // group_size, device=DEVICE)
     scores[..., : on // 2] = 2
     gate = torch.zeros_like(scores).scatter(-1, scores.topk(on, dim=-1).indices, 1.0)
-    return gate.repeat_interleave(unit, -1)
+    return gate.repeat_interleave(group_size, -1)

@@ -6,7 +6,7 @@
 Each job runs in a process of its own, whose peak resident memory is read. "convert" is `--preset
 paper --verify none`, which reads no text; its peer is a plain copy of the same files, in turn with
 it, and the seconds are those of the work itself, without starting Python. "calibrate" adds the fit
-of routers, stand-ins and budgets on N tokens; its peer is one forward pass of the loaded model over
+of routers, fallbacks and budgets on N tokens; its peer is one forward pass of the loaded model over
 as many tokens in windows of 512. WORKDIR needs twice the checkpoint's size, and keeps it.
 """
 

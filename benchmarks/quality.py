@@ -3,14 +3,14 @@
     python benchmarks/quality.py BASE --calibration mixture.yaml --budgets 8 7 6 5 \\
         --text c4/validation.jsonl book/validation.jsonl arxiv/validation.jsonl --json quality.json
 
-The base is calibrated once for each routing unit and way of choosing shared heads; every plan is cut
+The base is calibrated once for each routing granularity and way of choosing shared heads; every plan is cut
 from that, and one that splits key-value groups where these are routed is left out. Each row is a
 model, each text a column: perplexity / base perplexity on windows of 512 tokens with documents
 isolated, and the mean KL(base || model) in nats per token over all texts, with 95 % intervals by
 bootstrap over documents. Beside each text stands the share of its 13-grams of tokens that the
 calibration text holds, too; `--documents N --last` takes documents of the calibration's own files
 that it did not read. The oracle rows drop, with
-the same budgets and stand-ins, the heads or groups whose true contribution is least: what a perfect
+the same budgets and fallbacks, the heads or groups whose true contribution is least: what a perfect
 router of this kind would reach.
 """
 
@@ -56,9 +56,9 @@ def main() -> int:
     held_out.add_arguments(parser)
     parser.add_argument("--budgets", nargs="+", type=int, default=[8, 7, 6, 5], help="mean active heads")
     parser.add_argument("--even", nargs="*", type=int, default=[7, 6], help="budgets to try evenly, too")
-    parser.add_argument("--shared", nargs="+", default=["first:1"], help="KIND:NUMBER of routing units")
-    parser.add_argument("--routing-unit", nargs="+", default=["head"], choices=["head", "kv_group"])
-    parser.add_argument("--stand-in", nargs="+", default=["value"], choices=["value", "none"])
+    parser.add_argument("--shared", nargs="+", default=["first:1"], help="KIND:NUMBER of routed groups")
+    parser.add_argument("--routing-granularity", nargs="+", default=["head"], choices=["head", "kv_group"])
+    parser.add_argument("--fallback", nargs="+", default=["value"], choices=["value", "none"])
     parser.add_argument("--oracle", action="store_true", help="add the oracle rows")
     parser.add_argument("--paper", action="store_true", help="add the paper's layer at each budget")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
@@ -78,17 +78,17 @@ def main() -> int:
     read = held_out.ngrams_of_batches(batches)
 
     candidates: dict[str, LogitsOf] = {}
-    for unit, shared in itertools.product(args.routing_unit, args.shared):
+    for granularity, shared in itertools.product(args.routing_granularity, args.shared):
         kind, number = shared.split(":")
-        for stand_in in args.stand_in:
-            plan = PlanOptions(shared=kind, stand_in=stand_in, routing_unit=unit)
-            plan = dataclasses.replace(plan, num_shared_heads=int(number) * plan.heads_per_unit(base.config))
+        for fallback in args.fallback:
+            plan = PlanOptions(shared=kind, fallback=fallback, routing_granularity=granularity)
+            plan = dataclasses.replace(plan, num_shared_heads=int(number) * plan.heads_per_group(base.config))
             started = time.perf_counter()
             calibrated = _calibrate(base, plan, batches, dtype, device)
-            print(f"calibrated {unit}, {shared}, {stand_in}: {time.perf_counter() - started:.0f} s", flush=True)
+            print(f"calibrated {granularity}, {shared}, {fallback}: {time.perf_counter() - started:.0f} s", flush=True)
             for budget, budgets in [(b, "uneven") for b in args.budgets] + [(b, "even") for b in args.even]:
                 plan = dataclasses.replace(plan, num_active_heads=budget, budgets=budgets)
-                label = f"{budget} {budgets}, {unit}, {shared}, {stand_in}"
+                label = f"{budget} {budgets}, {granularity}, {shared}, {fallback}"
                 try:
                     model = _model(base, dense, plan, calibrated, dtype)
                 except UserError as error:
@@ -168,14 +168,14 @@ def _by_oracle(model: MoHLlamaForCausalLM) -> LogitsOf:
 
 @contextmanager
 def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
-    """Within the block each token drops the units whose replacement by their stand-ins changes the output least."""
+    """Within the block each token drops the groups whose replacement by their fallbacks changes the output least."""
     handles, layers = [], model.model.layers
     for layer in layers:
         attention, state = layer.self_attn, {}
 
         def keep(module, args, kwargs, state=state):
             state["x"] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            state["first"] = kwargs.get("is_first")  # only where there are stand-ins
+            state["first"] = kwargs.get("is_first")  # only where there are fallbacks
 
         def values(module, args, output, state=state):
             state["v"] = output
@@ -183,23 +183,23 @@ def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
         def drop(module, args, attention=attention, state=state):
             shape = args[0].shape
             heads = args[0].unflatten(-1, (-1, attention.head_dim))
-            stand_in = torch.zeros_like(heads)
-            if state["stand_in"] is not None:
+            fallback = torch.zeros_like(heads)
+            if state["fallback"] is not None:
                 own_values = state["v"].unflatten(-1, (-1, attention.head_dim))
                 off = heads.new_zeros(heads.shape[:-1])
-                stand_in = state["stand_in"](stand_in, off, state["x"], own_values, state["first"])
+                fallback = state["fallback"](fallback, off, state["x"], own_values, state["first"])
             router = state["router"]
-            width = router.unit * attention.head_dim
+            width = router.group_size * attention.head_dim
             slices = module.weight.unflatten(-1, (-1, width)).float()
             gram = torch.einsum("cud,cue->ude", slices, slices)
-            residual = (heads - stand_in).float().flatten(-2).unflatten(-1, (-1, width))
+            residual = (heads - fallback).float().flatten(-2).unflatten(-1, (-1, width))
             cost = torch.einsum("...ud,ude,...ue->...u", residual, gram, residual)
-            cost[..., [head // router.unit for head in shared_heads(router)]] = torch.inf
-            gate = select_top_k(cost, router.num_active // router.unit).to(heads.dtype)
-            gate = gate.repeat_interleave(router.unit, -1)[..., None]
-            return ((heads * gate + stand_in * (1 - gate)).reshape(shape),)
+            cost[..., [head // router.group_size for head in shared_heads(router)]] = torch.inf
+            gate = select_top_k(cost, router.num_active // router.group_size).to(heads.dtype)
+            gate = gate.repeat_interleave(router.group_size, -1)[..., None]
+            return ((heads * gate + fallback * (1 - gate)).reshape(shape),)
 
-        state["stand_in"], state["router"] = attention.stand_in, attention.router
+        state["fallback"], state["router"] = attention.fallback, attention.router
         handles += [
             attention.register_forward_pre_hook(keep, with_kwargs=True),
             attention.v_proj.register_forward_hook(values),

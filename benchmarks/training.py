@@ -3,7 +3,7 @@
     python benchmarks/training.py --rounds 5                  # a model of SmolLM2-135M's shape, random weights
     python benchmarks/training.py --size tiny --processes     # and one process against two (CPU: one thread each)
 
-- step: a step of cross-entropy of the MoH model (three quarters of the heads, linear router, stand-ins; all heads are
+- step: a step of cross-entropy of the MoH model (three quarters of the heads, linear router, fallbacks; all heads are
   computed and masked) against the dense model with the same loop, each in its own process; at most 1.05 is asked.
 - loop: a step of our loop against one of `transformers.Trainer`, both on the dense LLaMA with the same batch, dtype,
   optimiser and clipping; at most 1.05 is asked.
@@ -112,7 +112,7 @@ def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
     torch.manual_seed(0)
     heads = {"num_shared_heads": 9, "num_active_heads": 9}
     if not dense:
-        heads = {"num_shared_heads": 1, "num_active_heads": 7, "router_type": "linear", "head_stand_in": "value"}
+        heads = {"num_shared_heads": 1, "num_active_heads": 7, "router_type": "linear", "head_fallback": "value"}
     config = MoHLlamaConfig(**SIZES[args.size], **HEADS, **heads, max_position_embeddings=max(2048, args.length))
     return MoHLlamaForCausalLM(config)
 

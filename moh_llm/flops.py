@@ -1,6 +1,6 @@
 """FLOPs of a MoH model: of a forward pass in theory, and of a training pass as it is computed today.
 
-Counts two operations per multiply-add of the matrix products and of a stand-in's b + a v; norms, rotary
+Counts two operations per multiply-add of the matrix products and of a fallback's b + a v; norms, rotary
 embedding, softmax and gating are left out. Attention counts the positions up to a token's own,
 whatever documents they are of.
 """
@@ -20,21 +20,21 @@ def forward_parts(config: MoHLlamaConfig, length: int, dense: bool = False) -> d
     """FLOPs of one forward pass over a sequence of `length` tokens by part, as MoH with the least that it needs.
 
     Of a head that is off can be skipped: its scores and weighted sums; its query, unless the router
-    takes the queries' norms; and its rows of the output projection, unless it has a stand-in, which is
-    projected in its place. A stand-in is made for heads that are off only. Keys and values are always
+    takes the queries' norms; and its rows of the output projection, unless it has a fallback, which is
+    projected in its place. A fallback is made for heads that are off only. Keys and values are always
     computed: other tokens' heads may attend to them.
     """
     total = config.num_attention_heads * config.num_hidden_layers
     if dense:
         return _parts(config, length, queries=total, scores=total, projected=total)
-    on, stands_in = sum(config.active_heads_per_layer), config.head_stand_in != "none"
+    on, has_fallback = sum(config.active_heads_per_layer), config.head_fallback != "none"
     return _parts(
         config,
         length,
         queries=total if config.router_type == "query_norm" else on,
         scores=on,
-        projected=total if stands_in else on,
-        stand_ins=total - on if stands_in else 0,
+        projected=total if has_fallback else on,
+        fallbacks=total - on if has_fallback else 0,
         router=_router_macs(config),
     )
 
@@ -42,7 +42,7 @@ def forward_parts(config: MoHLlamaConfig, length: int, dense: bool = False) -> d
 def computed_parts(config: MoHLlamaConfig, length: int, sparse: bool = False) -> dict[str, int]:
     """FLOPs of one forward pass over a sequence of `length` tokens by part, as MoH is computed today.
 
-    All heads and the stand-ins of all routed heads are; the gate then picks. With `sparse`
+    All heads and the fallbacks of all routed heads are; the gate then picks. With `sparse`
     (attn_implementation="moh_sparse") scores and weighted sums are those of heads that are on.
     """
     total, on = config.num_attention_heads * config.num_hidden_layers, sum(config.active_heads_per_layer)
@@ -53,7 +53,7 @@ def computed_parts(config: MoHLlamaConfig, length: int, sparse: bool = False) ->
         queries=total,
         scores=on if sparse else total,
         projected=total,
-        stand_ins=routed if config.head_stand_in != "none" else 0,
+        fallbacks=routed if config.head_fallback != "none" else 0,
         router=_router_macs(config),
     )
 
@@ -65,7 +65,7 @@ def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute
     attn_implementation="moh_sparse" it is an upper bound. A forward pass costs 1; the backward pass 2, a
     product for the gradient of each input and one for that of each weight; where the base's weights are
     frozen (LoRA), their products of the second kind fall away, which leaves about 1 (the scores, which
-    have no weights, still cost 2, and so do router and stand-ins, which are trained). Adapters are left out.
+    have no weights, still cost 2, and so do router and fallbacks, which are trained). Adapters are left out.
 
     Args:
         config: the model's.
@@ -77,13 +77,13 @@ def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute
     """
     parts = computed_parts(config, length)
     forward = sum(parts.values())
-    always = sum(parts[name] for name in ("scores and weighted sums", "routing", "stand-ins"))
+    always = sum(parts[name] for name in ("scores and weighted sums", "routing", "fallbacks"))
     backward = (1 if frozen else 2) * (forward - always) + 2 * always
     return forward + backward + teacher * forward + recompute * (forward - parts["vocabulary"])
 
 
 def _parts(
-    config: MoHLlamaConfig, length: int, queries: int, scores: int, projected: int, stand_ins: int = 0, router: int = 0
+    config: MoHLlamaConfig, length: int, queries: int, scores: int, projected: int, fallbacks: int = 0, router: int = 0
 ) -> dict[str, int]:
     """FLOPs by part, given of how many heads, summed over layers, each is computed, and the router's multiply-adds."""
     hidden, size, layers = config.hidden_size, config.head_dim, config.num_hidden_layers
@@ -95,7 +95,7 @@ def _parts(
         "output projection": projected * hidden * size,
         "feed-forward": layers * 3 * hidden * config.intermediate_size,
         "routing": router,
-        "stand-ins": stand_ins * (hidden + size),  # a, linear in the layer's input, and b + a v
+        "fallbacks": fallbacks * (hidden + size),  # a, linear in the layer's input, and b + a v
         "vocabulary": hidden * config.vocab_size,
     }
     return {part: round(2 * length * number) for part, number in macs.items()}
@@ -103,9 +103,9 @@ def _parts(
 
 def _router_macs(config: MoHLlamaConfig) -> int:
     """Multiply-adds per token of all layers' routers."""
-    hidden, heads, unit = config.hidden_size, config.num_attention_heads, config.heads_per_unit
+    hidden, heads, group_size = config.hidden_size, config.num_attention_heads, config.heads_per_group
     if config.router_type == "query_norm":
         return 0
     if config.router_type == "linear":
-        return sum(hidden * (heads - len(shared)) // unit for shared in config.shared_heads_per_layer)
-    return config.num_hidden_layers * hidden * (heads // unit + 2)
+        return sum(hidden * (heads - len(shared)) // group_size for shared in config.shared_heads_per_layer)
+    return config.num_hidden_layers * hidden * (heads // group_size + 2)

@@ -13,10 +13,15 @@ LENGTH, LAYERS, HEADS, HIDDEN, SIZE, WIDE = 24, 3, 4, 32, 10, 48
 ROUTING = {
     "query_norm": {"router_type": "query_norm"},
     "linear": {"router_type": "linear"},
-    "stand-ins": {"router_type": "linear", "head_stand_in": "value", "num_shared_heads": [0, 1, 3]},
+    "fallbacks": {"router_type": "linear", "head_fallback": "value", "num_shared_heads": [0, 1, 3]},
     "two_stage": {"router_type": "two_stage"},
-    "groups": {"router_type": "linear", "routing_unit": "kv_group", "num_shared_heads": 0, "num_active_heads": 2},
-    "groups, two_stage": {"router_type": "two_stage", "routing_unit": "kv_group", "num_active_heads": 2},
+    "groups": {
+        "router_type": "linear",
+        "routing_granularity": "kv_group",
+        "num_shared_heads": 0,
+        "num_active_heads": 2,
+    },
+    "groups, two_stage": {"router_type": "two_stage", "routing_granularity": "kv_group", "num_active_heads": 2},
 }
 
 
@@ -27,7 +32,7 @@ SPARSE = {
         **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 16},
         **{"num_attention_heads": 8, "num_key_value_heads": 4, "num_shared_heads": 1, "num_active_heads": [5, 7, 3, 6]},
     },
-    "groups": {"routing_unit": "kv_group", "num_shared_heads": 0, "num_active_heads": 2},
+    "groups": {"routing_granularity": "kv_group", "num_shared_heads": 0, "num_active_heads": 2},
 }
 
 
@@ -75,7 +80,7 @@ def test_the_count_is_a_real_training_pass(routing, teacher, frozen):
     passes = 3 + teacher  # of products without weights
     later = LAYERS * HEADS * (LENGTH * (LENGTH - 1) // 2) * 2 * 2 * SIZE  # scores and sums of later positions
     routed = sum(HEADS - len(shared) for shared in config.shared_heads_per_layer)
-    elementwise = 2 * LENGTH * routed * SIZE if config.head_stand_in != "none" else 0  # which the counter does not see
+    elementwise = 2 * LENGTH * routed * SIZE if config.head_fallback != "none" else 0  # which the counter does not see
     kl = teacher * 2 * LENGTH * 100  # an inner product over the vocabulary, which is left out
     expected = counted_flops(config, teacher, False, frozen) + passes * (elementwise - later) - kl
     assert training_flops(config, LENGTH, teacher, recompute=False, frozen=frozen) == expected
@@ -151,22 +156,24 @@ class SparsePass:
             for place, token in enumerate(chosen.tolist()):
                 scores = query[place, None] @ key[: token + 1].T / size**0.5
                 output[token] += (scores.softmax(-1) @ value[: token + 1] @ columns.T)[0]
-            if config.head_stand_in == "value" and head in routed:
+            if config.head_fallback == "value" and head in routed:
                 row, off = routed.index(head), positions[~on[:, routed.index(head)]]
-                share = x[off] @ self.weights[own + "stand_in.own_value.weight"][row, :, None]
-                share = share + self.weights[own + "stand_in.own_value.bias"][row]
+                share = x[off] @ self.weights[own + "fallback.own_value.weight"][row, :, None]
+                share = share + self.weights[own + "fallback.own_value.bias"][row]
                 first = off[:, None] == 0
                 share = torch.where(first, 1, share)
-                stand_in = (value[off, :, None] @ share[:, None])[..., 0]
-                stand_in = stand_in + torch.where(first, 0, self.weights[own + "stand_in.bias"][row])
-                output[off] += stand_in @ columns.T
+                fallback = (value[off, :, None] @ share[:, None])[..., 0]
+                fallback = fallback + torch.where(first, 0, self.weights[own + "fallback.bias"][row])
+                output[off] += fallback @ columns.T
         return output
 
     def selected(self, layer: int, x: torch.Tensor, queries: dict, routed: list[int]) -> torch.Tensor:
         """Which routed heads are on, `[T, R]`."""
         config, own = self.config, f"model.layers.{layer}.self_attn.router."
-        unit = config.num_attention_heads // config.num_key_value_heads if config.routing_unit == "kv_group" else 1
-        k = (config.active_heads_per_layer[layer] - config.num_attention_heads + len(routed)) // unit
+        group_size = (
+            config.num_attention_heads // config.num_key_value_heads if config.routing_granularity == "kv_group" else 1
+        )
+        k = (config.active_heads_per_layer[layer] - config.num_attention_heads + len(routed)) // group_size
         if config.router_type == "query_norm":
             norms = torch.stack([queries[head].norm(dim=-1) for head in routed], -1)
             return norms >= norms.sort(descending=True).values[:, k - 1, None] if k else norms < 0
@@ -176,24 +183,24 @@ class SparsePass:
         else:  # of which quantised scores need the gradient only, and the model computes the value
             x @ self.weights[own + "shared.weight"].T, x @ self.weights[own + "stage.weight"].T
         on = torch.zeros_like(logits, dtype=torch.bool).scatter(1, logits.argsort(descending=True)[:, :k], True)
-        return on.repeat_interleave(unit, 1)
+        return on.repeat_interleave(group_size, 1)
 
 
-def make_sparse(name: str, router: str, stand_in: str) -> MoHLlamaForCausalLM:
+def make_sparse(name: str, router: str, fallback: str) -> MoHLlamaForCausalLM:
     fields = {
         **{"vocab_size": 100, "hidden_size": HIDDEN, "intermediate_size": WIDE, "num_hidden_layers": LAYERS},
         **{"num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": SIZE, "initializer_range": 0.2},
     }
-    fields |= SPARSE[name] | {"router_type": router, "head_stand_in": stand_in}
+    fields |= SPARSE[name] | {"router_type": router, "head_fallback": fallback}
     torch.manual_seed(0)
     model = MoHLlamaForCausalLM._from_config(MoHLlamaConfig(**fields), attn_implementation="eager").double().eval()
     for layer in model.model.layers:
-        if layer.self_attn.stand_in is not None:
-            torch.nn.init.normal_(layer.self_attn.stand_in.bias)
+        if layer.self_attn.fallback is not None:
+            torch.nn.init.normal_(layer.self_attn.fallback.bias)
     return model
 
 
-@pytest.mark.parametrize("stand_in", ["none", "value"])
+@pytest.mark.parametrize("fallback", ["none", "value"])
 @pytest.mark.parametrize(
     ("name", "router", "length"),
     [
@@ -204,8 +211,8 @@ def make_sparse(name: str, router: str, stand_in: str) -> MoHLlamaForCausalLM:
         ("medium", "linear", 40),
     ],
 )
-def test_the_forward_count_is_a_pass_that_computes_the_least(name, router, length, stand_in):
-    model = make_sparse(name, router, stand_in)
+def test_the_forward_count_is_a_pass_that_computes_the_least(name, router, length, fallback):
+    model = make_sparse(name, router, fallback)
     ids = torch.randint(100, (length,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         got = SparsePass(model).logits(ids)
@@ -215,18 +222,18 @@ def test_the_forward_count_is_a_pass_that_computes_the_least(name, router, lengt
     assert forward_flops(model.config, length) == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("stand_in", ["none", "value"])
+@pytest.mark.parametrize("fallback", ["none", "value"])
 @pytest.mark.parametrize(("name", "router"), [("tiny", "linear"), ("tiny", "two_stage"), ("medium", "linear")])
-def test_the_computed_count_is_a_masked_pass(name, router, stand_in):
+def test_the_computed_count_is_a_masked_pass(name, router, fallback):
     """With heads off: all of them are computed, and only what no mask shows is not counted."""
-    model, length = make_sparse(name, router, stand_in), 12
+    model, length = make_sparse(name, router, fallback), 12
     config = model.config
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, length, dtype=torch.int64), use_cache=False)
     total = config.num_hidden_layers * config.num_attention_heads
     later = total * (length * (length - 1) // 2) * 2 * 2 * config.head_dim
     routed = total - sum(map(len, config.shared_heads_per_layer))
-    elementwise = 2 * length * routed * config.head_dim if stand_in == "value" else 0
+    elementwise = 2 * length * routed * config.head_dim if fallback == "value" else 0
     assert sum(computed_parts(config, length).values()) == counter.get_total_flops() - later + elementwise
     scores, some = computed_parts(config, length, sparse=True), computed_parts(config, length)
     name = "scores and weighted sums"
@@ -244,8 +251,8 @@ def test_hand_counted_sums():
     #                                                        queries, 3 pairs of scores and sums, output projection
     assert forward_flops(linear, 2, dense=True) == 2 * (always + 32 + 24 + 32)
     assert forward_flops(linear, 2) == 2 * (always + router + 16 + 12 + 16)
-    # The stand-in is a row of 4 weights a token and b + a v of 2 numbers; it goes through the projection, too.
-    value = MoHLlamaConfig(**sizes, router_type="linear", head_stand_in="value")
+    # The fallback is a row of 4 weights a token and b + a v of 2 numbers; it goes through the projection, too.
+    value = MoHLlamaConfig(**sizes, router_type="linear", head_fallback="value")
     assert forward_flops(value, 2) == 2 * (always + router + 16 + 12 + 32 + 8 + 4)
     # The paper's router takes all queries' norms.
     assert forward_flops(MoHLlamaConfig(**sizes), 2) == 2 * (always + 32 + 12 + 16)

@@ -72,7 +72,7 @@ def seconds_by_length(model: MoHLlamaForCausalLM, lengths: Sequence[int], repeat
 
 @contextlib.contextmanager
 def dense_attention(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
-    """Within the block every layer runs the base's attention as transformers has it: no router, gate or stand-in.
+    """Within the block every layer runs the base's attention as transformers has it: no router, gate or fallback.
 
     Head-sparse attention, which needs the gate, gives way to SDPA.
     """

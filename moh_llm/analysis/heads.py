@@ -66,7 +66,7 @@ def head_load(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> HeadL
         load=load,
         shared_heads=[shared_heads(router) for router in routers],
         balance=[
-            load_balance([shares[head] for head in router.routed_heads[:: router.unit]])
+            load_balance([shares[head] for head in router.routed_heads[:: router.group_size]])
             for router, shares in zip(routers, load, strict=True)
         ],
     )

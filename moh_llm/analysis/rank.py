@@ -55,7 +55,7 @@ def feature_rank(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> Fe
     """Rank of shared and of routed heads' features in each layer (the rebuttal's figure), of the model as it is set.
 
     Features are what enters the output projection, g_i H_i of Eq. 4, side by side `[N, W]`: a routed
-    head that is off gives zeros, or its stand-in. Singular values come from the Gram matrix
+    head that is off gives zeros, or its fallback. Singular values come from the Gram matrix
     `[W, W]` in float64, so that memory does not grow with the text.
 
     Raises:

@@ -59,7 +59,7 @@ def head_similarity(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) ->
     Patterns: 1 - 0.5 * E|A - A'|_1, the mean over pairs of heads and over query positions of all
     texts. All heads count, whether on or off: a head that is off has a pattern, too, which no
     router has touched. Outputs: the mean cosine between what two heads give to the output
-    projection, over tokens and those pairs of which the token has both heads on; stand-ins are
+    projection, over tokens and those pairs of which the token has both heads on; fallbacks are
     thereby left out, and a weighted score, a factor, changes no cosine. A document's first token
     attends to itself only and counts like any other. Attention runs on the eager backend meanwhile.
 

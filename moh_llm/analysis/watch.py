@@ -1,6 +1,6 @@
 """The forward pass that all analyses share, watched layer by layer.
 
-Shapes: B batch, T tokens, C hidden size, H query heads, U routed units (heads or key-value groups),
+Shapes: B batch, T tokens, C hidden size, H query heads, U routed groups (heads or key-value groups),
 D head size. Heads are in the model's order wherever there are H of them.
 """
 
@@ -26,9 +26,9 @@ class LayerPass:
         layer: its number.
         router: its router.
         router_inputs: what that was given: the layer's input `[B, T, C]` and queries `[B, T, H, D]`.
-        logits: of the routed units, `[B, T, U]`.
+        logits: of the routed groups, `[B, T, U]`.
         heads: what enters the output projection, `[B, T, H, D]`: g_i H_i of Eq. 4, plus the
-            stand-in of a head that is off, where the model has any.
+            fallback of a head that is off, where the model has any.
         patterns: attention weights `[B, H, T, T]`; None where the attention backend keeps them to itself.
     """
 
@@ -45,7 +45,7 @@ class LayerPass:
         on = torch.ones(self.heads.shape[:-1], dtype=torch.bool, device=self.logits.device)
         # By selection, not by the gate: a weighted score may round to zero.
         selected = select_top_k(self.logits, self.router.top_k).bool()
-        on[..., self.router.routed_heads] = selected.repeat_interleave(self.router.unit, dim=-1)
+        on[..., self.router.routed_heads] = selected.repeat_interleave(self.router.group_size, dim=-1)
         return on
 
 

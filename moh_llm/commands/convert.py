@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads.add_argument("--shared", choices=["first", "importance"], default="first", help="which heads are shared")
     heads.add_argument("--router", choices=["linear", "query_norm"], help="how tokens choose (default: linear)")
     heads.add_argument(
-        "--routing-unit",
+        "--routing-granularity",
         choices=["head", "kv_group"],
         help="what is on or off as one: a head (default), or the heads that share keys and values",
     )
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budgets", choices=["uneven", "even"], help="heads per layer: by what the layer loses (default), or equal"
     )
     heads.add_argument(
-        "--stand-in", choices=["value", "none"], help="what replaces a head that is off (default: value; paper: none)"
+        "--fallback", choices=["value", "none"], help="what replaces a head that is off (default: value; paper: none)"
     )
 
     text = parser.add_argument_group("calibration and proof")
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--licence is for publishing; pass --push-to-hub ORG/NAME, too, or drop it")
     if args.to_dense:
         counts = ("num_shared_heads", "num_active_heads", "active_ratio")
-        for flag in ("preset", *counts, "router", "routing_unit", "budgets", "stand_in", "dtype"):
+        for flag in ("preset", *counts, "router", "routing_granularity", "budgets", "fallback", "dtype"):
             if getattr(args, flag) is not None:
                 raise UserError(f"--to-dense copies the dense weights as they are; drop --{flag.replace('_', '-')}")
         restored = restore_dense(args.base, args.output, args.overwrite, args.link, args.revision)
@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
                 router=args.router,
                 shared=args.shared,
                 budgets=args.budgets,
-                stand_in=args.stand_in,
-                routing_unit=args.routing_unit or "head",
+                fallback=args.fallback,
+                routing_granularity=args.routing_granularity or "head",
             ),
             calibration=mixture_from_arguments(args.calibration) if args.calibration else EMBEDDED,
             calibration_tokens=args.calibration_tokens,
@@ -143,8 +143,8 @@ def _print_summary(record: dict[str, Any], output: Path) -> None:
     console = Console()
     console.print(
         f"{record['base']['name']}: {len(plan['active_heads'])} layers of {heads} heads -> {active:.4g} active, "
-        f"{shared:g} shared ({plan['shared']}), router {plan['router_type']}, stand-in {plan['head_stand_in']}"
-        + (", by whole key-value groups" if plan["routing_unit"] == "kv_group" else "")
+        f"{shared:g} shared ({plan['shared']}), router {plan['router_type']}, fallback {plan['head_fallback']}"
+        + (", by whole key-value groups" if plan["routing_granularity"] == "kv_group" else "")
     )
     if plan["budgets"] == "uneven":
         console.print(f"active heads by layer: {' '.join(map(str, plan['active_heads']))}")

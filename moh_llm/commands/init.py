@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(
             f"{layers} layers of {heads} heads -> {active / layers:.4g} active, {shared / layers:.4g} shared, "
-            f"router {config.router_type}, scores {config.router_score}, routing unit {config.routing_unit}"
+            f"router {config.router_type}, scores {config.router_score}, "
+            f"routing granularity {config.routing_granularity}"
         )
     print(f"written to {args.output} in {args.dtype}, seed {args.seed}")
     return 0

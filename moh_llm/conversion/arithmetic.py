@@ -24,5 +24,5 @@ def arithmetic(config: MoHLlamaConfig, dense_parameters: int, routing_shapes: Se
     return {
         "parameters": {"dense": dense_parameters, "moh": dense_parameters + sum(routing_shapes)},
         "forward_flops": flops,
-        "assumes": "what can be skipped of heads that are off is; keys, values and stand-ins are computed",
+        "assumes": "what can be skipped of heads that are off is; keys, values and fallbacks are computed",
     }

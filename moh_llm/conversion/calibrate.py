@@ -32,15 +32,15 @@ class LayerCalibration:
 
     Attributes:
         shared_heads: ids of the shared heads.
-        importance: per routing unit, the estimated KL (nats per token) of always dropping it alone.
-        fits: number of dropped heads -> router and stand-ins; empty where nothing is fitted.
-        unit: heads per routing unit; a token drops whole ones.
+        importance: per routing granularity, the estimated KL (nats per token) of always dropping it alone.
+        fits: number of dropped heads -> router and fallbacks; empty where nothing is fitted.
+        group_size: heads per routing granularity; a token drops whole ones.
     """
 
     shared_heads: list[int]
     importance: list[float]
     fits: dict[int, RoutingFit]
-    unit: int = 1
+    group_size: int = 1
 
     @property
     def costs(self) -> dict[int, float]:
@@ -48,7 +48,10 @@ class LayerCalibration:
         known = {0: 0.0} | {dropped: fit.cost for dropped, fit in sorted(self.fits.items())}
         costs = {}
         for (low, a), (high, b) in pairwise(known.items()):
-            costs |= {n: a + (b - a) * (n - low) / (high - low) for n in range(low + self.unit, high + 1, self.unit)}
+            costs |= {
+                n: a + (b - a) * (n - low) / (high - low)
+                for n in range(low + self.group_size, high + 1, self.group_size)
+            }
         return costs
 
     def fit_for(self, dropped: int) -> RoutingFit:
@@ -64,15 +67,15 @@ class CalibrationPlan:
         num_shared_heads: shared heads, the first ones or, `by_importance`, those that cost most.
         by_importance: see there.
         drops: the numbers of dropped heads to fit a router for; may be empty.
-        stand_in: whether dropped heads get stand-ins.
-        unit: heads per routing unit; all numbers above are whole ones.
+        fallback: whether dropped heads get fallbacks.
+        group_size: heads per routing granularity; all numbers above are whole ones.
     """
 
     num_shared_heads: int
     by_importance: bool
     drops: Sequence[int]
-    stand_in: bool
-    unit: int = 1
+    fallback: bool
+    group_size: int = 1
 
 
 def calibrate(
@@ -110,9 +113,9 @@ def calibrate(
             sample = _backward(base, number, file, positions, gradients, order, fitted, bar)
             file.unlink()
             shared = plan.num_shared_heads if plan.by_importance else list(range(plan.num_shared_heads))
-            fitter = LayerFitter(sample, shared, plan.stand_in, plan.unit)
+            fitter = LayerFitter(sample, shared, plan.fallback, plan.group_size)
             fits = {drops: fitter.fit(drops) for drops in plan.drops}
-            found.append(LayerCalibration(fitter.shared_heads, fitter.importance, fits, plan.unit))
+            found.append(LayerCalibration(fitter.shared_heads, fitter.importance, fits, plan.group_size))
     return found[::-1]
 
 

@@ -42,7 +42,7 @@ def write_weights(
     Args:
         folder: where to.
         base: where the dense weights come from; without `dtype` its files are copied byte for byte.
-        routing: the routers' and stand-ins' tensors by name; may be empty.
+        routing: the routers' and fallbacks' tensors by name; may be empty.
         dtype: cast floating-point weights to it, one shard at a time.
         link: hard-link files rather than copy them.
 

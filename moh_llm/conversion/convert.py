@@ -134,7 +134,7 @@ def _write_lineage(folder: Path, base: BaseCheckpoint, identity: dict[str, Any],
 def restore_dense(
     name: str, output: Path, overwrite: bool = False, link: bool = False, revision: str | None = None
 ) -> dict[str, Any]:
-    """Write the plain checkpoint inside a MoH one: its dense tensors' bytes, without routers and stand-ins.
+    """Write the plain checkpoint inside a MoH one: its dense tensors' bytes, without routers and fallbacks.
 
     Raises:
         UserError: not a MoH model; bad input or output as in `convert`.
@@ -211,8 +211,8 @@ def calibration_plan(plan: PlanOptions, base: PreTrainedConfig) -> CalibrationPl
         num_shared_heads=shared_and_active(plan, base)[0],
         by_importance=plan.shared == "importance",
         drops=drops_to_fit(plan, base),
-        stand_in=plan.head_stand_in != "none",
-        unit=plan.heads_per_unit(base),
+        fallback=plan.head_fallback != "none",
+        group_size=plan.heads_per_group(base),
     )
 
 
@@ -258,8 +258,8 @@ def _plan_record(options: PlanOptions, config: MoHLlamaConfig) -> dict[str, Any]
         "preset": options.preset,
         "router_type": config.router_type,
         "router_score": config.router_score,
-        "routing_unit": config.routing_unit,
-        "head_stand_in": config.head_stand_in,
+        "routing_granularity": config.routing_granularity,
+        "head_fallback": config.head_fallback,
         "shared": options.shared,
         "budgets": "uneven" if options.uneven else "even",
         "num_attention_heads": config.num_attention_heads,

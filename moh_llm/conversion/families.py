@@ -25,10 +25,10 @@ MOH_FIELDS = {
     "shared_heads",
     "router_type",
     "router_score",
-    "routing_unit",
+    "routing_granularity",
     "router_aux_loss_coef",
     "output_router_logits",
-    "head_stand_in",
+    "head_fallback",
     "sparse_gate_gradient",
     "moh_format",
 }

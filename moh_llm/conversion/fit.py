@@ -1,7 +1,7 @@
-"""One layer's router and stand-ins in closed form, for every number of heads that it might drop.
+"""One layer's router and fallbacks in closed form, for every number of heads that it might drop.
 
 Writing o_h = H_h W_O^h for what head h adds to the layer's output, s_h = S_h W_O^h for what its
-stand-in would, and g for the gradient of -log p(y), y drawn from the model, by a token's attention
+fallback would, and g for the gradient of -log p(y), y drawn from the model, by a token's attention
 output, dropping the heads D of that token costs to second order
 
     1/2 (g^T e)^2  nats of KL in expectation,  e = sum_{h in D} (o_h - s_h)
@@ -9,12 +9,12 @@ output, dropping the heads D of that token costs to second order
 The mean of that over held-out tokens is a layer's estimated cost. One draw of y is too noisy to
 choose heads by, so the fit itself uses its mean over tokens, M = mean of g g^T, and e^T M e.
 
-The fit alternates two least-squares problems: the stand-in of each head on the tokens that drop it,
+The fit alternates two least-squares problems: the fallback of each head on the tokens that drop it,
 and the router, a ridge regression of log c_h on the layer's input, c_h^2 = (o_h - s_h)^T M (o_h - s_h);
-a token drops the heads of lowest fitted value. Heads that are switched together are one unit, whose
+a token drops the heads of lowest fitted value. Heads that are switched together are one group, whose
 c^2 is that of their summed o_h - s_h.
 
-Shapes: N tokens, C hidden size, H query heads, D head size, R routed heads, U units of u heads each.
+Shapes: N tokens, C hidden size, H query heads, D head size, R routed heads, U groups of u heads each.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import torch
 
 RIDGE = 1e-3  # of the mean variance of the inputs
-_EVERYWHERE = 0.02  # weight in a stand-in's fit of the tokens that keep the head: ties down heads never dropped
+_EVERYWHERE = 0.02  # weight in a fallback's fit of the tokens that keep the head: ties down heads never dropped
 _ROUNDS = 2
 
-_StandIn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # share [H], level [H], fixed part [H, D]
+_Fallback = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # share [H], level [H], fixed part [H, D]
 
 
 @dataclass
@@ -54,12 +54,12 @@ class LayerSample:
 
 @dataclass(frozen=True)
 class RoutingFit:
-    """Router and stand-ins of one layer at one number of dropped heads.
+    """Router and fallbacks of one layer at one number of dropped heads.
 
     Attributes:
         dropped: how many routed heads each token drops.
         cost: estimate of the KL it costs, in nats per token, on held-out tokens.
-        tensors: by name within the attention layer: `router.routed.*`, `stand_in.*`.
+        tensors: by name within the attention layer: `router.routed.*`, `fallback.*`.
     """
 
     dropped: int
@@ -92,60 +92,60 @@ class LayerFitter:
     Args:
         sample: the layer's calibration sample.
         shared_heads: ids of the shared heads, or how many to pick by importance: those that cost
-            most when their stand-in takes their place. Whole units in either case.
-        stand_in: whether dropped heads get a stand-in.
-        unit: how many heads, one after the other, are switched together, u.
+            most when their fallback takes their place. Whole groups in either case.
+        fallback: whether dropped heads get a fallback.
+        group_size: how many heads, one after the other, are switched together, u.
     """
 
-    def __init__(self, sample: LayerSample, shared_heads: Sequence[int] | int, stand_in: bool, unit: int = 1):
-        self.sample, self.stand_in, self.unit = sample, stand_in, unit
+    def __init__(self, sample: LayerSample, shared_heads: Sequence[int] | int, fallback: bool, group_size: int = 1):
+        self.sample, self.fallback, self.group_size = sample, fallback, group_size
         self.ridge = Ridge(sample.inputs[: sample.fitted])
         # Views: the fitted tokens come first.
         self.heads, self.values = sample.heads[:, : sample.fitted], sample.values[:, : sample.fitted]
         heads, size = len(sample.heads), sample.heads.shape[-1]
-        slices = sample.o_proj.unflatten(1, (heads // unit, unit * size)).transpose(0, 1)  # [U, C, u * D]
+        slices = sample.o_proj.unflatten(1, (heads // group_size, group_size * size)).transpose(0, 1)  # [U, C, u * D]
         self.metric = slices.transpose(1, 2) @ sample.sensitivity @ slices / 2  # [U, u * D, u * D]
-        if stand_in:
+        if fallback:
             self._fit_own_share()
-        residual = self._residual(self._fit_stand_in(self._weights()), slice(sample.fitted))
-        # Mean of c^2 / 2 where the unit is always dropped.
+        residual = self._residual(self._fit_fallback(self._weights()), slice(sample.fitted))
+        # Mean of c^2 / 2 where the group is always dropped.
         self.importance: list[float] = self._costs(residual).mean(0).tolist()
         if isinstance(shared_heads, int):
-            ranked = sorted(range(heads // unit), key=lambda number: -self.importance[number])
-            shared_units = ranked[: shared_heads // unit]
-            shared_heads = [head for head in range(heads) if head // unit in shared_units]
+            ranked = sorted(range(heads // group_size), key=lambda number: -self.importance[number])
+            shared_groups = ranked[: shared_heads // group_size]
+            shared_heads = [head for head in range(heads) if head // group_size in shared_groups]
         self.shared_heads = list(shared_heads)
         self.routed_heads = [head for head in range(heads) if head not in self.shared_heads]
 
     def fit(self, dropped: int) -> RoutingFit:
-        """Router and stand-ins for tokens that drop `dropped` of the routed heads, whole units."""
-        sample, routed, unit = self.sample, self.routed_heads, self.unit
-        routed_units = [head // unit for head in routed[::unit]]
+        """Router and fallbacks for tokens that drop `dropped` of the routed heads, whole groups."""
+        sample, routed, group_size = self.sample, self.routed_heads, self.group_size
+        routed_groups = [head // group_size for head in routed[::group_size]]
         drops = None
-        for _ in range(_ROUNDS if self.stand_in else 1):
-            stand_in = self._fit_stand_in(self._weights(drops))
-            costs = self._costs(self._residual(stand_in, slice(sample.fitted)))[:, routed_units]
-            # A unit whose residual is exactly zero gets a log that is low but finite.
+        for _ in range(_ROUNDS if self.fallback else 1):
+            fallback = self._fit_fallback(self._weights(drops))
+            costs = self._costs(self._residual(fallback, slice(sample.fitted)))[:, routed_groups]
+            # A group whose residual is exactly zero gets a log that is low but finite.
             weight, bias = self.ridge(0.5 * costs.clamp_min(1e-24).log())
             logits = sample.inputs @ weight.T + bias
-            lowest = logits.topk(dropped // unit, 1, largest=False).indices
-            drops = torch.zeros_like(logits).scatter(1, lowest, 1.0).repeat_interleave(unit, 1)
-        # Last comes the stand-in, so that what it leaves has no mean: an error that all tokens share adds up.
-        stand_in = self._fit_stand_in(self._weights(drops))
+            lowest = logits.topk(dropped // group_size, 1, largest=False).indices
+            drops = torch.zeros_like(logits).scatter(1, lowest, 1.0).repeat_interleave(group_size, 1)
+        # Last comes the fallback, so that what it leaves has no mean: an error that all tokens share adds up.
+        fallback = self._fit_fallback(self._weights(drops))
         tensors = {"router.routed.weight": weight, "router.routed.bias": bias}
-        if stand_in is not None:
-            share, level, fixed = stand_in
+        if fallback is not None:
+            share, level, fixed = fallback
             tensors |= {
-                "stand_in.own_value.weight": share[routed, None] * self.share_weight[routed],
-                "stand_in.own_value.bias": level[routed] + share[routed] * self.share_bias[routed],
-                "stand_in.bias": fixed[routed],
+                "fallback.own_value.weight": share[routed, None] * self.share_weight[routed],
+                "fallback.own_value.bias": level[routed] + share[routed] * self.share_bias[routed],
+                "fallback.bias": fixed[routed],
             }
         held_out = slice(sample.fitted, None)
-        cost = self._set_cost(self._residual(stand_in, held_out), drops[held_out])
+        cost = self._set_cost(self._residual(fallback, held_out), drops[held_out])
         return RoutingFit(dropped, cost, tensors)
 
     def _weights(self, drops: torch.Tensor | None = None) -> torch.Tensor:
-        """How much each fitted token counts in each head's stand-in `[H, N']`: those that drop it, if known."""
+        """How much each fitted token counts in each head's fallback `[H, N']`: those that drop it, if known."""
         weights = torch.ones_like(self.heads[..., 0])
         if drops is not None:
             weights.fill_(_EVERYWHERE)
@@ -160,8 +160,8 @@ class LayerFitter:
         return ((error * self.sample.gradients).sum(1).square().mean() / 2).item()
 
     def _costs(self, residual: torch.Tensor) -> torch.Tensor:
-        """c^2 / 2 of each unit for residuals of heads `[H, N, D]`; returns `[N, U]`."""
-        residual = residual.unflatten(0, (-1, self.unit)).transpose(1, 2).flatten(2)  # [U, N, u * D]
+        """c^2 / 2 of each group for residuals of heads `[H, N, D]`; returns `[N, U]`."""
+        residual = residual.unflatten(0, (-1, self.group_size)).transpose(1, 2).flatten(2)  # [U, N, u * D]
         return (torch.bmm(residual, self.metric) * residual).sum(-1).T
 
     def _fit_own_share(self) -> None:
@@ -180,16 +180,16 @@ class LayerFitter:
         slope = ((heads - head_mean) * (values - value_mean)).sum((1, 2)) / spread
         return head_mean - slope[:, None, None] * value_mean
 
-    def _fit_stand_in(self, weights: torch.Tensor) -> _StandIn | None:
+    def _fit_fallback(self, weights: torch.Tensor) -> _Fallback | None:
         """Weighted least squares of H_h = b_h + (level_h + share_h a_h(x)) v over fitted tokens.
 
         Args:
             weights: per head and fitted token, `[H, N']`.
 
         Returns:
-            share `[H]`, level `[H]`, b `[H, D]`; None without stand-ins.
+            share `[H]`, level `[H]`, b `[H, D]`; None without fallbacks.
         """
-        if not self.stand_in:
+        if not self.fallback:
             return None
         heads, values, shares = self.heads, self.values, self.shares[:, : self.sample.fitted]
         total = weights.sum(1)
@@ -216,10 +216,10 @@ class LayerFitter:
         level, share = solution.unbind(-1)
         return share, level, head_mean - level[:, None] * value_mean - share[:, None] * shared_mean
 
-    def _residual(self, stand_in: _StandIn | None, tokens: slice) -> torch.Tensor:
-        """H_h minus its stand-in, `[H, N, D]`, for some tokens."""
-        if stand_in is None:
+    def _residual(self, fallback: _Fallback | None, tokens: slice) -> torch.Tensor:
+        """H_h minus its fallback, `[H, N, D]`, for some tokens."""
+        if fallback is None:
             return self.sample.heads[:, tokens]
-        share, level, fixed = stand_in
+        share, level, fixed = fallback
         factor = level[:, None] + share[:, None] * self.shares[:, tokens]
         return self.sample.heads[:, tokens] - fixed[:, None] - factor[..., None] * self.sample.values[:, tokens]

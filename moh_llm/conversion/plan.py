@@ -19,16 +19,16 @@ class PlanOptions:
 
     Attributes:
         preset: "paper" for the paper's layer (first half shared, three quarters active, query-norm
-            router, even budgets, no stand-ins); None for ours.
+            router, even budgets, no fallbacks); None for ours.
         num_shared_heads: heads per layer.
         num_active_heads: heads per token, shared ones included; with uneven budgets the mean over layers.
         active_ratio: instead of `num_active_heads`, a share of the heads.
         router: "linear" or "query_norm".
         shared: "first" or "importance".
         budgets: "uneven", by what each layer loses, or "even".
-        stand_in: "value" or "none"; see `MoHLlamaConfig.head_stand_in`.
-        routing_unit: "head" or "kv_group"; see `MoHLlamaConfig.routing_unit`. Numbers of heads must
-            be whole units.
+        fallback: "value" or "none"; see `MoHLlamaConfig.head_fallback`.
+        routing_granularity: "head" or "kv_group"; see `MoHLlamaConfig.routing_granularity`. Numbers of heads must
+            be whole groups.
     """
 
     preset: str | None = None
@@ -38,12 +38,12 @@ class PlanOptions:
     router: str | None = None
     shared: str = "first"
     budgets: str | None = None
-    stand_in: str | None = None
-    routing_unit: str = "head"
+    fallback: str | None = None
+    routing_granularity: str = "head"
 
     def __post_init__(self) -> None:
-        if self.router_type == "query_norm" and (self.budgets == "uneven" or self.stand_in == "value"):
-            raise UserError("uneven budgets and stand-ins are fitted together with the linear router; drop query_norm")
+        if self.router_type == "query_norm" and (self.budgets == "uneven" or self.fallback == "value"):
+            raise UserError("uneven budgets and fallbacks are fitted together with the linear router; drop query_norm")
 
     @property
     def router_type(self) -> str:
@@ -56,9 +56,9 @@ class PlanOptions:
         return (self.budgets or ("uneven" if self.fits_router and self.preset is None else "even")) == "uneven"
 
     @property
-    def head_stand_in(self) -> str:
+    def head_fallback(self) -> str:
         """The config's field."""
-        return self.stand_in or ("value" if self.fits_router and self.preset is None else "none")
+        return self.fallback or ("value" if self.fits_router and self.preset is None else "none")
 
     @property
     def fits_router(self) -> bool:
@@ -70,9 +70,9 @@ class PlanOptions:
         """Whether the plan depends on running the base over text."""
         return self.fits_router or self.shared == "importance"
 
-    def heads_per_unit(self, config: PreTrainedConfig) -> int:
+    def heads_per_group(self, config: PreTrainedConfig) -> int:
         """Number of heads of that base which are switched together."""
-        return config.num_attention_heads // config.num_key_value_heads if self.routing_unit == "kv_group" else 1
+        return config.num_attention_heads // config.num_key_value_heads if self.routing_granularity == "kv_group" else 1
 
 
 def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[int, int]:
@@ -88,7 +88,7 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
     Raises:
         UserError: counts that no layer can follow.
     """
-    heads, layers, unit = config.num_attention_heads, config.num_hidden_layers, options.heads_per_unit(config)
+    heads, layers, group_size = config.num_attention_heads, config.num_hidden_layers, options.heads_per_group(config)
     shared, active = options.num_shared_heads, options.num_active_heads
     if options.active_ratio is not None:
         if active is not None:
@@ -101,17 +101,21 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
         )
     paper = options.preset == "paper"
     if shared is None:
-        least = 1 if unit == 1 else 0
-        units = heads // 2 // unit if paper else min(max(least, heads // unit // 8), (active or heads) // unit)
-        shared = units * unit
-    low = max(unit, shared)
+        least = 1 if group_size == 1 else 0
+        groups = (
+            heads // 2 // group_size
+            if paper
+            else min(max(least, heads // group_size // 8), (active or heads) // group_size)
+        )
+        shared = groups * group_size
+    low = max(group_size, shared)
     if active is not None:
         total = active * layers
     elif options.active_ratio is None and paper:
-        total = max(low, (heads // 2 + heads // 4) // unit * unit) * layers
+        total = max(low, (heads // 2 + heads // 4) // group_size * group_size) * layers
     else:
-        mean = (options.active_ratio or 0.75) * heads / unit
-        total = unit * (round(mean * layers) if options.uneven else math.floor(mean + 1e-9) * layers)
+        mean = (options.active_ratio or 0.75) * heads / group_size
+        total = group_size * (round(mean * layers) if options.uneven else math.floor(mean + 1e-9) * layers)
         if options.active_ratio is None:  # three quarters of few heads may be fewer than are shared
             total = max(total, low * layers)
     if not low * layers <= total <= heads * layers:
@@ -119,19 +123,19 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
             f"impossible head plan: num_active_heads={total / layers:g} must lie between "
             f"{'num_shared_heads=' if shared > 0 else ''}{low} and num_attention_heads={heads}"
         )
-    if shared % unit:
-        raise _parts_of_groups("num_shared_heads", shared, unit, range(0, heads + 1, unit))
+    if shared % group_size:
+        raise _parts_of_groups("num_shared_heads", shared, group_size, range(0, heads + 1, group_size))
     copies = layers if options.uneven else 1  # uneven budgets need only add up to whole groups
-    if total * copies // layers % unit:
-        whole = [n for n in range(low, heads + 1) if n * copies % unit == 0]
-        raise _parts_of_groups("num_active_heads", total // layers, unit, whole)
+    if total * copies // layers % group_size:
+        whole = [n for n in range(low, heads + 1) if n * copies % group_size == 0]
+        raise _parts_of_groups("num_active_heads", total // layers, group_size, whole)
     return shared, total
 
 
-def _parts_of_groups(name: str, count: int, unit: int, whole: Iterable[int]) -> UserError:
+def _parts_of_groups(name: str, count: int, group_size: int, whole: Iterable[int]) -> UserError:
     return UserError(
-        f"impossible head plan: {name}={count} splits key-value groups, which --routing-unit kv_group switches whole, "
-        f"{unit} heads each; these do not: {', '.join(map(str, whole))}"
+        f"impossible head plan: {name}={count} splits key-value groups; with --routing-granularity kv_group it "
+        f"must be a multiple of {group_size} (heads per group): {', '.join(map(str, whole))}"
     )
 
 
@@ -143,14 +147,14 @@ def drops_to_fit(options: PlanOptions, config: PreTrainedConfig) -> list[int]:
     dropped head, so that its budget can be lowered.
     """
     shared, active = shared_and_active(options, config)
-    heads, unit = config.num_attention_heads, options.heads_per_unit(config)
-    most = (heads - max(unit, shared)) // unit
+    heads, group_size = config.num_attention_heads, options.heads_per_group(config)
+    most = (heads - max(group_size, shared)) // group_size
     if not options.fits_router or not most:
         return []
     if not options.uneven:
-        return [max(unit, heads - active // config.num_hidden_layers)]
+        return [max(group_size, heads - active // config.num_hidden_layers)]
     step = math.ceil(most / _MOST_FITS)
-    return [drops * unit for drops in sorted({1, *range(step, most + 1, step), most})]
+    return [drops * group_size for drops in sorted({1, *range(step, most + 1, step), most})]
 
 
 def build_config(
@@ -167,8 +171,8 @@ def build_config(
             shared_heads=None if first else [list(ids) for ids in shared_heads],
             router_type=options.router_type,
             router_score="quantized",
-            routing_unit=options.routing_unit,
-            head_stand_in=options.head_stand_in,
+            routing_granularity=options.routing_granularity,
+            head_fallback=options.head_fallback,
         )
     except ValueError as error:
         raise UserError(f"impossible head plan: {' '.join(str(error).split())}") from error
@@ -186,7 +190,7 @@ def paper_plan(config: MoHLlamaConfig) -> MoHLlamaConfig:
         "shared_heads": None,
         "router_type": "query_norm",
         "router_score": "quantized",
-        "routing_unit": "head",
-        "head_stand_in": "none",
+        "routing_granularity": "head",
+        "head_fallback": "none",
     }
     return MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})

@@ -28,7 +28,7 @@ class RandomRouter(MoHRouter):
         self.generator = torch.Generator().manual_seed(layer_idx)
 
     def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
-        shape = (*hidden_states.shape[:-1], self.routed_units)
+        shape = (*hidden_states.shape[:-1], self.routed_groups)
         return torch.rand(shape, generator=self.generator).to(hidden_states)
 
 
@@ -148,7 +148,7 @@ def _compare(
 def routed_as(
     model: nn.Module, config: MoHLlamaConfig, kind: type[MoHRouter] = MoHRouter, first: int = 0
 ) -> Iterator[None]:
-    """Within the block the model's layers route by fresh routers without weights, and have no stand-ins.
+    """Within the block the model's layers route by fresh routers without weights, and have no fallbacks.
 
     Args:
         model: a MoH model or decoder.
@@ -157,14 +157,14 @@ def routed_as(
         first: which layer of `config` the model's first one is.
     """
     attentions = [layer.self_attn for layer in getattr(model, "model", model).layers]
-    own = [(attention.router, attention.stand_in) for attention in attentions]
+    own = [(attention.router, attention.fallback) for attention in attentions]
     for number, attention in enumerate(attentions, first):
-        attention.router, attention.stand_in = kind(config, number), None
+        attention.router, attention.fallback = kind(config, number), None
     try:
         yield
     finally:
-        for attention, (router, stand_in) in zip(attentions, own, strict=True):
-            attention.router, attention.stand_in = router, stand_in
+        for attention, (router, fallback) in zip(attentions, own, strict=True):
+            attention.router, attention.fallback = router, fallback
 
 
 def by_paper_plan(model: MoHLlamaForCausalLM) -> LogitsOf:

@@ -25,7 +25,7 @@ def _models(report: Record) -> str:
     lines = []
     for label, about in report["models"].items():
         heads = about.get("heads", {})
-        shown = ("num_shared_heads", "num_active_heads", "router_type", "routing_unit")
+        shown = ("num_shared_heads", "num_active_heads", "router_type", "routing_granularity")
         known = [f"{key} {heads[key]}" for key in shown if key in heads]
         # Older records do not name the hardware.
         stored = about.get("stored_dtype")  # as do these

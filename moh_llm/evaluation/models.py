@@ -25,8 +25,8 @@ _HEADS = (
     "shared_heads",
     "router_type",
     "router_score",
-    "routing_unit",
-    "head_stand_in",
+    "routing_granularity",
+    "head_fallback",
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 # What besides the weights decides what a model answers.

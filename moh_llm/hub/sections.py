@@ -35,7 +35,7 @@ _UNITS = {
     "head": "`head`: a token has each routed head on or off by itself",
     "kv_group": "`kv_group`: the heads that share one key-value head are on or off as one",
 }
-_STAND_INS = {
+_FALLBACKS = {
     "none": "none: a head that is off adds nothing",
     "value": "`value`: a fixed vector and a share of the token's own value in place of a head that is off",
 }
@@ -52,9 +52,9 @@ def head_plan(config: MoHLlamaConfig, conversion: Conversion | None) -> Pairs:
         ("active heads per token, mean over layers", f"{_mean_active(config):.4g} ({share_active(config):.1%})"),
         ("active heads by layer", "the same in each" if len(set(active)) == 1 else Safe(_by_layer(active))),
         ("router", Safe(_ROUTERS[config.router_type])),
-        ("routing unit", Safe(_UNITS[config.routing_unit])),
+        ("routing granularity", Safe(_UNITS[config.routing_granularity])),
         ("score", Safe(_SCORE_WORDS[config.router_score])),
-        ("stand-ins", Safe(_STAND_INS[config.head_stand_in])),
+        ("fallbacks", Safe(_FALLBACKS[config.head_fallback])),
     ]
     if conversion and conversion.plan and conversion.plan.preset:
         pairs.append(("preset", code(conversion.plan.preset)))

@@ -14,7 +14,7 @@ from moh_llm.modeling.modeling_moh_llama import (
     MoHLlamaModel,
     MoHLlamaPreTrainedModel,
 )
-from moh_llm.modeling.routing_moh import MoHRouter, MoHStandIn, is_routing_weight, load_balancing_loss
+from moh_llm.modeling.routing_moh import MoHFallback, MoHRouter, is_routing_weight, load_balancing_loss
 
 AutoConfig.register("moh_llama", MoHLlamaConfig, exist_ok=True)
 AutoModel.register(MoHLlamaConfig, MoHLlamaModel, exist_ok=True)
@@ -27,13 +27,13 @@ MoHLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 MoHLlamaForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 
 __all__ = [
+    "MoHFallback",
     "MoHLlamaConfig",
     "MoHLlamaForCausalLM",
     "MoHLlamaForSequenceClassification",
     "MoHLlamaModel",
     "MoHLlamaPreTrainedModel",
     "MoHRouter",
-    "MoHStandIn",
     "is_routing_weight",
     "load_balancing_loss",
 ]

@@ -9,11 +9,11 @@ from transformers.utils.versions import require_version
 require_version("transformers>=5.2,!=5.3.0", "MoH models need another version: pip install -U transformers")
 
 # What this code can read. It grows when a field or a tensor changes its meaning, never with a patch release.
-# 2: routing_unit="kv_group"; all else is still written as 1, which older code reads.
+# 2: routing_granularity="kv_group"; all else is still written as 1, which older code reads.
 FORMAT = 2
 ROUTER_TYPES = ("query_norm", "linear", "two_stage")
 ROUTER_SCORES = ("quantized", "weighted")
-STAND_INS = ("none", "value")
+FALLBACKS = ("none", "value")
 GATE_GRADIENTS = ("exact", "selected")
 ROUTING_UNITS = ("head", "kv_group")
 
@@ -30,8 +30,8 @@ class MoHLlamaConfig(LlamaConfig):
         num_active_heads (`int` or `list[int]`, *optional*):
             Heads in use per token (shared + Top-K), for all layers or one number per layer.
             Default: half plus a quarter of the heads, each rounded down, and no fewer than the
-            shared ones. Both numbers count heads with any routing unit, and their defaults are
-            rounded down to whole units, one at least active.
+            shared ones. Both numbers count heads with any routing granularity, and their defaults are
+            rounded down to whole groups, one at least active.
         shared_heads (`list[list[int]]`, *optional*):
             Ids of the shared heads, one list per layer. Default: the first `num_shared_heads`.
         router_type (`str`):
@@ -41,11 +41,11 @@ class MoHLlamaConfig(LlamaConfig):
         router_score (`str`):
             `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight
             through to the real-valued score (Eq. 9 and 10); `"weighted"` multiplies by the score.
-        routing_unit (`str`):
+        routing_granularity (`str`):
             What is shared, scored and selected as one: `"head"`, each query head by itself, or
             `"kv_group"`, the query heads that share one key-value head, so that where they are off
             none reads its cache.
-        head_stand_in (`str`):
+        head_fallback (`str`):
             What takes the place of a routed head that is off: `"none"`, as in the paper, or
             `"value"`, a fixed vector plus a share, linear in the layer's input, of the token's own
             value vector. Both leave a head that is on as it is.
@@ -77,8 +77,8 @@ class MoHLlamaConfig(LlamaConfig):
     shared_heads: list[list[int]] | None = None
     router_type: str = "query_norm"
     router_score: str = "quantized"
-    routing_unit: str = "head"
-    head_stand_in: str = "none"
+    routing_granularity: str = "head"
+    head_fallback: str = "none"
     router_aux_loss_coef: float = 0.01
     output_router_logits: bool = False
     attention_output_bias: bool | None = None
@@ -90,13 +90,17 @@ class MoHLlamaConfig(LlamaConfig):
     base_model_tp_plan = None
 
     def __post_init__(self, **kwargs):
+        if old := [name for name in ("head_stand_in", "routing_unit") if name in kwargs]:
+            raise ValueError(
+                f"{old[0]} was written by an earlier version of MoH-LLM; convert the base again: `moh-llm convert BASE`"
+            )
         super().__post_init__(**kwargs)
-        heads, unit = self.num_attention_heads, self.heads_per_unit
+        heads, group_size = self.num_attention_heads, self.heads_per_group
         if self.num_shared_heads is None:
-            self.num_shared_heads = heads // 2 // unit * unit
+            self.num_shared_heads = heads // 2 // group_size * group_size
         if self.num_active_heads is None:
-            active = (heads // 2 + heads // 4) // unit * unit
-            self.num_active_heads = max(unit, active, *self._per_layer("num_shared_heads"))
+            active = (heads // 2 + heads // 4) // group_size * group_size
+            self.num_active_heads = max(group_size, active, *self._per_layer("num_shared_heads"))
         # A model saved by any class of this file must load through every Auto class.
         if not getattr(self, "auto_map", None):
             self.auto_map = {
@@ -106,16 +110,16 @@ class MoHLlamaConfig(LlamaConfig):
                 "AutoModelForSequenceClassification": "modeling_moh_llama.MoHLlamaForSequenceClassification",
             }
         self.validate_head_plan()
-        self.moh_format = 2 if self.routing_unit == "kv_group" else 1
+        self.moh_format = 2 if self.routing_granularity == "kv_group" else 1
 
     def _per_layer(self, name: str) -> list[int]:
         value = getattr(self, name)
         return list(value) if isinstance(value, Sequence) else [value] * self.num_hidden_layers
 
     @property
-    def heads_per_unit(self) -> int:
+    def heads_per_group(self) -> int:
         """Number of heads that are switched together."""
-        return self.num_attention_heads // self.num_key_value_heads if self.routing_unit == "kv_group" else 1
+        return self.num_attention_heads // self.num_key_value_heads if self.routing_granularity == "kv_group" else 1
 
     @property
     def shared_heads_per_layer(self) -> list[list[int]]:
@@ -141,16 +145,18 @@ class MoHLlamaConfig(LlamaConfig):
             raise ValueError(f"router_type={self.router_type!r} must be one of {', '.join(ROUTER_TYPES)}")
         if self.router_score not in ROUTER_SCORES:
             raise ValueError(f"router_score={self.router_score!r} must be one of {', '.join(ROUTER_SCORES)}")
-        if self.routing_unit not in ROUTING_UNITS:
-            raise ValueError(f"routing_unit={self.routing_unit!r} must be one of {', '.join(ROUTING_UNITS)}")
-        if self.head_stand_in not in STAND_INS:
-            raise ValueError(f"head_stand_in={self.head_stand_in!r} must be one of {', '.join(STAND_INS)}")
+        if self.routing_granularity not in ROUTING_UNITS:
+            raise ValueError(
+                f"routing_granularity={self.routing_granularity!r} must be one of {', '.join(ROUTING_UNITS)}"
+            )
+        if self.head_fallback not in FALLBACKS:
+            raise ValueError(f"head_fallback={self.head_fallback!r} must be one of {', '.join(FALLBACKS)}")
         if self.sparse_gate_gradient not in GATE_GRADIENTS:
             raise ValueError(
                 f"sparse_gate_gradient={self.sparse_gate_gradient!r} must be one of {', '.join(GATE_GRADIENTS)}"
             )
-        if self.head_stand_in != "none" and self.router_score != "quantized":
-            raise ValueError(f"head_stand_in={self.head_stand_in!r} needs router_score='quantized': a gate of 0 or 1")
+        if self.head_fallback != "none" and self.router_score != "quantized":
+            raise ValueError(f"head_fallback={self.head_fallback!r} needs router_score='quantized': a gate of 0 or 1")
         for name in ("num_shared_heads", "num_active_heads"):
             if len(self._per_layer(name)) != layers:
                 raise ValueError(f"{name} has {len(self._per_layer(name))} entries for num_hidden_layers={layers}")
@@ -180,19 +186,19 @@ class MoHLlamaConfig(LlamaConfig):
                         f"shared_heads={ids} must be {shared} different head ids below "
                         f"num_attention_heads={heads} (layer {layer})"
                     )
-            self._validate_units(layer, shared, active)
+            self._validate_groups(layer, shared, active)
 
-    def _validate_units(self, layer: int, shared: int, active: int) -> None:
-        """Raise `ValueError` unless a layer's shared and active heads, otherwise valid, are whole routing units."""
-        unit = self.heads_per_unit
-        if unit == 1:
+    def _validate_groups(self, layer: int, shared: int, active: int) -> None:
+        """Raise `ValueError` unless a layer's shared and active heads, otherwise valid, are whole groups."""
+        group_size = self.heads_per_group
+        if group_size == 1:
             return
-        rule = f"whole key-value groups of {unit} heads, for routing_unit={self.routing_unit!r} (layer {layer})"
+        rule = f"whole key-value groups of {group_size} heads, for routing_granularity='kv_group' (layer {layer})"
         for name, count in (("num_shared_heads", shared), ("num_active_heads", active)):
-            if count % unit:
+            if count % group_size:
                 raise ValueError(f"{name}={count} must be {rule}")
         ids = self.shared_heads_per_layer[layer]
-        if ids != [head for head in range(self.num_attention_heads) if head - head % unit in ids]:
+        if ids != [head for head in range(self.num_attention_heads) if head - head % group_size in ids]:
             raise ValueError(f"shared_heads={ids} must be {rule}")
 
 

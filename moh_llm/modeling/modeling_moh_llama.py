@@ -38,13 +38,13 @@ from .head_sparse_decoding_moh import head_sparse_decoding  # noqa: F401
 from .head_sparse_kernels_moh import forward_kernel  # noqa: F401
 from .head_sparse_lists_moh import selected_positions  # noqa: F401
 from .head_sparse_moh import NAME as HEAD_SPARSE
-from .routing_moh import MoHLinear, MoHRouter, MoHStandIn, load_balancing_loss
+from .routing_moh import MoHFallback, MoHLinear, MoHRouter, load_balancing_loss
 
 
 class MoHLlamaAttention(LlamaAttention):
     """LLaMA attention whose head outputs are gated per token: sum_i g_i H_i W_O^i (Eq. 4).
 
-    With stand-ins S_i for heads that are off: sum_i (g_i H_i + (1 - g_i) S_i) W_O^i.
+    With fallbacks S_i for heads that are off: sum_i (g_i H_i + (1 - g_i) S_i) W_O^i.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
@@ -57,8 +57,8 @@ class MoHLlamaAttention(LlamaAttention):
             self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.normed = config.query_key_norm
         self.router = MoHRouter(config, layer_idx)
-        stands_in = config.head_stand_in != "none" and self.router.num_routed > 0
-        self.stand_in = MoHStandIn(config, layer_idx) if stands_in else None
+        has_fallback = config.head_fallback != "none" and self.router.num_routed > 0
+        self.fallback = MoHFallback(config, layer_idx) if has_fallback else None
 
     def forward(
         self,
@@ -71,7 +71,7 @@ class MoHLlamaAttention(LlamaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and the weights, if any.
 
-        `is_first` `[B or 1, T]` is what `first_tokens` gives; stand-ins need it, and so does "moh_sparse".
+        `is_first` `[B or 1, T]` is what `first_tokens` gives; fallbacks need it, and so does "moh_sparse".
         """
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
@@ -117,11 +117,11 @@ class MoHLlamaAttention(LlamaAttention):
         )
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
         gate, head_outputs = gate.to(head_outputs.dtype), head_outputs.reshape(head_shape)
-        if self.stand_in is not None:
+        if self.fallback is not None:
             if is_first is None:
-                raise ValueError("stand-ins need is_first, which MoHLlamaModel.forward gives to its layers")
+                raise ValueError("fallbacks need is_first, which MoHLlamaModel.forward gives to its layers")
             # Where the gate is 1 this adds an exact zero.
-            head_outputs = self.stand_in(head_outputs, gate, hidden_states, own_values, is_first, gates_itself)
+            head_outputs = self.fallback(head_outputs, gate, hidden_states, own_values, is_first, gates_itself)
         elif not gates_itself:
             head_outputs = head_outputs * gate.unsqueeze(-1)
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
@@ -156,7 +156,7 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, MoHLinear):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-        if isinstance(module, MoHLinear | MoHStandIn) and module.bias is not None:
+        if isinstance(module, MoHLinear | MoHFallback) and module.bias is not None:
             init.zeros_(module.bias)
 
     @property
@@ -223,7 +223,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         """Hidden states `[B, T, C]` of LLaMA's arguments."""
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         implementation = self.config._attn_implementation
-        if inputs is not None and (self.config.head_stand_in != "none" or implementation == HEAD_SPARSE):
+        if inputs is not None and (self.config.head_fallback != "none" or implementation == HEAD_SPARSE):
             kwargs["is_first"] = first_tokens(
                 inputs,
                 attention_mask,

@@ -1,6 +1,6 @@
 """Routing of Mixture-of-Head attention: which heads a token uses, and by what factor.
 
-Shapes: B batch, T tokens, H query heads, S shared heads, R = H - S routed heads, U routed units
+Shapes: B batch, T tokens, H query heads, S shared heads, R = H - S routed heads, U routed groups
 (the R heads, or the key-value groups that they make up), D head size, C hidden size.
 """
 
@@ -14,8 +14,8 @@ from .configuration_moh_llama import MoHLlamaConfig
 
 
 def is_routing_weight(name: str) -> bool:
-    """Whether a tensor of that name is a router's or a stand-in's: what a MoH model has beside its dense base."""
-    return ".self_attn.router." in name or ".self_attn.stand_in." in name
+    """Whether a tensor of that name is a router's or a fallback's: what a MoH model has beside its dense base."""
+    return ".self_attn.router." in name or ".self_attn.fallback." in name
 
 
 def select_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
@@ -40,13 +40,13 @@ def load_balancing_loss(
 ) -> torch.Tensor:
     """Load-balance loss of Eq. 7 of each row, averaged over rows and over the layers that have routed heads.
 
-    Per row and layer: sum over routed units of P_i * f_i, with P_i the mean over the row's tokens of the
-    unit's softmax score and f_i the share of them that select it. Even load gives K / U. It is taken per
+    Per row and layer: sum over routed groups of P_i * f_i, with P_i the mean over the row's tokens of the
+    group's softmax score and f_i the share of them that select it. Even load gives K / U. It is taken per
     row because a product of means is not additive over passes of some rows each; a mean over rows is.
 
     Args:
         router_logits: per layer `[B, T, U]`; layers may differ in U, and U may be 0.
-        top_k: per layer, how many routed units a token selects, K.
+        top_k: per layer, how many routed groups a token selects, K.
         attention_mask: optional `[B, >= T]`, 0 where a position is padding; its last T columns
             belong to the logits (earlier ones to the cache). Masks of other ranks are ignored.
         row_weights: optional `[B]`, how much a row counts in the mean; default: its number of tokens.
@@ -105,10 +105,10 @@ class MoHLinear(nn.Module):
 
 
 class MoHRouter(nn.Module):
-    """Scores the routed units of one layer and builds the gate of all heads.
+    """Scores the routed groups of one layer and builds the gate of all heads.
 
-    A unit is what is on or off as one: `unit` heads, 1 or a key-value group's. `num_shared`,
-    `num_routed` and `num_active` count heads, `routed_units` and `top_k` units. `num_active` and
+    A group is what is on or off as one: `group_size` heads, 1 or a key-value group's. `num_shared`,
+    `num_routed` and `num_active` count heads, `routed_groups` and `top_k` groups. `num_active` and
     `top_k` may be changed at run time (see `MoHLlamaPreTrainedModel.set_active_heads`); every
     other property follows from the config.
 
@@ -123,34 +123,35 @@ class MoHRouter(nn.Module):
         routed = [head for head in range(config.num_attention_heads) if head not in set(shared)]
         self.layer_idx = layer_idx
         self.num_shared, self.num_routed = len(shared), len(routed)
-        self.num_active, self.unit = config.active_heads_per_layer[layer_idx], config.heads_per_unit
-        self.routed_units, self.top_k = self.num_routed // self.unit, self.top_k_of(self.num_active)
+        self.num_active, self.group_size = config.active_heads_per_layer[layer_idx], config.heads_per_group
+        self.routed_groups, self.top_k = self.num_routed // self.group_size, self.top_k_of(self.num_active)
         self.router_type, self.router_score = config.router_type, config.router_score
         # Python lists, not buffers: they need no care when weights are loaded on the meta device. Heads are sorted, so
-        # that those of a unit follow each other.
+        # that those of a group follow each other.
         self.routed_heads = routed
         self.head_order = order_of_heads(shared, routed)
 
         if self.router_type == "linear" and self.num_routed:
-            self.routed = MoHLinear(config.hidden_size, self.routed_units)
+            self.routed = MoHLinear(config.hidden_size, self.routed_groups)
         if self.router_type == "two_stage":
-            self.routed = MoHLinear(config.hidden_size, self.routed_units, bias=False)
-            self.shared = MoHLinear(config.hidden_size, self.num_shared // self.unit, bias=False)
+            self.routed = MoHLinear(config.hidden_size, self.routed_groups, bias=False)
+            self.shared = MoHLinear(config.hidden_size, self.num_shared // self.group_size, bias=False)
             self.stage = MoHLinear(config.hidden_size, 2, bias=False)
 
     def top_k_of(self, active: int) -> int:
-        """How many routed units a token selects that uses so many heads; ValueError where no number does."""
-        heads, unit = self.num_shared + self.num_routed, self.unit
+        """How many routed groups a token selects that uses so many heads; ValueError where no number does."""
+        heads, group_size = self.num_shared + self.num_routed, self.group_size
         if not self.num_shared <= active <= heads:
             raise ValueError(
                 f"num_active_heads={active} must lie between num_shared_heads={self.num_shared} "
                 f"and num_attention_heads={heads} (layer {self.layer_idx})"
             )
-        if active % unit:
+        if active % group_size:
             raise ValueError(
-                f"num_active_heads={active} must be whole key-value groups of {unit} heads (layer {self.layer_idx})"
+                f"num_active_heads={active} must be whole key-value groups of {group_size} heads "
+                f"(layer {self.layer_idx})"
             )
-        return (active - self.num_shared) // unit
+        return (active - self.num_shared) // group_size
 
     def forward(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route every token.
@@ -160,7 +161,7 @@ class MoHRouter(nn.Module):
             query_states: queries before rotary embedding `[B, T, H, D]`.
 
         Returns:
-            Logits of the routed units `[B, T, U]` and the gate of all heads `[B, T, H]`, both
+            Logits of the routed groups `[B, T, U]` and the gate of all heads `[B, T, H]`, both
             float32 (float64 for a float64 model): close calls between heads are not left to a
             half-precision rounding.
         """
@@ -170,7 +171,7 @@ class MoHRouter(nn.Module):
             logits = self._routed_logits(hidden_states, query_states)
             selected = select_top_k(logits, self.top_k)
             routed_score = logits.softmax(-1)
-            shared_score = logits.new_ones(*logits.shape[:-1], self.num_shared // self.unit)
+            shared_score = logits.new_ones(*logits.shape[:-1], self.num_shared // self.group_size)
             if self.router_type == "two_stage":  # Eq. 5 and 6
                 shared_stage, routed_stage = self.stage(hidden_states).softmax(-1).split(1, dim=-1)
                 shared_score = shared_stage * self.shared(hidden_states).softmax(-1)
@@ -180,8 +181,8 @@ class MoHRouter(nn.Module):
                 gate = torch.cat([shared_score, selected * routed_score], dim=-1)
             else:
                 gate = torch.cat([straight_through(1.0, shared_score), straight_through(selected, routed_score)], -1)
-            if self.unit > 1:
-                gate = gate.repeat_interleave(self.unit, dim=-1)
+            if self.group_size > 1:
+                gate = gate.repeat_interleave(self.group_size, dim=-1)
             return logits, gate if self.head_order is None else gate[..., self.head_order]
 
     def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
@@ -191,23 +192,23 @@ class MoHRouter(nn.Module):
             return self.routed(hidden_states)
         first = self.head_order is None
         routed = query_states[..., self.num_shared :, :] if first else query_states[..., self.routed_heads, :]
-        if self.unit > 1:  # the norm of a unit's queries, side by side
-            routed = routed.unflatten(-2, (self.routed_units, self.unit)).flatten(-2)
+        if self.group_size > 1:  # the norm of a group's queries, side by side
+            routed = routed.unflatten(-2, (self.routed_groups, self.group_size)).flatten(-2)
         norms = _at_least_float32(routed).norm(dim=-1)
-        if self.routed_units < 2:
-            return norms  # one unit has no spread to divide by, and nothing to compete with
+        if self.routed_groups < 2:
+            return norms  # one group has no spread to divide by, and nothing to compete with
         # Heads that are copies of one another have no spread: the quotient must stay finite all the same.
         return norms / norms.std(dim=-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).eps)
 
 
-class MoHStandIn(nn.Module):
+class MoHFallback(nn.Module):
     """What a routed head that is off contributes: b_h + a_h(x) v, with a_h linear in the layer's input x.
 
     v is the token's own value vector of the head's group. A head mostly attends to a few sink
     positions, whose mixture hardly varies (b_h), and to the token itself (a_h(x) v): this is that
     head without its attention to other tokens. It costs what the router costs, and goes through the
     output projection in the head's place. A document's first token attends to nothing but itself: its
-    heads are v, and so are its stand-ins. What it passes on, and what later tokens use as a sink, is
+    heads are v, and so are its fallbacks. What it passes on, and what later tokens use as a sink, is
     thereby the base's, bit for bit.
 
     Args:
@@ -235,7 +236,7 @@ class MoHStandIn(nn.Module):
         is_first: torch.Tensor,
         gated: bool = False,
     ) -> torch.Tensor:
-        """Gated head outputs, with stand-ins where heads are off: g_h H_h + (1 - g_h) S_h, `[B, T, H, D]`.
+        """Gated head outputs, with fallbacks where heads are off: g_h H_h + (1 - g_h) S_h, `[B, T, H, D]`.
 
         Args:
             head_outputs: `[B, T, H, D]`.
@@ -273,9 +274,9 @@ class MoHStandIn(nn.Module):
 
 
 __all__ = [
+    "MoHFallback",
     "MoHLinear",
     "MoHRouter",
-    "MoHStandIn",
     "is_routing_weight",
     "load_balancing_loss",
     "select_top_k",

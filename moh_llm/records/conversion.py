@@ -36,7 +36,7 @@ class Plan(Record):
 
 
 class Calibration(Record):
-    """The text that router and stand-ins were fitted on; ``sources``: name -> share."""
+    """The text that router and fallbacks were fitted on; ``sources``: name -> share."""
 
     mixture: str
     sources: dict[str, float]

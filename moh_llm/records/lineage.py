@@ -44,7 +44,7 @@ class WeightHashes(Record):
 
     Attributes:
         dense: of the tensors that the dense model has, too.
-        routing: of those of routers and stand-ins.
+        routing: of those of routers and fallbacks.
     """
 
     dense: str

@@ -1,6 +1,6 @@
 """Router health on held-out text: how the routed heads of each layer share the tokens.
 
-Shapes: N predicted positions, U routed units of a layer (heads or groups; 0 where all are shared).
+Shapes: N predicted positions, U routed groups of a layer (heads or groups; 0 where all are shared).
 """
 
 import math
@@ -18,13 +18,13 @@ class RoutingCounts:
     """What the routers of a network did on some text, a batch at a time.
 
     Args:
-        unit: heads of a routed unit.
+        group_size: heads of a routed group.
     """
 
-    def __init__(self, unit: int = 1) -> None:
-        self._unit = unit
+    def __init__(self, group_size: int = 1) -> None:
+        self._group_size = group_size
         self._tokens = 0
-        self._selected: list[torch.Tensor] = []  # per layer, tokens that select each unit, [U]
+        self._selected: list[torch.Tensor] = []  # per layer, tokens that select each group, [U]
         self._scores: list[torch.Tensor] = []  # per layer, sums of softmax scores, [U]
         self._choices: list[list[torch.Tensor]] = []  # per batch and layer, which each token selects, bool [N, U]
 
@@ -33,7 +33,7 @@ class RoutingCounts:
 
         Args:
             router_logits: per layer `[N, U]`.
-            top_k: per layer, how many routed units a token selects.
+            top_k: per layer, how many routed groups a token selects.
         """
         choices = [select_top_k(logits, k).bool() for logits, k in zip(router_logits, top_k, strict=True)]
         selected = [choice.sum(0).double() for choice in choices]
@@ -52,13 +52,13 @@ class RoutingCounts:
 
         Returns:
             Lists over layers: ``load``, the share of tokens that select each routed head;
-            ``entropy`` of the mean softmax score, over its maximum, log U (None below 2 units);
+            ``entropy`` of the mean softmax score, over its maximum, log U (None below 2 groups);
             ``dead_heads``, how many no token selects; ``changed``, the share of tokens whose
             heads are not those of the start (None without one).
         """
         device = self._selected[0].device
         tokens = reduce(torch.tensor(self._tokens, dtype=torch.float64, device=device))
-        load = [(reduce(selected) / tokens).repeat_interleave(self._unit) for selected in self._selected]
+        load = [(reduce(selected) / tokens).repeat_interleave(self._group_size) for selected in self._selected]
         changed: list[float] | None = None
         if start is not None:
             moved = [self._moved(start, layer) for layer in range(len(load))]

@@ -137,7 +137,7 @@ def _train(
     model.train()
     weights = networks.trained_weights(accelerator.unwrap_model(model).student)
     network = accelerator.unwrap_model(model).network
-    budgets, unit = network.config.active_heads_per_layer, network.config.heads_per_unit
+    budgets, group_size = network.config.active_heads_per_layer, network.config.heads_per_group
     all_heads = network.config.num_attention_heads
     fastest = peak_rate(accelerator, config, network.config)
 
@@ -186,7 +186,7 @@ def _train(
             began = time.perf_counter()
             seed_step(config, step, accelerator)
             rates = networks.set_learning_rates(optimizer, config, step - 1)
-            heads = annealed_heads(budgets, all_heads, step - 1, config.schedule.anneal_steps, unit)
+            heads = annealed_heads(budgets, all_heads, step - 1, config.schedule.anneal_steps, group_size)
             network.set_active_heads(heads)
             losses, norm = accumulate_gradients(accelerator, model, batch, config, beta)
             # Judged before the weights are touched (DeepSpeed has touched them): checkpoints are of good steps only.

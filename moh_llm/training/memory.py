@@ -179,8 +179,8 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
     kept = 8 + 2 * stream * model.head_dim + length + (4 + stream) * model.hidden_size
     layers = []
     for shared, active in zip(model.shared_heads_per_layer, model.active_heads_per_layer, strict=True):
-        unit = model.heads_per_unit
-        routed, top_k = (model.num_attention_heads - len(shared)) // unit, (active - len(shared)) // unit
+        group_size = model.heads_per_group
+        routed, top_k = (model.num_attention_heads - len(shared)) // group_size, (active - len(shared)) // group_size
         layers.append(_layer(config, model, precision, routed, top_k))
         kept += 8 * (routed + top_k)  # logits; the load-balance loss's softmax and chosen heads (int64)
         kept += stream * model.hidden_size if config.gradient_checkpointing else layers[-1]
@@ -205,14 +205,14 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
     normalised outputs, 2 (4 + s) C; the linear maps' inputs, 2 c C, under autocast a copy for each;
     queries, repeated keys and values, and the heads' outputs, 4 c A, and attention's mask, c L; the
     output projection's input, c A; the MLP's four intermediates, 4 c F. A router takes its input in
-    float32, 4 C, or the queries, 4 A; stand-ins keep the values of the groups.
+    float32, 4 C, or the queries, 4 A; fallbacks keep the values of the groups.
     """
     c, s, hidden, lora = precision.products, precision.stream, model.hidden_size, config.lora
     heads, wide = model.num_attention_heads, model.num_attention_heads * model.head_dim
-    stands_in = model.head_stand_in != "none" and routed > 0
+    has_fallback = model.head_fallback != "none" and routed > 0
     # Where dropout differs from adapter to adapter, so do their inputs.
     separate = precision.casts or (lora is not None and lora.dropout > 0)
-    inputs = 5 + stands_in if separate else 2
+    inputs = 5 + has_fallback if separate else 2
     total = 2 * (4 * hidden + 4) + inputs * c * hidden
     total += 4 * c * wide + c * config.data.block_length + 4 * heads + c * heads
     total += c * wide + 4 * c * model.intermediate_size + 4 * routed + 8 * top_k
@@ -227,7 +227,7 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
         total += 4 * hidden
     if model.query_key_norm:
         total += (4 + c) * (heads + model.num_key_value_heads) * model.head_dim
-    if stands_in:
+    if has_fallback:
         total += 4 * c * heads
         if model.num_key_value_heads < heads:  # else attention keeps them
             total += c * model.num_key_value_heads * model.head_dim

@@ -87,7 +87,7 @@ def load_reference(config: TrainConfig, reference: Reference, device: torch.devi
 
 
 def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Module:
-    """Freeze the network, give it adapters, and leave its routers and stand-ins trainable in full.
+    """Freeze the network, give it adapters, and leave its routers and fallbacks trainable in full.
 
     These are trained in place and not through peft's ``modules_to_save``: that would wrap them,
     and the head budget set on a wrapper would not reach the router inside.

@@ -1,6 +1,6 @@
 """What a training step minimises: KL to the base or cross-entropy, plus the load-balance loss, plus layer matching.
 
-Shapes: B blocks, L positions, C hidden size, U routed units (heads or key-value groups). The token
+Shapes: B blocks, L positions, C hidden size, U routed groups (heads or key-value groups). The token
 losses themselves are in `token_losses`.
 
 Every sum is divided by a count over the whole step, not over one forward pass, so that 8 passes
@@ -49,7 +49,7 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
 
     Args:
         router_logits: per layer `[B, L, U]`.
-        routers: the layers' routers, which know how many units a token selects.
+        routers: the layers' routers, which know how many groups a token selects.
     """
     # The model's own loss of each row, without padding. Layers that route alike are taken together: one by one they
     # would be thousands of small operations.

@@ -81,7 +81,7 @@ def evaluate(
     # Every process knows all documents, so that their sums only have to be added up.
     documents = 1 + max(int(batch["documents"].max()) for batch in batches)
     sums = torch.zeros(documents, len(SUMMED), dtype=torch.float64, device=device)
-    routing = RoutingCounts(step.network.config.heads_per_unit)
+    routing = RoutingCounts(step.network.config.heads_per_group)
     model.eval()
     for number in range(rounds):
         # Every process takes part in every pass: some ways of distributing gather weights in each.

@@ -42,7 +42,7 @@ def learning_rates(config: TrainConfig, step: int) -> tuple[float, float]:
     return rate, rate if router_highest is None else router_highest * (rate / highest)
 
 
-def annealed_heads(budgets: Sequence[int], heads: int, step: int, anneal_steps: int, unit: int = 1) -> list[int]:
+def annealed_heads(budgets: Sequence[int], heads: int, step: int, anneal_steps: int, group_size: int = 1) -> list[int]:
     """Active heads of each layer in the step after ``step`` steps.
 
     They fall evenly from all of them, where the model is its base, to the layer's budget, which
@@ -53,8 +53,8 @@ def annealed_heads(budgets: Sequence[int], heads: int, step: int, anneal_steps: 
         heads: query heads of a layer.
         step: optimiser steps already made.
         anneal_steps: length of the fall; 0: the budgets hold from the start.
-        unit: heads that are switched together; a layer falls by whole units.
+        group_size: heads that are switched together; a layer falls by whole groups.
     """
     if step >= anneal_steps:
         return list(budgets)
-    return [heads - (heads - budget) // unit * step // anneal_steps * unit for budget in budgets]
+    return [heads - (heads - budget) // group_size * step // anneal_steps * group_size for budget in budgets]

@@ -3,7 +3,7 @@
 Everything that touches a weight happens inside `forward`, student and teacher, so that each way of
 distributing (DDP, ZeRO, FSDP2) finds its weights where its hooks look for them.
 
-Shapes: B blocks, L positions, C hidden size, N positions with a target, U routed units of a layer.
+Shapes: B blocks, L positions, C hidden size, N positions with a target, U routed groups of a layer.
 """
 
 import contextlib

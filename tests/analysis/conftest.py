@@ -45,18 +45,18 @@ PLANS = {
         "router_type": "linear",
         "router_score": "weighted",
     },
-    "stand-ins, explicit ids": {
+    "fallbacks, explicit ids": {
         "num_shared_heads": 2,
         "num_active_heads": 3,
         "shared_heads": [[1, 3], [0, 2]],
         "router_type": "linear",
-        "head_stand_in": "value",
+        "head_fallback": "value",
     },
-    "stand-ins, last layer all shared": {
+    "fallbacks, last layer all shared": {
         "num_shared_heads": [1, 4],
         "num_active_heads": [1, 4],
         "router_type": "linear",
-        "head_stand_in": "value",
+        "head_fallback": "value",
     },
     "groups, query_norm": {
         "num_attention_heads": 8,
@@ -66,7 +66,7 @@ PLANS = {
         "num_active_heads": 4,
         "shared_heads": [[2, 3], [7, 6]],
         "router_type": "query_norm",
-        "routing_unit": "kv_group",
+        "routing_granularity": "kv_group",
     },
     "groups, two_stage, weighted": {
         "num_attention_heads": 6,
@@ -76,7 +76,7 @@ PLANS = {
         "num_active_heads": 4,
         "router_type": "two_stage",
         "router_score": "weighted",
-        "routing_unit": "kv_group",
+        "routing_granularity": "kv_group",
     },
     "five heads": {
         "num_attention_heads": 5,
@@ -115,7 +115,7 @@ def plan(request: pytest.FixtureRequest) -> dict:
     params=[
         "default conversion",
         "two_stage, weighted, explicit ids",
-        "stand-ins, last layer all shared",
+        "fallbacks, last layer all shared",
         "groups, query_norm",
     ]
 )
@@ -133,7 +133,7 @@ def default_moh(
     base = make_llama(num_attention_heads=8, hidden_size=64, max_position_embeddings=2048, initializer_range=0.1)
     assert convert(base, folder, "--verify", "none") == 0
     config = MoHLlamaConfig.from_pretrained(folder)
-    assert (config.router_type, config.head_stand_in) == ("linear", "value")
+    assert (config.router_type, config.head_fallback) == ("linear", "value")
     fewer, more = sorted(config.active_heads_per_layer)
     assert config.num_shared_heads < fewer < more < 8  # uneven, and both layers choose
     return folder
@@ -160,8 +160,8 @@ def make_moh(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Mo
         torch.manual_seed(0)
         model = MoHLlamaForCausalLM(MoHLlamaConfig(**(defaults | fields)))
         for layer in model.model.layers:
-            if layer.self_attn.stand_in is not None:
-                torch.nn.init.normal_(layer.self_attn.stand_in.bias)  # zero in a fresh model
+            if layer.self_attn.fallback is not None:
+                torch.nn.init.normal_(layer.self_attn.fallback.bias)  # zero in a fresh model
         # Through a folder, as for a user: rotary tables stay float32.
         model.save_pretrained(tmp_path / "moh")
         return MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh", dtype=dtype).eval()
@@ -249,8 +249,8 @@ def _row(config: MoHLlamaConfig, weights: dict, layer: int, x: np.ndarray, posit
             scores = [turned @ _rotate(k[s, group], positions[s], config) / size**0.5 for s in document]
             pattern[head, list(document)] = naive.softmax(np.array(scores))
             outputs[t, head] = gates[t, head] * (pattern[head] @ v[:, group])
-            if gates[t, head] == 0 and config.head_stand_in == "value":
-                name, row = f"{prefix}stand_in.", routed.index(head)
+            if gates[t, head] == 0 and config.head_fallback == "value":
+                name, row = f"{prefix}fallback.", routed.index(head)
                 share = weights[f"{name}own_value.weight"][row] @ x[t] + weights[f"{name}own_value.bias"][row]
                 fitted = weights[f"{name}bias"][row] + share * v[t, group]
                 outputs[t, head] = fitted if position else v[t, group]
@@ -274,9 +274,11 @@ def _scores(config: MoHLlamaConfig, weights: dict, layer: int, x: np.ndarray, q:
     if not routed:
         return scores
     prefix = f"model.layers.{layer}.self_attn.router."
-    unit = config.num_attention_heads // config.num_key_value_heads if config.routing_unit == "kv_group" else 1
+    group_size = (
+        config.num_attention_heads // config.num_key_value_heads if config.routing_granularity == "kv_group" else 1
+    )
     if config.router_type == "query_norm":
-        norms = np.sqrt((q[routed] ** 2).sum(-1).reshape(-1, unit).sum(-1))
+        norms = np.sqrt((q[routed] ** 2).sum(-1).reshape(-1, group_size).sum(-1))
         logits = norms / norms.std(ddof=1)
     else:
         logits = weights[f"{prefix}routed.weight"] @ x + weights.get(f"{prefix}routed.bias", 0)
@@ -284,9 +286,9 @@ def _scores(config: MoHLlamaConfig, weights: dict, layer: int, x: np.ndarray, q:
     if config.router_type == "two_stage":
         stage = naive.softmax(weights[f"{prefix}stage.weight"] @ x)
         real = stage[1] * real
-        own = naive.softmax(weights[f"{prefix}shared.weight"] @ x).repeat(unit)
+        own = naive.softmax(weights[f"{prefix}shared.weight"] @ x).repeat(group_size)
         for head, score in zip(shared, own, strict=True):
             scores[head] = stage[0] * score
-    for head, score in zip(routed, real.repeat(unit), strict=True):
+    for head, score in zip(routed, real.repeat(group_size), strict=True):
         scores[head] = score
     return scores

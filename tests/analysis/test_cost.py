@@ -75,11 +75,11 @@ def test_seconds_of_a_real_pass(make_moh) -> None:
     "fields",
     [
         {"converted": True},
-        {"head_stand_in": "value", "router_type": "linear"},
+        {"head_fallback": "value", "router_type": "linear"},
         {"query_key_norm": True, "attention_bias": True, "attention_output_bias": False},
         {"router_type": "two_stage", "num_key_value_heads": 4},
     ],
-    ids=["default conversion", "stand-ins", "Qwen3", "two_stage"],
+    ids=["default conversion", "fallbacks", "Qwen3", "two_stage"],
 )
 @torch.no_grad()
 def test_dense_attention_is_the_base_without_its_routers(make_moh, batch, fields) -> None:

@@ -10,7 +10,7 @@ from moh_llm.conversion.fit import LayerFitter, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.model_folder import read_weight_map
 
-PLAN = CalibrationPlan(num_shared_heads=1, by_importance=True, drops=[1, 3], stand_in=True)
+PLAN = CalibrationPlan(num_shared_heads=1, by_importance=True, drops=[1, 3], fallback=True)
 LENGTH = 96
 
 
@@ -129,7 +129,7 @@ def test_numbers_between_fits_are_interpolated_and_take_the_lower_fit():
     assert [layer.fit_for(drops).dropped for drops in range(9)] == [2, 2, 2, 3, 3, 3, 3, 7, 7]
     assert LayerCalibration([0], [], {}).costs == {}
     fits = {drops: RoutingFit(drops, cost, {}) for drops, cost in ((2, 0.4), (6, 1.0))}
-    assert LayerCalibration([0, 1], [], fits, unit=2).costs == pytest.approx({2: 0.4, 4: 0.7, 6: 1.0})
+    assert LayerCalibration([0, 1], [], fits, group_size=2).costs == pytest.approx({2: 0.4, 4: 0.7, 6: 1.0})
 
 
 def test_the_same_seed_gives_the_same_fits(run, one_thread):
@@ -143,13 +143,13 @@ def test_the_same_seed_gives_the_same_fits(run, one_thread):
 
 def test_plan_is_followed(run):
     _, calibrated, _ = run
-    first = CalibrationPlan(num_shared_heads=2, by_importance=False, drops=[], stand_in=False)
+    first = CalibrationPlan(num_shared_heads=2, by_importance=False, drops=[], fallback=False)
     for layer in calibrated(make_batches(4), first):
         assert (layer.shared_heads, layer.fits) == ([0, 1], {}) and len(layer.importance) == 4
     for layer in calibrated(make_batches(4), CalibrationPlan(2, True, [2], False)):
         assert layer.shared_heads == sorted(sorted(range(4), key=lambda head: -layer.importance[head])[:2])
         assert layer.fits[2].tensors.keys() == {"router.routed.weight", "router.routed.bias"}
-    for layer in calibrated(make_batches(4), CalibrationPlan(2, True, [2], True, unit=2)):
+    for layer in calibrated(make_batches(4), CalibrationPlan(2, True, [2], True, group_size=2)):
         assert layer.shared_heads in ([0, 1], [2, 3]) and len(layer.importance) == 2 and layer.costs.keys() == {2}
         assert layer.fits[2].tensors["router.routed.weight"].shape == (1, 32)
-        assert layer.fits[2].tensors["stand_in.bias"].shape == (2, 8)
+        assert layer.fits[2].tensors["fallback.bias"].shape == (2, 8)

@@ -33,7 +33,7 @@ def test_default_conversion(make_llama, convert, read_tensors, tmp_path, layout,
     assert convert(base, tmp_path / "moh") == 0
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")
     assert moh.dtype == dtype
-    assert (moh.config.router_type, moh.config.head_stand_in, moh.config.num_shared_heads) == ("linear", "value", 1)
+    assert (moh.config.router_type, moh.config.head_fallback, moh.config.num_shared_heads) == ("linear", "value", 1)
     assert sum(moh.config.active_heads_per_layer) == 6  # 3/4 of 2 layers of 4
 
     # The base's files are there byte for byte, and beside them one of routing tensors.
@@ -43,7 +43,7 @@ def test_default_conversion(make_llama, convert, read_tensors, tmp_path, layout,
     for original, name in zip(originals, shards, strict=False):
         assert (tmp_path / "moh" / name).read_bytes() == original.read_bytes()
     routing = load_file(tmp_path / "moh" / shards[-1])
-    assert all(".self_attn.router." in name or ".self_attn.stand_in." in name for name in routing)
+    assert all(".self_attn.router." in name or ".self_attn.fallback." in name for name in routing)
     assert {tensor.dtype for tensor in routing.values()} == {dtype}
     written = read_tensors(tmp_path / "moh")
     index = json.loads((tmp_path / "moh" / INDEX).read_text())
@@ -113,11 +113,11 @@ GROUPS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64,
 )
 def test_whole_groups(make_llama, convert, tmp_path, capsys, flags):
     """Every token has both heads of a group on or off, and the choice beats random heads."""
-    assert convert(make_llama(**GROUPS), tmp_path / "moh", "--routing-unit", "kv_group", *flags) == 0
+    assert convert(make_llama(**GROUPS), tmp_path / "moh", "--routing-granularity", "kv_group", *flags) == 0
     assert "by whole key-value groups" in " ".join(capsys.readouterr().out.split())
     moh, record = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").eval(), record_of(tmp_path / "moh")
     config, plan, proof = moh.config, record["plan"], record["verification"]
-    assert (config.routing_unit, config.moh_format, plan["routing_unit"]) == ("kv_group", 2, "kv_group")
+    assert (config.routing_granularity, config.moh_format, plan["routing_granularity"]) == ("kv_group", 2, "kv_group")
     assert [list(costs) for costs in record["calibration"]["estimated_kl_by_drops"]] == (
         [["2", "4", "6"]] * 3 if "importance" in flags else [["2"]] * 3
     )
@@ -137,17 +137,17 @@ def test_whole_groups(make_llama, convert, tmp_path, capsys, flags):
 
 def test_whole_groups_in_the_papers_layer(make_llama, convert, tmp_path):
     base = make_llama(**GROUPS)
-    assert convert(base, tmp_path / "moh", "--routing-unit", "kv_group", "--preset", "paper") == 0
+    assert convert(base, tmp_path / "moh", "--routing-granularity", "kv_group", "--preset", "paper") == 0
     config = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").config
     assert (config.num_shared_heads, config.num_active_heads, config.router_type) == (4, 6, "query_norm")
     assert (tmp_path / "moh" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
 
 
-def test_even_budgets_without_stand_ins(make_llama, convert, read_tensors, tmp_path):
+def test_even_budgets_without_fallbacks(make_llama, convert, read_tensors, tmp_path):
     base = make_llama()
-    assert convert(base, tmp_path / "moh", "--budgets", "even", "--stand-in", "none") == 0
+    assert convert(base, tmp_path / "moh", "--budgets", "even", "--fallback", "none") == 0
     config = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").config
-    assert (config.num_active_heads, config.router_type, config.head_stand_in) == (3, "linear", "none")
+    assert (config.num_active_heads, config.router_type, config.head_fallback) == (3, "linear", "none")
     added = read_tensors(tmp_path / "moh").keys() - read_tensors(base).keys()
     routers = (
         f"model.layers.{layer}.self_attn.router.routed.{kind}" for layer in (0, 1) for kind in ("weight", "bias")
@@ -177,7 +177,7 @@ def test_paper_preset_adds_no_tensor(make_llama, convert, tmp_path):
     assert not (tmp_path / "moh" / INDEX).exists()
     config = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").config
     assert (config.num_shared_heads, config.num_active_heads, config.router_type) == (2, 3, "query_norm")
-    assert (config.shared_heads, config.router_score, config.head_stand_in) == (None, "quantized", "none")
+    assert (config.shared_heads, config.router_score, config.head_fallback) == (None, "quantized", "none")
 
 
 def test_paper_preset_without_proof_reads_no_text(make_llama, tmp_path, monkeypatch):
@@ -228,10 +228,10 @@ def test_the_index_is_written_last(make_llama, convert, tmp_path, monkeypatch):
     assert INDEX not in there
 
 
-@pytest.mark.parametrize("unit", ["head", pytest.param("kv_group", marks=pytest.mark.slow)])
-def test_loads_where_moh_llm_is_not_importable(make_llama, convert, tmp_path, unit):
+@pytest.mark.parametrize("granularity", ["head", pytest.param("kv_group", marks=pytest.mark.slow)])
+def test_loads_where_moh_llm_is_not_importable(make_llama, convert, tmp_path, granularity):
     output = tmp_path / "moh"
-    assert convert(make_llama(), output, "--num-shared-heads", "0", "--routing-unit", unit) == 0
+    assert convert(make_llama(), output, "--num-shared-heads", "0", "--routing-granularity", granularity) == 0
     # An import hook keeps the package, installed or not, out of the child's reach.
     code = """
 import sys, torch

@@ -84,7 +84,7 @@ def test_every_tensor_of_the_base_is_felt(converted, ids, one_thread):
     with moh.all_heads_active():
         before = logits_of(moh, ids)
         dense = {
-            name: value for name, value in moh.named_parameters() if "router" not in name and "stand_in" not in name
+            name: value for name, value in moh.named_parameters() if "router" not in name and "fallback" not in name
         }
         for name, parameter in dense.items():
             kept = parameter.detach().clone()

@@ -26,7 +26,7 @@ PLAN = {
     "shared_heads": [[2], [1, 3], []],
     "num_active_heads": [2, 4, 3],
     "router_type": "linear",
-    "head_stand_in": "value",
+    "head_fallback": "value",
 }
 
 
@@ -71,11 +71,11 @@ def test_dense_llama(make_llama, one_thread, dtype, tied):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_moh_model_with_uneven_budgets_and_stand_ins(tmp_path, one_thread, dtype, tied):
+def test_moh_model_with_uneven_budgets_and_fallbacks(tmp_path, one_thread, dtype, tied):
     torch.manual_seed(0)
     model = MoHLlamaForCausalLM(MoHLlamaConfig(**SIZES, **PLAN, tie_word_embeddings=tied))
     for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.stand_in.bias)
+        torch.nn.init.normal_(layer.self_attn.fallback.bias)
     model.to(dtype).save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert_same_logits(tmp_path, dtype)

@@ -43,7 +43,7 @@ def test_shared_and_active(options, heads, expected):
 
 
 def by_group(**options):
-    return PlanOptions(routing_unit="kv_group", **options)
+    return PlanOptions(routing_granularity="kv_group", **options)
 
 
 @pytest.mark.parametrize(
@@ -96,17 +96,17 @@ def test_an_uneven_total_of_whole_groups_need_not_be_even():
     ("options", "expected"),
     [
         (PlanOptions(), ("linear", True, "value", True)),
-        (PlanOptions(stand_in="none", budgets="even"), ("linear", False, "none", True)),
+        (PlanOptions(fallback="none", budgets="even"), ("linear", False, "none", True)),
         (PlanOptions(router="query_norm"), ("query_norm", False, "none", False)),
         (PlanOptions(preset="paper"), ("query_norm", False, "none", False)),
         (PlanOptions(preset="paper", shared="importance"), ("query_norm", False, "none", True)),
         (PlanOptions(preset="paper", router="linear"), ("linear", False, "none", True)),
-        (PlanOptions(preset="paper", router="linear", stand_in="value"), ("linear", False, "value", True)),
+        (PlanOptions(preset="paper", router="linear", fallback="value"), ("linear", False, "value", True)),
         (PlanOptions(preset="paper", router="linear", budgets="uneven"), ("linear", True, "none", True)),
     ],
 )
 def test_what_follows_from_the_router(options, expected):
-    assert (options.router_type, options.uneven, options.head_stand_in, options.needs_calibration) == expected
+    assert (options.router_type, options.uneven, options.head_fallback, options.needs_calibration) == expected
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_what_follows_from_the_router(options, expected):
         ({"active_ratio": 0.0}, "--active-ratio 0.0 must be above 0"),
         ({"active_ratio": 0.5, "num_active_heads": 2}, "--num-active-heads or --active-ratio, not both"),
         ({"router": "query_norm", "budgets": "uneven"}, "fitted together with the linear router; drop query_norm"),
-        ({"preset": "paper", "stand_in": "value"}, "fitted together with the linear router; drop query_norm"),
+        ({"preset": "paper", "fallback": "value"}, "fitted together with the linear router; drop query_norm"),
     ],
 )
 def test_impossible_options_are_named(options, message):
@@ -161,17 +161,17 @@ def test_config_holds_ids_and_budgets_of_each_layer():
     base = llama(4, 2, rope_parameters={"rope_type": "default", "rope_theta": 7.0}, num_key_value_heads=2)
     config = build_config(base, PlanOptions(shared="importance"), [[1, 3], [0]], [2, 4])
     assert (config.shared_heads, config.num_shared_heads, config.num_active_heads) == ([[1, 3], [0]], [2, 1], [2, 4])
-    assert (config.router_type, config.router_score, config.head_stand_in) == ("linear", "quantized", "value")
+    assert (config.router_type, config.router_score, config.head_fallback) == ("linear", "quantized", "value")
     assert (config.hidden_size, config.num_key_value_heads, config.rope_parameters["rope_theta"]) == (32, 2, 7.0)
     assert config.architectures == ["MoHLlamaForCausalLM"]
 
     first = build_config(base, PlanOptions(preset="paper"), [[0, 1], [0, 1]], [3, 3])
     assert (first.shared_heads, first.num_shared_heads, first.num_active_heads) == (None, 2, 3)
-    assert (first.router_type, first.head_stand_in) == ("query_norm", "none")
+    assert (first.router_type, first.head_fallback) == ("query_norm", "none")
 
     groups = build_config(base, by_group(), [[2, 3], [2, 3]], [2, 4])
-    assert (groups.routing_unit, groups.shared_heads, groups.moh_format) == ("kv_group", [[2, 3], [2, 3]], 2)
-    assert paper_plan(groups).routing_unit == "head"
+    assert (groups.routing_granularity, groups.shared_heads, groups.moh_format) == ("kv_group", [[2, 3], [2, 3]], 2)
+    assert paper_plan(groups).routing_granularity == "head"
 
     with pytest.raises(UserError, match=r"impossible head plan: .*num_active_heads=5 must lie between"):
         build_config(base, PlanOptions(), [[0], [0]], [4, 5])
@@ -185,13 +185,13 @@ def test_paper_plan_has_as_many_active_heads_on_average(active, expected):
     converted = MoHLlamaConfig(
         **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2},
         **{"num_shared_heads": 1, "shared_heads": [[3], [2]], "num_active_heads": active},
-        **{"router_type": "linear", "head_stand_in": "value", "query_key_norm": True, "attention_bias": True},
+        **{"router_type": "linear", "head_fallback": "value", "query_key_norm": True, "attention_bias": True},
         attention_output_bias=False,
         rope_parameters={"rope_type": "default", "rope_theta": 7.0},
     )
     paper = paper_plan(converted)
     assert (paper.num_shared_heads, paper.num_active_heads, paper.shared_heads) == (*expected, None)
-    assert (paper.router_type, paper.router_score, paper.head_stand_in) == ("query_norm", "quantized", "none")
-    plan = {"num_shared_heads", "num_active_heads", "shared_heads", "router_type", "head_stand_in"}
+    assert (paper.router_type, paper.router_score, paper.head_fallback) == ("query_norm", "quantized", "none")
+    plan = {"num_shared_heads", "num_active_heads", "shared_heads", "router_type", "head_fallback"}
     before, after = ({k: v for k, v in c.to_dict().items() if k not in plan} for c in (converted, paper))
     assert before == after

@@ -181,19 +181,19 @@ BAD_INPUT = {
         "num_active_heads=2 must lie between num_shared_heads=3",
     ),
     "split groups shared": (
-        flags("--routing-unit", "kv_group", "--num-shared-heads", "1"),
-        "num_shared_heads=1 splits key-value groups, which --routing-unit kv_group switches whole, 2 heads each; "
-        "these do not: 0, 2, 4",
+        flags("--routing-granularity", "kv_group", "--num-shared-heads", "1"),
+        "num_shared_heads=1 splits key-value groups; with --routing-granularity kv_group it must be a multiple "
+        "of 2 (heads per group): 0, 2, 4",
     ),
     "split groups active": (
-        flags("--routing-unit", "kv_group", "--num-active-heads", "3", "--budgets", "even"),
+        flags("--routing-granularity", "kv_group", "--num-active-heads", "3", "--budgets", "even"),
         "num_active_heads=3 splits key-value groups",
     ),
     "licence of nothing": (flags("--licence", "mit"), "--licence is for publishing; pass --push-to-hub ORG/NAME"),
     "ratio": (flags("--active-ratio", "1.5"), "--active-ratio 1.5 must be above 0 and at most 1"),
     "ratio and number": (flags("--active-ratio", "1", "--num-active-heads", "3"), "not both"),
     "query norm, uneven": (flags("--router", "query_norm", "--budgets", "uneven"), "linear router; drop query_norm"),
-    "query norm, stand-ins": (flags("--router", "query_norm", "--stand-in", "value"), "linear router; drop query_norm"),
+    "query norm, fallbacks": (flags("--router", "query_norm", "--fallback", "value"), "linear router; drop query_norm"),
 }
 
 
@@ -233,7 +233,7 @@ def test_routing_flags_do_not_go_with_the_way_back(make_llama, convert, tmp_path
     """Flags that --to-dense cannot follow are refused, not passed over."""
     assert convert(make_llama(), tmp_path / "moh", "--preset", "paper", "--verify", "none") == 0
     arguments = ["convert", str(tmp_path / "moh"), "--to-dense", "--output", str(tmp_path / "dense")]
-    for flag, value in (("--dtype", "bfloat16"), ("--routing-unit", "head")):
+    for flag, value in (("--dtype", "bfloat16"), ("--routing-granularity", "head")):
         assert main([*arguments, flag, value]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith("error: ") and flag in error

@@ -52,9 +52,9 @@ def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> boo
     [
         ["--num-shared-heads", "2"],
         ["--num-active-heads", "2", "--shared", "importance"],
-        ["--router", "query_norm", "--budgets", "even", "--stand-in", "none"],
+        ["--router", "query_norm", "--budgets", "even", "--fallback", "none"],
         ["--preset", "paper"],
-        ["--routing-unit", "kv_group", "--num-shared-heads", "0"],
+        ["--routing-granularity", "kv_group", "--num-shared-heads", "0"],
     ],
     ids=["more shared", "fewer active", "no weights", "paper", "groups"],
 )
@@ -71,14 +71,14 @@ def test_a_new_plan_is_that_of_the_base(request, base, convert, read_tensors, on
 
 
 def test_a_router_without_weights_leaves_the_bases_file(base, moh, convert, tmp_path):
-    flags = ["--router", "query_norm", "--budgets", "even", "--stand-in", "none"]
+    flags = ["--router", "query_norm", "--budgets", "even", "--fallback", "none"]
     assert convert(moh, tmp_path / "again", *flags) == 0
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
     assert [path.name for path in (tmp_path / "again").glob("*.safetensors*")] == ["model.safetensors"]
 
 
 def test_groups_are_forgotten_where_heads_are_asked_for(base, convert, read_tensors, one_thread, tmp_path):
-    flags = ["--routing-unit", "kv_group", "--num-shared-heads", "0", "--verify", "none"]
+    flags = ["--routing-granularity", "kv_group", "--num-shared-heads", "0", "--verify", "none"]
     assert convert(base, tmp_path / "groups", *flags) == 0
     assert convert(tmp_path / "groups", tmp_path / "again") == convert(base, tmp_path / "direct") == 0
     assert equal(read_tensors(tmp_path / "again"), read_tensors(tmp_path / "direct"))

@@ -22,7 +22,7 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_wei
 
 @pytest.fixture(scope="module")
 def folders(make_llama, convert, tmp_path_factory):
-    """A base of three layers and its conversion, with uneven budgets and stand-ins."""
+    """A base of three layers and its conversion, with uneven budgets and fallbacks."""
     base, moh = make_llama(num_hidden_layers=3), tmp_path_factory.mktemp("out") / "moh"
     assert convert(base, moh, "--shared", "importance", "--active-ratio", "0.7", "--verify", "none") == 0
     assert len(set(AutoConfig.from_pretrained(moh).active_heads_per_layer)) > 1
@@ -185,7 +185,7 @@ def test_paper_variant_is_a_model_of_that_config(folders, batches, one_thread):
         own = logits_of(moh)(batch)
         assert torch.equal(by_paper_plan(moh)(batch), logits_of(paper)(batch))
         assert not torch.equal(own, logits_of(paper)(batch))
-        assert torch.equal(logits_of(moh)(batch), own)  # its own routers and stand-ins are back
+        assert torch.equal(logits_of(moh)(batch), own)  # its own routers and fallbacks are back
 
 
 def test_nothing_is_lost_with_all_heads_active(make_llama, convert, tmp_path):

@@ -78,7 +78,7 @@ def tiny_moh(tiny_llama: Path, convert: Callable[..., int], made_once: Callable[
     """The tiny LLaMA as `moh-llm convert` makes it by default, not to be changed."""
     folder = made_once("tiny_moh", lambda folder: convert(tiny_llama, folder / "moh", "--verify", "none")) / "moh"
     config = json.loads((folder / "config.json").read_text())
-    assert (config["router_type"], config["head_stand_in"]) == ("linear", "value")
+    assert (config["router_type"], config["head_fallback"]) == ("linear", "value")
     fewer, more = sorted(config["num_active_heads"])
     assert config["num_shared_heads"] < fewer < more < 8  # uneven, and both layers choose
     return folder

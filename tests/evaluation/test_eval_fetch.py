@@ -1,4 +1,4 @@
-"""Fetching a suite's data: from stand-ins for the Hub and for the addresses of converted datasets."""
+"""Fetching a suite's data: from fallbacks for the Hub and for the addresses of converted datasets."""
 
 import csv
 import functools
@@ -118,7 +118,7 @@ def sources(server: tuple[Path, str]) -> dict[str, Any]:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """A stand-in for the Hub, read by the real library; the list is of what it was asked for."""
+    """A fallback for the Hub, read by the real library; the list is of what it was asked for."""
     import datasets
     import huggingface_hub
 
@@ -165,7 +165,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def run(suite: str, sources: dict[str, Any], hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`moh-llm data fetch-benchmarks` with all stand-ins; returns the exit status."""
+    """`moh-llm data fetch-benchmarks` with all fallbacks; returns the exit status."""
     monkeypatch.setattr(converters, "load_sources", lambda: sources)
     return lambda folder: main(["data", "fetch-benchmarks", str(folder), "--suite", suite])
 

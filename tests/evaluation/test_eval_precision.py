@@ -112,7 +112,9 @@ def test_a_bfloat16_model_beside_a_float32_base_is_run_in_float32(
         ("float32", "bfloat16"),
     ]
     page = (tmp_path / "report" / "report.md").read_text()
-    assert "routing_unit head, float32, stored in bfloat16, " in page and "Every model was run in float32." in page
+    assert (
+        "routing_granularity head, float32, stored in bfloat16, " in page and "Every model was run in float32." in page
+    )
     html = (tmp_path / "report" / "report.html").read_text()
     assert "<td>dtype of every model</td><td>float32</td>" in html and "<td>stored in</td><td>bfloat16</td>" in html
 

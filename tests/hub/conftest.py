@@ -1,4 +1,4 @@
-"""A stand-in for the Hub: the part of its HTTP interface that an upload needs, in memory, in a thread."""
+"""A fallback for the Hub: the part of its HTTP interface that an upload needs, in memory, in a thread."""
 
 import base64
 import hashlib
@@ -83,7 +83,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             for pattern, answer in _ROUTES.items():
                 if found := re.fullmatch(pattern, f"{self.command} {path}"):
                     return self._answer(*answer(hub, body, *found.groups()))
-            self._answer(404, {"error": f"the stand-in does not know {self.command} {path}"})
+            self._answer(404, {"error": f"the fallback does not know {self.command} {path}"})
 
         do_GET = do_POST = do_PUT = _serve
 
@@ -200,7 +200,7 @@ _ROUTES: dict[str, Callable[..., tuple[int, Any]]] = {
 
 @pytest.fixture
 def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A stand-in that the library takes for the Hub, with a token that it accepts."""
+    """A fallback that the library takes for the Hub, with a token that it accepts."""
     hub = FakeHub()
     thread = threading.Thread(target=hub.server.serve_forever, daemon=True)
     thread.start()
@@ -230,7 +230,7 @@ def moh_model(
     (folder / "conversion.json").unlink()
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n\nA model.\n")
     config = json.loads((folder / "config.json").read_text())
-    assert (config["router_type"], config["head_stand_in"]) == ("linear", "value")
+    assert (config["router_type"], config["head_fallback"]) == ("linear", "value")
     assert len(set(config["num_active_heads"])) == 2 and len([*folder.glob("*.safetensors")]) == 2
     return folder
 
@@ -280,7 +280,7 @@ def forked_proof(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reached(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What leads other processes to the stand-in."""
+    """What leads other processes to the fallback."""
     settings = {"HF_ENDPOINT": fake_hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

@@ -56,7 +56,7 @@ def test_a_converted_model(converted: Path) -> None:
     assert "licensed" not in card and "`mit`, inherited from the base, according to LICENSE.txt of the base" in card
     assert Path(record["base"]["name"]).name in sections["Base model and licence"]
     assert "No training run is on record" in sections["Text it was trained on"]
-    assert "Routers, stand-ins and head budgets were fitted on 1,024 tokens" in sections["Text it was converted with"]
+    assert "Routers, fallbacks and head budgets were fitted on 1,024 tokens" in sections["Text it was converted with"]
     assert "Not measured" in sections["Benchmarks"] and "No benchmark was run." in sections["Limits"]
     assert not {"Training", "Recovery", "What was forced"} & set(sections)
     config = MoHLlamaConfig.from_pretrained(converted)

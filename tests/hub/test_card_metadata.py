@@ -50,7 +50,7 @@ def refusals(content: str) -> list[str]:
 
 @pytest.fixture
 def validator(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A stand-in for the Hub's validator; yields the cards that it was sent."""
+    """A fallback for the Hub's validator; yields the cards that it was sent."""
     sent: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

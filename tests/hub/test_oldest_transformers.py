@@ -27,7 +27,7 @@ CONFIGURATION = Path(__file__).resolve().parents[2] / "moh_llm" / "modeling" / "
 @pytest.mark.slow
 @pytest.mark.skipif(not OLDEST.is_dir(), reason="make test installs tests/oldest-transformers.txt")
 def test_the_oldest_gives_what_the_newest_gives(make_model, tmp_path, monkeypatch):
-    plan = {"num_shared_heads": 1, "num_active_heads": 3, "router_type": "linear", "head_stand_in": "value"}
+    plan = {"num_shared_heads": 1, "num_active_heads": 3, "router_type": "linear", "head_fallback": "value"}
     folders = {
         "untied": make_model(MoHLlamaConfig),
         "tied": make_model(MoHLlamaConfig, tie_word_embeddings=True, **plan),

@@ -1,4 +1,4 @@
-"""Uploading, against a stand-in for the Hub."""
+"""Uploading, against a fallback for the Hub."""
 
 import pytest
 

@@ -21,8 +21,8 @@ def make_pair(make_llama, tmp_path) -> Callable[..., tuple[LlamaForCausalLM, MoH
         "shared_heads",
         "router_type",
         "router_score",
-        "routing_unit",
-        "head_stand_in",
+        "routing_granularity",
+        "head_fallback",
     )
 
     def make(dtype=torch.float32, attn_implementation="sdpa", **fields):
@@ -35,8 +35,8 @@ def make_pair(make_llama, tmp_path) -> Callable[..., tuple[LlamaForCausalLM, MoH
         missing, unexpected = moh.load_state_dict(LlamaForCausalLM.from_pretrained(folder).state_dict(), strict=False)
         assert not unexpected and all(map(is_routing_weight, missing))
         for attention in (layer.self_attn for layer in moh.model.layers):
-            if attention.stand_in is not None:
-                torch.nn.init.normal_(attention.stand_in.bias)  # zero in a fresh model
+            if attention.fallback is not None:
+                torch.nn.init.normal_(attention.fallback.bias)  # zero in a fresh model
         # Through a folder, so that dtype is handled as for a user (rotary tables stay float32).
         moh.save_pretrained(tmp_path / "moh")
         moh = MoHLlamaForCausalLM.from_pretrained(

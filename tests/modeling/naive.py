@@ -15,8 +15,8 @@ def gates(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, que
     heads = config.num_attention_heads
     shared = config.shared_heads_per_layer[layer]
     routed = [head for head in range(heads) if head not in shared]
-    size = heads // config.num_key_value_heads if config.routing_unit == "kv_group" else 1
-    units = [routed[first : first + size] for first in range(0, len(routed), size)]
+    size = heads // config.num_key_value_heads if config.routing_granularity == "kv_group" else 1
+    groups = [routed[first : first + size] for first in range(0, len(routed), size)]
     k = (config.active_heads_per_layer[layer] - len(shared)) // size
     prefix = f"model.layers.{layer}.self_attn.router."
     gate = np.zeros(heads)
@@ -24,8 +24,8 @@ def gates(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, que
     if not routed:
         return gate
     if config.router_type == "query_norm":
-        norms = np.array([math.sqrt(sum((queries[head] ** 2).sum() for head in unit)) for unit in units])
-        logits = norms / norms.std(ddof=1) if len(units) > 1 else norms
+        norms = np.array([math.sqrt(sum((queries[head] ** 2).sum() for head in group_size)) for group_size in groups])
+        logits = norms / norms.std(ddof=1) if len(groups) > 1 else norms
     elif config.router_type == "linear":
         logits = weights[prefix + "routed.weight"] @ x + weights[prefix + "routed.bias"]
     else:
@@ -37,7 +37,7 @@ def gates(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, que
         real[shared] = a1 * softmax(weights[prefix + "shared.weight"] @ x).repeat(size)
         scores = a2 * scores
     real[routed] = scores.repeat(size)
-    chosen = [head for i in np.argsort(-logits, kind="stable")[:k] for head in units[i]]
+    chosen = [head for i in np.argsort(-logits, kind="stable")[:k] for head in groups[i]]
     for head in [*shared, *chosen]:
         gate[head] = real[head] if config.router_score == "weighted" else 1.0
     return gate
@@ -66,12 +66,12 @@ def attention(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray)
         for head in range(heads):
             group = head // (heads // kv_heads)
             if gate[head] == 0:
-                if config.head_stand_in == "value":
+                if config.head_fallback == "value":
                     row = routed.index(head)
-                    share = weights[prefix + "stand_in.own_value.weight"][row] @ x[t]
-                    share += weights[prefix + "stand_in.own_value.bias"][row]
-                    stand_in = weights[prefix + "stand_in.bias"][row] + share * v[t, group] if t else v[t, group]
-                    output[t] += out_weight[:, head * size : (head + 1) * size] @ stand_in
+                    share = weights[prefix + "fallback.own_value.weight"][row] @ x[t]
+                    share += weights[prefix + "fallback.own_value.bias"][row]
+                    fallback = weights[prefix + "fallback.bias"][row] + share * v[t, group] if t else v[t, group]
+                    output[t] += out_weight[:, head * size : (head + 1) * size] @ fallback
                 continue
             query = rotate(q[t, head], t)
             scores = np.array([query @ rotate(k[s, group], s) / math.sqrt(size) for s in range(t + 1)])

@@ -20,20 +20,20 @@ def test_defaults_are_the_papers():
 def test_defaults_are_rounded_down_to_whole_groups(heads, groups, expected):
     config = MoHLlamaConfig(
         **{"hidden_size": 4 * heads, "num_attention_heads": heads, "num_key_value_heads": groups},
-        **{"num_hidden_layers": 2, "routing_unit": "kv_group"},
+        **{"num_hidden_layers": 2, "routing_granularity": "kv_group"},
     )
     assert (config.num_shared_heads, config.num_active_heads) == expected
-    assert config.heads_per_unit == heads // groups
+    assert config.heads_per_group == heads // groups
 
 
 def test_the_format_is_the_lowest_that_knows_the_fields(tmp_path):
-    """Code of format 1 would pass over `routing_unit` and misread the router."""
-    config = MoHLlamaConfig(**SIZE, routing_unit="kv_group")
+    """Code of format 1 would pass over `routing_granularity` and misread the router."""
+    config = MoHLlamaConfig(**SIZE, routing_granularity="kv_group")
     config.save_pretrained(tmp_path)
     again = MoHLlamaConfig.from_pretrained(tmp_path)
-    assert (again.moh_format, again.routing_unit, again.heads_per_unit) == (2, "kv_group", 3)
+    assert (again.moh_format, again.routing_granularity, again.heads_per_group) == (2, "kv_group", 3)
     by_head = MoHLlamaConfig(**SIZE)
-    assert (by_head.moh_format, by_head.routing_unit, by_head.heads_per_unit) == (1, "head", 1)
+    assert (by_head.moh_format, by_head.routing_granularity, by_head.heads_per_group) == (1, "head", 1)
 
 
 def test_per_layer_counts_and_ids_survive_saving(tmp_path):
@@ -62,23 +62,23 @@ def test_per_layer_counts_and_ids_survive_saving(tmp_path):
             r"shared_heads=\[9\] must be 1 different head ids below num_attention_heads=9 \(layer 1\)",
         ),
         ({"num_shared_heads": 2, "shared_heads": [[0, 0], [1, 2]]}, r"shared_heads=\[0, 0\] must be 2 different"),
-        ({"routing_unit": "group"}, "routing_unit='group' must be one of head, kv_group"),
+        ({"routing_granularity": "group"}, "routing_granularity='group' must be one of head, kv_group"),
         (
-            {"routing_unit": "kv_group", "num_shared_heads": 4, "num_active_heads": 6},
-            r"num_shared_heads=4 must be whole key-value groups of 3 heads, for routing_unit='kv_group' \(layer 0\)",
+            {"routing_granularity": "kv_group", "num_shared_heads": 4, "num_active_heads": 6},
+            r"num_shared_heads=4 must be whole key-value groups of 3 heads, .* \(layer 0\)",
         ),
         (
-            {"routing_unit": "kv_group", "num_active_heads": [6, 7]},
+            {"routing_granularity": "kv_group", "num_active_heads": [6, 7]},
             r"num_active_heads=7 must be whole .* \(layer 1\)",
         ),
         (
-            {"routing_unit": "kv_group", "num_shared_heads": 3, "shared_heads": [[3, 4, 5], [2, 3, 4]]},
+            {"routing_granularity": "kv_group", "num_shared_heads": 3, "shared_heads": [[3, 4, 5], [2, 3, 4]]},
             r"shared_heads=\[2, 3, 4\] must be whole key-value groups of 3 heads, .* \(layer 1\)",
         ),
         ({"router_type": "norm"}, "router_type='norm' must be one of query_norm, linear, two_stage"),
         ({"router_score": "soft"}, "router_score='soft' must be one of quantized, weighted"),
-        ({"head_stand_in": "mean"}, "head_stand_in='mean' must be one of none, value"),
-        ({"head_stand_in": "value", "router_score": "weighted"}, "head_stand_in=.value. needs router_score"),
+        ({"head_fallback": "mean"}, "head_fallback='mean' must be one of none, value"),
+        ({"head_fallback": "value", "router_score": "weighted"}, "head_fallback=.value. needs router_score"),
         ({"router_type": "two_stage", "num_shared_heads": 0}, "needs at least one shared and one routed head"),
     ],
 )

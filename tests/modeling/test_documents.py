@@ -18,7 +18,7 @@ _spec = importlib.util.spec_from_file_location("naive", Path(__file__).with_name
 naive = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(naive)
 
-PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_stand_in": "value"}
+PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
 LENGTHS = [24, 17, 1, 0]
 
 
@@ -53,7 +53,7 @@ def check_rows(moh, got: torch.Tensor, ids: torch.Tensor, places: list[slice]) -
         ("sdpa", {}),
         ("sdpa", {"num_key_value_heads": 4}),
         ("sdpa", {"num_key_value_heads": 1}),
-        ("sdpa", {"head_stand_in": "none"}),
+        ("sdpa", {"head_fallback": "none"}),
         ("eager", {}),
         ("moh_sparse", {}),
     ],

@@ -31,18 +31,18 @@ PLANS = {
     },
     "no shared head": {"num_shared_heads": 0, "num_active_heads": 2, "router_type": "linear"},
     "per layer": {"num_shared_heads": [1, 4], "num_active_heads": [2, 4], "router_type": "linear"},
-    "stand-ins": {
+    "fallbacks": {
         "num_shared_heads": [1, 4],
         "num_active_heads": [2, 4],
         "router_type": "linear",
-        "head_stand_in": "value",
+        "head_fallback": "value",
     },
-    "stand-ins, explicit ids": {
+    "fallbacks, explicit ids": {
         "num_shared_heads": 2,
         "num_active_heads": 3,
         "shared_heads": [[1, 3], [0, 2]],
         "router_type": "linear",
-        "head_stand_in": "value",
+        "head_fallback": "value",
     },
     "one routed head": {"num_shared_heads": 3, "num_active_heads": 3, "router_type": "query_norm"},
     "explicit ids": {
@@ -67,7 +67,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize(
-    ("plan", "implementation"), [*((plan, "sdpa") for plan in PLANS), ("paper", "eager"), ("stand-ins", "eager")]
+    ("plan", "implementation"), [*((plan, "sdpa") for plan in PLANS), ("paper", "eager"), ("fallbacks", "eager")]
 )
 def test_logits_are_those_of_the_naive_loop(make_pair, ids, plan, implementation):
     _, moh = make_pair(attn_implementation=implementation, dtype=torch.float64, **PLANS[plan])
@@ -100,7 +100,7 @@ SCORING = {
     "query_norm weighted": {"router_type": "query_norm", "router_score": "weighted"},
     "linear": {"router_type": "linear"},
     "linear weighted": {"router_type": "linear", "router_score": "weighted"},
-    "stand-ins": {"router_type": "linear", "head_stand_in": "value"},
+    "fallbacks": {"router_type": "linear", "head_fallback": "value"},
     "two_stage": {"router_type": "two_stage"},
     "two_stage weighted": {"router_type": "two_stage", "router_score": "weighted"},
 }
@@ -108,16 +108,16 @@ SCORING = {
 
 @pytest.mark.parametrize(
     ("groups", "scoring"),
-    [*(("3 heads", scoring) for scoring in SCORING), ("2 heads", "stand-ins"), ("4 heads", "two_stage weighted")],
+    [*(("3 heads", scoring) for scoring in SCORING), ("2 heads", "fallbacks"), ("4 heads", "two_stage weighted")],
 )
 def test_whole_groups_agree_with_the_naive_loop(make_pair, ids, groups, scoring):
     (heads, kv_heads), shared_heads = GROUPS[groups]["heads"], GROUPS[groups]["shared_heads"]
-    unit = heads // kv_heads
+    group_size = heads // kv_heads
     _, moh = make_pair(
         dtype=torch.float64,
         **{"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads},
-        **{"routing_unit": "kv_group", "shared_heads": shared_heads, "num_shared_heads": unit},
-        num_active_heads=2 * unit if kv_heads > 2 else unit,
+        **{"routing_granularity": "kv_group", "shared_heads": shared_heads, "num_shared_heads": group_size},
+        num_active_heads=2 * group_size if kv_heads > 2 else group_size,
         **SCORING[scoring],
     )
     gates = []
@@ -131,7 +131,7 @@ def test_whole_groups_agree_with_the_naive_loop(make_pair, ids, groups, scoring)
             got = moh(ids[:1]).logits[0].numpy()
         np.testing.assert_allclose(got, naive.logits(moh.config, weights, ids[0].numpy()), atol=1e-4, rtol=1e-5)
     for gate in gates:
-        by_group = gate.unflatten(-1, (kv_heads, unit))
+        by_group = gate.unflatten(-1, (kv_heads, group_size))
         assert torch.equal(by_group, by_group[..., :1].expand_as(by_group))
 
 
@@ -139,7 +139,7 @@ def test_whole_groups_agree_with_the_naive_loop(make_pair, ids, groups, scoring)
 def test_a_group_of_one_head_is_a_head(make_pair, ids, scoring):
     plan = {"num_key_value_heads": 4, "num_shared_heads": 1, "num_active_heads": 3, **scoring}
     _, by_head = make_pair(**plan)
-    _, by_group = make_pair(**plan, routing_unit="kv_group")
+    _, by_group = make_pair(**plan, routing_granularity="kv_group")
     with torch.no_grad():
         assert torch.equal(by_group(ids).logits, by_head(ids).logits)
 
@@ -150,7 +150,7 @@ def test_a_group_of_one_head_is_a_head(make_pair, ids, scoring):
     [
         {"router_type": "query_norm"},
         {"router_type": "linear"},
-        {"router_type": "linear", "head_stand_in": "value"},
+        {"router_type": "linear", "head_fallback": "value"},
         {"router_type": "two_stage"},
     ],
     ids=lambda routing: " ".join(routing.values()),
@@ -197,10 +197,10 @@ def test_config_with_all_heads_active_is_the_base(make_pair, ids, fields):
         assert torch.equal(moh(ids).logits, dense(ids).logits)
 
 
-@pytest.mark.parametrize("stand_in", ["none", "value"])
+@pytest.mark.parametrize("fallback", ["none", "value"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_decoding_with_a_cache_gives_one_full_pass(make_pair, ids, implementation, stand_in):
-    plan = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_stand_in": stand_in}
+def test_decoding_with_a_cache_gives_one_full_pass(make_pair, ids, implementation, fallback):
+    plan = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": fallback}
     _, moh = make_pair(attn_implementation=implementation, **plan)
     with torch.no_grad():
         full = moh(ids).logits
@@ -293,8 +293,8 @@ def test_golden_logits_of_the_authors_code(shared, implementation):
 
 @pytest.mark.parametrize(("dtype", "implementation"), [(torch.float32, "eager"), (torch.bfloat16, "sdpa")], ids=str)
 def test_first_tokens_of_documents_are_the_bases(make_pair, ids, dtype, implementation):
-    """They attend to nothing but themselves, which is what their stand-ins do."""
-    plan = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_stand_in": "value"}
+    """They attend to nothing but themselves, which is what their fallbacks do."""
+    plan = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
     dense, moh = make_pair(dtype=dtype, attn_implementation=implementation, **plan)
     positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(3, -1)
     with torch.no_grad():

@@ -16,13 +16,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 PLANS = [
     {"router_type": "query_norm", "num_shared_heads": 1, "num_active_heads": 2},
-    {"router_type": "linear", "head_stand_in": "value", "num_shared_heads": 1, "num_active_heads": [2, 3]},
+    {"router_type": "linear", "head_fallback": "value", "num_shared_heads": 1, "num_active_heads": [2, 3]},
     {"router_type": "linear", "num_shared_heads": 1, "num_active_heads": 2, "shared_heads": [[2], [3]]},
     {"router_type": "two_stage", "router_score": "weighted", "num_shared_heads": 2, "num_active_heads": 3},
     {
         "router_type": "linear",
-        "routing_unit": "kv_group",
-        "head_stand_in": "value",
+        "routing_granularity": "kv_group",
+        "head_fallback": "value",
         "num_shared_heads": 0,
         "num_active_heads": 2,
     },

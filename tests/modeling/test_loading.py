@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
 
-PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_stand_in": "value"}
+PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
 LOAD = "for auto in AutoConfig, AutoModelForCausalLM: print(type(auto.from_pretrained({folder!r})).__module__)"
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,12 +114,12 @@ def test_four_bits_leave_routing_whole_and_train_with_adapters(folder, ids):
     attention = model.model.layers[0].self_attn
     assert type(attention.q_proj).__name__ == "Linear4bit"
     for name, weight in whole.model.layers[0].self_attn.named_parameters():
-        if name.startswith(("router", "stand_in")):
+        if name.startswith(("router", "fallback")):
             assert torch.equal(attention.get_parameter(name).float(), weight), name
 
     adapted = get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(target_modules="all-linear", r=2))
     wrapped = {name for name, _ in adapted.named_parameters() if "lora_" in name}
-    assert wrapped and not [name for name in wrapped if "router" in name or "stand_in" in name]
+    assert wrapped and not [name for name in wrapped if "router" in name or "fallback" in name]
     adapted.train()
     ids = ids.to(model.device)
     optimizer = torch.optim.AdamW((weight for weight in adapted.parameters() if weight.requires_grad), lr=1e-2)
@@ -162,9 +162,9 @@ ROUTING = {
     "linear": {
         "model.layers.{}.self_attn.router.routed.weight": (3, 8),
         "model.layers.{}.self_attn.router.routed.bias": (3,),
-        "model.layers.{}.self_attn.stand_in.own_value.weight": (3, 8),
-        "model.layers.{}.self_attn.stand_in.own_value.bias": (3,),
-        "model.layers.{}.self_attn.stand_in.bias": (3, 2),
+        "model.layers.{}.self_attn.fallback.own_value.weight": (3, 8),
+        "model.layers.{}.self_attn.fallback.own_value.bias": (3,),
+        "model.layers.{}.self_attn.fallback.bias": (3, 2),
     },
     "two_stage": {
         "model.layers.{}.self_attn.router.routed.weight": (3, 8),
@@ -174,7 +174,7 @@ ROUTING = {
 }
 FIELDS = {
     "query_norm": {"num_shared_heads": 1, "num_active_heads": 3},
-    "linear": {"num_active_heads": [2, 3], "num_shared_heads": 1, "shared_heads": [[2], [0]], "head_stand_in": "value"},
+    "linear": {"num_active_heads": [2, 3], "num_shared_heads": 1, "shared_heads": [[2], [0]], "head_fallback": "value"},
     "two_stage": {"num_shared_heads": 1, "num_active_heads": 2, "router_score": "weighted"},
 }
 LOGITS = {  # of the naive loop

@@ -7,12 +7,12 @@ from moh_llm.modeling import MoHLlamaConfig, MoHRouter, load_balancing_loss
 from moh_llm.modeling.routing_moh import select_top_k, straight_through
 
 
-def make_router(score: str, router_type: str = "linear", unit: int = 1) -> MoHRouter:
+def make_router(score: str, router_type: str = "linear", group_size: int = 1) -> MoHRouter:
     config = MoHLlamaConfig(
         hidden_size=12,
         num_attention_heads=6,
-        num_key_value_heads=6 // unit,
-        routing_unit="kv_group" if unit > 1 else "head",
+        num_key_value_heads=6 // group_size,
+        routing_granularity="kv_group" if group_size > 1 else "head",
         num_hidden_layers=1,
         num_shared_heads=2,
         num_active_heads=4,
@@ -32,19 +32,19 @@ def test_quantized_gate_is_exactly_zero_or_one(dtype):
     assert (hard.sum(-1) == 3).all()
 
 
-@pytest.mark.parametrize("unit", [1, 2], ids=["heads", "groups of 2"])
+@pytest.mark.parametrize("group_size", [1, 2], ids=["heads", "groups of 2"])
 @pytest.mark.parametrize("router_type", ["linear", "query_norm", "two_stage"])
-def test_straight_through_gradient_is_the_real_valued_scores_gradient(router_type, unit):
+def test_straight_through_gradient_is_the_real_valued_scores_gradient(router_type, group_size):
     x = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
     queries = torch.randn(2, 5, 6, 2, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(2, 5, 6, dtype=torch.float64)
-    router = make_router("quantized", router_type, unit)
+    router = make_router("quantized", router_type, group_size)
 
     def real_valued(x: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """All units' real-valued scores, written out again from the equations."""
-        ones = torch.ones(2, 5, 2 // unit, dtype=x.dtype)
+        """All groups' real-valued scores, written out again from the equations."""
+        ones = torch.ones(2, 5, 2 // group_size, dtype=x.dtype)
         if router_type == "query_norm":
-            norms = queries[:, :, 2:].reshape(2, 5, 4 // unit, -1).pow(2).sum(-1).sqrt()
+            norms = queries[:, :, 2:].reshape(2, 5, 4 // group_size, -1).pow(2).sum(-1).sqrt()
             routed = (norms / norms.std(-1, keepdim=True)).softmax(-1)
             return torch.cat([ones, routed], -1)
         routed = (x @ router.routed.weight.T + (0 if router.routed.bias is None else router.routed.bias)).softmax(-1)
@@ -58,8 +58,8 @@ def test_straight_through_gradient_is_the_real_valued_scores_gradient(router_typ
     _, gate = router(x, queries)
     assert set(gate.unique().tolist()) == {0.0, 1.0}
     got = torch.autograd.grad((gate * weight).sum(), inputs, allow_unused=True)
-    by_unit = weight.unflatten(-1, (-1, unit)).sum(-1)
-    expected = torch.autograd.grad((real_valued(x, queries) * by_unit).sum(), inputs, allow_unused=True)
+    by_group = weight.unflatten(-1, (-1, group_size)).sum(-1)
+    expected = torch.autograd.grad((real_valued(x, queries) * by_group).sum(), inputs, allow_unused=True)
     for a, b in zip(got, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
@@ -159,7 +159,7 @@ def test_active_heads_at_run_time(make_pair, ids):
 def test_active_groups_at_run_time(make_pair, ids):
     """The balance loss is that of groups, and what would split one is refused before anything changes."""
     plan = {"num_shared_heads": 0, "num_active_heads": 2, "router_type": "linear"}
-    _, moh = make_pair(**plan, routing_unit="kv_group")
+    _, moh = make_pair(**plan, routing_granularity="kv_group")
     with torch.no_grad():
         output = moh(ids, output_router_logits=True)
     assert [tuple(layer.shape) for layer in output.router_logits] == [(3, 24, 2)] * 2

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2}
 PLANS = [
     {"router_type": "query_norm"},
-    {"router_type": "linear", "head_stand_in": "value"},
+    {"router_type": "linear", "head_fallback": "value"},
     {"router_type": "two_stage", "router_score": "weighted"},
 ]
 
@@ -130,11 +130,11 @@ def test_requests_in_chunks_give_what_each_gives_alone(engine, ids, plan):
 
 
 def test_engines_find_the_class_and_leave_routing_whole(make_pair, tmp_path):
-    _, model = make_pair(**PLAN, router_type="linear", head_stand_in="value")
+    _, model = make_pair(**PLAN, router_type="linear", head_fallback="value")
     remote = get_class_from_dynamic_module(model.config.auto_map["AutoModel"], str(tmp_path / "moh"))
     assert remote.is_backend_compatible()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    assert not [name for name in linear if "router" in name or "stand_in" in name]
+    assert not [name for name in linear if "router" in name or "fallback" in name]
 
 
 def test_attention_is_called_in_the_form_that_is_looked_for(make_pair):

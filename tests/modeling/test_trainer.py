@@ -11,7 +11,7 @@ from moh_llm.modeling import MoHLlamaForCausalLM
 
 @pytest.fixture(scope="module")
 def converted(make_llama, convert, tmp_path_factory) -> Path:
-    """A default conversion: linear router, stand-ins, budgets that differ between layers."""
+    """A default conversion: linear router, fallbacks, budgets that differ between layers."""
     folder = tmp_path_factory.mktemp("conversion") / "moh"
     assert convert(make_llama(num_hidden_layers=3), folder, "--active-ratio", "0.7", "--verify", "none") == 0
     return folder
@@ -42,7 +42,7 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def one_step(folder: Path, output: Path, rows: list, batch: int) -> tuple[dict, dict[str, torch.Tensor]]:
     """What a Trainer reports of one step over all rows, in passes of `batch`, and the weights after it."""
     model = MoHLlamaForCausalLM.from_pretrained(folder)
-    assert model.config.router_type == "linear" and model.config.head_stand_in == "value"
+    assert model.config.router_type == "linear" and model.config.head_fallback == "value"
     assert len(set(model.config.active_heads_per_layer)) > 1
     model.config.output_router_logits, model.config.router_aux_loss_coef = True, 4.0  # large enough to be seen
     arguments = TrainingArguments(

@@ -14,30 +14,30 @@ class Patch:
     tests: tuple[str, ...]
 
 
-STAND_INS = "tests/training/test_stand_ins.py"
+FALLBACKS = "tests/training/test_fallbacks.py"
 NETWORKS = "tests/training/test_networks.py"
 PATCHES = (
     Patch(
-        "LoRA freezes the stand-ins",
+        "LoRA freezes the fallbacks",
         "moh_llm/training/networks.py",
         "        if is_routing_weight(name):\n",
-        '        if is_routing_weight(name) and ".stand_in." not in name:\n',
-        (NETWORKS, STAND_INS),
+        '        if is_routing_weight(name) and ".fallback." not in name:\n',
+        (NETWORKS, FALLBACKS),
     ),
     Patch(
-        "tuned stand-ins are not saved",
+        "tuned fallbacks are not saved",
         "moh_llm/training/networks.py",
         "            weight.copy_(weights[name])\n",
-        '            weight.copy_(weight if ".stand_in." in name else weights[name])\n',
-        (NETWORKS, STAND_INS),
+        '            weight.copy_(weight if ".fallback." in name else weights[name])\n',
+        (NETWORKS, FALLBACKS),
     ),
     Patch(
-        "the student has no stand-ins",
+        "the student has no fallbacks",
         "moh_llm/training/networks.py",
         "    network.set_attn_implementation(config.attn_implementation)\n",
         "    network.set_attn_implementation(config.attn_implementation)\n"
-        "    [setattr(layer.self_attn, 'stand_in', None) for layer in network.model.layers]\n",
-        (STAND_INS,),
+        "    [setattr(layer.self_attn, 'fallback', None) for layer in network.model.layers]\n",
+        (FALLBACKS,),
     ),
     Patch(
         "a token picks one head too few",
@@ -97,7 +97,7 @@ PATCHES = (
         ("tests/data/test_windows.py",),
     ),
     Patch(
-        "the stand-in's bias is decayed",
+        "the fallback's bias is decayed",
         "moh_llm/training/networks.py",
         '    if kind == "bias" or any(',
         "    if any(",

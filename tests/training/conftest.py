@@ -36,18 +36,18 @@ def base_folder(made_once: Callable[..., Path], make_llama: Callable[..., Path])
 def model_folder(made_once: Callable[..., Path], base_folder: Path, convert: Callable[..., int]) -> Path:
     """The default conversion of `base_folder`, not to be changed.
 
-    It has linear routers, stand-ins, one shared head per layer, and uneven budgets: 3 and 1 active heads.
+    It has linear routers, fallbacks, one shared head per layer, and uneven budgets: 3 and 1 active heads.
     """
     folder = made_once("moh", lambda folder: convert(base_folder, folder, "--active-ratio", "0.5"))
     config = MoHLlamaConfig.from_pretrained(folder)
-    assert (config.router_type, config.head_stand_in) == ("linear", "value")
+    assert (config.router_type, config.head_fallback) == ("linear", "value")
     assert config.active_heads_per_layer == [3, 1]
     return folder
 
 
 @pytest.fixture(scope="session")
 def paper_folder(made_once: Callable[..., Path], base_folder: Path, convert: Callable[..., int]) -> Path:
-    """The paper's layer of `base_folder`: of 2 active heads in each layer one is shared, and none has a stand-in."""
+    """The paper's layer of `base_folder`: of 2 active heads in each layer one is shared, and none has a fallback."""
     flags = ["--preset", "paper", "--num-shared-heads", "1", "--active-ratio", "0.5"]
     folder = made_once("paper-moh", lambda folder: convert(base_folder, folder, *flags))
     assert MoHLlamaConfig.from_pretrained(folder).active_heads_per_layer == [2, 2]

@@ -44,13 +44,13 @@ def test_load_entropy_and_dead_heads_are_those_of_a_loop() -> None:
 
 
 def test_groups_are_shown_as_their_heads() -> None:
-    counts, by_group = RoutingCounts(), RoutingCounts(unit=3)
+    counts, by_group = RoutingCounts(), RoutingCounts(group_size=3)
     for one in (counts, by_group):
         one.add(some_logits(0), TOP_K)
-    of_units, found = (one.health(None, lambda tensor: tensor) for one in (counts, by_group))
-    assert found["load"] == [[share for share in layer for _ in range(3)] for layer in of_units["load"]]
-    assert found["dead_heads"] == [3 * dead for dead in of_units["dead_heads"]]
-    assert found["entropy"] == of_units["entropy"]
+    of_groups, found = (one.health(None, lambda tensor: tensor) for one in (counts, by_group))
+    assert found["load"] == [[share for share in layer for _ in range(3)] for layer in of_groups["load"]]
+    assert found["dead_heads"] == [3 * dead for dead in of_groups["dead_heads"]]
+    assert found["entropy"] == of_groups["entropy"]
 
 
 def test_changed_is_the_share_of_tokens_with_other_heads() -> None:

@@ -87,7 +87,7 @@ def test_weights_that_are_not_whole_are_faults(make, model_copy):
     [
         ({"model_type": "llama"}, "has model_type=llama, not moh_llama; convert it first"),
         ({"num_active_heads": 9}, "num_active_heads=9 must lie between"),
-        ({"router_score": "weighted", "head_stand_in": "none"}, "it is not its dense form, so there is no teacher"),
+        ({"router_score": "weighted", "head_fallback": "none"}, "it is not its dense form, so there is no teacher"),
         ({"num_active_heads": 4}, "distillation has no head to make up for; set objective.kind to cross_entropy"),
         (None, "holds no config.json"),
     ],

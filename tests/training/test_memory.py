@@ -26,8 +26,8 @@ CROSS_ENTROPY, LORA = ObjectiveConfig(kind="cross_entropy"), LoraConfig(rank=8)
 
 
 def make_model(**fields: Any) -> MoHLlamaConfig:
-    """6 layers of 8 heads, routed by a linear router, with stand-ins; `fields` override."""
-    plan = {"num_shared_heads": 1, "num_active_heads": 6, "router_type": "linear", "head_stand_in": "value"}
+    """6 layers of 8 heads, routed by a linear router, with fallbacks; `fields` override."""
+    plan = {"num_shared_heads": 1, "num_active_heads": 6, "router_type": "linear", "head_fallback": "value"}
     sizes = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     return MoHLlamaConfig(**(plan | sizes | heads | {"tie_word_embeddings": False} | fields))
@@ -120,11 +120,11 @@ def test_weights_gradients_and_moments_of_a_model_of_20_million_are_equal(lora):
 SHAPES = {
     "plain": ({}, {}),
     "many blocks": ({"query_key_norm": True, "num_key_value_heads": 8}, {"length": 32, "blocks": 8}),
-    "long blocks": ({"router_type": "two_stage", "head_stand_in": "none"}, {"length": 768, "blocks": 1}),
+    "long blocks": ({"router_type": "two_stage", "head_fallback": "none"}, {"length": 768, "blocks": 1}),
     "wide MLP": ({"intermediate_size": 1024, "num_key_value_heads": 4, "num_hidden_layers": 3}, {}),
-    "by norms": ({"router_type": "query_norm", "head_stand_in": "none"}, {}),
+    "by norms": ({"router_type": "query_norm", "head_fallback": "none"}, {}),
     "uneven": ({"num_shared_heads": [0, 1, 2, 3, 4, 8], "num_active_heads": [1, 2, 3, 4, 5, 8]}, {}),
-    "groups": ({"num_key_value_heads": 4, "routing_unit": "kv_group", "num_shared_heads": 2}, {}),
+    "groups": ({"num_key_value_heads": 4, "routing_granularity": "kv_group", "num_shared_heads": 2}, {}),
     "lora": ({}, {"lora": LORA}),
     "tied": ({"tie_word_embeddings": True, "num_hidden_layers": 3, "intermediate_size": 1024}, {}),
 }

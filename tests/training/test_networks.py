@@ -88,7 +88,7 @@ def test_lora_trains_adapters_routers_and_stand_ins_only(configure) -> None:
     _, _, model = changed_lora_student(configure)
     adapters = {name for name, _ in model.named_parameters() if "lora_" in name}
     routing = {name for name, _ in model.named_parameters() if is_routing_weight(name)}
-    assert adapters and any(".router." in name for name in routing) and any(".stand_in." in name for name in routing)
+    assert adapters and any(".router." in name for name in routing) and any(".fallback." in name for name in routing)
     assert networks.trained_weights(model).keys() == adapters | routing
 
 
@@ -129,7 +129,7 @@ MATRICES = LINEAR | {"embed_tokens", "lm_head", "lora_A", "lora_B"}
 def test_decay_acts_on_matrices_and_never_on_biases_and_norms(configure, make_model, wrap) -> None:
     folder = make_model(
         MoHLlamaConfig,
-        **{"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_stand_in": "value"},
+        **{"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"},
         **{"attention_bias": True, "mlp_bias": True, "query_key_norm": True},
     )
     config = configure(model=str(folder), **{"lora.rank": 2} if wrap is wrapped_lora else {})
@@ -146,13 +146,13 @@ def test_decay_acts_on_matrices_and_never_on_biases_and_norms(configure, make_mo
     assert not decay
     if wrap is wrapped_lora:  # of the base nothing is trained
         assert owners == {
-            "bias": {"routed", "own_value", "stand_in"},
+            "bias": {"routed", "own_value", "fallback"},
             "norm": set(),
             "matrix": {"lora_A", "lora_B", "routed", "own_value"},
         }
     else:
         norms = {"input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm"}
-        assert owners == {"bias": LINEAR | {"stand_in"}, "norm": norms, "matrix": MATRICES - {"lora_A", "lora_B"}}
+        assert owners == {"bias": LINEAR | {"fallback"}, "norm": norms, "matrix": MATRICES - {"lora_A", "lora_B"}}
 
 
 def test_routers_have_their_rate(configure) -> None:

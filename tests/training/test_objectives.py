@@ -17,15 +17,15 @@ from moh_llm.training.passes import accumulate_gradients
 from moh_llm.training.step import TrainingStep
 
 
-@pytest.mark.parametrize("unit", [1, 2], ids=["heads", "groups"])
-def test_balance_loss_is_the_models_own_block_by_block(model_folder, paper_folder, unit) -> None:
-    if unit == 1:
+@pytest.mark.parametrize("group_size", [1, 2], ids=["heads", "groups"])
+def test_balance_loss_is_the_models_own_block_by_block(model_folder, paper_folder, group_size) -> None:
+    if group_size == 1:
         model = MoHLlamaForCausalLM.from_pretrained(model_folder)
     else:
-        config = MoHLlamaConfig.from_pretrained(paper_folder, num_shared_heads=0, routing_unit="kv_group")
+        config = MoHLlamaConfig.from_pretrained(paper_folder, num_shared_heads=0, routing_granularity="kv_group")
         model = MoHLlamaForCausalLM(config)
     heads = model.config.num_attention_heads
-    model.set_active_heads([heads - layer % 2 * unit for layer in range(model.config.num_hidden_layers)])
+    model.set_active_heads([heads - layer % 2 * group_size for layer in range(model.config.num_hidden_layers)])
     ids = torch.randint(0, 200, (3, 16), generator=torch.Generator().manual_seed(0))
     together = model(ids, use_cache=False, output_router_logits=True)
     apart = [model(row[None], use_cache=False, output_router_logits=True).aux_loss for row in ids]

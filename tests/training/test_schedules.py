@@ -41,5 +41,5 @@ def test_heads_fall_evenly_to_their_budgets() -> None:
     found = [annealed_heads([4, 6, 8], 8, step, 4) for step in range(6)]
     assert found == [[8, 8, 8], [7, 8, 8], [6, 7, 8], [5, 7, 8], [4, 6, 8], [4, 6, 8]]
     assert annealed_heads([4, 6], 8, 0, 0) == [4, 6]
-    found = [annealed_heads([4, 6, 8], 8, step, 4, unit=2) for step in range(5)]
+    found = [annealed_heads([4, 6, 8], 8, step, 4, group_size=2) for step in range(5)]
     assert found == [[8, 8, 8], [8, 8, 8], [6, 8, 8], [6, 8, 8], [4, 6, 8]]

@@ -275,7 +275,7 @@ def test_a_signal_saves_and_leaves(configure) -> None:
 
 def test_whole_groups_train_and_anneal(configure, paper_folder, tmp_path) -> None:
     folder = Path(shutil.copytree(paper_folder, tmp_path / "groups"))
-    fields = {"num_shared_heads": 0, "routing_unit": "kv_group", "router_type": "linear"}
+    fields = {"num_shared_heads": 0, "routing_granularity": "kv_group", "router_type": "linear"}
     config = MoHLlamaConfig.from_pretrained(folder, **fields)
     MoHLlamaForCausalLM(config).save_pretrained(folder)
     train(configure(model=str(folder), max_steps=4, **{"schedule.anneal_steps": 2, "evaluation.every": 4}))
@@ -284,7 +284,7 @@ def test_whole_groups_train_and_anneal(configure, paper_folder, tmp_path) -> Non
     load = log[-1]["routing"]["load"]
     assert [len(layer) for layer in load] == [4, 4] and all(layer[0::2] == layer[1::2] for layer in load)
     saved = MoHLlamaForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    assert saved.config.routing_unit == "kv_group" and saved.routers[0].routed.weight.shape == (2, 32)
+    assert saved.config.routing_granularity == "kv_group" and saved.routers[0].routed.weight.shape == (2, 32)
 
 
 def test_annealing_begins_at_the_base_and_ends_at_the_models_heads(configure) -> None:

@@ -173,5 +173,5 @@ def _rank(name: str, found: Record) -> Chart:
         _LAYER,
         Axis("rank / width"),
         f"How many singular values hold 99 % of the squared norm of what the heads of a layer give, over their width; "
-        f"{found['tokens']:,} tokens. A routed head that is off gives its stand-in, or zeros.{bounded}",
+        f"{found['tokens']:,} tokens. A routed head that is off gives its fallback, or zeros.{bounded}",
     )

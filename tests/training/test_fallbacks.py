@@ -1,4 +1,4 @@
-"""Stand-ins are part of the student from the first step, are trained by either method, and are saved."""
+"""Fallbacks are part of the student from the first step, are trained by either method, and are saved."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_the_student_begins_as_the_converted_model(configure, model_folder: Path
         expected = logits_of(converted)(batch)
         assert torch.equal(logits_of(networks.make_student(configure(**METHODS[method])).eval())(batch), expected)
         for layer in converted.model.layers:
-            layer.self_attn.stand_in = None
+            layer.self_attn.fallback = None
         assert not torch.allclose(logits_of(converted)(batch), expected, atol=1e-2)  # they are felt
 
 
@@ -34,7 +34,7 @@ def test_they_are_trained_and_saved(configure, model_folder: Path, read_tensors,
     before, after = read_tensors(model_folder), read_tensors(Path(config.output) / "model")
     last = load_file(Path(config.output) / "checkpoints" / "step-000002" / "model.safetensors")
     assert after.keys() == before.keys()
-    names = [name for name in before if ".stand_in." in name]
+    names = [name for name in before if ".fallback." in name]
     assert len(names) == 2 * 3  # layers; the share's weight and bias, and the vector
     for name in names:
         (trained,) = (weight for full, weight in last.items() if full.endswith(name))
