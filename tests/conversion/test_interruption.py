@@ -49,8 +49,11 @@ def wait_for(pattern: str, folder: Path, process: forks.Program) -> None:
 # When: as soon as there is a folder; while the layers' inputs are written; while layers are fitted.
 @pytest.mark.parametrize(
     ("sign", "delay"),
-    [(".moh.*.tmp", 0), (".moh.*.tmp/hidden-states-3.safetensors", 0.3), (".moh.*.tmp", 1)],
-    ids=["at once", "0.3 s", "1 s"],
+    [
+        pytest.param(".moh.*.tmp", 0, id="at once"),
+        pytest.param(".moh.*.tmp/hidden-states-3.safetensors", 0.3, id="0.3 s", marks=pytest.mark.slow),
+        pytest.param(".moh.*.tmp", 1, id="1 s"),
+    ],
 )
 def test_killed_and_run_again(make_llama, convert, river, tmp_path, sign, delay):
     base = make_llama(num_hidden_layers=8, num_attention_heads=8, hidden_size=128)

@@ -65,6 +65,7 @@ def test_slurm_writes_the_same_shards_and_the_record(corpus, tokenizer, tmp_path
     assert "afterok:7" in (slurm / "submitted").read_text()  # the record waits for the shards
 
 
+@pytest.mark.slow
 def test_a_failure_on_slurm_is_told_by_the_next_start(corpus, tokenizer, tmp_path, slurm):
     (corpus.parent / "chosen.jsonl").write_text("{}\n")
     corpus.write_text("name: one\nsources:\n  chosen: {weight: 1, files: chosen.jsonl}\n")  # a task each takes seconds

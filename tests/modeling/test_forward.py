@@ -256,6 +256,7 @@ def test_packed_documents_do_not_see_each_other(make_pair, ids):
     torch.testing.assert_close(first[:, 10:], alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router_type", ["query_norm", "two_stage"])  # linear: in test_documents.py
 def test_compiled_model_agrees(make_pair, ids, router_type):
     _, moh = make_pair(num_hidden_layers=1, num_shared_heads=1, num_active_heads=2, router_type=router_type)

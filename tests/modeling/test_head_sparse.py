@@ -167,7 +167,7 @@ def both(make_pair, **plan):
     return masked.to(DEVICE), sparse.to(DEVICE)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS[:2], *(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS[2:])])
 def test_a_training_step_is_the_masked_paths(make_pair, ids, plan):
     ids = ids[:2].to(DEVICE)
     positions = torch.cat([torch.arange(15), torch.arange(9)]).expand(2, -1).to(DEVICE)  # two documents a row

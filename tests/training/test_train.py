@@ -27,7 +27,7 @@ def read_log(folder: Path) -> list[dict]:
     return [{name: value for name, value in line.items() if name != "timing"} for line in lines]
 
 
-@pytest.mark.parametrize("conversion", ["model_folder", "paper_folder"])
+@pytest.mark.parametrize("conversion", ["model_folder", pytest.param("paper_folder", marks=pytest.mark.slow)])
 def test_distillation_brings_the_model_nearer_to_its_base(configure, request, conversion: str) -> None:
     model = str(request.getfixturevalue(conversion))
     keys = {"optimizer.learning_rate": 3e-3, "evaluation.every": 140, "checkpoint.every": 140}
@@ -72,6 +72,7 @@ def test_mixed_precision_keeps_float32_weights(configure) -> None:
     assert any(tensor.bfloat16().float().ne(tensor).any() for tensor in weights.values())
 
 
+@pytest.mark.slow
 def test_skipping_heads_that_are_off_trains_alike(configure, tmp_path) -> None:
     pytest.importorskip("triton")
     logs = []
@@ -252,7 +253,7 @@ def test_overwriting_a_run_keeps_the_model_that_is_read(configure, recipe, capsy
 
 
 def test_a_signal_saves_and_leaves(configure) -> None:
-    overrides = {"max_steps": 120, "checkpoint.every": 120, "evaluation.every": 0, "schedule.anneal_steps": 60}
+    overrides = {"max_steps": 70, "checkpoint.every": 70, "evaluation.every": 0, "schedule.anneal_steps": 40}
     unbroken = configure(**overrides)
     train(unbroken)
     for number in (signal.SIGTERM, signal.SIGUSR1):
