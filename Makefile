@@ -26,6 +26,7 @@ mutants: $(VENV)/installed
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports --no-logo
 
 # torch first and by its exact version: what is asked for later then accepts it as it is.
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt tests/oldest-transformers.txt
