@@ -25,6 +25,7 @@ from moh_llm.commands import (
     tokenize,
     train,
 )
+from moh_llm.commands.recipes import expand_recipe
 from moh_llm.errors import UserError
 
 COMMANDS = {
@@ -57,12 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="moh-llm", description="Turn a pretrained LLM into a Mixture-of-Head model.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = {}
     for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        command = parsers[name] = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run, main=main)
     argv = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(argv)
+    try:
+        args = parser.parse_args(_with_recipe(argv, parsers))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     args.command_line = without_passwords(shlex.join(["moh-llm", *argv]))  # for the records that a command writes
     # Progress of our own steps is shown; the libraries' bars for loading weights only add noise.
     if args.command != "publish":  # an upload is the library's own step
@@ -84,6 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing half-written was left in place of a result", file=sys.stderr)
         return 130
+
+
+def _with_recipe(argv: Sequence[str], parsers: dict[str, argparse.ArgumentParser]) -> list[str]:
+    """The command line with the recipe that it names, for commands whose flags a recipe may hold."""
+    if argv and argv[0] in ("convert", "evaluate"):
+        return [argv[0], *expand_recipe(parsers[argv[0]], argv[1:])]
+    return list(argv)
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -18,7 +18,11 @@ from moh_llm.training.doctor import Device, check_versions, diagnose
 from moh_llm.training.memory import STRATEGIES, Sizes, estimate_memory
 from moh_llm.training.recipe import load_config
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+RECIPES = sorted(
+    path
+    for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")
+    if not path.stem.startswith(("convert_", "evaluate_"))
+)
 
 
 def of_check(diagnosis, check: str) -> list[tuple[str, str]]:

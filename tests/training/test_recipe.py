@@ -9,7 +9,11 @@ from moh_llm.errors import UserError
 from moh_llm.training.config import HubConfig, LoraConfig, TrainConfig, changed_keys
 from moh_llm.training.recipe import load_config, recipe_keys
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+RECIPES = sorted(
+    path
+    for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")
+    if not path.stem.startswith(("convert_", "evaluate_"))
+)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
