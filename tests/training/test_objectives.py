@@ -100,6 +100,22 @@ def test_accumulation_1x8_equals_8x1(configure, kind: str, layers: float) -> Non
             torch.testing.assert_close(other_gradients[name], gradient, atol=1e-6, rtol=1e-5)
 
 
+def test_the_balance_loss_is_added_with_its_coefficient(configure) -> None:
+    config = configure(**{"optimizer.max_gradient_norm": None, "data.micro_batch_size": 4})
+    found = []
+    for beta in (0.0, 0.5):
+        model, batch = student_and_batch(config, 4)
+        gradients_of(config, model, batch, beta=beta)
+        found.append({name: weight.grad for name, weight in model.named_parameters()})
+    model.zero_grad()
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    (0.5 * model(**inputs, output_router_logits=True).aux_loss).backward()  # the model's own, a mean over sequences
+    name = "model.layers.0.self_attn.router.routed.weight"
+    wanted = dict(model.named_parameters())[name].grad
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(found[1][name] - found[0][name], wanted, atol=1e-6, rtol=1e-4)
+
+
 def test_gradient_checkpointing_leaves_the_gradient_as_it_was(configure) -> None:
     gradients = []
     for recompute in (False, True):
