@@ -122,7 +122,7 @@ def test_cost_is_what_the_tensors_do_to_held_out_tokens(heads, groups, shared, g
 
 
 @pytest.mark.parametrize(("dropped", "group_size"), [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)])
-def test_stand_in_is_least_squares_over_the_tokens_that_drop_the_head(dropped, group_size):
+def test_a_fallback_is_least_squares_over_the_tokens_that_drop_the_head(dropped, group_size):
     sample = make_sample(4 * group_size, groups=2)
     routed = [head for head in range(4 * group_size) if head // group_size != 2]
     tensors = doubles(
@@ -143,7 +143,7 @@ def test_stand_in_is_least_squares_over_the_tokens_that_drop_the_head(dropped, g
 
 
 @pytest.mark.parametrize("varies", [False, True], ids=["constant share", "share linear in the input"])
-def test_heads_of_the_stand_ins_form_cost_nothing(varies):
+def test_heads_of_the_fallbacks_form_cost_nothing(varies):
     sample = make_sample(4, groups=2)
     # Inputs of equal variance in all directions, so that the ridge shrinks a share as one; each with v and
     # with -v, so that the vector b is found by its mean.
@@ -161,7 +161,7 @@ def test_heads_of_the_stand_ins_form_cost_nothing(varies):
     assert max(own.importance) < 1e-7 * min(whole.importance)
 
 
-def test_importance_shares_the_heads_that_nothing_can_stand_in_for():
+def test_importance_shares_the_heads_that_no_fallback_replaces():
     sample = make_sample(5)
     sample.heads *= torch.tensor([1.0, 0.1, 3.0, 0.1, 2.0])[:, None, None]
     assert LayerFitter(sample, 2, fallback=False).shared_heads == [2, 4]

@@ -1,4 +1,4 @@
-"""Fetching a suite's data: from fallbacks for the Hub and for the addresses of converted datasets."""
+"""Fetching a suite's data: from local servers in place of the Hub and of the addresses of converted datasets."""
 
 import csv
 import functools
@@ -118,7 +118,7 @@ def sources(server: tuple[Path, str]) -> dict[str, Any]:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """A fallback for the Hub, read by the real library; the list is of what it was asked for."""
+    """A local server in place of the Hub, read by the real library; the list is of what it was asked for."""
     import datasets
     import huggingface_hub
 

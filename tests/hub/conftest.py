@@ -1,4 +1,4 @@
-"""A fallback for the Hub: the part of its HTTP interface that an upload needs, in memory, in a thread."""
+"""A local server in place of the Hub: the part of its HTTP interface that an upload needs, in memory, in a thread."""
 
 import base64
 import hashlib
@@ -200,7 +200,7 @@ _ROUTES: dict[str, Callable[..., tuple[int, Any]]] = {
 
 @pytest.fixture
 def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A fallback that the library takes for the Hub, with a token that it accepts."""
+    """A local server that the library takes for the Hub, with a token that it accepts."""
     hub = FakeHub()
     thread = threading.Thread(target=hub.server.serve_forever, daemon=True)
     thread.start()
@@ -280,7 +280,7 @@ def forked_proof(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reached(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What leads other processes to the fallback."""
+    """What leads other processes to the server."""
     settings = {"HF_ENDPOINT": fake_hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

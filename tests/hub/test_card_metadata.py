@@ -50,7 +50,7 @@ def refusals(content: str) -> list[str]:
 
 @pytest.fixture
 def validator(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A fallback for the Hub's validator; yields the cards that it was sent."""
+    """A local server in place of the Hub's validator; yields the cards that it was sent."""
     sent: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

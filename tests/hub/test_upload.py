@@ -1,4 +1,4 @@
-"""Uploading, against a fallback for the Hub."""
+"""Uploading, against a local server in place of the Hub."""
 
 import pytest
 

@@ -84,7 +84,7 @@ def test_the_frozen_teacher_is_the_base_exactly(configure, model_folder: Path) -
     torch.testing.assert_close(base_states(step, batch), dense_logits(model_folder, batch), rtol=0, atol=1e-6)
 
 
-def test_lora_trains_adapters_routers_and_stand_ins_only(configure) -> None:
+def test_lora_trains_adapters_routers_and_fallbacks_only(configure) -> None:
     _, _, model = changed_lora_student(configure)
     adapters = {name for name, _ in model.named_parameters() if "lora_" in name}
     routing = {name for name, _ in model.named_parameters() if is_routing_weight(name)}
