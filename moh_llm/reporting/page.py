@@ -1,4 +1,4 @@
-"""The report as a page of Markdown: comparison, pictures, and each run's figures."""
+"""The report as a page of Markdown: comparison and each run's figures."""
 
 import json
 from collections.abc import Sequence
@@ -20,10 +20,7 @@ def to_markdown(report: Record) -> str:
     parts = [f"# {title}"]
     if len(runs) > 1:
         parts += ["## Comparison", *_comparison(report)]
-    parts += [
-        "## Curves",
-        *(f"{picture['title']}:\n\n![{picture['title']}]({picture['file']})" for picture in report["pictures"]),
-    ]
+    parts.append("The curves are in `report.html`.")
     for run in runs:
         parts += [f"## {'Figures' if len(runs) == 1 else run['name']}", *_run(run)]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())

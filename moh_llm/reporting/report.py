@@ -1,4 +1,4 @@
-"""The report of evaluations and training runs: one HTML file, the same in Markdown and JSON, and pictures.
+"""The report of evaluations and training runs: one HTML file, and the same in Markdown and JSON.
 
 Needs matplotlib.
 """
@@ -11,17 +11,14 @@ from pathlib import Path
 from moh_llm import __version__
 from moh_llm.evaluation.markdown import to_markdown as evaluation_markdown
 from moh_llm.files import write_json, write_text
-from moh_llm.reporting.figures import draw
 from moh_llm.reporting.groups import Group, compare, differences, group_runs, reference_words, same_held_out_text
 from moh_llm.reporting.page import to_markdown
 from moh_llm.reporting.runs import Record, TrainingRun, summarise
 from moh_llm.reporting.web.page import to_html
 
 
-def write_report(
-    folder: Path, runs: Sequence[TrainingRun], command: str, evaluation: Record | None = None
-) -> list[str]:
-    """Write ``report.html``, ``report.md``, ``report.json`` and the runs' pictures into ``folder``.
+def write_report(folder: Path, runs: Sequence[TrainingRun], command: str, evaluation: Record | None = None) -> None:
+    """Write ``report.html``, ``report.md`` and ``report.json`` into ``folder``.
 
     Args:
         folder: an empty one.
@@ -29,25 +26,20 @@ def write_report(
         command: the line that repeats the report.
         evaluation: a record made by `build_report` or `merge`. Then ``report.json`` holds it, with what
             there is of the runs under ``training``.
-
-    Returns:
-        What was written beside the page, in words.
     """
     evaluation = evaluation and _with_samples_here(evaluation, folder)
     groups = group_runs(runs) if runs else []
-    training = training_record(folder, runs, groups, command) if runs else None
+    training = training_record(runs, groups, command) if runs else None
     pages = [evaluation_markdown(evaluation)] if evaluation else []
     pages += [to_markdown(training)] if training else []
     write_text(folder / "report.md", "\n".join(pages))
     record = evaluation | {"training": training} if evaluation else training
     write_json(folder / "report.json", record)
     write_text(folder / "report.html", to_html(record, groups, command))
-    pictures = [f"{len(training['pictures'])} pictures"] if training else []
-    return ["report.md", "report.json", *pictures]
 
 
-def training_record(folder: Path, runs: Sequence[TrainingRun], groups: Sequence[Group], command: str) -> Record:
-    """Draw the pictures of some runs, in their groups, into ``folder`` and return the record of their figures."""
+def training_record(runs: Sequence[TrainingRun], groups: Sequence[Group], command: str) -> Record:
+    """The record of some runs' figures, in their groups."""
     return {
         "runs": [summarise(run) for run in runs],
         "groups": [
@@ -58,7 +50,6 @@ def training_record(folder: Path, runs: Sequence[TrainingRun], groups: Sequence[
         "reference": reference_words(groups)[0],
         "same_held_out_text": same_held_out_text(runs),
         "comparison": compare(groups),
-        "pictures": [{"file": picture.file, "title": picture.title} for picture in draw(folder, groups)],
         "versions": {"moh_llm": __version__, "matplotlib": version("matplotlib")},
         "command": command,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

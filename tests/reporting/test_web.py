@@ -4,7 +4,9 @@ import csv
 import html
 import io
 import json
+import random
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from moh_llm.reporting.groups import group_runs
 from moh_llm.reporting.page import run_facts
 from moh_llm.reporting.runs import read_runs, summarise
 from moh_llm.reporting.web import charts as charts_module
+from moh_llm.reporting.web import training as training_module
 from moh_llm.reporting.web.charts import Axis, Chart, heat_map, interval_chart, line_chart
 from moh_llm.reporting.web.page import to_html
-from moh_llm.reporting.web.training import training_charts
+from moh_llm.reporting.web.training import running_median, training_charts
 
 Record = dict[str, Any]
 
@@ -171,6 +174,46 @@ def test_smoothed_curves_say_so_and_exact_ones_are_not_smoothed(make_run: Callab
     assert with_short.note == f"{about} where it has more than 200; the log has every step."
     assert [row[2] for row in with_short.body if row[2] is not None] == [1 / step for step in range(1, 6)]
     assert charts_of(short)["log-loss"].note == ""
+
+
+@pytest.mark.parametrize("window", [1, 3, 11, 99])
+def test_the_running_median_is_one(window: int) -> None:
+    draw_one = random.Random(window)
+    values = [draw_one.choice([draw_one.random(), 0.5]) for _ in range(60)]
+    half = window // 2
+    assert running_median(values, window) == [
+        statistics.median(values[max(0, index - half) : index + half + 1]) for index in range(60)
+    ]
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_group_has_its_mean_and_a_band(make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, Any] = {}
+    line = training_module.line_chart
+    monkeypatch.setattr(
+        training_module, "line_chart", lambda name, *a, **more: drawn.update({name: more}) or line(name, *a, **more)
+    )
+    scales = (0.3, 0.32, 0.37)
+    found = charts_of(*(make_run(f"run-s{seed}", seed=seed, scale=scale) for seed, scale in enumerate(scales)))
+    chart = found["held-out-kl"]
+    assert chart.head == ["training tokens", "run, seed 0", "run, seed 1", "run, seed 2", "run, mean"]
+    means = [statistics.mean(scales) / (step + 2) for step in (0, 3, 6)]
+    assert [row[-1] for row in chart.body] == pytest.approx(means)
+    (band,) = drawn["held-out-kl"]["bands"].values()
+    std = statistics.stdev(scales)
+    assert band[0] == (0, pytest.approx(means[0] - std / 2), pytest.approx(means[0] + std / 2))
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_router_health_is_the_last_one(make_run: Callable[..., Path], log_lines: Any, routing: Any) -> None:
+    lines = log_lines(6, 3, 0.3)
+    lines[3]["routing"] = routing([[0.1, 0.2], [0.3], []], None)
+    lines[6]["routing"] = routing([[0.0, 1.0], [0.4], []], [0.5, 0.2, 0.0])
+    found = charts_of(make_run("run", lines=lines))
+    assert found["load-0"].body == [["0", 0.0, 1.0], ["1", 0.4], ["2"]]
+    assert "Dead heads, which no token selects: 1." in found["load-0"].note
+    assert found["routers-changed"].body == [[0, 0.5], [1, 0.2]]
+    assert found["routers-entropy"].body == [[0, 0.9], [1, pytest.approx(0.8)]]
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -18,8 +18,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from moh_llm.reporting.style import label, marker
-
 Cell = str | float | int | None
 Points = Sequence[tuple[float, float]]
 Interval = tuple[float, float | None, float | None]
@@ -30,6 +28,7 @@ INK, FAINT = "#0a0b01", "#0a0b02"
 SERIES = tuple(f"#0a0c{number:02x}" for number in range(1, 8))
 _VARIABLES = {INK: "--ink", FAINT: "--faint"} | {colour: f"--series-{n}" for n, colour in enumerate(SERIES, start=1)}
 _DASHES = ("-", "--", "-.", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _MAP = colormaps["cividis"].resampled(20)
 _WIDTH = 4.6  # inches; the page scales charts to their column
 _STYLE = {
@@ -228,6 +227,17 @@ def heat_map(
 def _figure(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     return figure, figure.subplots()
+
+
+def label(text: str, longest: int = 42) -> str:
+    """A name as a chart can show it: short enough, and neither a formula nor an entry that the legend hides."""
+    text = text if len(text) <= longest else "…" + text[1 - longest :]
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
+def marker(index: int) -> str:
+    """Marker of the series of that index: where the colours repeat, each gets another marker than before."""
+    return _MARKERS[(index + index // len(SERIES)) % len(_MARKERS)]
 
 
 def _place(name: str, order: Sequence[str], series: Iterable[str]) -> int:
