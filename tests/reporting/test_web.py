@@ -17,13 +17,15 @@ from matplotlib.figure import Figure
 from records import make_record
 
 from moh_llm.evaluation.verdict import verdict
+from moh_llm.reporting.document import Chart
 from moh_llm.reporting.groups import group_runs
-from moh_llm.reporting.page import run_facts
-from moh_llm.reporting.runs import read_runs, summarise
+from moh_llm.reporting.markdown import render_markdown
+from moh_llm.reporting.report import build_document
+from moh_llm.reporting.runs import read_runs
 from moh_llm.reporting.web import charts as charts_module
 from moh_llm.reporting.web import training as training_module
-from moh_llm.reporting.web.charts import Axis, Chart, heat_map, interval_chart, line_chart
-from moh_llm.reporting.web.page import to_html
+from moh_llm.reporting.web.charts import Axis, heat_map, interval_chart, line_chart
+from moh_llm.reporting.web.page import render_html
 from moh_llm.reporting.web.training import running_median, training_charts
 
 Record = dict[str, Any]
@@ -33,6 +35,10 @@ Record = dict[str, Any]
 def evaluation(analysis: Record) -> Record:
     record = make_record({"base": ("dense", 1.0), "one": ("first", 0.9), "two": ("second", 0.8)})
     return record | {"analysis": {"one": analysis, "two": {"error": "out of <memory>"}}}
+
+
+def to_html(record: Record, groups: Any = (), command: str = "") -> str:
+    return render_html(build_document(record, groups, command), record)
 
 
 def text_of(page: str) -> str:
@@ -54,7 +60,7 @@ def test_the_page_says_what_the_record_says(evaluation: Record) -> None:
             assert f"{row[label]['value']:.1f} ± {row[label]['stderr']:.1f}" in text
         for label in ("one", "two"):
             assert f"{row[label]['delta']['value']:+.1f} ± {row[label]['delta']['stderr']:.1f}" in text
-            assert f"{row[label]['recovery']:.1f} %" in text
+            assert f"± {row[label]['delta']['stderr']:.1f} {row[label]['recovery']:.1f} " in text
     links = dict(re.findall(r'download="([^"]+)\.csv" href="([^"]+)"', page))
     head, *rows = table_of(html.unescape(links["deltas"]))
     assert head == ["", "one", "one: from", "one: to", "two", "two: from", "two: to"]
@@ -140,7 +146,7 @@ def test_training_is_shown_with_its_receipt(make_run: Callable[..., Path]) -> No
     runs = [make_run("a", record={"data_read": read}), make_run("b", scale=0.4, recipe={"lora": {"rank": 4}})]
     page = to_html({}, group_runs(read_runs(runs)))
     text = text_of(page)
-    assert "2 training runs" in text and "wiki 0.2500 1,024 0.2600 0.5000 0" in text and "LoRA of rank 4" in text
+    assert "2 training runs" in text and "wiki 25.00% 26.00% 1,024 0.500 0" in text and "LoRA of rank 4" in text
     (link,) = re.findall(r'download="held-out-ratio\.csv" href="([^"]+)"', page)
     head, *rows = table_of(html.unescape(link))
     assert head == ["training tokens", "a", "b"] and [int(row[0]) for row in rows] == [0, 96, 192]
@@ -234,10 +240,11 @@ def test_the_page_says_of_a_run_what_the_markdown_says(make_run: Callable[..., P
     one = make_run("one", seed=3, lines=lines, tail='{"step": 5, "lo', record={"status": "running"})
     runs = read_runs([one, make_run("two")])
     page = to_html({}, group_runs(runs))
-    text = text_of(page)
-    for run in runs:
-        for name, value in run_facts(summarise(run)).items():
-            assert f"{name} {value}" in text
+    text, document = text_of(page), build_document(None, group_runs(runs))
+    cells = [cell for line in render_markdown(document).splitlines() if line[:2] == "| " for cell in line.split(" | ")]
+    assert len(cells) > 100
+    for cell in cells:
+        assert html.unescape(cell).strip("|- :").replace("`", "").replace("\\", "") in text
     for part in ("running: not finished", "1 (2: the loss is not finite)", "line was cut short", "seed 3"):
         assert part in text
     assert 'class="warning"' not in page

@@ -4,12 +4,10 @@ The page's style sheet decides on colours, so that a chart follows the reader's 
 matplotlib draws in a placeholder colour comes out as a CSS variable.
 """
 
-import csv
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import quote
 
 import matplotlib.style
 from markupsafe import Markup
@@ -18,7 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-Cell = str | float | int | None
+from moh_llm.reporting.document import Chart
+
 Points = Sequence[tuple[float, float]]
 Interval = tuple[float, float | None, float | None]
 """A value and the ends of an interval around it, if they are known."""
@@ -54,33 +53,6 @@ _STYLE = {
     "legend.fontsize": 8,
     "svg.fonttype": "none",
 }
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A picture and its table.
-
-    Attributes:
-        name: unique on its page.
-        title: what is shown, with its unit.
-        note: how to read it, and which equation, table or figure it is; may be empty.
-        svg: the picture.
-        head, body: the data behind it.
-    """
-
-    name: str
-    title: str
-    note: str
-    svg: Markup
-    head: list[str]
-    body: list[list[Cell]]
-
-    @property
-    def csv_link(self) -> str:
-        """The table as a `data:` address to download."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.head, *self.body])
-        return "data:text/csv;charset=utf-8," + quote(text.getvalue())
 
 
 @dataclass(frozen=True)
@@ -130,7 +102,7 @@ def line_chart(
         if len(series) > 1:
             _legend(figure, axes)
         svg = _svg(figure, name, title)
-    rows: dict[float, list[Cell]] = {}
+    rows: dict[float, list[str | float | int | None]] = {}
     for number, points in enumerate(series.values()):
         for at, value in points:
             rows.setdefault(at, [at, *[None] * len(series)])[1 + number] = value

@@ -3,20 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_llm.reporting.web.charts import Axis, Chart, line_chart
+from moh_llm.reporting.document import Chart, Table
+from moh_llm.reporting.web.charts import Axis, line_chart
 
 Record = dict[str, Any]
 
 
-def head_rows(analyses: Mapping[str, Record]) -> list[tuple[str, ...]]:
+def head_table(analyses: Mapping[str, Record]) -> Table:
     """Per model: its name, heads on per layer, their mean share, measured device and dtype."""
     rows = []
     for label, found in analyses.items():
         on, heads = found["num_active"], found["heads"]
         spread = str(on[0]) if len(set(on)) == 1 else f"{min(on)} to {max(on)}"
         share = sum(on) / (heads * len(on))
-        rows.append((label, f"{spread} of {heads}", f"{share:.1%}", f"{found['device']}, {found['dtype']}"))
-    return rows
+        rows.append([label, f"{spread} of {heads}", f"{share:.1%}", f"{found['device']}, {found['dtype']}"])
+    return Table(["model", "heads on per layer", "of all", "measured on"], rows, text=4)
 
 
 def cost_charts(analyses: Mapping[str, Record], order: Sequence[str]) -> list[Chart]:

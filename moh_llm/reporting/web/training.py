@@ -1,20 +1,15 @@
-"""Training runs as charts and rows: the curves of their logs, and the receipt of the text they read."""
+"""Training runs as charts: the curves of their logs, and the health of their routers. Needs matplotlib."""
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from moh_llm.intervals import show_documents, show_interval
-from moh_llm.records.lineage import in_words
+from moh_llm.reporting.document import Chart
 from moh_llm.reporting.groups import Group, reference_words, spread
-from moh_llm.reporting.page import run_facts
-from moh_llm.reporting.runs import Record, TrainingRun, number, routed, summarise
-from moh_llm.reporting.web.charts import Axis, Chart, Points, heat_map, line_chart
+from moh_llm.reporting.runs import TrainingRun, routed
+from moh_llm.reporting.web.charts import Axis, Points, heat_map, line_chart
 
 _TOKENS = Axis("training tokens")
-# Columns of the receipt after the source's name, and how they are printed.
-_RECEIPT = (("weight", ".4f"), ("tokens", ",.0f"), ("share", ".4f"), ("epochs", ".4f"), ("repeated_tokens", ",.0f"))
 # Per key of the log a chart's title and what its y axis says.
 SETTINGS = {
     "learning_rate": ("Learning rate", "learning rate"),
@@ -34,43 +29,6 @@ EXACT = ("learning_rate", "router_learning_rate", "active_heads")
 RAW_POINTS = 200
 # Points of a curve that a chart draws; the log has all of them.
 _DRAWN = 400
-
-
-@dataclass(frozen=True)
-class RunRows:
-    """One run in two tables.
-
-    Attributes:
-        name: the run.
-        facts: pairs of what and how much.
-        receipt: per source of text: name, weight in the recipe, tokens read, share of all, epochs, tokens read again.
-    """
-
-    name: str
-    facts: list[tuple[str, str]]
-    receipt: list[tuple[str, str, str, str, str, str]]
-
-
-def run_rows(run: TrainingRun) -> RunRows:
-    """The tables of one run."""
-    found = summarise(run)
-    scores = [*found["scores"], *([found["saved_model"]] if found["saved_model"] else [])]
-    name, its = in_words([run.reference])
-    facts = [*run_facts(found).items()]
-    if scores and scores[-1]["ratio"] is not None:
-        facts.append((f"held-out perplexity, ratio to {its}", _with_interval(scores[-1], "ratio")))
-    if scores and scores[-1]["kl"] is not None:
-        facts.append((f"held-out KL to {name}, nats per token", _with_interval(scores[-1], "kl")))
-    if scores and scores[-1].get("all_heads_kl") is not None:
-        facts.append((f"the same with all heads on, KL to {name}", f"{scores[-1]['all_heads_kl']:.4f} nats per token"))
-    return RunRows(run.name, facts, _receipt(run))
-
-
-def _with_interval(score: Record, key: str) -> str:
-    """A figure, its 95 % interval, and the number of documents that both rest on."""
-    bounds, documents = score[f"{key}_interval"], score["held_out_documents"]
-    text = f"{score[key]:.4f}" + ("" if bounds is None else f", 95 % interval {show_interval(bounds, '.4f')}")
-    return text if documents is None else f"{text}; {show_documents(documents)}"
 
 
 def training_charts(groups: Sequence[Group]) -> list[Chart]:
@@ -213,21 +171,3 @@ def _smoothing(windows: set[int]) -> str:
     steps = f"{windows.pop()} steps" if len(windows) == 1 else "about 5 % of the run's steps"
     where = f" where it has more than {RAW_POINTS}" if 1 in windows else ""
     return f"Running median of {steps}{where}; the log has every step."
-
-
-def _receipt(run: TrainingRun) -> list[tuple[str, str, str, str, str, str]]:
-    """Of a finished run as its record has it, of another what its last step had read."""
-    read = run.record.get("data_read")
-    if not isinstance(read, dict):
-        tokens = run.lines[-1].get("tokens_of_source") or {}
-        total = sum(tokens.values())
-        read = {name: {"tokens": count, "share": count / total if total else None} for name, count in tokens.items()}
-    return [_source(name, entry) for name, entry in read.items()]
-
-
-def _source(name: str, entry: Record) -> tuple[str, str, str, str, str, str]:
-    def shown(key: str, form: str) -> str:
-        value = number(entry.get(key))
-        return "-" if value is None else format(value, form)
-
-    return (name, *(shown(*c) for c in _RECEIPT))
