@@ -15,8 +15,7 @@ from moh_llm.reporting.document import Block, Charts, Commands, Document, Headin
 from moh_llm.reporting.groups import Group, compare, differences, group_runs, reference_words, same_held_out_text
 from moh_llm.reporting.markdown import render_markdown
 from moh_llm.reporting.runs import Record, TrainingRun, summarise
-from moh_llm.reporting.web.benchmarks import score_charts
-from moh_llm.reporting.web.efficiency import cost_charts, head_table
+from moh_llm.reporting.web.evaluation import cost_charts, head_table, score_charts
 from moh_llm.reporting.web.page import render_html
 from moh_llm.reporting.web.routers import router_blocks
 from moh_llm.reporting.web.training import training_charts
