@@ -87,7 +87,8 @@ def _result(row: Record, evaluated: Evaluated) -> EvalResult:
         task_name="Text Generation",
         dataset_type=plain(row["dataset"]),
         dataset_name=plain(row["name"]),
-        dataset_config=_config(row),
+        # None for several that are read as one, and in records of older versions.
+        dataset_config=None if (config := row.get("dataset_config")) is None else plain(config),
         dataset_split=row["eval_split"],
         dataset_revision=row["revision"],
         # "exact_match (strict-match)": the metric and the filter before it.
@@ -96,9 +97,3 @@ def _result(row: Record, evaluated: Evaluated) -> EvalResult:
         metric_value=row[evaluated.label]["value"],
         verified=False,
     )
-
-
-def _config(row: Record) -> str | None:
-    """The dataset's config; None for several that are read as one, and in records of older versions."""
-    config = row.get("dataset_config")
-    return None if config is None else plain(config)

@@ -192,13 +192,34 @@ def test_the_running_median_is_one(window: int) -> None:
     ]
 
 
-@pytest.mark.usefixtures("unrendered")
-def test_a_group_has_its_mean_and_a_band(make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: dict[str, Any] = {}
+@pytest.fixture
+def drawn(unrendered: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """What curves were drawn with, by the names of their charts: the y axis and the bands."""
+    found: dict[str, dict[str, Any]] = {}
     line = training_module.line_chart
-    monkeypatch.setattr(
-        training_module, "line_chart", lambda name, *a, **more: drawn.update({name: more}) or line(name, *a, **more)
-    )
+
+    def note(name: str, title: str, series: Any, x: Axis, y: Axis, *rest: Any, **more: Any) -> Chart:
+        found[name] = more | {"y": y}
+        return line(name, title, series, x, y, *rest, **more)
+
+    monkeypatch.setattr(training_module, "line_chart", note)
+    return found
+
+
+def test_curves_are_the_logs_numbers(make_run: Callable[..., Path], log_lines: Any, drawn: dict[str, Any]) -> None:
+    lines = log_lines(6, 3, 0.3)
+    lines[4] |= {"dropped": "the loss is not finite", "loss": None}
+    lines[3]["validation"]["kl"] = lines[0]["validation"]["kl"] / 11
+    found = charts_of(make_run("run", lines=lines))
+    kept = [line for line in lines[1:] if line["step"] != 4]
+    assert found["log-kl"].body == [[line["tokens"], line["kl"]] for line in kept]
+    assert (found["log-kl"].title, found["log-balance_loss"].title) == ("KL to the base", "Load-balance loss")
+    assert (
+        drawn["held-out-kl"]["y"].log == 10 and drawn["held-out-ratio"]["y"].log is None
+    )  # a wide range, a narrow one
+
+
+def test_a_group_has_its_mean_and_a_band(make_run: Callable[..., Path], drawn: dict[str, Any]) -> None:
     scales = (0.3, 0.32, 0.37)
     found = charts_of(*(make_run(f"run-s{seed}", seed=seed, scale=scale) for seed, scale in enumerate(scales)))
     chart = found["held-out-kl"]
