@@ -50,14 +50,24 @@ def interval(
     return np.percentile(found / len(texts), (2.5, 97.5)).tolist()
 
 
+def show_number(value: float | None, form: str, factor: float = 1) -> str:
+    """A number by a format, times ``factor``; a dash where there is none."""
+    return "-" if value is None else f"{value * factor:{form}}".rstrip(".")
+
+
 def show_interval(bounds: Sequence[float] | None, form: str) -> str:
     """An interval as it reads in a table: ``1.012 to 1.034``, or ``no interval``."""
-    return "no interval" if bounds is None else f"{bounds[0]:{form}} to {bounds[1]:{form}}"
+    return "no interval" if bounds is None else f"{show_number(bounds[0], form)} to {show_number(bounds[1], form)}"
 
 
-def show_figure(value: float, bounds: Sequence[float] | None, form: str, between: str = " ") -> str:
+def show_figure(value: float | None, bounds: Sequence[float] | None, form: str, between: str = " ") -> str:
     """A figure and, where there is one, its interval: ``1.020 (1.012 to 1.034)``."""
-    return f"{value:{form}}" + ("" if bounds is None else f"{between}({show_interval(bounds, form)})")
+    return show_number(value, form) + ("" if bounds is None else f"{between}({show_interval(bounds, form)})")
+
+
+def show_error(value: float | None, error: float | None, form: str, error_form: str) -> str:
+    """A figure and, where there is one, its standard error or deviation: ``61.6 ± 0.4``."""
+    return show_number(value, form) + ("" if value is None or error is None else f" ± {error:{error_form}}")
 
 
 def show_documents(number: int) -> str:

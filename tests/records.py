@@ -9,6 +9,8 @@ from moh_llm.evaluation.report import build_report
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import Score
 from moh_llm.evaluation.suite import Benchmark, Suite
+from moh_llm.reporting.markdown import render_markdown
+from moh_llm.reporting.report import build_document
 
 Record = dict[str, Any]
 ITEMS = 200
@@ -19,6 +21,11 @@ CHANCE = {"A": 0.25, "B": 0.5, "C": 0.0}
 
 Models = dict[str, tuple[str, float]]
 Scores = dict[str, dict[str, list[float]]]
+
+
+def page_of(record: Record) -> str:
+    """A report in Markdown."""
+    return render_markdown(build_document(record))
 
 
 def make_record(models: Models, names: str = "ABC", suite: str = "three") -> Record:

@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.reporting.report import write_report
 
     with lock_folder(output), new_folder(output, overwrite) as folder:
-        written = write_report(folder, runs, args.command_line, record)
-    print(f"report: {output / 'report.html'}, {', '.join(written)}")
+        write_report(folder, runs, args.command_line, record)
+    print(f"report: {output / 'report.html'}, report.md, report.json")
     for drop in drops:
         print(f"WORSE than {args.baseline}: {drop}")
     return 1 if drops else 0

@@ -8,24 +8,28 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.margin import CHANCE, MARGIN, spell_margin, spell_recovery
-from moh_llm.evaluation.verdict import dtypes
+from moh_llm.evaluation.verdict import verdict, warnings
 from moh_llm.files import write_text
 from moh_llm.hub import sections
 from moh_llm.hub.evaluated import Evaluated, eval_results, find_evaluated
 from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licence, lacks_text, recorded_licences
 from moh_llm.hub.lineage import Lineage, is_hub_id, read_lineage
 from moh_llm.hub.listing import CARD
-from moh_llm.hub.markdown import Safe, address, code, digits, interval, number, score, text
 from moh_llm.hub.texts import scrub
-from moh_llm.intervals import show_documents, show_interval
+from moh_llm.intervals import show_documents, show_interval, show_number
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.reading import read_json
-from moh_llm.records.conversion import Calibration, Verification, last_component
-from moh_llm.records.lineage import REFERENCES, in_words
-from moh_llm.reporting.runs import Record
+from moh_llm.records.conversion import Calibration, last_component
+from moh_llm.records.lineage import REFERENCES, in_words, mixture_name
+from moh_llm.reporting.benchmarks import benchmark_blocks
+from moh_llm.reporting.document import Caution, facts
+from moh_llm.reporting.markdown import Safe, address, code, plain, render_blocks, text
+from moh_llm.reporting.runs import Record, TrainingRun
+from moh_llm.reporting.training import held_out, receipt, recipe
 
 TAGS = ["mixture-of-head", "moh"]
+# Rows of a table of sources, and of one of scores; the records hold all of them.
+_SOURCES, _SCORES = 40, 12
 
 
 def build_card(
@@ -123,16 +127,17 @@ def _metadata(name: str, lineage: Lineage, licences: list[Licence], evaluated: E
 
 def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
     """What the template shows of the records, licence and evaluation left out."""
-    conversion = lineage.conversion
+    conversion, run = lineage.conversion, lineage.run
     versions = {"MoH-LLM": conversion.moh_llm, **(conversion.versions or {})} if conversion else {}
-    if lineage.run and lineage.run.record.get("versions"):
-        made_with = lineage.run.record["versions"]
+    if run and run.record.get("versions"):
+        made_with = run.record["versions"]
         versions = {"MoH-LLM": made_with.get("moh_llm")} | {k: v for k, v in made_with.items() if k != "moh_llm"}
     files = [code(file.name) for file in sorted(lineage.folder.glob("*.py"))]
+    proof = conversion and conversion.verification
     return {
         "active": f"{sections.share_active(config) * config.num_attention_heads:.4g}",
         "heads": config.num_attention_heads,
-        "share": sections.share_active(config),
+        "share": f"{sections.share_active(config):.2%}",
         "base": {
             "id": lineage.base_id,
             "label": lineage.base_label,
@@ -142,15 +147,15 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
         },
         "headline": _headline(lineage),
         "from_scratch": lineage.from_scratch,
-        "plan": sections.head_plan(config, conversion),
-        "proof": _proof(conversion and conversion.verification),
+        "plan": [sections.head_plan(config, conversion)],
+        "proof": proof,
+        "proof_table": [sections.proof(proof)] if proof else [],
         "tuned": lineage.tuned,
-        "history": sections.history(lineage),
         "runs": len(lineage.chain.runs),
-        "tokens_in_all": lineage.chain.tokens,
+        "history": sections.history(lineage),
         "calibration": _calibration(conversion and conversion.calibration),
-        "training": _training(lineage),
-        "costs": sections.costs(config),
+        "training": None if run is None else _training(run),
+        "costs": [sections.costs(config)],
         "files": Safe(f" ({', '.join(files)})" if files else ""),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
     }
@@ -209,17 +214,6 @@ def _licence_label(licence: Licence) -> Safe:
     return Safe(f"[{label}]({link})") if link else label
 
 
-def _proof(verification: Verification | None) -> Record | None:
-    if verification is None:
-        return None
-    rows = [
-        ("the converted model", verification.converted),
-        ("the paper's layer", verification.paper_router),
-        ("random heads", verification.random_heads),
-    ]
-    return {"found": verification, "rows": rows}
-
-
 def _calibration(calibration: Calibration | None) -> Record | None:
     if calibration is None:
         return None
@@ -227,54 +221,30 @@ def _calibration(calibration: Calibration | None) -> Record | None:
     return {"tokens": calibration.tokens, "mixture": last_component(calibration.mixture), "sources": sources}
 
 
-def _training(lineage: Lineage) -> Record | None:
-    run = lineage.run
-    if run is None:
-        return None
-    name, its = in_words([run.reference])
+def _training(run: TrainingRun) -> Record:
+    saved, read = run.saved_score, receipt(run, most=_SOURCES)
     return {
-        "reference": name,
-        "its": its,
-        "compares": run.compares,
-        "floor": run.floor,
-        "saved": run.saved_score,
+        "reference": in_words([run.reference])[0],
+        "saved": saved,
         "finished": run.record.get("status") == "finished",
         "tokens": run.tokens_of(run.lines[-1]),
-        "mixture": sections.mixture_name(run),
-        "block": run.recipe["data"]["block_length"],
-        "recipe": sections.recipe(run),
-        "receipt": sections.receipt(run),
-        "curve": [{"saved": False} | score for score in sections.curve(run)],
+        "mixture": mixture_name(run.recipe["data"]["mixture"]),
+        "sequence": run.recipe["data"]["block_length"],
+        "recipe": [facts(recipe(run))],
+        "receipt": [read] if read else [],
+        "held_out": held_out(run, most=_SCORES),
     }
 
 
 def _shown(evaluated: Evaluated) -> Record:
     """What the template shows of an evaluation."""
     record, label, base = evaluated.record, evaluated.label, evaluated.base
-    average = record["average"]
-    over = "average" if average["over"] == average["of"] else f"average of {average['over']} of {average['of']}"
-    rows = [*record["benchmarks"], average | {"name": over, "shots": "", "metric": ""}]
+    names = {label: "this model"} | ({base: "base"} if base else {})
     return {
-        "title": record["suite"]["title"],
-        "verdict": evaluated.verdict,
-        "warnings": evaluated.warnings,
+        "verdict": verdict(record, label),
+        "warnings": [Caution(line) for line in warnings(record)],
         "limited": record["limit"] is not None,
-        "dtype": " and ".join(dtypes(record)),
-        "chance": f"{CHANCE} {MARGIN}",
-        "base": base,
-        "rows": [
-            {key: row[key] for key in ("name", "shots", "metric")}
-            | {
-                "scored": row.get(label, {}).get("items", ""),
-                "model": row.get(label),
-                "base": row.get(base) if base else None,
-                "delta": row.get(label, {}).get("delta"),
-                "chance": row.get("chance"),
-                "recovery": spell_recovery(row.get(label, {})),
-                "margin": spell_margin(row.get(label, {})),
-            }
-            for row in rows
-        ],
+        "scores": benchmark_blocks(record, names),
     }
 
 
@@ -304,18 +274,10 @@ def _environment() -> Environment:
     )
     templates.filters |= {
         "code": code,
-        "count": lambda value: number(value, ","),
+        "count": lambda value: Safe(f"{value:,}"),
+        "digits": lambda value, places: Safe(show_number(value, f"#.{places}g")),
         "documents": show_documents,
-        "digits": digits,
-        "interval": interval,
-        "fixed": lambda value: number(value, ".1f"),
-        "percent": lambda value: number(value, ".2%"),
-        "scientific": lambda value: number(value, ".3e"),
-        "score": score,
-        "table": _table,
+        "percent": lambda value: Safe(f"{value:.2%}"),
+        "markdown": lambda blocks: render_blocks(blocks, plain),
     }
     return templates
-
-
-def _table(pairs: sections.Pairs) -> Safe:
-    return Safe("\n".join(["| | |", "|---|---|", *(f"| {text(what)} | {text(value)} |" for what, value in pairs)]))

@@ -10,8 +10,8 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.compare import read_evaluation
 from moh_llm.evaluation.models import identify
 from moh_llm.evaluation.report import Record
-from moh_llm.evaluation.verdict import base_of, verdict, warnings
-from moh_llm.hub.markdown import plain
+from moh_llm.evaluation.verdict import base_of
+from moh_llm.reporting.markdown import plain
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,6 @@ class Evaluated:
     def base(self) -> str | None:
         """The base's column, if the base was scored, too."""
         return base_of(self.record, self.label)
-
-    @property
-    def verdict(self) -> str:
-        """The evaluation in one sentence."""
-        return verdict(self.record, self.label)
-
-    @property
-    def warnings(self) -> list[str]:
-        """What must be known before a figure is quoted."""
-        return warnings(self.record)
 
 
 def find_evaluated(evaluation: Path, folder: Path) -> Evaluated:
@@ -97,7 +87,8 @@ def _result(row: Record, evaluated: Evaluated) -> EvalResult:
         task_name="Text Generation",
         dataset_type=plain(row["dataset"]),
         dataset_name=plain(row["name"]),
-        dataset_config=_config(row),
+        # None for several that are read as one, and in records of older versions.
+        dataset_config=None if (config := row.get("dataset_config")) is None else plain(config),
         dataset_split=row["eval_split"],
         dataset_revision=row["revision"],
         # "exact_match (strict-match)": the metric and the filter before it.
@@ -106,9 +97,3 @@ def _result(row: Record, evaluated: Evaluated) -> EvalResult:
         metric_value=row[evaluated.label]["value"],
         verified=False,
     )
-
-
-def _config(row: Record) -> str | None:
-    """The dataset's config; None for several that are read as one, and in records of older versions."""
-    config = row.get("dataset_config")
-    return None if config is None else plain(config)

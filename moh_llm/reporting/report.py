@@ -1,4 +1,4 @@
-"""The report of evaluations and training runs: one HTML file, the same in Markdown and JSON, and pictures.
+"""The report of evaluations and training runs: one document, written as an HTML file and as Markdown, and its record.
 
 Needs matplotlib.
 """
@@ -9,19 +9,20 @@ from importlib.metadata import version
 from pathlib import Path
 
 from moh_llm import __version__
-from moh_llm.evaluation.markdown import to_markdown as evaluation_markdown
 from moh_llm.files import write_json, write_text
-from moh_llm.reporting.figures import draw
+from moh_llm.reporting import benchmarks, training
+from moh_llm.reporting.document import Block, Charts, Commands, Document, Heading, Paragraph, Section, facts
 from moh_llm.reporting.groups import Group, compare, differences, group_runs, reference_words, same_held_out_text
-from moh_llm.reporting.page import to_markdown
+from moh_llm.reporting.markdown import render_markdown
 from moh_llm.reporting.runs import Record, TrainingRun, summarise
-from moh_llm.reporting.web.page import to_html
+from moh_llm.reporting.web.evaluation import cost_charts, head_table, score_charts
+from moh_llm.reporting.web.page import render_html
+from moh_llm.reporting.web.routers import router_blocks
+from moh_llm.reporting.web.training import training_charts
 
 
-def write_report(
-    folder: Path, runs: Sequence[TrainingRun], command: str, evaluation: Record | None = None
-) -> list[str]:
-    """Write ``report.html``, ``report.md``, ``report.json`` and the runs' pictures into ``folder``.
+def write_report(folder: Path, runs: Sequence[TrainingRun], command: str, evaluation: Record | None = None) -> None:
+    """Write ``report.html``, ``report.md`` and ``report.json`` into ``folder``.
 
     Args:
         folder: an empty one.
@@ -29,25 +30,63 @@ def write_report(
         command: the line that repeats the report.
         evaluation: a record made by `build_report` or `merge`. Then ``report.json`` holds it, with what
             there is of the runs under ``training``.
-
-    Returns:
-        What was written beside the page, in words.
     """
     evaluation = evaluation and _with_samples_here(evaluation, folder)
     groups = group_runs(runs) if runs else []
-    training = training_record(folder, runs, groups, command) if runs else None
-    pages = [evaluation_markdown(evaluation)] if evaluation else []
-    pages += [to_markdown(training)] if training else []
-    write_text(folder / "report.md", "\n".join(pages))
-    record = evaluation | {"training": training} if evaluation else training
+    of_runs = training_record(runs, groups, command) if runs else None
+    record = evaluation | {"training": of_runs} if evaluation else of_runs
+    document = build_document(evaluation, groups, command)
+    write_text(folder / "report.md", render_markdown(document))
     write_json(folder / "report.json", record)
-    write_text(folder / "report.html", to_html(record, groups, command))
-    pictures = [f"{len(training['pictures'])} pictures"] if training else []
-    return ["report.md", "report.json", *pictures]
+    write_text(folder / "report.html", render_html(document, record))
 
 
-def training_record(folder: Path, runs: Sequence[TrainingRun], groups: Sequence[Group], command: str) -> Record:
-    """Draw the pictures of some runs, in their groups, into ``folder`` and return the record of their figures."""
+def build_document(evaluation: Record | None, groups: Sequence[Group] = (), command: str = "") -> Document:
+    """The report of an evaluation, of training runs, or of both; see `write_report`."""
+    runs = [run for group in groups for run in group.runs]
+    title = f"Training run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} training runs"
+    lead: list[Block] = []
+    sections: list[Section] = []
+    if evaluation:
+        title, lead = evaluation["suite"]["title"], benchmarks.lead(evaluation)
+        blocks = [*benchmarks.benchmark_blocks(evaluation), Charts(score_charts(evaluation))]
+        sections.append(Section("benchmarks", "Benchmarks", blocks))
+    if runs:
+        sections += _training_sections(groups, runs)
+    if evaluation:
+        sections += _analysis_sections(evaluation)
+        blocks = [benchmarks.model_table(evaluation), facts(benchmarks.settings(evaluation))]
+        sections.append(Section("environment", "Environment", [*blocks, Commands(evaluation["command"])]))
+    if command and not (evaluation and command == evaluation["command"]):
+        about = [f"{name} {number}" for name, number in _versions().items()]
+        sections.append(
+            Section("report", "This report", [Paragraph(f"{', '.join(about)}. {_now()}."), Commands(command)])
+        )
+    return Document(title, lead, sections)
+
+
+def _training_sections(groups: Sequence[Group], runs: Sequence[TrainingRun]) -> list[Section]:
+    blocks: list[Block] = training.comparison(groups) if len(runs) > 1 else []
+    blocks.append(Charts(training_charts(groups)))
+    for run in runs:
+        blocks += [Heading(run.name), *training.run_blocks(run)]
+    return [Section("training", "Training", blocks)]
+
+
+def _analysis_sections(evaluation: Record) -> list[Section]:
+    """What the analyses of the heads found, those that failed left out."""
+    known = {label: found for label, found in (evaluation.get("analysis") or {}).items() if "error" not in found}
+    if not known:
+        return []
+    blocks = [head_table(known), Charts(cost_charts(known, list(evaluation["models"])))]
+    return [Section("efficiency", "Efficiency", blocks)] + [
+        Section(f"routers-{number}", f"Routers of {label}", router_blocks(number, found))
+        for number, (label, found) in enumerate(known.items(), start=1)
+    ]
+
+
+def training_record(runs: Sequence[TrainingRun], groups: Sequence[Group], command: str) -> Record:
+    """The record of some runs' figures, in their groups."""
     return {
         "runs": [summarise(run) for run in runs],
         "groups": [
@@ -58,11 +97,18 @@ def training_record(folder: Path, runs: Sequence[TrainingRun], groups: Sequence[
         "reference": reference_words(groups)[0],
         "same_held_out_text": same_held_out_text(runs),
         "comparison": compare(groups),
-        "pictures": [{"file": picture.file, "title": picture.title} for picture in draw(folder, groups)],
-        "versions": {"moh_llm": __version__, "matplotlib": version("matplotlib")},
+        "versions": _versions(),
         "command": command,
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "created": _now(),
     }
+
+
+def _versions() -> dict[str, str]:
+    return {"moh_llm": __version__, "matplotlib": version("matplotlib")}
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _with_samples_here(evaluation: Record, folder: Path) -> Record:

@@ -139,8 +139,9 @@ def test_the_command_records_it(smoke_report: Path, tiny_moh: Path, load: Callab
         assert sum(load) == pytest.approx(number)
     html = (smoke_report / "report" / "report.html").read_text()
     assert f"<td>{min(active)} to {max(active)} of 8</td>" in html and "75.0%" in html
-    assert f"<td>num_active_heads</td><td>{active[0]}, {active[1]}</td>" in html
-    assert f"num_active_heads {active}, router_type linear" in (smoke_report / "report" / "report.md").read_text()
+    assert f"<td>num_active_heads</td><td>-</td><td>{active[0]}, {active[1]}</td>" in html
+    page = (smoke_report / "report" / "report.md").read_text()
+    assert f"| num_active_heads | - | {active[0]}, {active[1]} |" in page and "| router_type | - | linear |" in page
     for record in (analysis, direct):
         assert [cost["length"] for cost in record["model"].pop("seconds")] == [128, 256, 512, 1024]
     assert analysis == direct

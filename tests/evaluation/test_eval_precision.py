@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from records import make_record
+from records import make_record, page_of
 from safetensors.torch import load_file, save_file
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.compare import check_regression, merge
-from moh_llm.evaluation.markdown import to_markdown
 from moh_llm.evaluation.precision import choose_dtype, stored_dtype
 from moh_llm.evaluation.verdict import verdict, warnings
 
@@ -112,11 +111,12 @@ def test_a_bfloat16_model_beside_a_float32_base_is_run_in_float32(
         ("float32", "bfloat16"),
     ]
     page = (tmp_path / "report" / "report.md").read_text()
-    assert (
-        "routing_granularity head, float32, stored in bfloat16, " in page and "Every model was run in float32." in page
-    )
+    assert "| stored in | float32 | bfloat16 |" in page and "Every model was run in float32." in page
     html = (tmp_path / "report" / "report.html").read_text()
-    assert "<td>dtype of every model</td><td>float32</td>" in html and "<td>stored in</td><td>bfloat16</td>" in html
+    assert (
+        "<td>dtype of every model</td><td>float32</td>" in html
+        and "<td>stored in</td><td>float32</td><td>bfloat16</td>" in html
+    )
 
 
 def test_scores_of_another_dtype_are_not_taken_up(in_dtype: Callable[..., Path], tmp_path: Path) -> None:
@@ -167,6 +167,6 @@ def test_a_report_with_two_dtypes_says_so_first() -> None:
     assert warning == (
         "NOT SCORED ALIKE: base in bfloat16, model in float32. Evaluate all of them again with one --dtype."
     )
-    assert f"> **{warning}**" in to_markdown(report)
+    assert f"> **{warning}**" in page_of(report)
     with pytest.raises(UserError, match="dtype is bfloat16 and float32 in first and float32 in second"):
         merge({"first": report, "second": make_record(MODELS)})

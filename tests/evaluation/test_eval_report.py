@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from records import make_record, record_of
+from records import make_record, page_of, record_of
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.compare import check_regression, merge
 from moh_llm.evaluation.hardware import name_hardware
-from moh_llm.evaluation.markdown import to_markdown
 from moh_llm.evaluation.suite import load_suite
 
 MODELS = {"base": ("dense", 1.0), "model": ("moh", 0.9)}
@@ -21,7 +20,7 @@ def test_published_averages_of_the_whole_suite() -> None:
     published = record["average"]["published"]
     assert round(published["LLaMA3-8B"], 1) == 61.6 and round(published["MoH-LLaMA3-8B"], 1) == 64.0
     assert published["LLaMA3-8B stage 1"] is None  # C-Eval is not given
-    (line,) = (line for line in to_markdown(record).splitlines() if line.startswith("| **average**"))
+    (line,) = (line for line in page_of(record).splitlines() if line.startswith("| **average**"))
     assert {"61.6", "64.0", "-"} < {cell.strip() for cell in line.split("|")}
 
 
@@ -77,9 +76,10 @@ def test_other_data_is_refused() -> None:
 def test_hardware_is_in_the_model_line() -> None:
     record = make_record(MODELS)
     assert record["models"]["model"]["hardware"] == "a fast card"
-    assert "- model: `in/moh` (float32, a fast card, context 64)" in to_markdown(record)
+    assert "| from | `in/dense` | `in/moh` |" in page_of(record)
+    assert "| hardware | a fast card | a fast card |" in page_of(record)
     del record["models"]["model"]["hardware"]  # as in older records
-    assert "- model: `in/moh` (float32, context 64)" in to_markdown(record)
+    assert "| hardware | a fast card | - |" in page_of(record)
 
 
 def test_names_of_hardware(monkeypatch: pytest.MonkeyPatch) -> None:

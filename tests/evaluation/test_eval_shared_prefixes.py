@@ -197,7 +197,7 @@ def test_a_suites_scores_stay_and_runs_are_told_apart(
     assert [report.pop("share_prefixes") for report in reports] == [False, True]
     assert reports[0] == reports[1]
     pages = [(tmp_path / name / "report.md").read_text(encoding="utf-8") for name in ("plain", "shared")]
-    assert ["prefixes shared: True" in page for page in pages] == [False, True]
+    assert ["| prefixes shared | True |" in page for page in pages] == [False, True]
 
 
 def test_kept_scores_of_one_setting_are_not_taken_up_by_the_other(tiny_llama: Path, tmp_path: Path) -> None:

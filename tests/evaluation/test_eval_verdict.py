@@ -3,9 +3,8 @@
 import random
 
 import pytest
-from records import Scores, make_report
+from records import Scores, make_report, page_of
 
-from moh_llm.evaluation.markdown import to_markdown
 from moh_llm.evaluation.verdict import verdict, warnings
 
 
@@ -45,7 +44,7 @@ def test_interval_in_the_report_and_the_verdict(scores: Scores) -> None:
 
 def test_verdicts_stand_under_the_title(scores: Scores) -> None:
     report = make_report({**scores, "other": scores["base"]})
-    page = to_markdown(report).splitlines()
+    page = page_of(report).splitlines()
     assert page[:5] == [
         "# Two benchmarks",
         "",
@@ -62,7 +61,7 @@ def test_without_a_base(scores: Scores) -> None:
     error = report["average"]["model"]["stderr"]
     expected = f"model averages 55.0 % (standard error {error:.1f}) on 2 benchmarks; no base was scored with it."
     assert verdict(report, "model") == expected
-    assert "delta method" not in to_markdown(report)
+    assert "delta method" not in page_of(report)
 
 
 def test_missing_benchmarks_are_told(scores: Scores) -> None:
@@ -72,7 +71,7 @@ def test_missing_benchmarks_are_told(scores: Scores) -> None:
     del scores["model"]["Easy"]
     report = make_report(scores)
     assert verdict(report, "model") == "model has no average: none of 2 benchmarks was scored on every model."
-    assert f"**{verdict(report, 'model')}**" in to_markdown(report)
+    assert f"**{verdict(report, 'model')}**" in page_of(report)
 
 
 def test_a_base_that_scores_nothing_has_no_share(scores: Scores) -> None:
@@ -109,7 +108,7 @@ def test_cut_prompts_are_a_warning(scores: Scores) -> None:
         row["model"]["truncated"] = True
     expected = "Prompts longer than model's context of 64 tokens lost their beginning in Easy, Hard."
     assert warnings(report) == [expected]
-    assert to_markdown(report).count("lost their beginning") == 1 and f"> **{expected}**" in to_markdown(report)
+    assert page_of(report).count("lost their beginning") == 1 and f"> **{expected}**" in page_of(report)
 
 
 def test_items_that_scored_alike_are_no_certainty(scores: Scores) -> None:
@@ -120,7 +119,7 @@ def test_items_that_scored_alike_are_no_certainty(scores: Scores) -> None:
         "All items scored alike in Easy (other), Hard (base, model): the standard error of 0 there is no certainty, "
         "and the average's may be too small."
     ]
-    assert f"> **{warnings(report)[0]}**" in to_markdown(report)
+    assert f"> **{warnings(report)[0]}**" in page_of(report)
     # A single item has no standard error at all.
     single = make_report({"model": {"Easy": [1.0], "Hard": [0.0]}}, full=1)
     assert warnings(single) == []
@@ -132,4 +131,4 @@ def test_a_record_of_before_is_read(scores: Scores) -> None:
         del about["compared_with"]
     for row in (*report["benchmarks"], report["average"]):
         del row["recovery_interval"], row["model"]["recovery_interval"]
-    assert "**model keeps 91.7 % of base's average (55.0 of 60.0; interval not known) on" in to_markdown(report)
+    assert "**model keeps 91.7 % of base's average (55.0 of 60.0; interval not known) on" in page_of(report)

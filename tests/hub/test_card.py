@@ -14,8 +14,8 @@ from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
 from moh_llm.hub.card import build_card
-from moh_llm.hub.markdown import code, plain, text
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.reporting.markdown import code, plain, text
 
 NAME = "someone/Tiny-MoH"
 
@@ -89,13 +89,18 @@ def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
     assert build_card(tuned, NAME, run=tuned.parent) == card
     assert "Tuned on 192 tokens, it has 1.1000 times the perplexity of its base" in card
     assert "of its base, on held-out text, 40 documents (95 % interval 1.0812 to 1.1234)." in card
-    assert "tokens of text that the same mixture holds out (40 documents)" in sections["Recovery"]
-    saved = "| 192 (saved model) | 22.000 | 1.1000 (1.0812 to 1.1234) | 0.0500 (0.0410 to 0.0620) | 90.00% |"
+    assert "Scored on 500 tokens of text that the same mixture holds out" in sections["Recovery"]
+    saved = (
+        "| 192 (saved model) | 40 | 22.000 | 20.000 | 1.1000 (1.0812 to 1.1234) | 0.0500 (0.0410 to 0.0620) | 90.00 |"
+    )
     assert saved in sections["Recovery"]
     assert "192 tokens of the mixture `tiny`" in sections["Text it was trained on"]
     assert "| `books` | 100.00% | 100.00% | 192 | 0.500 | 0 |" in sections["Text it was trained on"]
-    assert "| steps | 6 of 6, each 2 blocks of 16 tokens |" in sections["Training"]
-    assert "| 0 | 30.000 | 1.5000 (1.0812 to 1.1234) | 0.500 (0.0410 to 0.0620) | 90.00% |" in sections["Recovery"]
+    assert "| steps | 6 of 6, each 2 sequences of 16 tokens |" in sections["Training"]
+    assert (
+        "| 0 | 40 | 30.000 | 20.000 | 1.5000 (1.0812 to 1.1234) | 0.500 (0.0410 to 0.0620) | 90.00 |"
+        in sections["Recovery"]
+    )
     assert "before any training" in sections["Conversion proof"]
 
 
@@ -125,14 +130,14 @@ def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
     assert card == build_card(converted, NAME, evaluation=folder / "report.json")
     found = check_card(card)["Benchmarks"]
     row, base = record["benchmarks"][0]["model"], record["benchmarks"][0]["base"]
-    scores = f"{row['value']:.1f} ± {row['stderr']:.1f} | {base['value']:.1f} ± {base['stderr']:.1f}"
+    scores = f"{base['value']:.1f} ± {base['stderr']:.1f} | {row['value']:.1f} ± {row['stderr']:.1f}"
     assert f"| A | 0 | acc | 200 | 25.0 | {scores} | {row['delta']['value']:+.1f} ±" in found
     average = record["average"]["model"]
     shares = f"| {average['recovery']:.1f} | {average['margin_kept']['share']:.1f} |"
-    assert shares in found.split("average |")[1] and average["recovery"] > average["margin_kept"]["share"] + 1
+    assert shares in found.split("average** |")[1] and average["recovery"] > average["margin_kept"]["share"] + 1
     assert f"| {row['recovery']:.1f} | {row['margin_kept']['share']:.1f} |" in found
     assert "| at chance |" in found.split("| B |")[1].split("\n")[0] and "base is at chance on B." in card
-    assert "Every model was run in float32. Chance is what a uniform guess" in found
+    assert "Every model was run in float32." in found and "Chance is what a uniform guess" in found
     assert f"**model keeps {record['average']['model']['recovery']:.1f} % of base's average" in card
     assert "other" not in found and "no memory" not in card
 

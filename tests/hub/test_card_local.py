@@ -81,7 +81,10 @@ def test_a_tuned_model_is_called_after_its_run(conversion: Path, tmp_path: Path)
     write_local_card(model)
     sections, data = read(model)
     assert "\n# recovery\n" in (model / "README.md").read_text() and data["license"] == "apache-2.0"
-    assert "| 192 (saved model) | 22.000 |" in sections["Recovery"] and "`books`" in sections["Text it was trained on"]
+    assert (
+        "| 192 (saved model) | 40 | 22.000 |" in sections["Recovery"]
+        and "`books`" in sections["Text it was trained on"]
+    )
 
 
 def test_a_base_of_the_hub_brings_licence_and_language(

@@ -9,8 +9,9 @@ import pytest
 from records import make_record
 
 from moh_llm.reporting.groups import group_runs
+from moh_llm.reporting.report import build_document
 from moh_llm.reporting.runs import read_runs
-from moh_llm.reporting.web.page import to_html
+from moh_llm.reporting.web.page import render_html
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.slow
@@ -57,7 +58,8 @@ def page_file(tmp_path: Path, analysis: dict[str, Any], make_run: Any) -> Path:
     record = make_record({"base": ("dense", 1.0), "one": ("first", 0.9), "a model with a long name": ("second", 0.8)})
     record |= {"analysis": {"one": analysis}, "limit": 20}
     path = tmp_path / "report.html"
-    path.write_text(to_html(record, group_runs(read_runs([make_run("run")])), "moh-llm report " + "folder/" * 40))
+    document = build_document(record, group_runs(read_runs([make_run("run")])), "moh-llm report " + "folder/" * 40)
+    path.write_text(render_html(document, record))
     return path
 
 

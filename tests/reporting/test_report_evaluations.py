@@ -49,7 +49,7 @@ def test_evaluations_and_runs_on_one_page(make_run: MakeRun, tmp_path: Path) -> 
     page = (tmp_path / "out" / "report.html").read_text()
     assert "second keeps" in page and 'id="held-out-ratio"' in page
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "| first |" in text and "![Held-out text](held_out.png)" in text
+    assert "| first |" in text and "Charts in `report.html`: Held-out perplexity;" in text
 
 
 def test_the_run_that_made_a_model_comes_with_it(make_run: MakeRun, tmp_path: Path) -> None:

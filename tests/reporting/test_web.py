@@ -4,7 +4,9 @@ import csv
 import html
 import io
 import json
+import random
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,16 @@ from matplotlib.figure import Figure
 from records import make_record
 
 from moh_llm.evaluation.verdict import verdict
+from moh_llm.reporting.document import Chart
 from moh_llm.reporting.groups import group_runs
-from moh_llm.reporting.page import run_facts
-from moh_llm.reporting.runs import read_runs, summarise
+from moh_llm.reporting.markdown import render_markdown
+from moh_llm.reporting.report import build_document
+from moh_llm.reporting.runs import read_runs
 from moh_llm.reporting.web import charts as charts_module
-from moh_llm.reporting.web.charts import Axis, Chart, heat_map, interval_chart, line_chart
-from moh_llm.reporting.web.page import to_html
-from moh_llm.reporting.web.training import training_charts
+from moh_llm.reporting.web import training as training_module
+from moh_llm.reporting.web.charts import Axis, heat_map, interval_chart, line_chart
+from moh_llm.reporting.web.page import render_html
+from moh_llm.reporting.web.training import running_median, training_charts
 
 Record = dict[str, Any]
 
@@ -30,6 +35,10 @@ Record = dict[str, Any]
 def evaluation(analysis: Record) -> Record:
     record = make_record({"base": ("dense", 1.0), "one": ("first", 0.9), "two": ("second", 0.8)})
     return record | {"analysis": {"one": analysis, "two": {"error": "out of <memory>"}}}
+
+
+def to_html(record: Record, groups: Any = (), command: str = "") -> str:
+    return render_html(build_document(record, groups, command), record)
 
 
 def text_of(page: str) -> str:
@@ -51,7 +60,7 @@ def test_the_page_says_what_the_record_says(evaluation: Record) -> None:
             assert f"{row[label]['value']:.1f} ± {row[label]['stderr']:.1f}" in text
         for label in ("one", "two"):
             assert f"{row[label]['delta']['value']:+.1f} ± {row[label]['delta']['stderr']:.1f}" in text
-            assert f"{row[label]['recovery']:.1f} %" in text
+            assert f"± {row[label]['delta']['stderr']:.1f} {row[label]['recovery']:.1f} " in text
     links = dict(re.findall(r'download="([^"]+)\.csv" href="([^"]+)"', page))
     head, *rows = table_of(html.unescape(links["deltas"]))
     assert head == ["", "one", "one: from", "one: to", "two", "two: from", "two: to"]
@@ -137,7 +146,7 @@ def test_training_is_shown_with_its_receipt(make_run: Callable[..., Path]) -> No
     runs = [make_run("a", record={"data_read": read}), make_run("b", scale=0.4, recipe={"lora": {"rank": 4}})]
     page = to_html({}, group_runs(read_runs(runs)))
     text = text_of(page)
-    assert "2 training runs" in text and "wiki 0.2500 1,024 0.2600 0.5000 0" in text and "LoRA of rank 4" in text
+    assert "2 training runs" in text and "wiki 25.00% 26.00% 1,024 0.500 0" in text and "LoRA of rank 4" in text
     (link,) = re.findall(r'download="held-out-ratio\.csv" href="([^"]+)"', page)
     head, *rows = table_of(html.unescape(link))
     assert head == ["training tokens", "a", "b"] and [int(row[0]) for row in rows] == [0, 96, 192]
@@ -173,6 +182,67 @@ def test_smoothed_curves_say_so_and_exact_ones_are_not_smoothed(make_run: Callab
     assert charts_of(short)["log-loss"].note == ""
 
 
+@pytest.mark.parametrize("window", [1, 3, 11, 99])
+def test_the_running_median_is_one(window: int) -> None:
+    draw_one = random.Random(window)
+    values = [draw_one.choice([draw_one.random(), 0.5]) for _ in range(60)]
+    half = window // 2
+    assert running_median(values, window) == [
+        statistics.median(values[max(0, index - half) : index + half + 1]) for index in range(60)
+    ]
+
+
+@pytest.fixture
+def drawn(unrendered: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """What curves were drawn with, by the names of their charts: the y axis and the bands."""
+    found: dict[str, dict[str, Any]] = {}
+    line = training_module.line_chart
+
+    def note(name: str, title: str, series: Any, x: Axis, y: Axis, *rest: Any, **more: Any) -> Chart:
+        found[name] = more | {"y": y}
+        return line(name, title, series, x, y, *rest, **more)
+
+    monkeypatch.setattr(training_module, "line_chart", note)
+    return found
+
+
+def test_curves_are_the_logs_numbers(make_run: Callable[..., Path], log_lines: Any, drawn: dict[str, Any]) -> None:
+    lines = log_lines(6, 3, 0.3)
+    lines[4] |= {"dropped": "the loss is not finite", "loss": None}
+    lines[3]["validation"]["kl"] = lines[0]["validation"]["kl"] / 11
+    found = charts_of(make_run("run", lines=lines))
+    kept = [line for line in lines[1:] if line["step"] != 4]
+    assert found["log-kl"].body == [[line["tokens"], line["kl"]] for line in kept]
+    assert (found["log-kl"].title, found["log-balance_loss"].title) == ("KL to the base", "Load-balance loss")
+    assert (
+        drawn["held-out-kl"]["y"].log == 10 and drawn["held-out-ratio"]["y"].log is None
+    )  # a wide range, a narrow one
+
+
+def test_a_group_has_its_mean_and_a_band(make_run: Callable[..., Path], drawn: dict[str, Any]) -> None:
+    scales = (0.3, 0.32, 0.37)
+    found = charts_of(*(make_run(f"run-s{seed}", seed=seed, scale=scale) for seed, scale in enumerate(scales)))
+    chart = found["held-out-kl"]
+    assert chart.head == ["training tokens", "run, seed 0", "run, seed 1", "run, seed 2", "run, mean"]
+    means = [statistics.mean(scales) / (step + 2) for step in (0, 3, 6)]
+    assert [row[-1] for row in chart.body] == pytest.approx(means)
+    (band,) = drawn["held-out-kl"]["bands"].values()
+    std = statistics.stdev(scales)
+    assert band[0] == (0, pytest.approx(means[0] - std / 2), pytest.approx(means[0] + std / 2))
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_router_health_is_the_last_one(make_run: Callable[..., Path], log_lines: Any, routing: Any) -> None:
+    lines = log_lines(6, 3, 0.3)
+    lines[3]["routing"] = routing([[0.1, 0.2], [0.3], []], None)
+    lines[6]["routing"] = routing([[0.0, 1.0], [0.4], []], [0.5, 0.2, 0.0])
+    found = charts_of(make_run("run", lines=lines))
+    assert found["load-0"].body == [["0", 0.0, 1.0], ["1", 0.4], ["2"]]
+    assert "Dead heads, which no token selects: 1." in found["load-0"].note
+    assert found["routers-changed"].body == [[0, 0.5], [1, 0.2]]
+    assert found["routers-entropy"].body == [[0, 0.9], [1, pytest.approx(0.8)]]
+
+
 @pytest.mark.usefixtures("unrendered")
 def test_a_run_without_a_base_has_its_held_out_curve(make_run: Callable[..., Path]) -> None:
     lines = [{"step": step, "validation": {"tokens": 512, "perplexity": 30.0 - step}} for step in (0, 3, 6)]
@@ -191,10 +261,11 @@ def test_the_page_says_of_a_run_what_the_markdown_says(make_run: Callable[..., P
     one = make_run("one", seed=3, lines=lines, tail='{"step": 5, "lo', record={"status": "running"})
     runs = read_runs([one, make_run("two")])
     page = to_html({}, group_runs(runs))
-    text = text_of(page)
-    for run in runs:
-        for name, value in run_facts(summarise(run)).items():
-            assert f"{name} {value}" in text
+    text, document = text_of(page), build_document(None, group_runs(runs))
+    cells = [cell for line in render_markdown(document).splitlines() if line[:2] == "| " for cell in line.split(" | ")]
+    assert len(cells) > 100
+    for cell in cells:
+        assert html.unescape(cell).strip("|- :").replace("`", "").replace("\\", "") in text
     for part in ("running: not finished", "1 (2: the loss is not finite)", "line was cut short", "seed 3"):
         assert part in text
     assert 'class="warning"' not in page

@@ -151,8 +151,8 @@ def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, metho
     assert "When it was converted, with every head on each layer's output equalled the base's bit for bit" in proof
     assert f"with every head on, it has KL {found['all_heads']['kl']:#.3g} nats per token to the base" in proof
     assert "equals" not in proof
-    assert "ratio to the base's | KL to the base, nats" in sections["Recovery"]
-    assert f"with every head on, the saved model has KL {found['all_heads']['kl']:#.3g}." in sections["Recovery"]
+    assert "Ratio of perplexities and KL (nats per token): to the base." in sections["Recovery"]
+    assert f"With every head on, the saved model has KL {found['all_heads']['kl']:#.3g}." in sections["Recovery"]
 
 
 def test_the_first_run_is_against_the_base_that_the_model_is(place: Path, tune: Any) -> None:

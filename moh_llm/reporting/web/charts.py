@@ -4,12 +4,10 @@ The page's style sheet decides on colours, so that a chart follows the reader's 
 matplotlib draws in a placeholder colour comes out as a CSS variable.
 """
 
-import csv
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import quote
 
 import matplotlib.style
 from markupsafe import Markup
@@ -18,9 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from moh_llm.reporting.style import label, marker
+from moh_llm.reporting.document import Chart
 
-Cell = str | float | int | None
 Points = Sequence[tuple[float, float]]
 Interval = tuple[float, float | None, float | None]
 """A value and the ends of an interval around it, if they are known."""
@@ -30,6 +27,7 @@ INK, FAINT = "#0a0b01", "#0a0b02"
 SERIES = tuple(f"#0a0c{number:02x}" for number in range(1, 8))
 _VARIABLES = {INK: "--ink", FAINT: "--faint"} | {colour: f"--series-{n}" for n, colour in enumerate(SERIES, start=1)}
 _DASHES = ("-", "--", "-.", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _MAP = colormaps["cividis"].resampled(20)
 _WIDTH = 4.6  # inches; the page scales charts to their column
 _STYLE = {
@@ -55,33 +53,6 @@ _STYLE = {
     "legend.fontsize": 8,
     "svg.fonttype": "none",
 }
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A picture and its table.
-
-    Attributes:
-        name: unique on its page.
-        title: what is shown, with its unit.
-        note: how to read it, and which equation, table or figure it is; may be empty.
-        svg: the picture.
-        head, body: the data behind it.
-    """
-
-    name: str
-    title: str
-    note: str
-    svg: Markup
-    head: list[str]
-    body: list[list[Cell]]
-
-    @property
-    def csv_link(self) -> str:
-        """The table as a `data:` address to download."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.head, *self.body])
-        return "data:text/csv;charset=utf-8," + quote(text.getvalue())
 
 
 @dataclass(frozen=True)
@@ -131,7 +102,7 @@ def line_chart(
         if len(series) > 1:
             _legend(figure, axes)
         svg = _svg(figure, name, title)
-    rows: dict[float, list[Cell]] = {}
+    rows: dict[float, list[str | float | int | None]] = {}
     for number, points in enumerate(series.values()):
         for at, value in points:
             rows.setdefault(at, [at, *[None] * len(series)])[1 + number] = value
@@ -228,6 +199,17 @@ def heat_map(
 def _figure(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     return figure, figure.subplots()
+
+
+def label(text: str, longest: int = 42) -> str:
+    """A name as a chart can show it: short enough, and neither a formula nor an entry that the legend hides."""
+    text = text if len(text) <= longest else "…" + text[1 - longest :]
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
+def marker(index: int) -> str:
+    """Marker of the series of that index: where the colours repeat, each gets another marker than before."""
+    return _MARKERS[(index + index // len(SERIES)) % len(_MARKERS)]
 
 
 def _place(name: str, order: Sequence[str], series: Iterable[str]) -> int:

@@ -1,37 +1,16 @@
 """What the routers of one model do, as charts and tables: see `moh_llm.analysis` for each figure's definition."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from moh_llm.reporting.web.charts import Axis, Chart, Interval, heat_map, interval_chart, line_chart
+from moh_llm.reporting.document import Block, Chart, Charts, Heading, Table
+from moh_llm.reporting.web.charts import Axis, Interval, heat_map, interval_chart, line_chart
 
 Record = dict[str, Any]
 _LAYER = Axis("layer")
 
 
-@dataclass(frozen=True)
-class RouterPage:
-    """One model's charts, and two tables.
-
-    Attributes:
-        label: the model.
-        charts: load, scores, similarity, rank.
-        tokens: per token of the sentence the token, and whether each head is on.
-        token_layer: the layer of that table.
-        shared: ids of that layer's shared heads.
-        similarity: rows of Tab. B: what is compared, MoH, all heads on; empty where there is none.
-    """
-
-    label: str
-    charts: list[Chart]
-    tokens: list[tuple[str, list[bool]]]
-    token_layer: int
-    shared: list[int]
-    similarity: list[tuple[str, float, float]]
-
-
-def router_page(number: int, label: str, found: Record) -> RouterPage:
-    """The page of the ``number``-th model, from the record of its analysis."""
+def router_blocks(number: int, found: Record) -> list[Block]:
+    """Charts and tables of the ``number``-th model, from the record of its analysis."""
     name = f"m{number}"
     by_text, tokens = found["head_load_by_text"], found["token_heads"]
     charts = [_load(name, found), _load_by_text(name, by_text)]
@@ -40,10 +19,17 @@ def router_page(number: int, label: str, found: Record) -> RouterPage:
         quantiles = found["routing_scores"]["quantiles"]
         charts.append(_scores_by_text(name, quantiles, found["routing_scores_by_text"]))
     charts += [*_similarity(name, found), _rank(name, found["feature_rank"])]
-    table = list(zip(tokens["tokens"], tokens["on"][-1], strict=True))
-    return RouterPage(
-        label, charts, table, tokens["layers"][-1], by_text["shared_heads"], _similarity_rows(found["similarity"])
-    )
+    blocks: list[Block] = [Charts(charts)]
+    if similar := _similarity_rows(found["similarity"]):
+        blocks += [Heading("Similarity of heads, mean over layers (Tab. B)")]
+        blocks += [Table(["", "MoH", "all heads on"], similar)]
+    heads, shared = range(len(tokens["on"][-1][0])), by_text["shared_heads"]
+    rows = [
+        [token, *("shared" if head in shared else "on" if on[head] else "off" for head in heads)]
+        for token, on in zip(tokens["tokens"], tokens["on"][-1], strict=True)
+    ]
+    blocks.append(Heading(f"Heads that each token has on, layer {tokens['layers'][-1]}"))
+    return [*blocks, Table(["token", *map(str, heads)], rows, kind="tokens")]
 
 
 def _load(name: str, found: Record) -> Chart:
@@ -150,11 +136,11 @@ def _similarity(name: str, found: Record) -> list[Chart]:
     return charts
 
 
-def _similarity_rows(found: Record) -> list[tuple[str, float, float]]:
+def _similarity_rows(found: Record) -> list[list[str]]:
     rows = []
     for key, title in (("mean_patterns", "attention patterns"), ("mean_outputs", "head outputs")):
         if found["moh"][key] is not None and found["all_heads"][key] is not None:
-            rows.append((title, found["moh"][key], found["all_heads"][key]))
+            rows.append([title, f"{found['moh'][key]:.3f}", f"{found['all_heads'][key]:.3f}"])
     return rows
 
 

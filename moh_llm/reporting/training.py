@@ -1,0 +1,224 @@
+"""What reports and model cards say of training runs: recipe, receipt of the text, held-out scores, comparison."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from moh_llm.intervals import show_error, show_figure, show_number
+from moh_llm.records.lineage import REFERENCES, ReferenceKind, in_words
+from moh_llm.reporting.document import Block, Caution, Code, Details, Inline, Paragraph, Table, facts
+from moh_llm.reporting.groups import Group, compare, differences, reference_words, same_held_out_text
+from moh_llm.reporting.runs import Record, TrainingRun, number, summarise
+
+Pairs = list[tuple[str, Inline]]
+_OTHER_TEXT = "The runs were not scored on the same held-out text: compare only ratios, and with care."
+_NO_SCORES = "Not measured: the run scored no held-out text."
+# Dropped steps that are listed one by one.
+_LISTED = 10
+
+
+def comparison(groups: Sequence[Group]) -> list[Block]:
+    """Groups of runs, the keys in which they differ, and their scores at equal numbers of tokens."""
+    keys = differences(groups)
+    rows = [
+        [group.name, ", ".join(run.name for run in group.runs), ", ".join(str(run.seed) for run in group.runs)]
+        + [_short(by_group[group.name]) for by_group in keys.values()]
+        for group in groups
+    ]
+    blocks: list[Block] = [Table(["group", "runs", "seeds", *keys], rows, text=3 + len(keys))]
+    if len(groups) > 1:
+        about = "The columns after the seeds are the recipe keys that differ; those that change no curve are left out."
+        blocks.append(Paragraph(about if keys else "The groups have the same recipe, model, text and seed."))
+    if not same_held_out_text([run for group in groups for run in group.runs]):
+        blocks.append(Caution(_OTHER_TEXT))
+    body = []
+    for row in compare(groups):
+        tokens = f"{row['tokens']:,}" + (" (saved)" if row["saved_model"] else "")
+        for name, found in row["groups"].items():
+            figures = [
+                show_number(found["documents"], ","),
+                _spread(found["ratio"], "#.5g", found["ratio_interval"]),
+                _spread(found["kl"], "#.3g", found["kl_interval"]),
+                _spread(found["top1_agreement"], ".2f", factor=100),
+                _spread(found["perplexity"], "#.5g"),
+            ]
+            body.append([tokens, name, str(found["n"]), *figures])
+    if not body:
+        return [*blocks, Paragraph("No two runs have a score at the same number of tokens.")]
+    head = ["tokens", "group", "runs", "documents", "ratio", "KL", "same top-1 %", "perplexity"]
+    note = (
+        f"Ratio of perplexities and KL: to {reference_words(groups)[0]}. Mean ± standard deviation over the runs of a "
+        "group; of a single run, in brackets, the 95 % interval over the held-out documents; (saved): the saved "
+        "models, as they stand on disk."
+    )
+    return [*blocks, Table(head, body, text=2), Paragraph(note)]
+
+
+def run_blocks(run: TrainingRun) -> list[Block]:
+    """The facts, the scores and the receipt of one run."""
+    found, speeds = summarise(run), run.points("timing.tokens_per_second")[1]
+    status = found["status"]
+    pairs: Pairs = [
+        ("folder", Code(found["folder"])),
+        ("status", status if status == "finished" else f"{status}: not finished, or stopped before its end"),
+        ("model", Code(found["model"])),
+        ("mixture", Code(found["mixture"])),
+        *recipe(run),
+        ("seconds of training", f"{found['seconds']:,.1f}"),
+    ]
+    if speeds:
+        pairs.append(("tokens per second (median)", f"{found['tokens_per_second']:,.5g}"))
+    if found["loss"]:
+        losses = [f"{which} {at['loss']:.4g} (step {at['step']:,})" for which, at in found["loss"].items()]
+        pairs.append(("loss", ", ".join(losses)))
+    if run.cut:
+        pairs.append(("log", "the last line was cut short and is left out"))
+    read = receipt(run)
+    return [facts(pairs), *held_out(run), *([Details("Receipt: the text that was read", [read])] if read else [])]
+
+
+def recipe(run: TrainingRun) -> Pairs:
+    """How a run trained, from its recipe and its log."""
+    given, last = run.recipe, run.lines[-1]
+    data, goal, optimizer, schedule = (given[key] for key in ("data", "objective", "optimizer", "schedule"))
+    batch = f"{data['batch_size']} sequences of {data['block_length']:,} tokens"
+    warmup = "1 step" if schedule["warmup_steps"] == 1 else f"{schedule['warmup_steps']:,} steps"
+    router_rate = optimizer["router_learning_rate"] or optimizer["learning_rate"]
+    lora, beta, betas = given["lora"], goal["balance_coefficient"], optimizer["betas"]
+    pairs: Pairs = [
+        ("objective", objective(goal["kind"], run.reference)),
+        ("tokens", f"{run.tokens_of(last):,}"),
+        ("steps", f"{last['step']:,} of {given['max_steps']:,}, each {batch}"),
+        ("weights trained", "all" if lora is None else f"LoRA of rank {lora['rank']}, merged, and the routers"),
+        ("highest learning rate", f"{optimizer['learning_rate']:g}, of the routers {router_rate:g}"),
+        ("schedule", f"{warmup} of warm-up, then cosine to {schedule['final_learning_rate']:g}"),
+        ("AdamW", f"betas {betas[0]:g} and {betas[1]:g}, weight decay {optimizer['weight_decay']:g}"),
+    ]
+    if optimizer["max_gradient_norm"] is not None:
+        pairs.append(("gradients clipped to norm", f"{optimizer['max_gradient_norm']:g}"))
+    if goal["kind"] == "distillation":
+        layer = goal["layer_coefficient"]
+        extra = f", layers' distance weighed {layer:g}" if layer else ""
+        pairs.append(("distillation", f"temperature {goal['temperature']:g}{extra}"))
+    model_beta = ("the model's ", Code("router_aux_loss_coef"))
+    pairs.append(("load-balance weight", model_beta if beta is None else f"{beta:g}"))
+    if schedule["anneal_steps"]:
+        pairs.append(("heads switched off over", f"{schedule['anneal_steps']:,} steps"))
+    if dropped := run.dropped:
+        listed = "; ".join(f"{step['step']:,}: {step['reason']}" for step in dropped[:_LISTED])
+        more = "; …" if len(dropped) > _LISTED else ""
+        pairs.append(("steps dropped as diverging", f"{len(dropped):,} ({listed}{more})"))
+    pairs += [("precision", given["mixed_precision"].replace("no", "float32")), ("seed", str(run.seed))]
+    if device := run.record.get("device"):
+        processes = run.record.get("processes") or 1
+        pairs.append(("device", f"{device}, {processes} process{'es' if processes > 1 else ''}"))
+    return pairs
+
+
+def objective(kind: str, teacher: ReferenceKind) -> str:
+    """An objective in words."""
+    words = {
+        "distillation": f"distillation, teacher: {REFERENCES[teacher]}",
+        "cross_entropy": "cross-entropy on the text",
+    }
+    return words.get(kind, kind)
+
+
+def receipt(run: TrainingRun, most: int | None = None) -> Table | None:
+    """What was read of each source: of an unfinished run what its last step had read; None where nobody knows.
+
+    ``most``: so many sources get a row, those that were read most first, and the others one together.
+    """
+    read = run.record.get("data_read")
+    if not isinstance(read, dict):
+        tokens = run.lines[-1].get("tokens_of_source") or {}
+        total = sum(tokens.values())
+        read = {name: {"tokens": count, "share": count / total if total else None} for name, count in tokens.items()}
+    ranked = sorted(read.items(), key=lambda item: -item[1]["tokens"])
+    shown = [(name, entry) for name, entry in ranked[:most]]
+    if others := [entry for _, entry in ranked[len(shown) :]]:
+        summed = {key: sum(entry[key] for entry in others) for key in ("weight", "share", "tokens", "repeated_tokens")}
+        shown.append((f"{len(others):,} others", summed))
+    forms = {"weight": ".2%", "share": ".2%", "tokens": ",.0f", "epochs": "#.3g", "repeated_tokens": ",.0f"}
+    rows = [
+        [Code(name), *(show_number(number(entry.get(key)), form) for key, form in forms.items())]
+        for name, entry in shown
+    ]
+    head = ["source", "planned share", "realised share", "tokens", "epochs", "repeated tokens"]
+    return Table(head, rows) if rows else None
+
+
+def held_out(run: TrainingRun, most: int | None = None) -> list[Block]:
+    """Scores on held-out text over training, the saved model's last, and what they are of.
+
+    ``most``: to so many, at least 2, the scores before the last are thinned out.
+    """
+    scores = run.scores
+    if most is not None and len(scores) > most:
+        kept = {round(index * (len(scores) - 1) / (most - 1)) for index in range(most)}
+        scores = [scores[index] for index in sorted(kept)]
+    saved = run.saved_score
+    if saved:
+        scores = [*scores, saved | {"routing": None}]
+    if not scores:
+        return [Paragraph(_NO_SCORES)]
+    figures = {
+        "perplexity": ("perplexity", "#.5g"),
+        "reference's": ("reference_perplexity", "#.5g"),
+        "ratio": ("ratio", "#.5g"),
+        "KL": ("kl", "#.3g"),
+    }
+    rows = []
+    for score in scores:
+        health = score["routing"] or dict.fromkeys(("dead_heads", "routed_heads", "lowest_entropy", "changed"))
+        dead = health["dead_heads"]
+        rows.append(
+            [
+                f"{score['tokens']:,}" + (" (saved model)" if score is scores[-1] and saved else ""),
+                show_number(score["held_out_documents"], ","),
+                *(show_figure(score[key], score.get(f"{key}_interval"), form) for key, form in figures.values()),
+                show_number(score["top1_agreement"], ".2f", 100),
+                "-" if dead is None else f"{dead} of {health['routed_heads']}",
+                show_number(health["lowest_entropy"], ".3f"),
+                show_number(health["changed"], ".2f", 100),
+            ]
+        )
+    routers = ["dead heads", "lowest routing entropy", "tokens with other heads %"]
+    table = Table(["tokens", "documents", *figures, "same top-1 %", *routers], rows, text=0)
+    return [table.without_empty_columns(), Paragraph(_held_out_note(run, scores[-1]))]
+
+
+def _held_out_note(run: TrainingRun, last: Record) -> str:
+    tokens, saved = last["held_out_tokens"], run.saved_score
+    size = "" if tokens is None else f"{tokens:,} tokens of "
+    notes = [f"Scored on {size}text that the same mixture holds out, with the head budget of the step."]
+    if run.compares:
+        notes.append(f"Ratio of perplexities and KL (nats per token): to {in_words([run.reference])[0]}.")
+    if last["kl_interval"] or last["ratio_interval"]:
+        notes.append("In brackets: 95 % intervals by bootstrap over the documents.")
+    if run.floor is not None:
+        notes.append(
+            f"Floor: before the first step, with every head on, KL was {show_number(run.floor, '#.2g')}, which the "
+            "precisions of student and teacher alone leave."
+        )
+    if run.compares and saved and saved["dtype"]:
+        notes.append(f"The saved model and what it is compared with were scored in {saved['dtype']}.")
+    if saved and saved["all_heads_kl"] is not None:
+        notes.append(f"With every head on, the saved model has KL {show_number(saved['all_heads_kl'], '#.3g')}.")
+    return " ".join(notes)
+
+
+def _spread(found: Record | None, form: str, bounds: Sequence[float] | None = None, factor: float = 1) -> str:
+    """Mean and deviation of a group, or the interval of its only run."""
+    if found is None:
+        return "-"
+    if found["std"] is not None:
+        return show_error(found["mean"] * factor, found["std"] * factor, form, "#.2g")
+    return show_figure(found["mean"] * factor, bounds, form)
+
+
+def _short(value: Any) -> str:
+    """A recipe's value in few characters."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "")

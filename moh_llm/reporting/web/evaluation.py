@@ -1,0 +1,84 @@
+"""An evaluation as charts: scores, and what a model costs against its dense base (in the form of Tab. 7).
+
+Needs matplotlib.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moh_llm.evaluation.verdict import base_of
+from moh_llm.reporting.document import Chart, Table
+from moh_llm.reporting.web.charts import Axis, Interval, interval_chart, line_chart
+
+Record = dict[str, Any]
+
+
+def score_charts(report: Record) -> list[Chart]:
+    """Differences to the base, and scores, of each benchmark with 95 % intervals."""
+    rows = report["benchmarks"]
+    names, labels = [row["name"] for row in rows], list(report["models"])
+    compared = [label for label in labels if base_of(report, label)]
+    deltas = {label: [_interval(row.get(label, {}).get("delta")) for row in rows] for label in compared}
+    scores = {label: [_interval(row.get(label)) for row in rows] for label in labels}
+    charts = []
+    if any(any(values) for values in deltas.values()):
+        note = "With 95 % intervals, from the differences on the same items. Left of the line: worse than the base."
+        title, unit = "Difference to the base", "points (percent)"
+        charts.append(interval_chart("deltas", title, names, deltas, unit, note, zero=True, order=labels))
+    if any(any(values) for values in scores.values()):
+        charts.append(interval_chart("scores", "Scores", names, scores, "percent", "With 95 % intervals."))
+    return charts
+
+
+def head_table(analyses: Mapping[str, Record]) -> Table:
+    """Per model: its name, heads on per layer, their mean share, measured device and dtype."""
+    rows = []
+    for label, found in analyses.items():
+        on, heads = found["num_active"], found["heads"]
+        spread = str(on[0]) if len(set(on)) == 1 else f"{min(on)} to {max(on)}"
+        share = sum(on) / (heads * len(on))
+        rows.append([label, f"{spread} of {heads}", f"{share:.1%}", f"{found['device']}, {found['dtype']}"])
+    return Table(["model", "heads on per layer", "of all", "measured on"], rows, text=4)
+
+
+def cost_charts(analyses: Mapping[str, Record], order: Sequence[str]) -> list[Chart]:
+    """Theoretical FLOPs and measured seconds of one forward pass, as ratios to the dense base and as they are.
+
+    ``order``: the report's models, which have the same colours in all of its charts.
+    """
+    length = Axis("tokens", log=2)
+    kinds = {
+        "flops": (
+            "Theoretical FLOPs of a forward pass",
+            "FLOPs",
+            "Of heads that are off what can be skipped is not counted.",
+        ),
+        "seconds": (
+            "Measured time of a forward pass",
+            "seconds",
+            "Model and base, the same weights through its own attention, take turns on the same device. A model "
+            "whose heads are all computed and then masked is no faster than its base.",
+        ),
+    }
+    charts = []
+    for key, (title, unit, note) in kinds.items():
+        ratios = {label: [(c["length"], c["moh"] / c["dense"]) for c in a[key]] for label, a in analyses.items()}
+        values = {label: [(cost["length"], cost["moh"]) for cost in a[key]] for label, a in analyses.items()}
+        dense = {label: [(cost["length"], cost["dense"]) for cost in a[key]] for label, a in analyses.items()}
+        one = all(costs == next(iter(dense.values())) for costs in dense.values())
+        values |= {"dense base" if one else f"{label}'s dense base": costs for label, costs in dense.items()}
+        if any(ratios.values()):
+            heading, ratio = f"{title}, ratio to the base's", Axis("ratio")
+            charts += [
+                line_chart(f"{key}-ratio", heading, ratios, length, ratio, note, reference=1, order=order),
+                line_chart(key, title, values, length, Axis(unit, log=10), order=order),
+            ]
+    return charts
+
+
+def _interval(figures: Record | None) -> Interval | None:
+    """A score with its 95 % interval."""
+    if not figures:
+        return None
+    value, error = figures["value"], figures["stderr"]
+    return (value, None, None) if error is None else (value, value - 1.96 * error, value + 1.96 * error)
