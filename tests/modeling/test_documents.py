@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.masking_utils import create_causal_mask
 
+from moh_llm.kernels.head_sparse import first_seen
 from moh_llm.modeling import MoHLlamaForSequenceClassification
-from moh_llm.modeling.documents_moh import first_seen, first_tokens
+from moh_llm.modeling.routing_moh import first_tokens
 
 _spec = importlib.util.spec_from_file_location("naive", Path(__file__).with_name("naive.py"))
 naive = importlib.util.module_from_spec(_spec)

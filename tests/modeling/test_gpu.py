@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moh_llm.modeling.head_sparse_decoding_moh import head_sparse_decoding
-from moh_llm.modeling.head_sparse_lists_moh import selected_positions
-from moh_llm.modeling.head_sparse_moh import head_sparse_attention
+from moh_llm.kernels.head_sparse import head_sparse_attention
+from moh_llm.kernels.head_sparse_decoding import head_sparse_decoding
+from moh_llm.kernels.head_sparse_lists import selected_positions
 
 pytestmark = [
     pytest.mark.gpu,

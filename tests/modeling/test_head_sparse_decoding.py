@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from moh_llm.modeling import head_sparse_decoding_moh as decoding
-from moh_llm.modeling.head_sparse_decoding_moh import count_parts, head_sparse_decoding
+from moh_llm.kernels import head_sparse_decoding as decoding
+from moh_llm.kernels.head_sparse_decoding import count_parts, head_sparse_decoding
 from tests.modeling.test_head_sparse import DEVICE, TOLERANCES, distance, draw, reference
 
 

@@ -11,6 +11,7 @@ import textwrap
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModel
@@ -87,14 +88,12 @@ def engine(make_pair, tmp_path, monkeypatch):
         _, model = make_pair(**PLAN, **plan)
         config = AutoConfig.from_pretrained(tmp_path / "moh")
         config._attn_implementation = "engine"
-        with torch.device("meta"):
+        with init_empty_weights(include_buffers=False):
             served = AutoModel.from_config(config, dtype=torch.float32)
-        tables = served.rotary_emb.__class__(config=config)  # buffers are never on the meta device there
         replace_linear_layers(served)
         weights = load_file(tmp_path / "moh" / "model.safetensors")
         weights = {name.removeprefix("model."): weight for name, weight in weights.items() if name != "lm_head.weight"}
         served.load_state_dict(weights, assign=True)
-        served.rotary_emb = tables
         layers = {index: LayerAttention() for index in range(config.num_hidden_layers)}
         return model, served.eval(), layers
 
