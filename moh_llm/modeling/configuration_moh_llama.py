@@ -142,17 +142,15 @@ class MoHLlamaConfig(LlamaConfig):
                 f"moh_format={self.moh_format}: this code reads formats up to {FORMAT}; load the model with "
                 "trust_remote_code=True, by the code beside it, or pip install -U moh-llm"
             )
-        heads, layers = self.num_attention_heads, self.num_hidden_layers
+        heads, layers, group_size = self.num_attention_heads, self.num_hidden_layers, self.heads_per_group
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
         if self.head_fallback != "none" and self.router_score != "quantized":
             raise ValueError(f"head_fallback={self.head_fallback!r} needs router_score='quantized': a gate of 0 or 1")
-        for name in ("num_shared_heads", "num_active_heads"):
+        for name in ("num_shared_heads", "num_active_heads", "shared_heads"):
             if len(self._per_layer(name)) != layers:
                 raise ValueError(f"{name} has {len(self._per_layer(name))} entries for num_hidden_layers={layers}")
-        if self.shared_heads is not None and len(self.shared_heads) != layers:
-            raise ValueError(f"shared_heads has {len(self.shared_heads)} entries for num_hidden_layers={layers}")
 
         counts = zip(self._per_layer("num_shared_heads"), self._per_layer("num_active_heads"), strict=True)
         for layer, (shared, active) in enumerate(counts):
@@ -177,20 +175,13 @@ class MoHLlamaConfig(LlamaConfig):
                         f"shared_heads={ids} must be {shared} different head ids below "
                         f"num_attention_heads={heads} (layer {layer})"
                     )
-            self._validate_groups(layer, shared, active)
-
-    def _validate_groups(self, layer: int, shared: int, active: int) -> None:
-        """Raise `ValueError` unless a layer's shared and active heads, otherwise valid, are whole groups."""
-        group_size = self.heads_per_group
-        if group_size == 1:
-            return
-        rule = f"whole key-value groups of {group_size} heads, for routing_granularity='kv_group' (layer {layer})"
-        for name, count in (("num_shared_heads", shared), ("num_active_heads", active)):
-            if count % group_size:
-                raise ValueError(f"{name}={count} must be {rule}")
-        ids = self.shared_heads_per_layer[layer]
-        if ids != [head for head in range(self.num_attention_heads) if head - head % group_size in ids]:
-            raise ValueError(f"shared_heads={ids} must be {rule}")
+            rule = f"whole key-value groups of {group_size} heads, for routing_granularity='kv_group' (layer {layer})"
+            for name, count in (("num_shared_heads", shared), ("num_active_heads", active)):
+                if count % group_size:
+                    raise ValueError(f"{name}={count} must be {rule}")
+            ids = self.shared_heads_per_layer[layer]
+            if ids != [head for head in range(heads) if head - head % group_size in ids]:
+                raise ValueError(f"shared_heads={ids} must be {rule}")
 
 
 __all__ = ["MoHLlamaConfig"]

@@ -101,15 +101,9 @@ class MoHLlamaAttention(LlamaAttention):
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
+        dropout = self.attention_dropout if self.training else 0.0
         head_outputs, attn_weights = attention(
-            self,
-            queries,
-            keys,
-            values,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
+            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
         gate, head_outputs = gate.to(head_outputs.dtype), head_outputs.reshape(head_shape)
@@ -127,9 +121,7 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
     """Loading, initialisation and the head budget that all MoH models share."""
 
     config: MoHLlamaConfig
-    _can_record_outputs = LlamaPreTrainedModel._can_record_outputs | {
-        "router_logits": OutputRecorder(MoHRouter, index=0)
-    }
+    _can_record_outputs = LlamaPreTrainedModel._can_record_outputs | {"router_logits": OutputRecorder(MoHRouter)}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -159,14 +151,10 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         return [layer.self_attn.router for layer in model.layers]
 
     def set_active_heads(self, num_active_heads: int | Sequence[int] | None) -> None:
-        """Change how many heads a token uses, until the next call; the config keeps its numbers.
+        """Change how many heads a token uses, shared + Top-K, until the next call; the config keeps its numbers.
 
-        Args:
-            num_active_heads: shared + Top-K, one number for all layers or one per layer; `None`
-                goes back to the config's.
-
-        Raises:
-            ValueError: a number below a layer's shared heads, above its heads, or not of whole groups.
+        One number for all layers or one per layer; `None` goes back to the config's. Raises ValueError for a number
+        below a layer's shared heads, above its heads, or not of whole groups.
         """
         if num_active_heads is None:
             num_active_heads = self.config.active_heads_per_layer
@@ -179,12 +167,8 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
     def set_sparse_gate_gradient(self, kind: str) -> None:
         """Set which gradient the gate of a head that is off gets from that head's output, with "moh_sparse".
 
-        Args:
-            kind: `"exact"` (default), for which a training step computes these outputs in its forward pass, or
-                `"selected"`, none, which computes heads that are on only.
-
-        Raises:
-            ValueError: another word.
+        `"exact"` (default), for which a training step computes these outputs in its forward pass, or `"selected"`:
+        none, so that it computes heads that are on only. Raises ValueError for another word.
         """
         if kind not in GATE_GRADIENTS:
             raise ValueError(f"sparse_gate_gradient={kind!r} must be one of {', '.join(GATE_GRADIENTS)}")
@@ -227,14 +211,9 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         implementation = self.config._attn_implementation
         if inputs is not None and (self.config.head_fallback != "none" or implementation == HEAD_SPARSE):
+            paged = kwargs.get("cache") is not None
             kwargs["is_first"] = first_tokens(
-                inputs,
-                attention_mask,
-                position_ids,
-                past_key_values,
-                use_cache=bool(use_cache),
-                implementation=implementation,
-                paged=kwargs.get("cache") is not None,
+                inputs, attention_mask, position_ids, past_key_values, bool(use_cache), implementation, paged
             )
         return super().forward(
             input_ids=input_ids,
@@ -343,9 +322,4 @@ class MoHLlamaForSequenceClassification(GenericForSequenceClassification, MoHLla
         self.post_init()
 
 
-__all__ = [
-    "MoHLlamaForCausalLM",
-    "MoHLlamaForSequenceClassification",
-    "MoHLlamaModel",
-    "MoHLlamaPreTrainedModel",
-]
+__all__ = ["MoHLlamaForCausalLM", "MoHLlamaForSequenceClassification", "MoHLlamaModel", "MoHLlamaPreTrainedModel"]

@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, H query heads, R routed heads, G groups (the heads, o
 that they make up), U routed groups, D head size, C hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -27,11 +27,8 @@ def select_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def straight_through(hard: torch.Tensor | float, soft: torch.Tensor) -> torch.Tensor:
-    """The value of `hard` with the gradient of `soft` (Eq. 9 and 10).
-
-    The bracket is what makes the value exact: `soft - soft` is zero in every dtype, whereas
-    `(hard + soft) - soft` rounds.
-    """
+    """The value of `hard` with the gradient of `soft` (Eq. 9 and 10)."""
+    # The bracket makes the value exact: `soft - soft` is zero in every dtype, whereas `(hard + soft) - soft` rounds.
     return hard + (soft - soft.detach())
 
 
@@ -85,28 +82,22 @@ def first_tokens(
     implementation: str,
     paged: bool = False,
 ) -> torch.Tensor:
-    """Whether a token is the first that attention shows it, `[B or 1, T]`.
+    """Whether a token is the first that attention shows it, `[B or 1, T]`, found without waiting for the device.
 
-    This is what transformers' masks make of the same arguments. What a query sees counts, and not the
-    number of its position: logits do not depend on a shift of all positions.
+    This is what transformers' masks make of the model's arguments: what a query sees counts, and not the number of
+    its position. Where padding stands the answer may be either, since nothing reads it.
 
-    - A mask `[B, S]`: the first token of a row that is no padding. Documents are not told apart.
+    - A mask `[B, S]` of all keys: the first token of a row that is no padding. Documents are not told apart.
     - A mask `[B, 1 or H, T, S]` (boolean, or added to the scores): a query that sees one key.
     - No mask and no cache: the first token of a row, and where positions do not go on by one. With a
       cache the first token of a row only.
     - Flash attention tells documents apart in a batch of one row, with a cache, too, and in no other.
-    - Attention that keeps keys itself (serving engines, paged caches, masks that are no tensors): position 0.
+    - Attention that keeps keys itself (serving engines, `paged` caches, masks that are no tensors): position 0.
 
-    Nothing here waits for the device. Padding may be marked or not: what stands there reaches nothing.
-
-    Args:
-        inputs: `[B, T, ...]`.
-        attention_mask, position_ids, past_key_values: the model's arguments; positions `[B or 1, T]`.
-        use_cache: whether the call makes a cache where there is none.
-        implementation: the name of the attention implementation.
-        paged: whether keys and values are in a paged cache.
+    `inputs` are ids or embeddings `[B, T, ...]`, `use_cache` says whether the call makes a cache where there is none.
     """
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4:
+    is_tensor = isinstance(attention_mask, torch.Tensor)
+    if is_tensor and attention_mask.dim() == 4:
         visible = attention_mask != 0
         if attention_mask.is_floating_point():
             visible = attention_mask > torch.finfo(attention_mask.dtype).min / 2
@@ -114,16 +105,15 @@ def first_tokens(
     # As create_causal_mask has it: there is no mask for an attention that has registered no way to make one.
     keeps_keys = paged or implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
     masked = attention_mask is not None
-    if position_ids is not None and (keeps_keys or (masked and not isinstance(attention_mask, torch.Tensor))):
+    if position_ids is not None and (keeps_keys or (masked and not is_tensor)):
         return position_ids == 0
     before = 0 if past_key_values is None else past_key_values.get_seq_length()
     if isinstance(before, torch.Tensor):  # that of a static cache
         before = before.to(inputs.device)
     keys = torch.arange(inputs.shape[1], device=inputs.device)[None] + before
-    if masked and isinstance(attention_mask, torch.Tensor):
-        first = keys == (attention_mask != 0).int().argmax(-1, keepdim=True).to(inputs.device)
-    else:
-        first = keys == 0
+    if is_tensor:
+        keys = keys - (attention_mask != 0).int().argmax(-1, keepdim=True).to(inputs.device)
+    first = keys == 0
     is_flash = "flash" in implementation
     tells_apart = inputs.shape[0] == 1 if is_flash else not (masked or use_cache or past_key_values is not None)
     if tells_apart and position_ids is not None:
@@ -160,8 +150,8 @@ class MoHLinear(nn.Module):
 class IndexedModule(nn.Module):
     """A module with the buffer `index`, ids of heads or groups, which no checkpoint holds."""
 
-    def set_index(self, ids: Sequence[int]) -> None:
-        """Make the buffer."""
+    def __init__(self, ids: Iterable[int]):
+        super().__init__()
         self._ids = list(ids)
         self.register_buffer("index", torch.tensor(self._ids, dtype=torch.int64), persistent=False)
 
@@ -177,23 +167,18 @@ class MoHRouter(IndexedModule):
     `num_routed` and `num_active` count heads, `routed_groups` and `top_k` groups. `num_active` and
     `top_k` may be changed at run time (see `MoHLlamaPreTrainedModel.set_active_heads`); every
     other property follows from the config. `index` holds the shared groups, then the routed ones.
-
-    Args:
-        config: the model's configuration, already validated.
-        layer_idx: number of the layer.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
-        super().__init__()
-        shared, self.routed_heads = config.shared_heads_per_layer[layer_idx], config.routed_heads(layer_idx)
-        self.layer_idx = layer_idx
-        self.num_shared, self.num_routed = len(shared), len(self.routed_heads)
+        shared, routed = config.shared_heads_per_layer[layer_idx], config.routed_heads(layer_idx)
+        # Heads are sorted, so that those of a group follow each other.
+        super().__init__(head // config.heads_per_group for head in [*shared, *routed][:: config.heads_per_group])
+        self.layer_idx, self.routed_heads = layer_idx, routed
+        self.num_shared, self.num_routed = len(shared), len(routed)
         self.num_active, self.group_size = config.active_heads_per_layer[layer_idx], config.heads_per_group
         self.shared_groups, self.routed_groups = self.num_shared // self.group_size, self.num_routed // self.group_size
         self.top_k = self.top_k_of(self.num_active)
         self.router_type, self.router_score = config.router_type, config.router_score
-        heads = [*shared, *self.routed_heads]  # sorted each, so that those of a group follow each other
-        self.set_index([head // self.group_size for head in heads[:: self.group_size]])
 
         if self.router_type == "linear" and self.num_routed:
             self.routed = MoHLinear(config.hidden_size, self.routed_groups)
@@ -211,10 +196,8 @@ class MoHRouter(IndexedModule):
                 f"and num_attention_heads={heads} (layer {self.layer_idx})"
             )
         if active % group_size:
-            raise ValueError(
-                f"num_active_heads={active} must be whole key-value groups of {group_size} heads "
-                f"(layer {self.layer_idx})"
-            )
+            rule = f"whole key-value groups of {group_size} heads (layer {self.layer_idx})"
+            raise ValueError(f"num_active_heads={active} must be {rule}")
         return (active - self.num_shared) // group_size
 
     def forward(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,10 +232,8 @@ class MoHRouter(IndexedModule):
             return logits, gate if self.group_size == 1 else gate.repeat_interleave(self.group_size, dim=-1)
 
     def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
-        if not self.num_routed:
-            return hidden_states[..., :0]
         if self.router_type != "query_norm":
-            return self.routed(hidden_states)
+            return self.routed(hidden_states) if self.num_routed else hidden_states[..., :0]
         # The norm of a group's queries, side by side. Norms of all groups cost less than a copy of the routed queries.
         queries = query_states.unflatten(-2, (-1, self.group_size)).flatten(-2)
         norms = _at_least_float32(queries).norm(dim=-1).index_select(-1, self.index[self.shared_groups :])
@@ -271,17 +252,12 @@ class MoHFallback(IndexedModule):
     output projection in the head's place. A document's first token attends to nothing but itself: its
     heads are v, and so are its fallbacks. What it passes on, and what later tokens use as a sink, is
     thereby the base's, bit for bit.
-
-    Args:
-        config: the model's configuration, already validated.
-        layer_idx: number of the layer.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
-        super().__init__()
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         routed = config.routed_heads(layer_idx)
-        self.set_index(routed)
+        super().__init__(routed)
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.own_value = MoHLinear(config.hidden_size, len(routed))
         self.bias = nn.Parameter(torch.zeros(len(routed), config.head_dim))
 
@@ -328,16 +304,3 @@ class MoHFallback(IndexedModule):
         shape = list(routed.shape)
         shape[dim] = heads
         return routed.new_zeros(shape).index_copy(dim, self.index, routed)
-
-
-__all__ = [
-    "IndexedModule",
-    "MoHFallback",
-    "MoHLinear",
-    "MoHRouter",
-    "first_tokens",
-    "is_routing_weight",
-    "load_balancing_loss",
-    "select_top_k",
-    "straight_through",
-]

@@ -7,10 +7,7 @@ from moh_llm.kernels.head_sparse import head_sparse_attention
 from moh_llm.kernels.head_sparse_decoding import head_sparse_decoding
 from moh_llm.kernels.head_sparse_lists import selected_positions
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -19,13 +19,7 @@ PLANS = [
     {"router_type": "linear", "head_fallback": "value", "num_shared_heads": 1, "num_active_heads": [2, 3]},
     {"router_type": "linear", "num_shared_heads": 1, "num_active_heads": 2, "shared_heads": [[2], [3]]},
     {"router_type": "two_stage", "router_score": "weighted", "num_shared_heads": 2, "num_active_heads": 3},
-    {
-        "router_type": "linear",
-        "routing_granularity": "kv_group",
-        "head_fallback": "value",
-        "num_shared_heads": 0,
-        "num_active_heads": 2,
-    },
+    {"routing_granularity": "kv_group", "head_fallback": "value", "num_shared_heads": 0, "num_active_heads": 2},
 ]
 
 
@@ -147,6 +141,16 @@ def test_heads_that_few_or_many_tokens_chose():
 
 def test_the_cheaper_gradient_leaves_out_heads_that_are_off():
     compare(draw(1, 4, 2, 50, 50, 32, 0.5), all_heads=False)
+
+
+def test_the_gradient_of_the_gate_is_set_on_the_model(make_pair, ids, monkeypatch):
+    _, sparse = both(make_pair, **PLANS[1])
+    seen, attend = [], head_sparse.head_sparse_attention
+    monkeypatch.setattr(head_sparse, "head_sparse_attention", lambda *a: seen.append(a[-1]) or attend(*a))
+    for kind in ("exact", "selected"):
+        sparse.set_sparse_gate_gradient(kind)
+        sparse(ids[:1].to(DEVICE), use_cache=False)
+    assert seen == [True, True, False, False]
 
 
 def test_what_nobody_selected_does_not_reach_the_output():
