@@ -14,7 +14,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
 
-PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
+PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "shared_heads": [[2], [1]], "router_type": "linear"}
+PLAN |= {"head_fallback": "value"}
 LOAD = "for auto in AutoConfig, AutoModelForCausalLM: print(type(auto.from_pretrained({folder!r})).__module__)"
 CLASSES = ["moh_llm.modeling.configuration_moh_llama", "moh_llm.modeling.modeling_moh_llama"]
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2}
 PLANS = [
-    {"router_type": "query_norm"},
+    {"router_type": "query_norm", "shared_heads": [[2], [3]]},
     {"router_type": "linear", "head_fallback": "value"},
     {"router_type": "two_stage", "router_score": "weighted"},
 ]
@@ -72,11 +72,9 @@ def engine_attention(module, query, key, value, attention_mask, attention_instan
 
 def replace_linear_layers(module: nn.Module) -> None:
     """Put an engine's layers in place of linear ones."""
-    for name, child in module.named_children():
+    for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear):
-            setattr(module, name, Replicated(child))
-        else:
-            replace_linear_layers(child)
+            module.set_submodule(name, Replicated(child))
 
 
 @pytest.fixture
