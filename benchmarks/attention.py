@@ -35,11 +35,12 @@ import torch
 from attention_decoding import Stack, decode_rows
 from attention_peers import DEVICE, ON_CUDA, SIZES, Peer, Row, Shape
 
+from moh_llm.kernels import head_sparse_attention
+from moh_llm.kernels.head_sparse_kernels import triton
+from moh_llm.kernels.head_sparse_lists import selected_positions
+
 # Behind attention_peers, which sets what Triton reads when it is imported.
 from moh_llm.modeling import MoHLlamaConfig, MoHRouter
-from moh_llm.modeling.head_sparse_kernels_moh import triton
-from moh_llm.modeling.head_sparse_lists_moh import selected_positions
-from moh_llm.modeling.head_sparse_moh import head_sparse_attention
 
 TABLES = ("layer", "decode", "stack")
 DEFAULTS = {

@@ -24,9 +24,9 @@ from attention_peers import (
 )
 from transformers import AutoModel, DynamicCache, LlamaConfig
 
+from moh_llm.kernels.head_sparse_decoding import head_sparse_decoding
+from moh_llm.kernels.head_sparse_kernels import triton
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.modeling.head_sparse_decoding_moh import head_sparse_decoding
-from moh_llm.modeling.head_sparse_kernels_moh import triton
 
 VOCABULARY = 1024
 STEPS = 4  # tokens decoded in one call

@@ -9,7 +9,7 @@ for. The list is found whichever of the two packages is imported first.
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -30,35 +30,25 @@ class _Configurations(dict[str, Any]):
         return super().__getitem__(model_type)
 
 
-class _Loader(Loader):
-    """Loads transformers' list of configurations as ever, then adds the entry."""
-
-    def __init__(self, loader: Loader):
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """The module as the real loader makes it."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Fill the module, and add the entry."""
-        self._loader.exec_module(module)
-        _add_entry(module)
-
-
 class _Finder(MetaPathFinder):
     """Waits for the list to be imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The list's spec with our loader around its own; None for all other modules."""
+        """The list's spec, whose loader also adds the entry; None for all other modules."""
         if fullname != _LIST:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            fill = spec.loader.exec_module
+
+            def fill_and_add(module: ModuleType) -> None:
+                fill(module)
+                _add_entry(module)
+
+            spec.loader.exec_module = fill_and_add  # type: ignore[method-assign]
         return spec
 
 

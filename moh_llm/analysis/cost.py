@@ -13,8 +13,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
+from moh_llm.kernels import NAME as HEAD_SPARSE
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaPreTrainedModel
-from moh_llm.modeling.head_sparse_moh import NAME as HEAD_SPARSE
 
 
 @dataclass(frozen=True)

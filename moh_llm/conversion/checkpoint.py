@@ -21,10 +21,7 @@ from moh_llm.model_folder import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, save_te
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.lineage import NAME as LINEAGE
 
-REMOTE_CODE = (
-    *("configuration_moh_llama.py", "modeling_moh_llama.py", "routing_moh.py", "documents_moh.py"),
-    *("head_sparse_moh.py", "head_sparse_lists_moh.py", "head_sparse_kernels_moh.py", "head_sparse_decoding_moh.py"),
-)
+REMOTE_CODE = ("configuration_moh_llama.py", "modeling_moh_llama.py", "routing_moh.py")
 # Tokenizer, generation settings and licence go along; weights in other formats, records and the card do not.
 _KEPT_ENDINGS = (".json", ".txt", ".model", ".jinja")
 _REPLACED = {"config.json", INDEX_NAME, CONVERSION, LINEAGE}

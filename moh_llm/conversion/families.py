@@ -29,7 +29,6 @@ MOH_FIELDS = {
     "router_aux_loss_coef",
     "output_router_logits",
     "head_fallback",
-    "sparse_gate_gradient",
     "moh_format",
 }
 _FORGOTTEN = {"model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"}

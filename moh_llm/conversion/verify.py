@@ -159,7 +159,7 @@ def routed_as(
     attentions = [layer.self_attn for layer in getattr(model, "model", model).layers]
     own = [(attention.router, attention.fallback) for attention in attentions]
     for number, attention in enumerate(attentions, first):
-        attention.router, attention.fallback = kind(config, number), None
+        attention.router, attention.fallback = kind(config, number).to(attention.q_proj.weight.device), None
     try:
         yield
     finally:

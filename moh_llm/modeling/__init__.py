@@ -1,8 +1,7 @@
 """The model: the files beside this one travel with every checkpoint as its remote code.
 
-They are flat and import nothing but torch and transformers, and Triton where it is. Importing this
-package registers the classes with the Auto classes, for loading (``AutoModelForCausalLM.from_pretrained``
-needs no ``trust_remote_code`` then) and for saving (``save_pretrained`` writes the files along).
+They are flat and import torch and transformers only. Importing this package registers the classes with the Auto
+classes, for loading without `trust_remote_code`, and for saving (`save_pretrained` writes the files along).
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -11,11 +11,12 @@ require_version("transformers>=5.2,!=5.3.0", "MoH models need another version: p
 # What this code can read. It grows when a field or a tensor changes its meaning, never with a patch release.
 # 2: routing_granularity="kv_group"; all else is still written as 1, which older code reads.
 FORMAT = 2
-ROUTER_TYPES = ("query_norm", "linear", "two_stage")
-ROUTER_SCORES = ("quantized", "weighted")
-FALLBACKS = ("none", "value")
-GATE_GRADIENTS = ("exact", "selected")
-ROUTING_UNITS = ("head", "kv_group")
+CHOICES = {
+    "router_type": ("query_norm", "linear", "two_stage"),
+    "router_score": ("quantized", "weighted"),
+    "routing_granularity": ("head", "kv_group"),
+    "head_fallback": ("none", "value"),
+}
 
 
 class MoHLlamaConfig(LlamaConfig):
@@ -58,10 +59,6 @@ class MoHLlamaConfig(LlamaConfig):
             `attention_bias`. Qwen2 has biases on queries, keys and values only.
         query_key_norm (`bool`):
             Whether queries and keys of each head are RMS-normalised before rotary embedding (Qwen3).
-        sparse_gate_gradient (`str`):
-            With `attn_implementation="moh_sparse"`, which gradient the gate of a head that is off
-            gets from that head's output: `"exact"`, for which training computes these outputs going
-            forward, or `"selected"`, none, which computes heads that are on only.
         moh_format (`int`):
             Version of what the fields and tensors mean. Code reads its own version and earlier ones.
             It is set to the lowest one that knows what the other fields ask for.
@@ -83,7 +80,6 @@ class MoHLlamaConfig(LlamaConfig):
     output_router_logits: bool = False
     attention_output_bias: bool | None = None
     query_key_norm: bool = False
-    sparse_gate_gradient: str = "exact"
     moh_format: int = 1
 
     # LLaMA's plan would give each device a part of the heads; Top-K is taken over all of a layer's.
@@ -94,6 +90,7 @@ class MoHLlamaConfig(LlamaConfig):
             raise ValueError(
                 f"{old[0]} was written by an earlier version of MoH-LLM; convert the base again: `moh-llm convert BASE`"
             )
+        kwargs.pop("sparse_gate_gradient", None)  # a setting of training, which earlier versions wrote
         super().__post_init__(**kwargs)
         heads, group_size = self.num_attention_heads, self.heads_per_group
         if self.num_shared_heads is None:
@@ -128,6 +125,11 @@ class MoHLlamaConfig(LlamaConfig):
             return [sorted(ids) for ids in self.shared_heads]
         return [list(range(n)) for n in self._per_layer("num_shared_heads")]
 
+    def routed_heads(self, layer_idx: int) -> list[int]:
+        """Sorted ids of a layer's routed heads."""
+        shared = set(self.shared_heads_per_layer[layer_idx])
+        return [head for head in range(self.num_attention_heads) if head not in shared]
+
     @property
     def active_heads_per_layer(self) -> list[int]:
         """Number of heads that each layer uses per token, shared heads included."""
@@ -140,28 +142,15 @@ class MoHLlamaConfig(LlamaConfig):
                 f"moh_format={self.moh_format}: this code reads formats up to {FORMAT}; load the model with "
                 "trust_remote_code=True, by the code beside it, or pip install -U moh-llm"
             )
-        heads, layers = self.num_attention_heads, self.num_hidden_layers
-        if self.router_type not in ROUTER_TYPES:
-            raise ValueError(f"router_type={self.router_type!r} must be one of {', '.join(ROUTER_TYPES)}")
-        if self.router_score not in ROUTER_SCORES:
-            raise ValueError(f"router_score={self.router_score!r} must be one of {', '.join(ROUTER_SCORES)}")
-        if self.routing_granularity not in ROUTING_UNITS:
-            raise ValueError(
-                f"routing_granularity={self.routing_granularity!r} must be one of {', '.join(ROUTING_UNITS)}"
-            )
-        if self.head_fallback not in FALLBACKS:
-            raise ValueError(f"head_fallback={self.head_fallback!r} must be one of {', '.join(FALLBACKS)}")
-        if self.sparse_gate_gradient not in GATE_GRADIENTS:
-            raise ValueError(
-                f"sparse_gate_gradient={self.sparse_gate_gradient!r} must be one of {', '.join(GATE_GRADIENTS)}"
-            )
+        heads, layers, group_size = self.num_attention_heads, self.num_hidden_layers, self.heads_per_group
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
         if self.head_fallback != "none" and self.router_score != "quantized":
             raise ValueError(f"head_fallback={self.head_fallback!r} needs router_score='quantized': a gate of 0 or 1")
-        for name in ("num_shared_heads", "num_active_heads"):
+        for name in ("num_shared_heads", "num_active_heads", "shared_heads"):
             if len(self._per_layer(name)) != layers:
                 raise ValueError(f"{name} has {len(self._per_layer(name))} entries for num_hidden_layers={layers}")
-        if self.shared_heads is not None and len(self.shared_heads) != layers:
-            raise ValueError(f"shared_heads has {len(self.shared_heads)} entries for num_hidden_layers={layers}")
 
         counts = zip(self._per_layer("num_shared_heads"), self._per_layer("num_active_heads"), strict=True)
         for layer, (shared, active) in enumerate(counts):
@@ -186,20 +175,13 @@ class MoHLlamaConfig(LlamaConfig):
                         f"shared_heads={ids} must be {shared} different head ids below "
                         f"num_attention_heads={heads} (layer {layer})"
                     )
-            self._validate_groups(layer, shared, active)
-
-    def _validate_groups(self, layer: int, shared: int, active: int) -> None:
-        """Raise `ValueError` unless a layer's shared and active heads, otherwise valid, are whole groups."""
-        group_size = self.heads_per_group
-        if group_size == 1:
-            return
-        rule = f"whole key-value groups of {group_size} heads, for routing_granularity='kv_group' (layer {layer})"
-        for name, count in (("num_shared_heads", shared), ("num_active_heads", active)):
-            if count % group_size:
-                raise ValueError(f"{name}={count} must be {rule}")
-        ids = self.shared_heads_per_layer[layer]
-        if ids != [head for head in range(self.num_attention_heads) if head - head % group_size in ids]:
-            raise ValueError(f"shared_heads={ids} must be {rule}")
+            rule = f"whole key-value groups of {group_size} heads, for routing_granularity='kv_group' (layer {layer})"
+            for name, count in (("num_shared_heads", shared), ("num_active_heads", active)):
+                if count % group_size:
+                    raise ValueError(f"{name}={count} must be {rule}")
+            ids = self.shared_heads_per_layer[layer]
+            if ids != [head for head in range(heads) if head - head % group_size in ids]:
+                raise ValueError(f"shared_heads={ids} must be {rule}")
 
 
 __all__ = ["MoHLlamaConfig"]

@@ -6,6 +6,7 @@ backend works unchanged. With all heads active and quantised scores the model is
 """
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -18,12 +19,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaMLP,
     LlamaModel,
     LlamaPreTrainedModel,
     LlamaRMSNorm,
-    LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
@@ -31,14 +29,10 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_moh_llama import MoHLlamaConfig
-from .documents_moh import first_tokens
+from .routing_moh import IndexedModule, MoHFallback, MoHLinear, MoHRouter, first_tokens, load_balancing_loss
 
-# Not used here: transformers 5.2 fetches the files that this one imports, and not what those import.
-from .head_sparse_decoding_moh import head_sparse_decoding  # noqa: F401
-from .head_sparse_kernels_moh import forward_kernel  # noqa: F401
-from .head_sparse_lists_moh import selected_positions  # noqa: F401
-from .head_sparse_moh import NAME as HEAD_SPARSE
-from .routing_moh import MoHFallback, MoHLinear, MoHRouter, load_balancing_loss
+HEAD_SPARSE = "moh_sparse"  # the attention implementation that `moh_llm.kernels` registers
+GATE_GRADIENTS = ("exact", "selected")
 
 
 class MoHLlamaAttention(LlamaAttention):
@@ -46,6 +40,8 @@ class MoHLlamaAttention(LlamaAttention):
 
     With fallbacks S_i for heads that are off: sum_i (g_i H_i + (1 - g_i) S_i) W_O^i.
     """
+
+    sparse_gate_gradient = "exact"  # see `MoHLlamaPreTrainedModel.set_sparse_gate_gradient`
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -105,15 +101,9 @@ class MoHLlamaAttention(LlamaAttention):
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
+        dropout = self.attention_dropout if self.training else 0.0
         head_outputs, attn_weights = attention(
-            self,
-            queries,
-            keys,
-            values,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
+            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
         gate, head_outputs = gate.to(head_outputs.dtype), head_outputs.reshape(head_shape)
@@ -127,29 +117,11 @@ class MoHLlamaAttention(LlamaAttention):
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
 
 
-class MoHLlamaDecoderLayer(LlamaDecoderLayer):
-    """A LLaMA decoder layer with Mixture-of-Head attention."""
-
-    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
-        # LlamaDecoderLayer's own __init__ would build a dense attention only to drop it.
-        super(LlamaDecoderLayer, self).__init__()
-        self.hidden_size = config.hidden_size
-        self.self_attn = MoHLlamaAttention(config, layer_idx)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-
 class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
     """Loading, initialisation and the head budget that all MoH models share."""
 
     config: MoHLlamaConfig
-    _no_split_modules = ["MoHLlamaDecoderLayer"]
-    _can_record_outputs = {
-        "router_logits": OutputRecorder(MoHRouter, index=0),
-        "hidden_states": MoHLlamaDecoderLayer,
-        "attentions": MoHLlamaAttention,
-    }
+    _can_record_outputs = LlamaPreTrainedModel._can_record_outputs | {"router_logits": OutputRecorder(MoHRouter)}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -158,6 +130,19 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
         if isinstance(module, MoHLinear | MoHFallback) and module.bias is not None:
             init.zeros_(module.bias)
+        if isinstance(module, IndexedModule):
+            module.reset_index()
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """The attention implementation to use; "moh_sparse" raises ImportError where MoH-LLM is not installed."""
+        if requested_attention == HEAD_SPARSE:
+            try:
+                importlib.import_module("moh_llm.kernels")
+            except ImportError as error:
+                raise ImportError(
+                    f"attn_implementation={HEAD_SPARSE!r} needs kernels of MoH-LLM: pip install moh-llm, or use 'sdpa'"
+                ) from error
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     @property
     def routers(self) -> list[MoHRouter]:
@@ -166,14 +151,10 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         return [layer.self_attn.router for layer in model.layers]
 
     def set_active_heads(self, num_active_heads: int | Sequence[int] | None) -> None:
-        """Change how many heads a token uses, until the next call; the config keeps its numbers.
+        """Change how many heads a token uses, shared + Top-K, until the next call; the config keeps its numbers.
 
-        Args:
-            num_active_heads: shared + Top-K, one number for all layers or one per layer; `None`
-                goes back to the config's.
-
-        Raises:
-            ValueError: a number below a layer's shared heads, above its heads, or not of whole groups.
+        One number for all layers or one per layer; `None` goes back to the config's. Raises ValueError for a number
+        below a layer's shared heads, above its heads, or not of whole groups.
         """
         if num_active_heads is None:
             num_active_heads = self.config.active_heads_per_layer
@@ -182,6 +163,18 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         top_k = [router.top_k_of(active) for router, active in zip(self.routers, num_active_heads, strict=True)]
         for router, active, k in zip(self.routers, num_active_heads, top_k, strict=True):
             router.num_active, router.top_k = active, k
+
+    def set_sparse_gate_gradient(self, kind: str) -> None:
+        """Set which gradient the gate of a head that is off gets from that head's output, with "moh_sparse".
+
+        `"exact"` (default), for which a training step computes these outputs in its forward pass, or `"selected"`:
+        none, so that it computes heads that are on only. Raises ValueError for another word.
+        """
+        if kind not in GATE_GRADIENTS:
+            raise ValueError(f"sparse_gate_gradient={kind!r} must be one of {', '.join(GATE_GRADIENTS)}")
+        for module in self.modules():
+            if isinstance(module, MoHLlamaAttention):
+                module.sparse_gate_gradient = kind
 
     @contextlib.contextmanager
     def all_heads_active(self) -> Iterator[None]:
@@ -198,15 +191,9 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
     """The decoder without a head on top; its forward pass is LLaMA's, whose layers also get the documents' starts."""
 
     def __init__(self, config: MoHLlamaConfig):
-        # LlamaModel's own __init__ would build dense layers only to drop them.
-        super(LlamaModel, self).__init__(config)
-        self.padding_idx = config.pad_token_id
-        self.vocab_size = config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList(MoHLlamaDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
-        self.gradient_checkpointing = False
+        super().__init__(config)
+        for index, layer in enumerate(self.layers):
+            layer.self_attn = MoHLlamaAttention(config, index)
         self.post_init()
 
     @merge_with_config_defaults
@@ -224,14 +211,9 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         implementation = self.config._attn_implementation
         if inputs is not None and (self.config.head_fallback != "none" or implementation == HEAD_SPARSE):
+            paged = kwargs.get("cache") is not None
             kwargs["is_first"] = first_tokens(
-                inputs,
-                attention_mask,
-                position_ids,
-                past_key_values,
-                use_cache=bool(use_cache),
-                implementation=implementation,
-                paged=kwargs.get("cache") is not None,
+                inputs, attention_mask, position_ids, past_key_values, bool(use_cache), implementation, paged
             )
         return super().forward(
             input_ids=input_ids,
@@ -340,9 +322,4 @@ class MoHLlamaForSequenceClassification(GenericForSequenceClassification, MoHLla
         self.post_init()
 
 
-__all__ = [
-    "MoHLlamaForCausalLM",
-    "MoHLlamaForSequenceClassification",
-    "MoHLlamaModel",
-    "MoHLlamaPreTrainedModel",
-]
+__all__ = ["MoHLlamaForCausalLM", "MoHLlamaForSequenceClassification", "MoHLlamaModel", "MoHLlamaPreTrainedModel"]

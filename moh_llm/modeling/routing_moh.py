@@ -1,13 +1,16 @@
-"""Routing of Mixture-of-Head attention: which heads a token uses, and by what factor.
+"""Routing of Mixture-of-Head attention: which heads a token uses, by what factor, and the fallbacks of the others.
 
-Shapes: B batch, T tokens, H query heads, S shared heads, R = H - S routed heads, U routed groups
-(the R heads, or the key-value groups that they make up), D head size, C hidden size.
+Shapes: B batch, T tokens, H query heads, R routed heads, G groups (the heads, or the key-value groups
+that they make up), U routed groups, D head size, C hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.generic import maybe_autocast
 
 from .configuration_moh_llama import MoHLlamaConfig
@@ -24,11 +27,8 @@ def select_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def straight_through(hard: torch.Tensor | float, soft: torch.Tensor) -> torch.Tensor:
-    """The value of `hard` with the gradient of `soft` (Eq. 9 and 10).
-
-    The bracket is what makes the value exact: `soft - soft` is zero in every dtype, whereas
-    `(hard + soft) - soft` rounds.
-    """
+    """The value of `hard` with the gradient of `soft` (Eq. 9 and 10)."""
+    # The bracket makes the value exact: `soft - soft` is zero in every dtype, whereas `(hard + soft) - soft` rounds.
     return hard + (soft - soft.detach())
 
 
@@ -73,10 +73,53 @@ def load_balancing_loss(
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
-def order_of_heads(shared: Sequence[int], routed: Sequence[int]) -> list[int] | None:
-    """Index that brings "shared heads, then routed heads" into the model's order; None where it is that already."""
-    order = [*shared, *routed]
-    return None if order == sorted(order) else [order.index(head) for head in range(len(order))]
+def first_tokens(
+    inputs: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    past_key_values: Cache | None,
+    use_cache: bool,
+    implementation: str,
+    paged: bool = False,
+) -> torch.Tensor:
+    """Whether a token is the first that attention shows it, `[B or 1, T]`, found without waiting for the device.
+
+    This is what transformers' masks make of the model's arguments: what a query sees counts, and not the number of
+    its position. Where padding stands the answer may be either, since nothing reads it.
+
+    - A mask `[B, S]` of all keys: the first token of a row that is no padding. Documents are not told apart.
+    - A mask `[B, 1 or H, T, S]` (boolean, or added to the scores): a query that sees one key.
+    - No mask and no cache: the first token of a row, and where positions do not go on by one. With a
+      cache the first token of a row only.
+    - Flash attention tells documents apart in a batch of one row, with a cache, too, and in no other.
+    - Attention that keeps keys itself (serving engines, `paged` caches, masks that are no tensors): position 0.
+
+    `inputs` are ids or embeddings `[B, T, ...]`, `use_cache` says whether the call makes a cache where there is none.
+    """
+    is_tensor = isinstance(attention_mask, torch.Tensor)
+    if is_tensor and attention_mask.dim() == 4:
+        visible = attention_mask != 0
+        if attention_mask.is_floating_point():
+            visible = attention_mask > torch.finfo(attention_mask.dtype).min / 2
+        return (visible.sum(-1) == 1).any(1).to(inputs.device)
+    # As create_causal_mask has it: there is no mask for an attention that has registered no way to make one.
+    keeps_keys = paged or implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    masked = attention_mask is not None
+    if position_ids is not None and (keeps_keys or (masked and not is_tensor)):
+        return position_ids == 0
+    before = 0 if past_key_values is None else past_key_values.get_seq_length()
+    if isinstance(before, torch.Tensor):  # that of a static cache
+        before = before.to(inputs.device)
+    keys = torch.arange(inputs.shape[1], device=inputs.device)[None] + before
+    if is_tensor:
+        keys = keys - (attention_mask != 0).int().argmax(-1, keepdim=True).to(inputs.device)
+    first = keys == 0
+    is_flash = "flash" in implementation
+    tells_apart = inputs.shape[0] == 1 if is_flash else not (masked or use_cache or past_key_values is not None)
+    if tells_apart and position_ids is not None:
+        restarts = position_ids.diff(dim=-1) != 1
+        first = first | torch.nn.functional.pad(restarts, (1, 0))
+    return first
 
 
 def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,38 +147,44 @@ class MoHLinear(nn.Module):
         return nn.functional.linear(hidden_states, self.weight.to(hidden_states.dtype), bias)
 
 
-class MoHRouter(nn.Module):
+class IndexedModule(nn.Module):
+    """A module with the buffer `index`, ids of heads or groups, which no checkpoint holds."""
+
+    def __init__(self, ids: Iterable[int]):
+        super().__init__()
+        self._ids = list(ids)
+        self.register_buffer("index", torch.tensor(self._ids, dtype=torch.int64), persistent=False)
+
+    def reset_index(self) -> None:
+        """Fill the buffer again, after loading that made the module on the meta device."""
+        init.copy_(self.index, torch.tensor(self._ids, dtype=torch.int64))
+
+
+class MoHRouter(IndexedModule):
     """Scores the routed groups of one layer and builds the gate of all heads.
 
     A group is what is on or off as one: `group_size` heads, 1 or a key-value group's. `num_shared`,
     `num_routed` and `num_active` count heads, `routed_groups` and `top_k` groups. `num_active` and
     `top_k` may be changed at run time (see `MoHLlamaPreTrainedModel.set_active_heads`); every
-    other property follows from the config.
-
-    Args:
-        config: the model's configuration, already validated.
-        layer_idx: number of the layer.
+    other property follows from the config. `index` holds the shared groups, then the routed ones.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
-        super().__init__()
-        shared = config.shared_heads_per_layer[layer_idx]
-        routed = [head for head in range(config.num_attention_heads) if head not in set(shared)]
-        self.layer_idx = layer_idx
+        shared, routed = config.shared_heads_per_layer[layer_idx], config.routed_heads(layer_idx)
+        # Heads are sorted, so that those of a group follow each other.
+        super().__init__(head // config.heads_per_group for head in [*shared, *routed][:: config.heads_per_group])
+        self.layer_idx, self.routed_heads = layer_idx, routed
         self.num_shared, self.num_routed = len(shared), len(routed)
         self.num_active, self.group_size = config.active_heads_per_layer[layer_idx], config.heads_per_group
-        self.routed_groups, self.top_k = self.num_routed // self.group_size, self.top_k_of(self.num_active)
+        self.shared_groups, self.routed_groups = self.num_shared // self.group_size, self.num_routed // self.group_size
+        self.top_k = self.top_k_of(self.num_active)
         self.router_type, self.router_score = config.router_type, config.router_score
-        # Python lists, not buffers: they need no care when weights are loaded on the meta device. Heads are sorted, so
-        # that those of a group follow each other.
-        self.routed_heads = routed
-        self.head_order = order_of_heads(shared, routed)
 
         if self.router_type == "linear" and self.num_routed:
             self.routed = MoHLinear(config.hidden_size, self.routed_groups)
         if self.router_type == "two_stage":
             self.routed = MoHLinear(config.hidden_size, self.routed_groups, bias=False)
-            self.shared = MoHLinear(config.hidden_size, self.num_shared // self.group_size, bias=False)
+            self.shared = MoHLinear(config.hidden_size, self.shared_groups, bias=False)
             self.stage = MoHLinear(config.hidden_size, 2, bias=False)
 
     def top_k_of(self, active: int) -> int:
@@ -147,10 +196,8 @@ class MoHRouter(nn.Module):
                 f"and num_attention_heads={heads} (layer {self.layer_idx})"
             )
         if active % group_size:
-            raise ValueError(
-                f"num_active_heads={active} must be whole key-value groups of {group_size} heads "
-                f"(layer {self.layer_idx})"
-            )
+            rule = f"whole key-value groups of {group_size} heads (layer {self.layer_idx})"
+            raise ValueError(f"num_active_heads={active} must be {rule}")
         return (active - self.num_shared) // group_size
 
     def forward(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,7 +218,7 @@ class MoHRouter(nn.Module):
             logits = self._routed_logits(hidden_states, query_states)
             selected = select_top_k(logits, self.top_k)
             routed_score = logits.softmax(-1)
-            shared_score = logits.new_ones(*logits.shape[:-1], self.num_shared // self.group_size)
+            shared_score = logits.new_ones(*logits.shape[:-1], self.shared_groups)
             if self.router_type == "two_stage":  # Eq. 5 and 6
                 shared_stage, routed_stage = self.stage(hidden_states).softmax(-1).split(1, dim=-1)
                 shared_score = shared_stage * self.shared(hidden_states).softmax(-1)
@@ -181,27 +228,22 @@ class MoHRouter(nn.Module):
                 gate = torch.cat([shared_score, selected * routed_score], dim=-1)
             else:
                 gate = torch.cat([straight_through(1.0, shared_score), straight_through(selected, routed_score)], -1)
-            if self.group_size > 1:
-                gate = gate.repeat_interleave(self.group_size, dim=-1)
-            return logits, gate if self.head_order is None else gate[..., self.head_order]
+            gate = torch.zeros_like(gate).index_copy(-1, self.index, gate)
+            return logits, gate if self.group_size == 1 else gate.repeat_interleave(self.group_size, dim=-1)
 
     def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
         if self.router_type != "query_norm":
-            if not self.num_routed:
-                return hidden_states[..., :0]
-            return self.routed(hidden_states)
-        first = self.head_order is None
-        routed = query_states[..., self.num_shared :, :] if first else query_states[..., self.routed_heads, :]
-        if self.group_size > 1:  # the norm of a group's queries, side by side
-            routed = routed.unflatten(-2, (self.routed_groups, self.group_size)).flatten(-2)
-        norms = _at_least_float32(routed).norm(dim=-1)
+            return self.routed(hidden_states) if self.num_routed else hidden_states[..., :0]
+        # The norm of a group's queries, side by side. Norms of all groups cost less than a copy of the routed queries.
+        queries = query_states.unflatten(-2, (-1, self.group_size)).flatten(-2)
+        norms = _at_least_float32(queries).norm(dim=-1).index_select(-1, self.index[self.shared_groups :])
         if self.routed_groups < 2:
             return norms  # one group has no spread to divide by, and nothing to compete with
         # Heads that are copies of one another have no spread: the quotient must stay finite all the same.
         return norms / norms.std(dim=-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).eps)
 
 
-class MoHFallback(nn.Module):
+class MoHFallback(IndexedModule):
     """What a routed head that is off contributes: b_h + a_h(x) v, with a_h linear in the layer's input x.
 
     v is the token's own value vector of the head's group. A head mostly attends to a few sink
@@ -210,20 +252,12 @@ class MoHFallback(nn.Module):
     output projection in the head's place. A document's first token attends to nothing but itself: its
     heads are v, and so are its fallbacks. What it passes on, and what later tokens use as a sink, is
     thereby the base's, bit for bit.
-
-    Args:
-        config: the model's configuration, already validated.
-        layer_idx: number of the layer.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
-        super().__init__()
-        shared = config.shared_heads_per_layer[layer_idx]
-        routed = [head for head in range(config.num_attention_heads) if head not in set(shared)]
-        self.num_shared = len(shared)
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        self.routed_heads = routed
-        self.head_order = order_of_heads(shared, routed)
+        routed = config.routed_heads(layer_idx)
+        super().__init__(routed)
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.own_value = MoHLinear(config.hidden_size, len(routed))
         self.bias = nn.Parameter(torch.zeros(len(routed), config.head_dim))
 
@@ -251,9 +285,9 @@ class MoHFallback(nn.Module):
         # Numbers per head are made first, and tensors of the heads' full size are added to in place (nothing that is
         # overwritten is needed for a gradient).
         share = torch.where(is_first, 1.0, self.own_value(hidden_states).to(dtype))
-        share = self._of_all_heads(share, (self.num_shared, 0)) * off
+        share = self._of_all_heads(share, -1, off.shape[-1]) * off
         level = torch.where(is_first, 0.0, off)
-        bias = self._of_all_heads(self.bias.to(dtype), (0, 0, self.num_shared, 0), dim=-2)
+        bias = self._of_all_heads(self.bias.to(dtype), 0, off.shape[-1])
         out = self._grouped(head_outputs, -2)
         # A tensor of its own in both cases, since what a view is added to in place costs a copy going backward.
         out = out.clone() if gated else out * self._grouped(gate).unsqueeze(-1)
@@ -262,23 +296,11 @@ class MoHFallback(nn.Module):
         return out.view(head_outputs.shape)
 
     def _grouped(self, heads: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The dimension of heads split into groups that share keys and values, and the heads of a group."""
-        return heads.unflatten(dim, (-1, self.groups))
+        """The dimension of heads split into key-value heads and the query heads that share each."""
+        return heads.unflatten(dim, (-1, self.num_key_value_groups))
 
-    def _of_all_heads(self, routed: torch.Tensor, padding: tuple[int, ...], dim: int = -1) -> torch.Tensor:
-        """What the routed heads have, with zeros for the shared ones, in the model's order."""
-        padded = nn.functional.pad(routed, padding)
-        if self.head_order is None:
-            return padded
-        return padded[..., self.head_order] if dim == -1 else padded[self.head_order]
-
-
-__all__ = [
-    "MoHFallback",
-    "MoHLinear",
-    "MoHRouter",
-    "is_routing_weight",
-    "load_balancing_loss",
-    "select_top_k",
-    "straight_through",
-]
+    def _of_all_heads(self, routed: torch.Tensor, dim: int, heads: int) -> torch.Tensor:
+        """What the routed heads have, in the model's order of all `heads`, with zeros for the shared ones."""
+        shape = list(routed.shape)
+        shape[dim] = heads
+        return routed.new_zeros(shape).index_copy(dim, self.index, routed)

@@ -11,11 +11,11 @@ from moh_llm.conversion.families import moh_fields
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import new_folder
+from moh_llm.kernels import NAME as HEAD_SPARSE
+from moh_llm.kernels import what_lacks
 from moh_llm.model_config import read_config
 from moh_llm.model_folder import licence_texts
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
-from moh_llm.modeling.head_sparse_moh import NAME as HEAD_SPARSE
-from moh_llm.modeling.head_sparse_moh import what_lacks
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.lineage import hash_weights

@@ -33,7 +33,7 @@ class TrainingStep(nn.Module):
     """
 
     # Where FSDP cuts.
-    _no_split_modules = ("MoHLlamaDecoderLayer",)
+    _no_split_modules = ("LlamaDecoderLayer",)
 
     def __init__(
         self,

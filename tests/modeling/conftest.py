@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from moh_llm.conversion.families import MOH_FIELDS
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 
 
@@ -15,18 +16,9 @@ def make_pair(make_llama, tmp_path) -> Callable[..., tuple[LlamaForCausalLM, MoH
 
     Keywords are config fields of either, and `dtype` and `attn_implementation` for loading.
     """
-    moh_fields = (
-        "num_shared_heads",
-        "num_active_heads",
-        "shared_heads",
-        "router_type",
-        "router_score",
-        "routing_granularity",
-        "head_fallback",
-    )
 
     def make(dtype=torch.float32, attn_implementation="sdpa", **fields):
-        plan = {key: fields.pop(key) for key in moh_fields if key in fields}
+        plan = {key: fields.pop(key) for key in MOH_FIELDS & fields.keys()}
         folder = make_llama(**fields)
         dense = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn_implementation)
         config = {k: v for k, v in dense.config.to_dict().items() if k not in ("model_type", "architectures", "dtype")}

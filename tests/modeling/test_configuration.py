@@ -14,37 +14,40 @@ def test_defaults_are_the_papers():
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "expected"),
+    ("heads", "kv_heads", "expected"),
     [(9, 3, (3, 6)), (32, 8, (16, 24)), (12, 2, (6, 6)), (4, 1, (0, 4)), (5, 5, (2, 3)), (8, 4, (4, 6))],
 )
-def test_defaults_are_rounded_down_to_whole_groups(heads, groups, expected):
-    config = MoHLlamaConfig(
-        **{"hidden_size": 4 * heads, "num_attention_heads": heads, "num_key_value_heads": groups},
-        **{"num_hidden_layers": 2, "routing_granularity": "kv_group"},
-    )
+def test_defaults_are_rounded_down_to_whole_groups(heads, kv_heads, expected):
+    size = {"hidden_size": 4 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = MoHLlamaConfig(**size, num_hidden_layers=2, routing_granularity="kv_group")
     assert (config.num_shared_heads, config.num_active_heads) == expected
-    assert config.heads_per_group == heads // groups
+    assert config.heads_per_group == heads // kv_heads
 
 
-def test_the_format_is_the_lowest_that_knows_the_fields(tmp_path):
+@pytest.mark.parametrize(("granularity", "version", "per_group"), [("kv_group", 2, 3), ("head", 1, 1)])
+def test_the_format_is_the_lowest_that_knows_the_fields(tmp_path, granularity, version, per_group):
     """Code of format 1 would pass over `routing_granularity` and misread the router."""
-    config = MoHLlamaConfig(**SIZE, routing_granularity="kv_group")
-    config.save_pretrained(tmp_path)
+    MoHLlamaConfig(**SIZE, routing_granularity=granularity).save_pretrained(tmp_path)
     again = MoHLlamaConfig.from_pretrained(tmp_path)
-    assert (again.moh_format, again.routing_granularity, again.heads_per_group) == (2, "kv_group", 3)
-    by_head = MoHLlamaConfig(**SIZE)
-    assert (by_head.moh_format, by_head.routing_granularity, by_head.heads_per_group) == (1, "head", 1)
+    assert (again.moh_format, again.routing_granularity, again.heads_per_group) == (version, granularity, per_group)
 
 
 def test_per_layer_counts_and_ids_survive_saving(tmp_path):
-    config = MoHLlamaConfig(
-        **SIZE, num_shared_heads=[1, 2], num_active_heads=[9, 4], shared_heads=[[8], [3, 0]], router_type="linear"
-    )
-    config.save_pretrained(tmp_path)
+    plan = {"num_shared_heads": [1, 2], "num_active_heads": [9, 4], "shared_heads": [[8], [3, 0]]}
+    MoHLlamaConfig(**SIZE, **plan, router_type="linear").save_pretrained(tmp_path)
     again = MoHLlamaConfig.from_pretrained(tmp_path)
-    assert again.active_heads_per_layer == [9, 4]
-    assert again.shared_heads_per_layer == [[8], [0, 3]]
-    assert again.router_type == "linear"
+    assert again.active_heads_per_layer == [9, 4] and again.shared_heads_per_layer == [[8], [0, 3]]
+    assert again.routed_heads(1) == [1, 2, 4, 5, 6, 7, 8] and again.router_type == "linear"
+
+
+def test_what_earlier_versions_wrote_is_dropped_or_refused():
+    assert "sparse_gate_gradient" not in MoHLlamaConfig(**SIZE, sparse_gate_gradient="selected").to_dict()
+    for name in ("head_stand_in", "routing_unit"):
+        with pytest.raises(ValueError, match=f"{name} was written by an earlier .* again: `moh-llm convert BASE`"):
+            MoHLlamaConfig(**SIZE, **{name: "none"})
+
+
+GROUPED = {"routing_granularity": "kv_group"}
 
 
 @pytest.mark.parametrize(
@@ -59,20 +62,17 @@ def test_per_layer_counts_and_ids_survive_saving(tmp_path):
         ({"shared_heads": [[0]]}, "shared_heads has 1 entries for num_hidden_layers=2"),
         (
             {"num_shared_heads": 1, "shared_heads": [[0], [9]]},
-            r"shared_heads=\[9\] must be 1 different head ids below num_attention_heads=9 \(layer 1\)",
+            r"\[9\] must be 1 different head ids .*=9 \(layer 1\)",
         ),
         ({"num_shared_heads": 2, "shared_heads": [[0, 0], [1, 2]]}, r"shared_heads=\[0, 0\] must be 2 different"),
         ({"routing_granularity": "group"}, "routing_granularity='group' must be one of head, kv_group"),
         (
-            {"routing_granularity": "kv_group", "num_shared_heads": 4, "num_active_heads": 6},
+            GROUPED | {"num_shared_heads": 4, "num_active_heads": 6},
             r"num_shared_heads=4 must be whole key-value groups of 3 heads, .* \(layer 0\)",
         ),
+        (GROUPED | {"num_active_heads": [6, 7]}, r"num_active_heads=7 must be whole .* \(layer 1\)"),
         (
-            {"routing_granularity": "kv_group", "num_active_heads": [6, 7]},
-            r"num_active_heads=7 must be whole .* \(layer 1\)",
-        ),
-        (
-            {"routing_granularity": "kv_group", "num_shared_heads": 3, "shared_heads": [[3, 4, 5], [2, 3, 4]]},
+            GROUPED | {"num_shared_heads": 3, "shared_heads": [[3, 4, 5], [2, 3, 4]]},
             r"shared_heads=\[2, 3, 4\] must be whole key-value groups of 3 heads, .* \(layer 1\)",
         ),
         ({"router_type": "norm"}, "router_type='norm' must be one of query_norm, linear, two_stage"),

@@ -1,8 +1,6 @@
 """Padding and packed documents against each document alone: by the naive loop, and by transformers' own masks."""
 
-import importlib.util
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.masking_utils import create_causal_mask
 
-from moh_llm.modeling import MoHLlamaForSequenceClassification
-from moh_llm.modeling.documents_moh import first_seen, first_tokens
-
-_spec = importlib.util.spec_from_file_location("naive", Path(__file__).with_name("naive.py"))
-naive = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(naive)
+from moh_llm.kernels.head_sparse import first_seen
+from moh_llm.modeling.routing_moh import first_tokens
+from tests.modeling import naive
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
 LENGTHS = [24, 17, 1, 0]
@@ -50,14 +45,10 @@ def check_rows(moh, got: torch.Tensor, ids: torch.Tensor, places: list[slice]) -
 @pytest.mark.parametrize(
     ("implementation", "fields"),
     [
-        ("sdpa", {}),
-        ("sdpa", {"num_key_value_heads": 4}),
-        ("sdpa", {"num_key_value_heads": 1}),
-        ("sdpa", {"head_fallback": "none"}),
-        ("eager", {}),
-        ("moh_sparse", {}),
+        *(("sdpa", {"num_key_value_heads": 1}), ("sdpa", {"num_key_value_heads": 4, "head_fallback": "none"})),
+        *(("sdpa", {}), ("eager", {}), ("moh_sparse", {})),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())) or "-",
+    ids=str,
 )
 def test_padded_rows_are_the_rows_alone(make_pair, ids, implementation, fields):
     if implementation == "moh_sparse":
@@ -112,53 +103,22 @@ def test_padded_rows_in_chunks_over_a_cache(make_pair, ids, cache):
     check_rows(moh, torch.cat(got, 1), ids, places)
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_cache": False}, {"prefill_chunk_size": 5}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({}, {"use_cache": False}, {"prefill_chunk_size": 5}, {"num_beams": 2}),
+        {"cache_implementation": "static", "disable_compile": True},
+    ],
+    ids=str,
+)
 def test_generation_of_padded_rows(make_pair, ids, settings):
     _, moh = make_pair(**PLAN)
-    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | settings
+    common = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     padded, mask, places = padded_rows(ids, "left")
-    together = moh.generate(padded[:3], attention_mask=mask[:3], **settings)[:, -6:]
+    together = moh.generate(padded[:3], attention_mask=mask[:3], **common, **settings)[:, -6:]
+    settings = {} if "cache_implementation" in settings else settings
     for row, place in enumerate(places[:3]):
-        assert torch.equal(together[row], moh.generate(padded[row : row + 1, place], **settings)[0, -6:])
-
-
-def test_generation_of_padded_rows_with_a_static_cache(make_pair, ids):
-    _, moh = make_pair(**PLAN)
-    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    padded, mask, places = padded_rows(ids, "left")
-    static = {"cache_implementation": "static", "disable_compile": True}
-    together = moh.generate(padded[:3], attention_mask=mask[:3], **settings, **static)[:, -4:]
-    for row, place in enumerate(places[:3]):
-        assert torch.equal(together[row], moh.generate(padded[row : row + 1, place], **settings)[0, -4:])
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_classes_of_padded_rows(make_pair, ids, side):
-    _, moh = make_pair(**PLAN, pad_token_id=0)
-    moh.config.num_labels = 5
-    classifier = MoHLlamaForSequenceClassification(moh.config).eval()
-    classifier.model = moh.model
-    padded, mask, places = padded_rows(ids, side)
-    with torch.no_grad():
-        together = classifier(padded[:3], attention_mask=mask[:3]).logits
-        for row, place in enumerate(places[:3]):
-            alone = classifier(padded[row : row + 1, place]).logits[0]
-            torch.testing.assert_close(together[row], alone, atol=1e-4, rtol=1e-4)
-
-
-def test_checkpointed_layers_give_the_same_gradients(make_pair, ids):
-    _, moh = make_pair(**PLAN)
-    padded, mask, _ = padded_rows(ids, "left")
-    labels, found = padded.masked_fill(mask.cumsum(1) < 2, -100), []  # no padding predicts a row's first token
-    for checkpointed in (False, True):
-        if checkpointed:
-            moh.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        moh.train().zero_grad()
-        moh(padded, attention_mask=mask, labels=labels).loss.backward()
-        found.append([weight.grad.clone() for weight in moh.parameters()])
-    assert all(map(torch.equal, *found))
-    # A row's loss is felt by nothing that its padding holds.
-    assert not moh.get_input_embeddings().weight.grad[0].any()
+        assert torch.equal(together[row], moh.generate(padded[row : row + 1, place], **common, **settings)[0, -6:])
 
 
 def test_compiled_and_exported_models_know_padding(make_pair, ids):
@@ -221,31 +181,23 @@ def test_first_tokens_are_those_that_transformers_masks_show_themselves_only():
     assert len(seen) >= 12  # of what is drawn each kind came
 
 
-def test_a_call_that_makes_a_cache_does_not_tell_documents_apart():
-    positions = torch.tensor([[0, 1, 0, 1]])
-    arguments = (torch.zeros(1, 4), None, positions, None)
-    assert first_tokens(*arguments, False, "sdpa").tolist() == [[True, False, True, False]]
-    assert first_tokens(*arguments, True, "sdpa").tolist() == [[True, False, False, False]]
-
-
-def test_flash_attention_tells_documents_of_a_single_row_apart():
-    positions = torch.tensor([[0, 1, 0, 1]])
-    for use_cache in (False, True):
-        one = first_tokens(torch.zeros(1, 4), None, positions, None, use_cache, "flash_attention_2")
-        assert one.tolist() == [[True, False, True, False]]
-        two = first_tokens(torch.zeros(2, 4), None, positions, None, use_cache, "flash_attention_2")
-        assert two.tolist() == [[True, False, False, False]]
-    past = DynamicCache()
-    past.update(torch.zeros(1, 1, 7, 2), torch.zeros(1, 1, 7, 2), 0)
-    behind = first_tokens(torch.zeros(1, 3), None, torch.tensor([[7, 8, 9]]), past, True, "flash_attention_2")
-    assert not behind.any()
-
-
-@pytest.mark.parametrize("how", [{"implementation": "an engine's"}, {"implementation": "sdpa", "paged": True}])
-def test_requests_that_go_on_have_no_first_token_where_keys_are_kept_elsewhere(how):
-    positions = torch.tensor([[8, 9, 0, 1, 30, 5]])  # a chunk, a new request, two that decode
-    got = first_tokens(torch.zeros(1, 6), None, positions, None, False, **how)
-    assert got.tolist() == [[False, False, True, False, False, False]]
+@pytest.mark.parametrize(
+    ("rows", "use_cache", "how", "expected"),
+    [
+        (1, False, {"implementation": "sdpa"}, [0, 2, 4, 5]),
+        (1, True, {"implementation": "sdpa"}, [0]),  # a call that makes a cache does not tell documents apart
+        (1, False, {"implementation": "flash_attention_2"}, [0, 2, 4, 5]),  # of a single row it does
+        (1, True, {"implementation": "flash_attention_2"}, [0, 2, 4, 5]),
+        (2, True, {"implementation": "flash_attention_2"}, [0]),
+        # Where keys are kept elsewhere: a chunk, a new request, two that decode.
+        (1, False, {"implementation": "an engine's"}, [2]),
+        (1, False, {"implementation": "sdpa", "paged": True}, [2]),
+    ],
+)
+def test_what_tells_documents_apart(rows, use_cache, how, expected):
+    positions = torch.tensor([[8, 9, 0, 1, 30, 5]])
+    got = first_tokens(torch.zeros(rows, 6), None, positions, None, use_cache, **how)
+    assert got.nonzero()[:, 1].tolist() == expected
 
 
 def test_nothing_waits_for_the_device():

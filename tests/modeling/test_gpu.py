@@ -3,14 +3,11 @@
 import pytest
 import torch
 
-from moh_llm.modeling.head_sparse_decoding_moh import head_sparse_decoding
-from moh_llm.modeling.head_sparse_lists_moh import selected_positions
-from moh_llm.modeling.head_sparse_moh import head_sparse_attention
+from moh_llm.kernels.head_sparse import head_sparse_attention
+from moh_llm.kernels.head_sparse_decoding import head_sparse_decoding
+from moh_llm.kernels.head_sparse_lists import selected_positions
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -6,9 +6,9 @@ Without a GPU the kernels run in Triton's interpreter; the same tests run compil
 import pytest
 import torch
 
-from moh_llm.modeling import head_sparse_moh
-from moh_llm.modeling.head_sparse_lists_moh import all_positions, selected_positions
-from moh_llm.modeling.head_sparse_moh import head_sparse_attention
+from moh_llm.kernels import head_sparse
+from moh_llm.kernels.head_sparse import head_sparse_attention
+from moh_llm.kernels.head_sparse_lists import all_positions, selected_positions
 
 pytest.importorskip("triton")
 
@@ -19,13 +19,7 @@ PLANS = [
     {"router_type": "linear", "head_fallback": "value", "num_shared_heads": 1, "num_active_heads": [2, 3]},
     {"router_type": "linear", "num_shared_heads": 1, "num_active_heads": 2, "shared_heads": [[2], [3]]},
     {"router_type": "two_stage", "router_score": "weighted", "num_shared_heads": 2, "num_active_heads": 3},
-    {
-        "router_type": "linear",
-        "routing_granularity": "kv_group",
-        "head_fallback": "value",
-        "num_shared_heads": 0,
-        "num_active_heads": 2,
-    },
+    {"routing_granularity": "kv_group", "head_fallback": "value", "num_shared_heads": 0, "num_active_heads": 2},
 ]
 
 
@@ -149,6 +143,16 @@ def test_the_cheaper_gradient_leaves_out_heads_that_are_off():
     compare(draw(1, 4, 2, 50, 50, 32, 0.5), all_heads=False)
 
 
+def test_the_gradient_of_the_gate_is_set_on_the_model(make_pair, ids, monkeypatch):
+    _, sparse = both(make_pair, **PLANS[1])
+    seen, attend = [], head_sparse.head_sparse_attention
+    monkeypatch.setattr(head_sparse, "head_sparse_attention", lambda *a: seen.append(a[-1]) or attend(*a))
+    for kind in ("exact", "selected"):
+        sparse.set_sparse_gate_gradient(kind)
+        sparse(ids[:1].to(DEVICE), use_cache=False)
+    assert seen == [True, True, False, False]
+
+
 def test_what_nobody_selected_does_not_reach_the_output():
     q, k, v, hard, _, _ = draw(1, 4, 2, 50, 50, 32, 0.5)
     off = (hard == 0).transpose(1, 2)
@@ -188,9 +192,9 @@ def test_a_training_step_is_the_masked_paths(make_pair, ids, plan):
 
 def test_mixed_precision_computes_in_its_dtype(make_pair, ids, monkeypatch):
     ids, seen, found = ids[:1].to(DEVICE), set(), []
-    attend = head_sparse_moh.head_sparse_attention
+    attend = head_sparse.head_sparse_attention
     monkeypatch.setattr(
-        head_sparse_moh, "head_sparse_attention", lambda *a: seen.update(x.dtype for x in a[:3]) or attend(*a)
+        head_sparse, "head_sparse_attention", lambda *a: seen.update(x.dtype for x in a[:3]) or attend(*a)
     )
     masked, sparse = both(make_pair, **PLANS[1])
     for model, half in ((masked, False), (masked, True), (sparse, True)):
@@ -217,8 +221,8 @@ def test_a_mask_without_padding_costs_nothing_and_changes_nothing(make_pair, ids
     ids = ids.to(DEVICE)
     masked, sparse = both(make_pair, **PLANS[1])
     seen = []
-    attend = head_sparse_moh.head_sparse_attention
-    monkeypatch.setattr(head_sparse_moh, "head_sparse_attention", lambda *a, **k: seen.append(a) or attend(*a, **k))
+    attend = head_sparse.head_sparse_attention
+    monkeypatch.setattr(head_sparse, "head_sparse_attention", lambda *a, **k: seen.append(a) or attend(*a, **k))
     # Positions that restart begin a document only where no mask is given.
     positions = torch.cat([torch.arange(15), torch.arange(9)]).expand(3, -1).to(DEVICE)
     with torch.no_grad():
@@ -236,13 +240,13 @@ def test_what_it_cannot_do_is_said_in_a_line(make_pair, ids, monkeypatch):
     with pytest.raises(ValueError, match=r"'moh_sparse'.* static caches"):
         sparse.generate(ids, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match=r"sparse_gate_gradient='none' must be one of exact, selected"):
-        type(sparse.config)(sparse_gate_gradient="none")
+        sparse.set_sparse_gate_gradient("none")
     for name, lacking in (("triton", "Triton"), ("interpret", "a CUDA device")):
         with monkeypatch.context() as patch:
             if name == "triton":
-                patch.setattr(head_sparse_moh, "triton", None)
+                patch.setattr(head_sparse, "triton", None)
             elif DEVICE == "cpu":
-                patch.setattr(head_sparse_moh.triton.knobs.runtime, "interpret", False)
+                patch.setattr(head_sparse.triton.knobs.runtime, "interpret", False)
             else:
                 continue
             with pytest.raises(RuntimeError, match=rf"'moh_sparse' needs {lacking}.*'sdpa' and 'eager'"):

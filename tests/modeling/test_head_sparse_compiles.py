@@ -15,9 +15,9 @@ import torch
 from triton import compile, next_power_of_2
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from moh_llm.modeling import head_sparse_decoding_moh as decoding, head_sparse_kernels_moh as kernels
-from moh_llm.modeling import head_sparse_lists_moh as lists
-from moh_llm.modeling.head_sparse_moh import tiles
+from moh_llm.kernels import head_sparse_decoding as decoding, head_sparse_kernels as kernels
+from moh_llm.kernels import head_sparse_lists as lists
+from moh_llm.kernels.head_sparse import tiles
 
 capability, shared_memory, size = map(int, sys.argv[1:])
 fixed = dict(H=32, G=8, D=size, BD=next_power_of_2(size), HAS_FIRST=True, HAS_MASK=False, GATED=True, PRECISION="tf32")

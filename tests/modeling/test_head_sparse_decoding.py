@@ -5,14 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from moh_llm.modeling import head_sparse_decoding_moh as decoding
-from moh_llm.modeling.head_sparse_decoding_moh import count_parts, head_sparse_decoding
+from moh_llm.kernels import head_sparse_decoding as decoding
+from moh_llm.kernels.head_sparse_decoding import count_parts, head_sparse_decoding
 from tests.modeling.test_head_sparse import DEVICE, TOLERANCES, distance, draw, reference
-
-
-def groups_off(gate: torch.Tensor, groups: int) -> torch.Tensor:
-    """`[B, G]`: of which keys and values no head is on."""
-    return ~(gate != 0).view(len(gate), groups, -1).any(-1)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +27,7 @@ def test_output_is_that_of_the_reference(batch, heads, groups, keys, size, share
     gate = hard * (1 + soft)  # weighted gates, too
     expected = reference(q, k, v, gate, 0.3)
     # Of groups that are off nothing is read.
-    off = groups_off(gate, groups)[:, :, None, None]
+    off = ~(gate != 0).view(batch, groups, -1).any(-1)[:, :, None, None]
     k, v = (torch.where(off, torch.nan, x) for x in (k, v))
     got = head_sparse_decoding(q, k, v, gate, 0.3)
     assert got.shape == (batch, 1, heads, size)
@@ -59,9 +54,5 @@ def test_a_head_that_is_off_cannot_spoil_those_it_shares_keys_with():
 
 def test_parts_fill_the_device_and_are_no_shorter_than_is_worth_it(monkeypatch):
     monkeypatch.setattr(decoding, "_programs_wanted", lambda device: 264)
-    device = torch.device("cpu")
-    assert count_parts(8, 8192, device) == 32
-    assert count_parts(8, 1000, device) == 2
-    assert count_parts(8, 100, device) == 1
-    assert count_parts(512, 32768, device) == 1
-    assert count_parts(1, 1 << 20, device) == 64
+    for groups, keys, parts in ((8, 8192, 32), (8, 1000, 2), (8, 100, 1), (512, 32768, 1), (1, 1 << 20, 64)):
+        assert count_parts(groups, keys, torch.device("cpu")) == parts

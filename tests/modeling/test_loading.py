@@ -14,8 +14,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
 
-PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
+PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "shared_heads": [[2], [1]], "router_type": "linear"}
+PLAN |= {"head_fallback": "value"}
 LOAD = "for auto in AutoConfig, AutoModelForCausalLM: print(type(auto.from_pretrained({folder!r})).__module__)"
+CLASSES = ["moh_llm.modeling.configuration_moh_llama", "moh_llm.modeling.modeling_moh_llama"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,21 +32,13 @@ def folder(make_pair, byte_tokenizer, tmp_path) -> Path:
     return tmp_path / "moh"
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import moh_llm; from transformers import AutoConfig, AutoModelForCausalLM",
-        pytest.param(
-            "import moh_llm; from transformers import LlamaForCausalLM, AutoConfig, AutoModelForCausalLM",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_auto_classes_know_the_model_after_import_moh_llm(folder, imports):
-    program = f"{imports}\n{LOAD.format(folder=str(folder))}"
+def test_auto_classes_know_the_model_after_import_moh_llm(folder):
+    program = (
+        f"import moh_llm; from transformers import AutoConfig, AutoModelForCausalLM\n{LOAD.format(folder=str(folder))}"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["moh_llm.modeling.configuration_moh_llama", "moh_llm.modeling.modeling_moh_llama"]
+    assert done.stdout.split() == CLASSES
 
 
 def test_nor_does_it_matter_which_is_imported_first(folder, tmp_path):
@@ -59,7 +53,7 @@ def test_nor_does_it_matter_which_is_imported_first(folder, tmp_path):
     done = clean_forks.run([sys.executable, "-I", str(script)], cwd=empty, env=environment)
     assert done.returncode == 0, done.stderr
     names = [line for line in done.stderr.splitlines() if line.startswith("moh_llm.")]
-    assert names == ["moh_llm.modeling.configuration_moh_llama", "moh_llm.modeling.modeling_moh_llama"]
+    assert names == CLASSES
 
 
 def test_import_moh_llm_loads_no_torch():
@@ -138,39 +132,19 @@ def test_four_bits_leave_routing_whole_and_train_with_adapters(folder, ids):
 CONFIG = {
     **{"model_type": "moh_llama", "moh_format": 1, "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12},
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2},
-    **{
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
+    **{"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    **{"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
 }
-SHAPES = {
-    "model.embed_tokens.weight": (11, 8),
-    "model.norm.weight": (8,),
-    "model.layers.{}.input_layernorm.weight": (8,),
-    "model.layers.{}.post_attention_layernorm.weight": (8,),
-    "model.layers.{}.mlp.gate_proj.weight": (12, 8),
-    "model.layers.{}.mlp.up_proj.weight": (12, 8),
-    "model.layers.{}.mlp.down_proj.weight": (8, 12),
-    "model.layers.{}.self_attn.q_proj.weight": (8, 8),
-    "model.layers.{}.self_attn.k_proj.weight": (4, 8),
-    "model.layers.{}.self_attn.v_proj.weight": (4, 8),
-    "model.layers.{}.self_attn.o_proj.weight": (8, 8),
-}
+DENSE = {"input_layernorm": (8,), "post_attention_layernorm": (8,)}
+DENSE |= {"mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8), "mlp.down_proj": (8, 12)}
+DENSE |= {f"self_attn.{name}_proj": (8 if name in "qo" else 4, 8) for name in "qkvo"}
 ROUTING = {
     "query_norm": {},
     "linear": {
-        "model.layers.{}.self_attn.router.routed.weight": (3, 8),
-        "model.layers.{}.self_attn.router.routed.bias": (3,),
-        "model.layers.{}.self_attn.fallback.own_value.weight": (3, 8),
-        "model.layers.{}.self_attn.fallback.own_value.bias": (3,),
-        "model.layers.{}.self_attn.fallback.bias": (3, 2),
+        **{"router.routed.weight": (3, 8), "router.routed.bias": (3,)},
+        **{"fallback.own_value.weight": (3, 8), "fallback.own_value.bias": (3,), "fallback.bias": (3, 2)},
     },
-    "two_stage": {
-        "model.layers.{}.self_attn.router.routed.weight": (3, 8),
-        "model.layers.{}.self_attn.router.shared.weight": (1, 8),
-        "model.layers.{}.self_attn.router.stage.weight": (2, 8),
-    },
+    "two_stage": {"router.routed.weight": (3, 8), "router.shared.weight": (1, 8), "router.stage.weight": (2, 8)},
 }
 FIELDS = {
     "query_norm": {"num_shared_heads": 1, "num_active_heads": 3},
@@ -188,11 +162,15 @@ LOGITS = {  # of the naive loop
 def test_what_was_published_in_format_1_keeps_its_meaning(tmp_path, router_type):
     config = CONFIG | FIELDS[router_type] | {"router_type": router_type}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,)}
+    of_layer = {f"{name}.weight": shape for name, shape in DENSE.items()}
+    of_layer |= {f"self_attn.{name}": shape for name, shape in ROUTING[router_type].items()}
+    for name, shape in of_layer.items():
+        shapes |= {f"model.layers.{layer}.{name}": shape for layer in range(2)}
     weights = {}
-    for pattern, shape in (SHAPES | ROUTING[router_type]).items():
-        for name in [pattern.format(layer) for layer in range(2)] if "{}" in pattern else [pattern]:
-            numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64) + 7 * len(weights)
-            weights[name] = (1.3 * torch.sin(1.7 * numbers)).reshape(shape)
+    for name, shape in shapes.items():
+        numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64) + 7 * len(weights)
+        weights[name] = (1.3 * torch.sin(1.7 * numbers)).reshape(shape)
     save_file(weights, tmp_path / "model.safetensors")
     model, info = MoHLlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
     assert not any(info.values())

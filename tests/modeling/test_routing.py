@@ -9,15 +9,9 @@ from moh_llm.modeling.routing_moh import select_top_k, straight_through
 
 def make_router(score: str, router_type: str = "linear", group_size: int = 1) -> MoHRouter:
     config = MoHLlamaConfig(
-        hidden_size=12,
-        num_attention_heads=6,
-        num_key_value_heads=6 // group_size,
+        **{"hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 6 // group_size, "num_hidden_layers": 1},
+        **{"num_shared_heads": 2, "num_active_heads": 4, "router_type": router_type, "router_score": score},
         routing_granularity="kv_group" if group_size > 1 else "head",
-        num_hidden_layers=1,
-        num_shared_heads=2,
-        num_active_heads=4,
-        router_type=router_type,
-        router_score=score,
     )
     torch.manual_seed(0)
     return MoHRouter(config, 0).double()
@@ -101,10 +95,7 @@ def test_balance_loss_of_even_load_is_k_over_r():
     # Every token prefers another head, all to the same degree.
     logits = torch.eye(4).repeat(1, 3, 1)
     torch.testing.assert_close(load_balancing_loss([logits], [1]), torch.tensor(0.25))
-
-
-def test_balance_loss_without_routed_heads_is_zero():
-    assert load_balancing_loss([torch.zeros(1, 3, 0)], [0]) == 0
+    assert load_balancing_loss([torch.zeros(1, 3, 0)], [0]) == 0  # no routed heads
 
 
 def test_router_logits_are_recorded_on_demand(make_pair, ids):
@@ -118,14 +109,20 @@ def test_router_logits_are_recorded_on_demand(make_pair, ids):
     torch.testing.assert_close(output.loss, plain.loss + 0.01 * output.aux_loss)
 
 
-@pytest.mark.parametrize("router_type", ["query_norm", "linear", "two_stage"])
-def test_balance_loss_and_gradient_survive_checkpointing(make_pair, ids, router_type):
-    _, moh = make_pair(num_shared_heads=1, num_active_heads=2, router_type=router_type)
+@pytest.mark.parametrize(
+    ("router_type", "fallback"), [("query_norm", "none"), ("linear", "value"), ("two_stage", "none")]
+)
+def test_balance_loss_and_gradient_survive_checkpointing(make_pair, ids, router_type, fallback):
+    _, moh = make_pair(num_shared_heads=1, num_active_heads=2, router_type=router_type, head_fallback=fallback)
     moh.train()
+    # Row 0 is padded on the left, and no padding predicts its first token.
+    mask = (torch.arange(24) >= torch.tensor([7, 0, 0])[:, None]).long()
+    padded = ids * mask
+    labels = padded.masked_fill(mask.cumsum(1) < 2, -100)
 
     def gradients() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         moh.zero_grad()
-        output = moh(ids, labels=ids, output_router_logits=True, use_cache=False)
+        output = moh(padded, attention_mask=mask, labels=labels, output_router_logits=True, use_cache=False)
         (output.loss + 10 * output.aux_loss).backward()
         return output.aux_loss.detach(), {n: p.grad.clone() for n, p in moh.named_parameters() if p.grad is not None}
 
@@ -138,6 +135,7 @@ def test_balance_loss_and_gradient_survive_checkpointing(make_pair, ids, router_
         torch.testing.assert_close(got[name], gradient, msg=name)
     name = "model.layers.0.self_attn." + ("q_proj.weight" if router_type == "query_norm" else "router.routed.weight")
     assert got[name].abs().sum() > 0
+    assert not got["model.embed_tokens.weight"][0].any()  # a row's loss is felt by nothing that its padding holds
 
 
 def test_active_heads_at_run_time(make_pair, ids):
@@ -158,17 +156,16 @@ def test_active_heads_at_run_time(make_pair, ids):
 
 def test_active_groups_at_run_time(make_pair, ids):
     """The balance loss is that of groups, and what would split one is refused before anything changes."""
-    plan = {"num_shared_heads": 0, "num_active_heads": 2, "router_type": "linear"}
-    _, moh = make_pair(**plan, routing_granularity="kv_group")
+    _, moh = make_pair(num_shared_heads=0, num_active_heads=2, router_type="linear", routing_granularity="kv_group")
     with torch.no_grad():
         output = moh(ids, output_router_logits=True)
     assert [tuple(layer.shape) for layer in output.router_logits] == [(3, 24, 2)] * 2
     torch.testing.assert_close(output.aux_loss, load_balancing_loss(output.router_logits, [1, 1]))
     with pytest.raises(ValueError, match=r"num_active_heads=3 must be whole key-value groups of 2 heads \(layer 1\)"):
         moh.set_active_heads([4, 3])
-    assert [(router.num_active, router.top_k) for router in moh.routers] == [(2, 1), (2, 1)]
+    assert [router.top_k for router in moh.routers] == [1, 1]
     moh.set_active_heads([4, 2])
-    assert [(router.num_active, router.top_k) for router in moh.routers] == [(4, 2), (2, 1)]
+    assert [router.top_k for router in moh.routers] == [2, 1]
 
 
 def test_scores_are_float32_in_a_bfloat16_model(make_pair, ids):

@@ -11,6 +11,7 @@ import textwrap
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModel
@@ -19,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2}
 PLANS = [
-    {"router_type": "query_norm"},
+    {"router_type": "query_norm", "shared_heads": [[2], [3]]},
     {"router_type": "linear", "head_fallback": "value"},
     {"router_type": "two_stage", "router_score": "weighted"},
 ]
@@ -71,11 +72,9 @@ def engine_attention(module, query, key, value, attention_mask, attention_instan
 
 def replace_linear_layers(module: nn.Module) -> None:
     """Put an engine's layers in place of linear ones."""
-    for name, child in module.named_children():
+    for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear):
-            setattr(module, name, Replicated(child))
-        else:
-            replace_linear_layers(child)
+            module.set_submodule(name, Replicated(child))
 
 
 @pytest.fixture
@@ -87,14 +86,12 @@ def engine(make_pair, tmp_path, monkeypatch):
         _, model = make_pair(**PLAN, **plan)
         config = AutoConfig.from_pretrained(tmp_path / "moh")
         config._attn_implementation = "engine"
-        with torch.device("meta"):
+        with init_empty_weights(include_buffers=False):
             served = AutoModel.from_config(config, dtype=torch.float32)
-        tables = served.rotary_emb.__class__(config=config)  # buffers are never on the meta device there
         replace_linear_layers(served)
         weights = load_file(tmp_path / "moh" / "model.safetensors")
         weights = {name.removeprefix("model."): weight for name, weight in weights.items() if name != "lm_head.weight"}
         served.load_state_dict(weights, assign=True)
-        served.rotary_emb = tables
         layers = {index: LayerAttention() for index in range(config.num_hidden_layers)}
         return model, served.eval(), layers
 

@@ -47,19 +47,10 @@ def one_step(folder: Path, output: Path, rows: list, batch: int) -> tuple[dict, 
     model.config.output_router_logits, model.config.router_aux_loss_coef = True, 4.0  # large enough to be seen
     arguments = TrainingArguments(
         output_dir=output,
-        per_device_train_batch_size=batch,
         gradient_accumulation_steps=len(rows) // batch,
-        per_device_eval_batch_size=batch,
-        max_steps=1,
-        learning_rate=0.1,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        max_grad_norm=0,
-        use_cpu=True,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        **{"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, "max_steps": 1},
+        **{"learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0, "use_cpu": True},
+        **{"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True},
     )
     trainer = Trainer(model, arguments, collate, train_dataset=rows)
     trainer.train()

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # As accelerate launch sets it for the files of recipes/accelerate, with a GPU and without.
 DDP = {"ACCELERATE_USE_CPU": "False"}
 FSDP = DDP | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-FSDP |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "MoHLlamaDecoderLayer"}
+FSDP |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}
 WAYS = {"ddp": DDP, "fsdp2": FSDP}
 for stage in "123":
     zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage, "DS_ACCELERATOR": "cpu"}

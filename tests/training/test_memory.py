@@ -266,7 +266,7 @@ ENVIRONMENTS = {
     "ddp": CPU,
     "fsdp2": CPU
     | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-    | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "MoHLlamaDecoderLayer"},
+    | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"},
 }
 for stage in "12":
     zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage, "DS_ACCELERATOR": "cpu"}

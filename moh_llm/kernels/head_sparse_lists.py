@@ -1,4 +1,4 @@
-"""Which positions selected each head, as lists that the kernels of `head_sparse_moh` walk.
+"""Which positions selected each head, as lists that the kernels of `head_sparse` walk.
 
 Shapes: B batch, T positions, H query heads. One launch that nothing waits for: the host never learns how long the
 lists are, so they may stand in a CUDA graph.
@@ -6,7 +6,7 @@ lists are, so they may stand in a CUDA graph.
 
 import torch
 
-from .head_sparse_kernels_moh import tl, triton
+from moh_llm.kernels.head_sparse_kernels import tl, triton
 
 Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

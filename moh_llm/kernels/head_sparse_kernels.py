@@ -1,4 +1,4 @@
-"""The Triton kernels of `head_sparse_moh`: attention of the queries that are listed for each head, and its gradients.
+"""The Triton kernels of `head_sparse`: attention of the queries that are listed for each head, and its gradients.
 
 Shapes: B batch, T queries, S keys, H query heads, G heads of keys and values, D head size.
 

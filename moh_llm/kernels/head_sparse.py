@@ -20,10 +20,9 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .documents_moh import first_seen
-from .head_sparse_decoding_moh import head_sparse_decoding
-from .head_sparse_kernels_moh import forward_kernel, key_gradient_kernel, query_gradient_kernel, triton
-from .head_sparse_lists_moh import Lists, all_positions, selected_positions
+from moh_llm.kernels.head_sparse_decoding import head_sparse_decoding
+from moh_llm.kernels.head_sparse_kernels import forward_kernel, key_gradient_kernel, query_gradient_kernel, triton
+from moh_llm.kernels.head_sparse_lists import Lists, all_positions, selected_positions
 
 NAME = "moh_sparse"
 
@@ -82,6 +81,12 @@ def _seen_until(first: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Ten
 
 def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+
+
+def first_seen(first: torch.Tensor) -> torch.Tensor:
+    """The first token `[B, T]` (int32) that each one sees, given which are the first of their documents `[B, T]`."""
+    places = torch.arange(first.shape[-1], device=first.device)
+    return torch.where(first, places, 0).cummax(-1).values.to(torch.int32)
 
 
 class _SelectedAttention(torch.autograd.Function):
@@ -233,7 +238,7 @@ def attention_forward(
     with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
         if query.shape[2] == 1 and not torch.is_grad_enabled():
             return head_sparse_decoding(query, key, value, head_gate, scaling, key_mask), None
-        exact = module.config.sparse_gate_gradient == "exact" and torch.is_grad_enabled() and head_gate.requires_grad
+        exact = module.sparse_gate_gradient == "exact" and torch.is_grad_enabled() and head_gate.requires_grad
         return head_sparse_attention(query, key, value, head_gate, scaling, first, key_mask, exact), None
 
 

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from .head_sparse_kernels_moh import dot, keys_at, tl, triton
+from moh_llm.kernels.head_sparse_kernels import dot, keys_at, tl, triton
 
 BLOCK = 64  # keys that a program reads at once
 SHORTEST_PART = 4 * BLOCK
