@@ -37,10 +37,9 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
 from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from moh_llm.training.config import CheckpointConfig, DataConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from moh_llm.training.losses import token_losses
 from moh_llm.training.parallel import make_accelerator, seed_step
-from moh_llm.training.passes import accumulate_gradients
-from moh_llm.training.step import TrainingStep
-from moh_llm.training.token_losses import token_losses
+from moh_llm.training.step import TrainingStep, accumulate_gradients
 
 SIZES = {
     "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},

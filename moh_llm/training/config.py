@@ -31,16 +31,16 @@ class DataConfig:
         "data mixture: a YAML file or 'embedded', tokenised on the way; or a folder that moh-llm tokenize made",
         "embedded",
     )
-    block_length: int = key("tokens per block (sequence)", 512)
-    batch_size: int = key("blocks per optimiser step, in all", 4)
-    micro_batch_size: int = key("blocks per forward pass; the rest of the step is accumulated", 1)
-    num_workers: int = key("processes that read ahead; 0: blocks are read when they are needed", 0)
+    block_length: int = key("tokens per sequence (sequence)", 512)
+    batch_size: int = key("sequences per optimiser step, in all", 4)
+    micro_batch_size: int = key("sequences per micro-batch; the rest of the step is accumulated", 1)
+    num_workers: int = key("processes that read ahead; 0: sequences are read when they are needed", 0)
 
     def __post_init__(self) -> None:
         _require(self.block_length >= 2, f"data.block_length={self.block_length} must be at least 2 tokens")
         for name in ("batch_size", "micro_batch_size"):
             value = getattr(self, name)
-            _require(value >= 1, f"data.{name}={value} must be at least 1 block")
+            _require(value >= 1, f"data.{name}={value} must be at least 1 sequence")
         _require(self.num_workers >= 0, f"data.num_workers={self.num_workers} must not be negative")
         _require(
             self.batch_size % self.micro_batch_size == 0,
@@ -140,12 +140,12 @@ class EvaluationConfig:
 
     every: int = key("score before the first step and every this many steps; 0: only the saved model", 10)
     max_tokens: int = key("held-out tokens to score", 8192)
-    batch_size: int = key("blocks per forward pass", 2)
+    batch_size: int = key("sequences per forward pass", 2)
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, f"evaluation.every={self.every} must not be negative")
         _require(self.max_tokens >= 1, f"evaluation.max_tokens={self.max_tokens} must be at least 1")
-        _require(self.batch_size >= 1, f"evaluation.batch_size={self.batch_size} must be at least 1 block")
+        _require(self.batch_size >= 1, f"evaluation.batch_size={self.batch_size} must be at least 1 sequence")
 
 
 @dataclass(frozen=True)

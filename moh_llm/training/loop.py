@@ -1,6 +1,6 @@
 """The training loop: explicit, on Accelerate, every quantity of a step a function of its number.
 
-Steps are numbered from 1. Step s reads blocks (s - 1) * batch_size onwards, uses learning rate,
+Steps are numbered from 1. Step s reads sequences (s - 1) * batch_size onwards, uses learning rate,
 active heads and random seed of s - 1 steps made, and writes one line of the log; a resumed run
 therefore needs nothing but weights and moments to go on exactly as if it had never stopped.
 """
@@ -22,16 +22,19 @@ from moh_llm.data.windows import validation_batches
 from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder
 from moh_llm.training import networks
-from moh_llm.training.beginning import agreed_beginning
-from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
+from moh_llm.training.checkpoints import (
+    keep_milestone,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+    saved_milestones,
+)
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.divergence import DivergenceWatch
-from moh_llm.training.gathering import gathered_weights
-from moh_llm.training.interruption import Interruption
-from moh_llm.training.limits import check_machine
-from moh_llm.training.log import show_scores, step_line
-from moh_llm.training.milestones import keep_milestone, saved_milestones
+from moh_llm.training.full_tensors import full_weights
+from moh_llm.training.log import ProgressLine, check_trackers, show_scores, start_trackers, step_line, track
 from moh_llm.training.parallel import (
+    Interruption,
     end_distribution,
     from_main,
     make_accelerator,
@@ -40,12 +43,11 @@ from moh_llm.training.parallel import (
     seed_step,
     sum_over_processes,
 )
-from moh_llm.training.passes import accumulate_gradients, evaluate, measure_floor, score_saved
-from moh_llm.training.progress import ProgressLine
+from moh_llm.training.preflight import check_machine
+from moh_llm.training.reference import agreed_starting_point
 from moh_llm.training.runs import Run, mark_files
 from moh_llm.training.schedules import annealed_heads
-from moh_llm.training.step import TrainingStep
-from moh_llm.training.tracking import check_trackers, start_trackers, track
+from moh_llm.training.step import TrainingStep, accumulate_gradients, evaluate, measure_floor, score_saved
 
 
 def train(
@@ -62,7 +64,7 @@ def train(
         overwrite: start anew where ``config.output`` holds a run.
         say: prints one line.
         on_milestone: gets, on the main process, the folder of each milestone that lies there at the start, and of each
-            that is saved (`moh_llm.training.milestones`); training goes on when it returns.
+            that is saved (`moh_llm.training.checkpoints`); training goes on when it returns.
         on_finish: gets, on the main process, the record of a run that is finished, or was before, while nobody else can
             write to its folder.
 
@@ -106,8 +108,8 @@ def _train(
         check_machine(config, accelerator.num_processes)
 
     # ---- what it begins with
-    beginning = agreed_beginning(config, accelerator, run.record.get("reference"))
-    reference = beginning.reference
+    starting_point = agreed_starting_point(config, accelerator, run.record.get("reference"))
+    reference = starting_point.reference
     if reference is not None:
         say(reference.sentence(teaches=config.objective.kind == "distillation"))
 
@@ -129,8 +131,8 @@ def _train(
     if beta is None:
         beta = student.config.router_aux_loss_coef
     counts = {
-        "trained": sum(networks.whole_shape(w).numel() for w in networks.trained_weights(student).values()),
-        "total": sum(networks.whole_shape(weight).numel() for weight in student.parameters()),
+        "trained": sum(networks.full_shape(w).numel() for w in networks.trained_weights(student).values()),
+        "total": sum(networks.full_shape(weight).numel() for weight in student.parameters()),
     }
     step_module = TrainingStep(student, teacher, config.objective, reference)
     model, optimizer = accelerator.prepare(step_module, networks.make_optimizer(student, config))
@@ -160,7 +162,7 @@ def _train(
         updates = load_checkpoint(folder, accelerator, model, optimizer, weights)
         done, seconds = state["step"], state["seconds"]
         say(f"resumed from {folder}, {config.max_steps - done} steps to go")
-    keep = partial(keep_milestone, config, run, accelerator, tokenizer, beginning, on_milestone)
+    keep = partial(keep_milestone, config, run, accelerator, tokenizer, starting_point, on_milestone)
     reduce = partial(sum_over_processes, accelerator)
     watch = DivergenceWatch(config.divergence, run.trim_log(done if found else -1))
     if found and not (run.milestones / found[0].name).exists():
@@ -168,9 +170,9 @@ def _train(
     start_trackers(accelerator, config, done)
     say(
         f"{counts['trained']:,} of {counts['total']:,} weights are trained on {accelerator.num_processes} x "
-        f"{accelerator.device.type}; {config.max_steps} steps x {config.data.batch_size} blocks x "
+        f"{accelerator.device.type}; {config.max_steps} steps x {config.data.batch_size} sequences x "
         f"{config.data.block_length} tokens = {config.max_steps * config.tokens_per_step:,} tokens, "
-        f"{accelerator.gradient_accumulation_steps} passes per step"
+        f"{accelerator.gradient_accumulation_steps} micro-batches per step"
     )
 
     # ---- steps
@@ -221,14 +223,14 @@ def _train(
 
     # ---- the tuned model
     receipt = make_receipt(stream, config.max_steps * config.data.batch_size)
-    tuned = gathered_weights(accelerator, weights)
+    tuned = full_weights(accelerator, weights)
     del model, step_module, student, network, optimizer, weights, teacher
     end_distribution(accelerator)
     tokens = config.max_steps * config.tokens_per_step
     facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(seconds, 3), "data_read": receipt}
     files: dict[str, Any] = {}
     if main:
-        networks.save_network(config, tuned, tokenizer, run.model, beginning, config.max_steps)
+        networks.save_network(config, tuned, tokenizer, run.model, starting_point, config.max_steps)
         files = mark_files(run.model)
         facts["evaluation"] = score_saved(config, run.model, accelerator.device, held_out, reference)
         if floor is not None:

@@ -3,9 +3,9 @@
 OUTPUT/run.json      recipe, model, data, versions; when finished also tokens, seconds, scores
        log.jsonl     one line per step; everything but ``timing`` repeats exactly on resume
        checkpoints/  see `moh_llm.training.checkpoints`
-       milestones/   see `moh_llm.training.milestones`
+       milestones/   see `moh_llm.training.checkpoints`
        model/        the tuned model
-       tensorboard/  see `moh_llm.training.tracking`
+       tensorboard/  see `moh_llm.training.log`
        report/       what `moh-llm report` makes
 """
 

@@ -135,7 +135,7 @@ def run_of(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path])
 def test_two_processes_follow_the_curve_of_one(single, run_of, way):
     folder = run_of(way)
     said = (folder.parent / "said.txt").read_text()
-    assert "weights are trained on 2 x cpu" in said and "2 passes per step" in said
+    assert "weights are trained on 2 x cpu" in said and "2 micro-batches per step" in said
     assert_same_run(folder, single)
 
 

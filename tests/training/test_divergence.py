@@ -12,7 +12,7 @@ from moh_llm.errors import UserError
 from moh_llm.training import loop
 from moh_llm.training.config import DivergenceConfig
 from moh_llm.training.divergence import DivergenceWatch
-from moh_llm.training.objectives import StepLosses
+from moh_llm.training.losses import StepLosses
 from moh_llm.training.parallel import make_accelerator
 
 SKIP = DivergenceConfig(action="skip", spike_factor=2.0, window=3, most_in_a_row=2)

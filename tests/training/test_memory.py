@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training.beginning import Reference
 from moh_llm.training.config import DataConfig, LoraConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.memory import STRATEGIES, Precision, Sizes, activation_bytes, estimate_memory, loss_bytes
 from moh_llm.training.networks import add_lora, make_optimizer
+from moh_llm.training.reference import Reference
 from moh_llm.training.step import TrainingStep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,7 +235,7 @@ from moh_llm.training.config import DataConfig, TrainConfig
 from moh_llm.training.memory import Sizes, estimate_memory
 from moh_llm.training.networks import make_optimizer
 from moh_llm.training.parallel import make_accelerator
-from moh_llm.training.passes import accumulate_gradients
+from moh_llm.training.step import accumulate_gradients
 from moh_llm.training.step import TrainingStep
 
 model = MoHLlamaConfig(vocab_size=4000, hidden_size=256, intermediate_size=704, num_hidden_layers=4,

@@ -14,8 +14,8 @@ from moh_llm.commands import doctor as command
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training.doctor import Device, check_versions, diagnose
 from moh_llm.training.memory import STRATEGIES, Sizes, estimate_memory
+from moh_llm.training.preflight import Device, check_versions, diagnose
 from moh_llm.training.recipe import load_config
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -150,7 +150,7 @@ def test_memory_that_is_too_small_is_a_fault(configure, monkeypatch):
     total = diagnose(configure()).memory.total
     for share, state in ((1.01, "fault"), (0.95, "warning"), (0.5, "ok")):
         device = Device("toy", round(total / share), None)
-        monkeypatch.setattr("moh_llm.training.doctor.find_device", lambda gpu, processes, device=device: device)
+        monkeypatch.setattr("moh_llm.training.preflight.find_device", lambda gpu, processes, device=device: device)
         assert [found for found, _ in of_check(diagnose(configure()), "memory")] == [state]
 
 
