@@ -96,13 +96,13 @@ def recipe(args: argparse.Namespace, scratch: Path) -> TrainConfig:
     """The recipe of a step: cross-entropy, every weight trained."""
     return TrainConfig(
         model="none",
-        output=str(scratch / "run"),
+        output_dir=str(scratch / "run"),
         max_steps=100,
         mixed_precision=args.dtype,
-        data=DataConfig(block_length=args.length, batch_size=args.blocks * world(), micro_batch_size=args.blocks),
+        data=DataConfig(sequence_length=args.length, batch_size=args.blocks * world(), micro_batch_size=args.blocks),
         objective=ObjectiveConfig(kind="cross_entropy"),
         optimizer=OptimizerConfig(),
-        trackers=(),
+        report_to=(),
     )
 
 
@@ -239,7 +239,7 @@ def checkpoint(config: TrainConfig, args: argparse.Namespace, scratch: Path) -> 
     seconds: dict[str, list[float]] = {name: [] for name in ("save", "write", "load", "read")}
     for number in range(1, args.rounds + 1):
         state = (accelerator, model, optimizer, weights)
-        facts, keep = {"updates": 1}, CheckpointConfig(keep_last=1)
+        facts, keep = {"updates": 1}, CheckpointConfig(save_total_limit=1)
         seconds["save"].append(timed(save_checkpoint, scratch / "c", number, facts, *state, keep))
         (folder,) = (scratch / "c").iterdir()
         content = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))

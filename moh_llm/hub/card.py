@@ -241,7 +241,7 @@ def _training(lineage: Lineage) -> Record | None:
         "finished": run.record.get("status") == "finished",
         "tokens": run.tokens_of(run.lines[-1]),
         "mixture": sections.mixture_name(run),
-        "block": run.recipe["data"]["block_length"],
+        "block": run.recipe["data"]["sequence_length"],
         "recipe": sections.recipe(run),
         "receipt": sections.receipt(run),
         "curve": [{"saved": False} | score for score in sections.curve(run)],

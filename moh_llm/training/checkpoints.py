@@ -51,7 +51,7 @@ def save_checkpoint(
     weights: Mapping[str, torch.Tensor],
     keep: CheckpointConfig,
 ) -> Path:
-    """Write the state after ``step`` steps, then remove all but the ``keep_last`` newest and the milestones.
+    """Write the state after ``step`` steps, then remove all but the ``save_total_limit`` newest and the milestones.
 
     All processes take part; one writes. A failure on the way (a full disk, a kill) leaves the
     earlier checkpoints as they were.
@@ -79,7 +79,7 @@ def save_checkpoint(
 def _remove_old(checkpoints: Path, step: int, keep: CheckpointConfig) -> None:
     # Later steps than this one can only be checkpoints that were found broken at the last start.
     steps = sorted(_steps(checkpoints))
-    kept = [other for other in steps if other <= step][-keep.keep_last :]
+    kept = [other for other in steps if other <= step][-keep.save_total_limit :]
     if keep.milestone_every:
         kept += [other for other in steps if other <= step and other % keep.milestone_every == 0]
     for other in steps:
@@ -126,7 +126,7 @@ def load_checkpoint(
     """
     saved, moments = load_file(folder / WEIGHTS), load_file(folder / MOMENTS)
     if different := saved.keys() ^ weights.keys():
-        raise UserError(f"{folder} is of another model: {sorted(different)[0]} is on one side only; use a new --output")
+        raise UserError(f"{folder} is of another model: {sorted(different)[0]} is only in one; name a new --output_dir")
     updates = CheckpointRecord.read(folder / RECORD).updates
     scatter_state(accelerator, model, optimizer, weights, saved, moments, updates)
     return updates

@@ -171,24 +171,24 @@ def check_trackers(names: tuple[str, ...]) -> None:
     available = {str(name) for name in get_available_trackers()}
     for name in names:
         if name not in known:
-            raise UserError(f"trackers: {name!r} is unknown; known are {', '.join(known)}")
+            raise UserError(f"report_to: {name!r} is unknown; known are {', '.join(known)}")
         if name not in available:
-            raise UserError(f"trackers: {name} needs the package {name}: pip install {name}, or take it off the list")
+            raise UserError(f"report_to: {name} needs the package {name}: pip install {name}, or take it off the list")
 
 
 def start_trackers(accelerator: Accelerator, config: TrainConfig, done: int) -> None:
     """Open the recipe's trackers, to go on after ``done`` steps."""
-    if not config.trackers:
+    if not config.report_to:
         return
-    name = Path(config.output).resolve().name
+    name = Path(config.output_dir).resolve().name
     settings: dict[str, dict[str, Any]] = {
         # What was written of steps that are made again is hidden.
         "tensorboard": {"purge_step": done + 1 if done else None},
-        "wandb": {"name": name, "id": name, "resume": "allow", "dir": config.output},
+        "wandb": {"name": name, "id": name, "resume": "allow", "dir": config.output_dir},
         "trackio": {"name": name, "resume": "allow"},
     }
     recipe = {key: value for key, value in _flat(asdict(config)) if isinstance(value, (int, float, str))}
-    accelerator.init_trackers(PROJECT, recipe, {name: settings.get(name, {}) for name in config.trackers})
+    accelerator.init_trackers(PROJECT, recipe, {name: settings.get(name, {}) for name in config.report_to})
 
 
 def track(accelerator: Accelerator, line: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ def train(
 
     Args:
         config: the recipe.
-        overwrite: start anew where ``config.output`` holds a run.
+        overwrite: start anew where ``config.output_dir`` holds a run.
         say: prints one line.
         on_milestone: gets, on the main process, the folder of each milestone that lies there at the start, and of each
             that is saved (`moh_llm.training.checkpoints`); training goes on when it returns.
@@ -69,14 +69,14 @@ def train(
             write to its folder.
 
     Raises:
-        UserError: an input cannot be used, another process writes to ``config.output``, the loss is no longer finite,
-            or the disk refuses.
+        UserError: an input cannot be used, another process writes to ``config.output_dir``, the loss is not finite, or
+            the disk refuses.
     """
-    check_trackers(config.trackers)
+    check_trackers(config.report_to)
     accelerator = make_accelerator(config)
     with contextlib.ExitStack() as held:
         # Not before the processes found each other: where the first one is refused, the others must hear of it.
-        from_main(accelerator, lambda: held.enter_context(lock_folder(Path(config.output))))
+        from_main(accelerator, lambda: held.enter_context(lock_folder(Path(config.output_dir))))
         record = _train(config, accelerator, overwrite, say, on_milestone)
         if accelerator.is_main_process and record["status"] == "finished":
             on_finish(record)
@@ -117,10 +117,10 @@ def _train(
     tokenizer = networks.load_tokenizer(Path(config.model))
     with accelerator.main_process_first():
         _, token_folder, sources = tokens_for(config.data.mixture, tokenizer, say)
-    stream = BlockStream(sources, config.data.block_length, config.seed)
+    stream = BlockStream(sources, config.data.sequence_length, config.seed)
     stream.check_epochs(config.max_steps * config.data.batch_size)
     held_out = validation_batches(
-        sources, config.data.block_length, config.evaluation.max_tokens, config.evaluation.batch_size
+        sources, config.data.sequence_length, config.evaluation.max_tokens, config.evaluation.batch_size
     )
 
     # ---- networks
@@ -152,7 +152,7 @@ def _train(
         found = newest_checkpoint(run.checkpoints, say)
     # What the routers do before any step is what later changes are measured by, on resume too.
     start_scores, start_routing, floor = {}, None, None
-    if config.evaluation.every:
+    if config.evaluation.eval_steps:
         floor = measure_floor(accelerator, model, held_out)
         start_scores, start_routing = evaluate(accelerator, model, held_out)
     if floor is not None:
@@ -171,14 +171,14 @@ def _train(
     say(
         f"{counts['trained']:,} of {counts['total']:,} weights are trained on {accelerator.num_processes} x "
         f"{accelerator.device.type}; {config.max_steps} steps x {config.data.batch_size} sequences x "
-        f"{config.data.block_length} tokens = {config.max_steps * config.tokens_per_step:,} tokens, "
+        f"{config.data.sequence_length} tokens = {config.max_steps * config.tokens_per_step:,} tokens, "
         f"{accelerator.gradient_accumulation_steps} micro-batches per step"
     )
 
     # ---- steps
     steps = range(done + 1, config.max_steps + 1)
     part = StepBatches(stream, config.data.batch_size, accelerator.process_index, accelerator.num_processes)
-    batches = step_loader(part, steps, config.data.num_workers)
+    batches = step_loader(part, steps, config.data.dataloader_num_workers)
     line_of_progress = ProgressLine(done, config.max_steps) if main else contextlib.nullcontext()
     with line_of_progress as progress, Interruption(accelerator) as interruption:
         if start_routing is not None and not found:
@@ -205,12 +205,12 @@ def _train(
             receipt = make_receipt(stream, step * config.data.batch_size)
             line["tokens_of_source"] = {name: entry["tokens"] for name, entry in receipt.items()}
             seconds += line["timing"]["seconds"]
-            if config.evaluation.every and step % config.evaluation.every == 0:
+            if config.evaluation.eval_steps and step % config.evaluation.eval_steps == 0:
                 line["validation"], routing = evaluate(accelerator, model, held_out)
                 line["routing"] = routing.health(start_routing, reduce)
             _report(line, run, accelerator, progress)
             stop = interruption.asked() and step < config.max_steps
-            if stop or step % config.checkpoint.every == 0 or step == config.max_steps:
+            if stop or step % config.checkpoint.save_steps == 0 or step == config.max_steps:
                 facts = {"updates": updates, "seconds": round(seconds, 3), "data": receipt}
                 saved = save_checkpoint(
                     run.checkpoints, step, facts, accelerator, model, optimizer, weights, config.checkpoint
@@ -274,7 +274,7 @@ def _roll_back(run: Run, step: int, fault: str, say: Callable[[str], None], prep
     if found is None:
         raise UserError(
             f"step {step}: {fault}, and there is no checkpoint yet to go back to; lower optimizer.learning_rate or "
-            "checkpoint.every and pass --overwrite"
+            "checkpoint.save_steps and pass --overwrite"
         )
     return load_checkpoint(found[0], *prepared)
 

@@ -173,7 +173,7 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
     MLP's widest tensors, two at a time, and of the stream; and, where embedding and head are one,
     the head's part of its gradient, which waits for the embedding's.
     """
-    length, stream = config.data.block_length, precision.stream
+    length, stream = config.data.sequence_length, precision.stream
     tokens = config.data.micro_batch_size * length
     # Token ids; sines and cosines; the boolean mask that keeps documents apart; the last norm.
     kept = 8 + 2 * stream * model.head_dim + length + (4 + stream) * model.hidden_size
@@ -214,7 +214,7 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
     separate = precision.casts or (lora is not None and lora.dropout > 0)
     inputs = 5 + has_fallback if separate else 2
     total = 2 * (4 * hidden + 4) + inputs * c * hidden
-    total += 4 * c * wide + c * config.data.block_length + 4 * heads + c * heads
+    total += 4 * c * wide + c * config.data.sequence_length + 4 * heads + c * heads
     total += c * wide + 4 * c * model.intermediate_size + 4 * routed + 8 * top_k
     if lora is None:
         total += 2 * s * hidden  # normalised, for the gradient of the norm's weight
@@ -243,7 +243,7 @@ def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision)
     them, or a product with the size of the head's weight, whichever is more.
     """
     c, s = precision.products, precision.stream
-    tokens = config.data.micro_batch_size * config.data.block_length
+    tokens = config.data.micro_batch_size * config.data.sequence_length
     head = model.hidden_size * model.vocab_size
     states = tokens * model.hidden_size
     positions = chunk_positions(model.vocab_size)

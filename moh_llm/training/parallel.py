@@ -63,7 +63,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
                 "take roll_back or stop, or another strategy"
             )
         plugin = DeepSpeedPlugin(
-            gradient_accumulation_steps=micro_batches, gradient_clipping=config.optimizer.max_gradient_norm
+            gradient_accumulation_steps=micro_batches, gradient_clipping=config.optimizer.max_grad_norm
         )
         # There is no prepared loader to tell it.
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = config.data.micro_batch_size
@@ -77,8 +77,8 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         cpu=not torch.cuda.is_available() and not _asked_for("DEEPSPEED"),
         mixed_precision=config.mixed_precision,
         gradient_accumulation_plugin=accumulation,
-        log_with=list(config.trackers) or None,
-        project_config=ProjectConfiguration(config.output, logging_dir=str(Path(config.output) / TRACKERS)),
+        log_with=list(config.report_to) or None,
+        project_config=ProjectConfiguration(config.output_dir, logging_dir=str(Path(config.output_dir) / TRACKERS)),
         **kwargs,
     )
     if _asked_for("FSDP") and not torch.cuda.is_available():
@@ -133,7 +133,7 @@ def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConf
     peak = peak_flops(torch.cuda.get_device_name(accelerator.device))
     if peak is None:
         return None
-    length, teacher = config.data.block_length, config.objective.kind == "distillation"
+    length, teacher = config.data.sequence_length, config.objective.kind == "distillation"
     flops = training_flops(model, length, teacher, recompute=False, frozen=config.lora is not None)
     return accelerator.num_processes * peak * length / flops
 

@@ -188,13 +188,13 @@ def check_batch(config: TrainConfig, processes: int) -> Iterator[Finding]:
 def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Iterator[Finding]:
     """Whether checkpoints (12 bytes for each trained weight) and models find room where the output lies.
 
-    At most there are the newest `keep_last`, the milestones, and the one being written; those that
+    At most there are the newest `save_total_limit`, the milestones, and the one being written; those that
     an earlier start of the run left are already paid for.
     """
-    keep, folder = config.checkpoint, Path(config.output)
-    made = -(-config.max_steps // keep.every)
+    keep, folder = config.checkpoint, Path(config.output_dir)
+    made = -(-config.max_steps // keep.save_steps)
     milestones = config.max_steps // keep.milestone_every if keep.milestone_every else 0
-    kept = keep.keep_last + milestones + 1
+    kept = keep.save_total_limit + milestones + 1
     models = 1 + (milestones if config.hub is not None and config.hub.milestones else 0)
     dtype = getattr(torch, config.save_dtype) if config.save_dtype else model.dtype or torch.float32
     number = min(made, kept)
@@ -208,7 +208,7 @@ def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Iter
         f"{free / _GIB:.1f} GiB are free"
     )
     if checkpoints + saved - min(there, checkpoints) > free:
-        yield Finding("fault", "disk", f"{text}; free some, lower checkpoint.keep_last or name another --output")
+        yield Finding("fault", "disk", f"{text}; free some, lower checkpoint.save_total_limit or change --output_dir")
     else:
         yield Finding("ok", "disk", text)
 
@@ -228,7 +228,7 @@ def check_estimate(memory: Memory, device: Device) -> Iterator[Finding]:
 
 def make_plan(config: TrainConfig, model: MoHLlamaConfig, device: Device, processes: int) -> Plan:
     """Steps, tokens, FLOPs of forward and backward passes (scoring is left out), and days on such devices."""
-    length, sequences = config.data.block_length, config.max_steps * config.data.batch_size
+    length, sequences = config.data.sequence_length, config.max_steps * config.data.batch_size
     flops = sequences * training_flops(
         model, length, has_teacher(config), config.gradient_checkpointing, frozen=config.lora is not None
     )
@@ -243,10 +243,10 @@ def make_plan(config: TrainConfig, model: MoHLlamaConfig, device: Device, proces
 
 def check_output(config: TrainConfig) -> Iterator[Finding]:
     """What the same `moh-llm train` command would do about the output that is there."""
-    folder, anew = Path(config.output), "name another folder or train with --overwrite"
+    folder, anew = Path(config.output_dir), "name another folder or train with --overwrite"
     path = folder / "run.json"
     if folder.exists() and not folder.is_dir():
-        yield Finding("fault", "output", f"output={folder} is a file; name a folder")
+        yield Finding("fault", "output", f"output_dir={folder} is a file; name a folder")
         return
     if not path.exists():
         if folder.exists() and any(folder.iterdir()):
@@ -338,8 +338,8 @@ def check_machine(config: TrainConfig, processes: int) -> None:
         processes: that share the batch.
     """
     data = config.data
-    check_workers(data.num_workers, "data.num_workers")
-    batch = _BYTES_PER_TOKEN * data.batch_size * data.block_length // processes
+    check_workers(data.dataloader_num_workers, "data.dataloader_num_workers")
+    batch = _BYTES_PER_TOKEN * data.batch_size * data.sequence_length // processes
     check_memory(batch, f"a step of data.batch_size={data.batch_size:,} sequences", "lower it")
     model = read_model_config(config)
     if config.lora is not None and config.lora.rank > model.hidden_size:
@@ -350,5 +350,5 @@ def check_machine(config: TrainConfig, processes: int) -> None:
     if torch.cuda.is_available():
         return
     needed = estimate_memory(config, model, Sizes.of(config, model), "one", 1).total
-    way_out = "lower data.micro_batch_size or data.block_length, or set gradient_checkpointing (see moh-llm doctor)"
+    way_out = "lower data.micro_batch_size or data.sequence_length, or set gradient_checkpointing (see moh-llm doctor)"
     check_memory(needed, "training", way_out, available=round(_CERTAIN * memory_bytes()))

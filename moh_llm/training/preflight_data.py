@@ -54,7 +54,7 @@ def check_data(config: TrainConfig) -> Iterator[Finding]:
 
 def _check_tokens(config: TrainConfig, sources: list[TokenizedSource]) -> Iterator[Finding]:
     """Of shards, whose numbers are exact. Raises UserError for a source that is shorter than a sequence."""
-    length, sequences = config.data.block_length, config.max_steps * config.data.batch_size
+    length, sequences = config.data.sequence_length, config.max_steps * config.data.batch_size
     stream = BlockStream(sources, length, config.seed)
     for source, (name, entry) in zip(sources, make_receipt(stream, sequences).items(), strict=True):
         text = f"{name}: {entry['tokens']:,} tokens to be read of {len(source.train):,}"
@@ -97,8 +97,10 @@ def _check_source(config: TrainConfig, source: Source, held_out: float, tokenize
     has = round(estimate.tokens * (1 - held_out))
     wanted = config.max_steps * config.tokens_per_step * source.weight
     text = f"{source.name}: {wanted:,.0f} tokens to be read of about {has:,}"
-    if has < config.data.block_length:
-        return Finding("fault", "data", f"{text}, which is less than a sequence; add text or lower data.block_length")
+    if has < config.data.sequence_length:
+        return Finding(
+            "fault", "data", f"{text}, which is less than a sequence; add text or lower data.sequence_length"
+        )
     excess = wanted / has / source.max_epochs if source.max_epochs is not None else 0.0
     if excess > 1 - _DOUBT:
         state: Literal["warning", "fault"] = "fault" if excess > 1 + _DOUBT else "warning"

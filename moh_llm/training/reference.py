@@ -151,7 +151,7 @@ def _find_reference(
         given = _open_given(config.base, config.model, conversion.base)
         if recorded == "start":
             raise UserError(
-                f"base={config.base}: the run in output={config.output} was begun without its base, against "
+                f"base={config.base}: the run in output_dir={config.output_dir} was begun without its base, against "
                 f"{REFERENCES['start']}; drop base, or pass --overwrite to start anew"
             )
     if weighted:
@@ -167,8 +167,8 @@ def _find_reference(
     except UserError as error:
         if recorded == "base":
             raise UserError(
-                f"the run in output={config.output} was begun against the base, and now {error}; name its place "
-                "with --base, or pass --overwrite to start anew"
+                f"the run in output_dir={config.output_dir} was begun against the base, and now {error}; name its "
+                "place with --base, or pass --overwrite to start anew"
             ) from error
         source = f"since {error} (`moh-llm train --help` says how to name its new place)"
         return Reference("start", own=True, source=source)

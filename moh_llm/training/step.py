@@ -179,7 +179,7 @@ def accumulate_gradients(
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         norm = deepspeed_norm(model)
     else:
-        norm = clip_gradients(accelerator, model, config.optimizer.max_gradient_norm)
+        norm = clip_gradients(accelerator, model, config.optimizer.max_grad_norm)
     return StepLosses(*sum_over_processes(accelerator, sums).tolist()), norm
 
 

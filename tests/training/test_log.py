@@ -84,8 +84,8 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 def test_tensorboard_shows_the_log(configure) -> None:
     config = configure()
     loop.train(config)
-    found = scalars(Path(config.output))
-    log = [json.loads(line) for line in Path(config.output, "log.jsonl").read_text().splitlines()]
+    found = scalars(Path(config.output_dir))
+    log = [json.loads(line) for line in Path(config.output_dir, "log.jsonl").read_text().splitlines()]
     for name in ("loss", "kl", "learning_rate", "gradient_norm"):
         assert found[name] == pytest.approx({line["step"]: line[name] for line in log if name in line})
     held_out = {line["step"]: line["validation"]["kl"] for line in log if "validation" in line}
@@ -107,27 +107,27 @@ def test_a_resumed_run_goes_on_in_the_same_curves(configure, monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             loop.train(config)
     loop.train(config)
-    log = [json.loads(line) for line in Path(config.output, "log.jsonl").read_text().splitlines()]
-    assert scalars(Path(config.output))["loss"] == pytest.approx({line["step"]: line["loss"] for line in log[1:]})
+    log = [json.loads(line) for line in Path(config.output_dir, "log.jsonl").read_text().splitlines()]
+    assert scalars(Path(config.output_dir))["loss"] == pytest.approx({line["step"]: line["loss"] for line in log[1:]})
 
 
 def test_no_tracker_writes_no_folder(configure) -> None:
-    config = configure(max_steps=2, trackers=[])
+    config = configure(max_steps=2, report_to=[])
     loop.train(config)
-    assert not Path(config.output, "tensorboard").exists()
+    assert not Path(config.output_dir, "tensorboard").exists()
 
 
 def test_overwriting_removes_old_curves(configure) -> None:
     loop.train(configure(max_steps=3))
     loop.train(configure(max_steps=2), overwrite=True)
-    assert set(scalars(Path(configure().output))["loss"]) == {1, 2}
+    assert set(scalars(Path(configure().output_dir))["loss"]) == {1, 2}
 
 
 def test_unknown_and_missing_trackers_are_refused_before_anything_is_written(configure, monkeypatch) -> None:
-    config = configure(trackers=["tensorbord"])
-    with pytest.raises(UserError, match=r"trackers: 'tensorbord' is unknown; known are .*tensorboard.*wandb"):
+    config = configure(report_to=["tensorbord"])
+    with pytest.raises(UserError, match=r"report_to: 'tensorbord' is unknown; known are .*tensorboard.*wandb"):
         loop.train(config)
-    assert not Path(config.output).exists()
+    assert not Path(config.output_dir).exists()
     monkeypatch.setattr(log_module, "get_available_trackers", lambda: [])
-    with pytest.raises(UserError, match="trackers: wandb needs the package wandb: pip install wandb"):
+    with pytest.raises(UserError, match="report_to: wandb needs the package wandb: pip install wandb"):
         check_trackers(("wandb",))

@@ -59,10 +59,12 @@ def test_layer_distance_is_that_of_a_loop() -> None:
 def test_layer_matching_pulls_the_layers_to_the_bases(configure) -> None:
     ends = []
     for coefficient in (1e-6, 100.0):  # next to nothing, but in the log; and most of the loss
-        config = configure(output=f"{configure().output}-{coefficient}", max_steps=60, **{"evaluation.every": 0})
+        config = configure(
+            output_dir=f"{configure().output_dir}-{coefficient}", max_steps=60, **{"evaluation.eval_steps": 0}
+        )
         config = replace(config, objective=replace(config.objective, layer_coefficient=coefficient))
         train(config)
-        log = [json.loads(line) for line in Path(config.output, "log.jsonl").read_text().splitlines()]
+        log = [json.loads(line) for line in Path(config.output_dir, "log.jsonl").read_text().splitlines()]
         assert log[0]["layer_distance"] > 0.3
         ends.append(sum(line["layer_distance"] for line in log[-6:]) / 6)
     assert ends[1] < 0.9 * ends[0]
@@ -70,7 +72,7 @@ def test_layer_matching_pulls_the_layers_to_the_bases(configure) -> None:
 
 def student_and_batch(config, blocks: int):
     sources = tokens_for(config.data.mixture, networks.load_tokenizer(config.model), print).sources
-    return networks.make_student(config).train(), BlockStream(sources, config.data.block_length, 0).batch(0, blocks)
+    return networks.make_student(config).train(), BlockStream(sources, config.data.sequence_length, 0).batch(0, blocks)
 
 
 def gradients_of(config, model, batch, beta: float):
@@ -91,7 +93,7 @@ def test_accumulation_1x8_equals_8x1(configure, kind: str, layers: float) -> Non
                 "data.micro_batch_size": rows,
                 "objective.kind": kind,
                 "objective.layer_coefficient": layers,
-                "optimizer.max_gradient_norm": None,
+                "optimizer.max_grad_norm": None,
             }
         )
         model, batch = student_and_batch(config, 8)
