@@ -98,7 +98,7 @@ def test_accumulation_1x8_equals_8x1(configure, kind: str, layers: float) -> Non
         )
         model, batch = student_and_batch(config, 8)
         valid = (batch["labels"][:, 1:] != -100).sum(1)
-        assert len(set(valid.tolist())) > 1, "blocks must differ in predicted tokens for this test to mean anything"
+        assert len(set(valid.tolist())) > 1, "sequences must differ in predicted tokens for this test to mean anything"
         # A large beta, so that the load-balance loss's gradient counts too.
         losses, _ = gradients_of(config, model, batch, beta=1.0)
         results.append((losses, {name: weight.grad for name, weight in model.named_parameters()}))
