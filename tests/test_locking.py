@@ -154,7 +154,7 @@ def commands(inputs: Path, river: Path, output: Path) -> dict[str, list[str]]:
     settings |= {"data": {"mixture": str(mixture), "sequence_length": 32, "batch_size": 2, "micro_batch_size": 1}}
     settings |= {"schedule": {"warmup_steps": 1}}
     recipe.write_text(yaml.safe_dump(settings | {"evaluation": {"eval_steps": 0, "max_tokens": 64}}))
-    to = ["--output_dir", str(output)]
+    to = ["--output", str(output)]
     text = ["--calibration", str(river), "--calibration-tokens", "1024", "--heldout-tokens", "256"]
     return {
         "convert": ["convert", base, *to, *text],
