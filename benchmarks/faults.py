@@ -33,7 +33,17 @@ from moh_llm.files import sha256
 
 # What may differ between two equal runs: times, and where things are. The card is made from the records; what
 # trackers write has times throughout.
-VARYING = {"seconds", "timing", "peak_memory_mib", "written", "output", "created", "command", "items_per_second"}
+VARYING = {
+    "seconds",
+    "timing",
+    "peak_memory_mib",
+    "written",
+    "output",
+    "output_dir",
+    "created",
+    "command",
+    "items_per_second",
+}
 LEFT_OUT = {"README.md", "tensorboard", "report.html", "report.md"}
 
 
@@ -51,7 +61,7 @@ class Commands:
     def start(self, output: Path) -> subprocess.Popen[bytes]:
         """Start it."""
         with self._log.open("ab") as log:
-            return subprocess.Popen([*self._words, "--output", str(output)], stdout=log, stderr=log)
+            return subprocess.Popen([*self._words, "--output_dir", str(output)], stdout=log, stderr=log)
 
     def run(self, output: Path) -> None:
         """Carry it out. Raises CalledProcessError when it fails."""

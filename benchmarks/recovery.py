@@ -78,8 +78,8 @@ def main() -> int:
         model, recipe, overrides, _ = METHODS[name]
         command = [sys.executable, "train.py", f"recipes/{recipe}", "--seed", str(seed), "--data.mixture", args.mixture]
         command += ["--model", str((args.output / "models" / model).resolve()), "--max_steps", str(args.steps)]
-        command += ["--output", str((args.output / "runs" / f"{name}-{seed}").resolve()), "--save_dtype", "float32"]
-        command += ["--evaluation.every", str(args.every), "--evaluation.max_tokens", str(args.run_tokens)]
+        command += ["--output_dir", str((args.output / "runs" / f"{name}-{seed}").resolve()), "--save_dtype", "float32"]
+        command += ["--evaluation.eval_steps", str(args.every), "--evaluation.max_tokens", str(args.run_tokens)]
         command += [f"--{setting}" for setting in args.set]
         command += [str(args.steps // 2) if word == "HALF" else word for word in overrides]
         threads = {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}

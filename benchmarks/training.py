@@ -37,10 +37,9 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
 from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from moh_llm.training.config import CheckpointConfig, DataConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from moh_llm.training.losses import token_losses
 from moh_llm.training.parallel import make_accelerator, seed_step
-from moh_llm.training.passes import accumulate_gradients
-from moh_llm.training.step import TrainingStep
-from moh_llm.training.token_losses import token_losses
+from moh_llm.training.step import TrainingStep, accumulate_gradients
 
 SIZES = {
     "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
@@ -97,13 +96,13 @@ def recipe(args: argparse.Namespace, scratch: Path) -> TrainConfig:
     """The recipe of a step: cross-entropy, every weight trained."""
     return TrainConfig(
         model="none",
-        output=str(scratch / "run"),
+        output_dir=str(scratch / "run"),
         max_steps=100,
         mixed_precision=args.dtype,
-        data=DataConfig(block_length=args.length, batch_size=args.blocks * world(), micro_batch_size=args.blocks),
+        data=DataConfig(sequence_length=args.length, batch_size=args.blocks * world(), micro_batch_size=args.blocks),
         objective=ObjectiveConfig(kind="cross_entropy"),
         optimizer=OptimizerConfig(),
-        trackers=(),
+        report_to=(),
     )
 
 
@@ -240,7 +239,7 @@ def checkpoint(config: TrainConfig, args: argparse.Namespace, scratch: Path) -> 
     seconds: dict[str, list[float]] = {name: [] for name in ("save", "write", "load", "read")}
     for number in range(1, args.rounds + 1):
         state = (accelerator, model, optimizer, weights)
-        facts, keep = {"updates": 1}, CheckpointConfig(keep_last=1)
+        facts, keep = {"updates": 1}, CheckpointConfig(save_total_limit=1)
         seconds["save"].append(timed(save_checkpoint, scratch / "c", number, facts, *state, keep))
         (folder,) = (scratch / "c").iterdir()
         content = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))

@@ -16,8 +16,8 @@ LLAMA_3 = "META LLAMA 3 COMMUNITY LICENSE AGREEMENT\n\nMeta Llama 3 Version Rele
 def write_run(folder: Path, model: str, scores: int = 3, record: Record | None = None, **recipe: Any) -> Path:
     """A finished run of 6 steps of 32 tokens that began with `model`; its saved model is left to the test."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"model": model, "output": str(folder), "max_steps": 6} | recipe
-    config.setdefault("data", {"mixture": "/srv/secret/mixes/tiny.yaml", "block_length": 16, "batch_size": 2})
+    config = {"model": model, "output_dir": str(folder), "max_steps": 6} | recipe
+    config.setdefault("data", {"mixture": "/srv/secret/mixes/tiny.yaml", "sequence_length": 16, "batch_size": 2})
     saved = {"tokens": 500, "perplexity": 22.0, "reference_perplexity": 20.0, "kl": 0.05, "top1_agreement": 0.9}
     saved |= {"documents": 40, "ratio_interval": [1.0812, 1.1234], "kl_interval": [0.041, 0.062]}
     read = {"weight": 1.0, "tokens": 192, "share": 1.0, "epochs": 0.5, "repeated_tokens": 0}

@@ -150,9 +150,10 @@ def commands(inputs: Path, river: Path, output: Path) -> dict[str, list[str]]:
     base, moh = str(inputs / "base"), str(inputs / "moh")
     mixture, recipe = output.parent / "mixture.yaml", output.parent / "recipe.yaml"
     mixture.write_text(yaml.safe_dump({"name": "river", "sources": {"river": {"weight": 1.0, "files": str(river)}}}))
-    settings = {"model": moh, "output": str(output), "max_steps": 2, "schedule": {"warmup_steps": 1}, "trackers": []}
-    settings |= {"data": {"mixture": str(mixture), "block_length": 32, "batch_size": 2, "micro_batch_size": 1}}
-    recipe.write_text(yaml.safe_dump(settings | {"evaluation": {"every": 0, "max_tokens": 64}}))
+    settings = {"model": moh, "output_dir": str(output), "max_steps": 2, "report_to": []}
+    settings |= {"data": {"mixture": str(mixture), "sequence_length": 32, "batch_size": 2, "micro_batch_size": 1}}
+    settings |= {"schedule": {"warmup_steps": 1}}
+    recipe.write_text(yaml.safe_dump(settings | {"evaluation": {"eval_steps": 0, "max_tokens": 64}}))
     to = ["--output", str(output)]
     text = ["--calibration", str(river), "--calibration-tokens", "1024", "--heldout-tokens", "256"]
     return {
@@ -210,7 +211,7 @@ def contents(folder: Path) -> dict[str, object]:
 
 
 def without_times(record: object) -> object:
-    varying = {"seconds", "timing", "peak_memory_mib", "written", "output", "mixture"}
+    varying = {"seconds", "timing", "peak_memory_mib", "written", "output", "output_dir", "mixture"}
     if isinstance(record, dict):
         return {key: without_times(value) for key, value in record.items() if key not in varying}
     return [without_times(value) for value in record] if isinstance(record, list) else record

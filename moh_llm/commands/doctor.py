@@ -9,8 +9,8 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.recipe import load_config
 
 if TYPE_CHECKING:
-    from moh_llm.training.doctor import Diagnosis
-    from moh_llm.training.inputs import Finding
+    from moh_llm.training.preflight import Diagnosis
+    from moh_llm.training.preflight_data import Finding
 
 STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from moh_llm.files import write_json
-    from moh_llm.training.doctor import diagnose
+    from moh_llm.training.preflight import diagnose
 
     diagnosis = diagnose(config, args.strategy, args.processes, args.gpu)
     diagnosis.findings.extend(_check_hub(config))
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_hub(config: TrainConfig) -> Iterator["Finding"]:
     """Whether what the job makes can be published, as far as this machine knows."""
     from moh_llm.hub.pushes import check_hub
-    from moh_llm.training.inputs import Finding
+    from moh_llm.training.preflight_data import Finding
 
     if config.hub is None:
         return

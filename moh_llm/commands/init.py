@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from moh_llm.errors import UserError
-    from moh_llm.training.initial import initialise
+    from moh_llm.training.from_scratch import initialise
 
     if not 0 <= args.seed < 2**32:
         raise UserError(f"--seed {args.seed} must lie in [0, 2**32)")

@@ -54,7 +54,7 @@ def _write_card(config: TrainConfig) -> None:
     from moh_llm.hub.card import write_local_card
     from moh_llm.hub.listing import CARD
 
-    model = Path(config.output) / "model"
+    model = Path(config.output_dir) / "model"
     if not (model / CARD).exists():
         try:
             write_local_card(model)
@@ -77,7 +77,7 @@ def _train_and_publish(config: TrainConfig, hub: HubConfig, overwrite: bool) -> 
 
         def publish(record: dict[str, Any]) -> None:
             _write_card(config)
-            _publish(hub, Path(config.output), pushes)
+            _publish(hub, Path(config.output_dir), pushes)
 
         train(config, overwrite, on_milestone=pushes.add, on_finish=publish)
 

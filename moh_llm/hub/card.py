@@ -229,7 +229,7 @@ def _training(run: TrainingRun) -> Record:
         "finished": run.record.get("status") == "finished",
         "tokens": run.tokens_of(run.lines[-1]),
         "mixture": mixture_name(run.recipe["data"]["mixture"]),
-        "sequence": run.recipe["data"]["block_length"],
+        "sequence": run.recipe["data"]["sequence_length"],
         "recipe": [facts(recipe(run))],
         "receipt": [read] if read else [],
         "held_out": held_out(run, most=_SCORES),

@@ -26,7 +26,7 @@ RECIPE = """\
 # The quick start's recipe: a short self-distillation on the text that Python itself ships.
 # `moh-llm train --help` explains every key.
 model: {model}
-output: {output}
+output_dir: {output}
 max_steps: {steps}
 mixed_precision: bf16
 data:
@@ -35,7 +35,7 @@ data:
 schedule:
   warmup_steps: {warmup}
 evaluation:
-  every: 0
+  eval_steps: 0
   max_tokens: 2048
 """
 

@@ -98,7 +98,7 @@ def same_held_out_text(runs: Sequence[TrainingRun]) -> bool:
     """Whether all scores are of the same text, as far as the records tell."""
     texts = set()
     for run in runs:
-        text = [run.record.get("data"), run.recipe["data"]["block_length"], run.recipe["evaluation"]["max_tokens"]]
+        text = [run.record.get("data"), run.recipe["data"]["sequence_length"], run.recipe["evaluation"]["max_tokens"]]
         texts.add(json.dumps(text, sort_keys=True))
     return len(texts) < 2
 

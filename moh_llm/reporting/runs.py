@@ -51,7 +51,7 @@ class TrainingRun:
     def tokens_of(self, line: Record) -> int:
         """Training tokens read up to a line of the log."""
         data = self.recipe["data"]
-        return line.get("tokens", line["step"] * data["batch_size"] * data["block_length"])
+        return line.get("tokens", line["step"] * data["batch_size"] * data["sequence_length"])
 
     def points(self, key: str) -> tuple[list[int], list[float]]:
         """Training tokens and a number of the log, over the steps that have it and were not dropped.
@@ -226,9 +226,9 @@ def _read_run(folder: Path, name: str) -> TrainingRun:
         raise UserError(f"{folder} holds no run.json; name a folder that moh-llm train made")
     record = read_json(folder / "run.json")
     config = record.get("config") if isinstance(record, dict) else None
-    if not isinstance(config, dict) or not {"model", "output", "max_steps"} <= config.keys():
+    if not isinstance(config, dict) or not {"model", "output_dir", "max_steps"} <= config.keys():
         raise UserError(f"{folder / 'run.json'} is not the record of a training run; name another folder")
-    defaults = json.loads(json.dumps(asdict(TrainConfig(model="-", output="-", max_steps=10**9))))
+    defaults = json.loads(json.dumps(asdict(TrainConfig(model="-", output_dir="-", max_steps=10**9))))
     lines, cut = _read_log(folder / "log.jsonl")
     return TrainingRun(name, folder, record, _completed(config, defaults), lines, cut)
 

@@ -81,7 +81,7 @@ def recipe(run: TrainingRun) -> Pairs:
     """How a run trained, from its recipe and its log."""
     given, last = run.recipe, run.lines[-1]
     data, goal, optimizer, schedule = (given[key] for key in ("data", "objective", "optimizer", "schedule"))
-    batch = f"{data['batch_size']} sequences of {data['block_length']:,} tokens"
+    batch = f"{data['batch_size']} sequences of {data['sequence_length']:,} tokens"
     warmup = "1 step" if schedule["warmup_steps"] == 1 else f"{schedule['warmup_steps']:,} steps"
     router_rate = optimizer["router_learning_rate"] or optimizer["learning_rate"]
     lora, beta, betas = given["lora"], goal["balance_coefficient"], optimizer["betas"]
@@ -94,8 +94,8 @@ def recipe(run: TrainingRun) -> Pairs:
         ("schedule", f"{warmup} of warm-up, then cosine to {schedule['final_learning_rate']:g}"),
         ("AdamW", f"betas {betas[0]:g} and {betas[1]:g}, weight decay {optimizer['weight_decay']:g}"),
     ]
-    if optimizer["max_gradient_norm"] is not None:
-        pairs.append(("gradients clipped to norm", f"{optimizer['max_gradient_norm']:g}"))
+    if optimizer["max_grad_norm"] is not None:
+        pairs.append(("gradients clipped to norm", f"{optimizer['max_grad_norm']:g}"))
     if goal["kind"] == "distillation":
         layer = goal["layer_coefficient"]
         extra = f", layers' distance weighed {layer:g}" if layer else ""

@@ -1,12 +1,15 @@
-"""Checkpoints of a run: written under a temporary name, proved by hashes, found again by themselves.
+"""Checkpoints of a run, verified by hashes, and the models of its milestones.
 
     OUTPUT/checkpoints/step-000010/model.safetensors      the weights that are trained, float32
                                    optimizer.safetensors  AdamW's two moments of each
                                    checkpoint.json        step, updates, seconds, tokens read, hash of each file
+    OUTPUT/milestones/step-000100/model/     the model after 100 steps, to be used like any other
+                                  run.json   the run's record up to that step
+                                  log.jsonl  its log up to that step
 
-They are whole tensors, however training is distributed (see `moh_llm.training.gathering`), so a run
-can go on with another number of processes or another way of distributing. Data and generators need
-no file: both follow from the step's number.
+Checkpoints hold full tensors for every strategy (see `moh_llm.training.full_tensors`), so a run can resume with another
+number of processes or another strategy. Data and random generators need no file: both follow from the step's number.
+A milestone reads as a run that ended there, so a card or a report shows what held then.
 """
 
 import shutil
@@ -18,13 +21,17 @@ import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
 
 from moh_llm.errors import UserError
 from moh_llm.files import new_folder, write_json
 from moh_llm.records.run import CheckpointRecord
-from moh_llm.training.config import CheckpointConfig
-from moh_llm.training.gathering import gathered_moments, gathered_weights, scatter_state
-from moh_llm.training.runs import find_fault, mark_files
+from moh_llm.training import networks
+from moh_llm.training.config import CheckpointConfig, TrainConfig
+from moh_llm.training.full_tensors import full_moments, full_weights, scatter_state
+from moh_llm.training.parallel import loading_full_models
+from moh_llm.training.reference import StartingPoint
+from moh_llm.training.runs import Run, find_fault, mark_files
 
 RECORD, WEIGHTS, MOMENTS = "checkpoint.json", "model.safetensors", "optimizer.safetensors"
 
@@ -44,15 +51,15 @@ def save_checkpoint(
     weights: Mapping[str, torch.Tensor],
     keep: CheckpointConfig,
 ) -> Path:
-    """Write the state after ``step`` steps, then remove all but the ``keep_last`` newest and the milestones.
+    """Write the state after ``step`` steps, then remove all but the ``save_total_limit`` newest and the milestones.
 
     All processes take part; one writes. A failure on the way (a full disk, a kill) leaves the
     earlier checkpoints as they were.
     """
     folder = checkpoint_folder(checkpoints, step)
     tensors = {
-        WEIGHTS: gathered_weights(accelerator, weights),
-        MOMENTS: gathered_moments(accelerator, model, optimizer, weights),
+        WEIGHTS: full_weights(accelerator, weights),
+        MOMENTS: full_moments(accelerator, model, optimizer, weights),
     }
     if accelerator.is_main_process:
         with new_folder(folder, overwrite=True) as temporary:
@@ -72,7 +79,7 @@ def save_checkpoint(
 def _remove_old(checkpoints: Path, step: int, keep: CheckpointConfig) -> None:
     # Later steps than this one can only be checkpoints that were found broken at the last start.
     steps = sorted(_steps(checkpoints))
-    kept = [other for other in steps if other <= step][-keep.keep_last :]
+    kept = [other for other in steps if other <= step][-keep.save_total_limit :]
     if keep.milestone_every:
         kept += [other for other in steps if other <= step and other % keep.milestone_every == 0]
     for other in steps:
@@ -119,7 +126,7 @@ def load_checkpoint(
     """
     saved, moments = load_file(folder / WEIGHTS), load_file(folder / MOMENTS)
     if different := saved.keys() ^ weights.keys():
-        raise UserError(f"{folder} is of another model: {sorted(different)[0]} is on one side only; use a new --output")
+        raise UserError(f"{folder} is of another model: {sorted(different)[0]} is only in one; name a new --output_dir")
     updates = CheckpointRecord.read(folder / RECORD).updates
     scatter_state(accelerator, model, optimizer, weights, saved, moments, updates)
     return updates
@@ -141,3 +148,46 @@ def _fault(folder: Path, step: int) -> str | None:
     if record.step != step:
         return f"{RECORD} names step {record.step}"
     return find_fault(folder, record.content()["files"])
+
+
+def saved_milestones(run: Run) -> list[Path]:
+    """The folders of the milestones that a run has saved so far, in the order of their steps."""
+    return sorted(run.milestones.glob("step-*"))
+
+
+def keep_milestone(
+    config: TrainConfig,
+    run: Run,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase,
+    starting_point: StartingPoint,
+    on_milestone: Callable[[Path], None],
+    step: int,
+    checkpoint: Path,
+) -> None:
+    """Save the model of a checkpoint, if the recipe asks for it, and call ``on_milestone`` with its folder.
+
+    The main process does it alone, since the weights lie whole in the checkpoint; the others wait in their next step.
+
+    Args:
+        config, run, accelerator, tokenizer, starting_point: of the run, whose log ends with that step.
+        on_milestone: see `moh_llm.training.loop.train`.
+        step: how many steps were made.
+        checkpoint: the folder of the checkpoint after them.
+
+    Raises:
+        UserError: the disk refuses, or ``config.model`` can no longer be read.
+    """
+    asked = config.hub is not None and config.hub.milestones and step % config.checkpoint.milestone_every == 0
+    if not (asked and accelerator.is_main_process):
+        return
+    state = CheckpointRecord.read(checkpoint / RECORD)
+    facts = {"steps": step, "tokens": step * config.tokens_per_step, "seconds": state.seconds}
+    folder = run.milestones / checkpoint.name
+    with new_folder(folder, overwrite=True) as temporary:
+        with loading_full_models(accelerator):
+            weights = load_file(checkpoint / "model.safetensors")
+            networks.save_network(config, weights, tokenizer, temporary / "model", starting_point, step)
+        write_json(temporary / "run.json", run.record | facts | {"data_read": state.data})
+        shutil.copyfile(run.folder / "log.jsonl", temporary / "log.jsonl")
+    on_milestone(folder)

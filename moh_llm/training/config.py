@@ -31,17 +31,20 @@ class DataConfig:
         "data mixture: a YAML file or 'embedded', tokenised on the way; or a folder that moh-llm tokenize made",
         "embedded",
     )
-    block_length: int = key("tokens per block (sequence)", 512)
-    batch_size: int = key("blocks per optimiser step, in all", 4)
-    micro_batch_size: int = key("blocks per forward pass; the rest of the step is accumulated", 1)
-    num_workers: int = key("processes that read ahead; 0: blocks are read when they are needed", 0)
+    sequence_length: int = key("tokens per sequence (sequence)", 512)
+    batch_size: int = key("sequences per optimiser step, in all", 4)
+    micro_batch_size: int = key("sequences per micro-batch; the rest of the step is accumulated", 1)
+    dataloader_num_workers: int = key("processes that read ahead; 0: sequences are read when they are needed", 0)
 
     def __post_init__(self) -> None:
-        _require(self.block_length >= 2, f"data.block_length={self.block_length} must be at least 2 tokens")
+        _require(self.sequence_length >= 2, f"data.sequence_length={self.sequence_length} must be at least 2 tokens")
         for name in ("batch_size", "micro_batch_size"):
             value = getattr(self, name)
-            _require(value >= 1, f"data.{name}={value} must be at least 1 block")
-        _require(self.num_workers >= 0, f"data.num_workers={self.num_workers} must not be negative")
+            _require(value >= 1, f"data.{name}={value} must be at least 1 sequence")
+        _require(
+            self.dataloader_num_workers >= 0,
+            f"data.dataloader_num_workers={self.dataloader_num_workers} must not be negative",
+        )
         _require(
             self.batch_size % self.micro_batch_size == 0,
             f"data.batch_size={self.batch_size} must be a multiple of data.micro_batch_size={self.micro_batch_size}",
@@ -57,10 +60,10 @@ class OptimizerConfig:
     weight_decay: float = key("decoupled weight decay of matrices", 0.1)
     betas: tuple[float, float] = key("decay rates of AdamW's two moments", (0.9, 0.95))
     epsilon: float = key("AdamW's epsilon", 1e-8)
-    max_gradient_norm: float | None = key("gradients are clipped to this l2 norm; null: not clipped", 1.0)
+    max_grad_norm: float | None = key("gradients are clipped to this l2 norm; null: not clipped", 1.0)
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "router_learning_rate", "epsilon", "max_gradient_norm"):
+        for name in ("learning_rate", "router_learning_rate", "epsilon", "max_grad_norm"):
             value = getattr(self, name)
             _require(value is None or 0 < value < math.inf, f"optimizer.{name}={value} must be above 0")
         decay = self.weight_decay
@@ -138,32 +141,33 @@ class LoraConfig:
 class EvaluationConfig:
     """Scoring on the mixture's held-out text."""
 
-    every: int = key("score before the first step and every this many steps; 0: only the saved model", 10)
+    eval_steps: int = key("score before the first step and every this many steps; 0: only the saved model", 10)
     max_tokens: int = key("held-out tokens to score", 8192)
-    batch_size: int = key("blocks per forward pass", 2)
+    batch_size: int = key("sequences per forward pass", 2)
 
     def __post_init__(self) -> None:
-        _require(self.every >= 0, f"evaluation.every={self.every} must not be negative")
+        _require(self.eval_steps >= 0, f"evaluation.eval_steps={self.eval_steps} must not be negative")
         _require(self.max_tokens >= 1, f"evaluation.max_tokens={self.max_tokens} must be at least 1")
-        _require(self.batch_size >= 1, f"evaluation.batch_size={self.batch_size} must be at least 1 block")
+        _require(self.batch_size >= 1, f"evaluation.batch_size={self.batch_size} must be at least 1 sequence")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints to resume from; one is always written after the last step."""
 
-    every: int = key("steps between checkpoints", 10)
-    keep_last: int = key("checkpoints that are kept; older ones are removed", 2)
+    save_steps: int = key("steps between checkpoints", 10)
+    save_total_limit: int = key("checkpoints that are kept; older ones are removed", 2)
     milestone_every: int = key("a checkpoint after a multiple of this many steps is kept for good; 0: none is", 0)
 
     def __post_init__(self) -> None:
-        _require(self.every >= 1, f"checkpoint.every={self.every} must be at least 1 step")
+        _require(self.save_steps >= 1, f"checkpoint.save_steps={self.save_steps} must be at least 1 step")
         _require(self.milestone_every >= 0, f"checkpoint.milestone_every={self.milestone_every} must not be negative")
         _require(
-            self.milestone_every % self.every == 0,
-            f"checkpoint.milestone_every={self.milestone_every} must be a multiple of checkpoint.every={self.every}",
+            self.milestone_every % self.save_steps == 0,
+            f"checkpoint.milestone_every={self.milestone_every} must be a multiple of "
+            f"checkpoint.save_steps={self.save_steps}",
         )
-        _require(self.keep_last >= 1, f"checkpoint.keep_last={self.keep_last} must be at least 1")
+        _require(self.save_total_limit >= 1, f"checkpoint.save_total_limit={self.save_total_limit} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,7 @@ class TrainConfig:
     """One training run."""
 
     model: str = key("folder of a converted model (required)")
-    output: str = key("folder of the run: model/, checkpoints/, log.jsonl, run.json (required)")
+    output_dir: str = key("folder of the run: model/, checkpoints/, log.jsonl, run.json (required)")
     max_steps: int = key("optimiser steps (required)")
     base: str | None = key(
         "folder or Hub id of the checkpoint that the model was converted from; null: where the conversion found it",
@@ -239,16 +243,16 @@ class TrainConfig:
         default_factory=DivergenceConfig, metadata={"meaning": "what is done when the loss is not finite or jumps"}
     )
     hub: HubConfig | None = field(default=None, metadata={"meaning": "what is published on the Hub; null: nothing is"})
-    trackers: tuple[str, ...] = key(
+    report_to: tuple[str, ...] = key(
         "where curves go beside log.jsonl: tensorboard, wandb, trackio, or another that accelerate knows",
         ("tensorboard",),
     )
 
     def __post_init__(self) -> None:
         _require(self.model != "", "model is empty; name the folder of a converted model")
-        _require(self.output != "", "output is empty; name a folder for the run")
+        _require(self.output_dir != "", "output_dir is empty; name a folder for the run")
         _require(self.base != "", "base is empty; name the checkpoint that the model was converted from, or null")
-        for name in ("model", "output", "base"):
+        for name in ("model", "output_dir", "base"):
             check_path(getattr(self, name) or "", name)
         check_path(self.data.mixture, "data.mixture")
         _require(self.max_steps >= 1, f"max_steps={self.max_steps} must be at least 1")
@@ -279,15 +283,21 @@ class TrainConfig:
     @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimiser step reads."""
-        return self.data.batch_size * self.data.block_length
+        return self.data.batch_size * self.data.sequence_length
 
 
 # Keys (or groups) whose change leaves every number of the training curve as it was: where things
 # are written, what is only looked at, and recomputation, which repeats the same operations. `model`
 # and the mixture are here because the run record holds hashes of what they name, which are compared; so does `base`,
 # whose place may change and whose weights may not.
-_HARMLESS = {"model", "output", "base", "save_dtype", "gradient_checkpointing", "checkpoint", "hub", "trackers"}
-_HARMLESS |= {"attn_implementation", "evaluation.every", "evaluation.batch_size", "data.mixture", "data.num_workers"}
+_HARMLESS = {"model", "output_dir", "base", "save_dtype", "gradient_checkpointing", "checkpoint", "hub", "report_to"}
+_HARMLESS |= {
+    "attn_implementation",
+    "evaluation.eval_steps",
+    "evaluation.batch_size",
+    "data.mixture",
+    "data.dataloader_num_workers",
+}
 
 
 def changed_keys(recorded: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:

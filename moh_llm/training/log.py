@@ -1,13 +1,26 @@
-"""The lines of `log.jsonl`, and how scores read in words."""
+"""The lines of `log.jsonl`, and where they are shown: on the terminal and in trackers.
+
+`log.jsonl` is the record of a run. Trackers (TensorBoard, Weights & Biases, trackio, others that accelerate knows)
+show the same numbers while it runs.
+"""
 
 import math
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moh_llm.errors import UserError
 from moh_llm.intervals import show_documents, show_figure
 from moh_llm.records.lineage import REFERENCES
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.objectives import StepLosses
+from moh_llm.training.losses import StepLosses
 
 
 def step_line(
@@ -72,3 +85,128 @@ def show_health(routing: dict[str, Any]) -> str:
     if routing["changed"]:
         text += f", {100 * sum(routing['changed']) / len(routing['changed']):.1f} % of routings changed"
     return text
+
+
+# Off a terminal (a batch job's log file) this many seconds pass between two lines.
+_QUIET_SECONDS = 10.0
+
+# Numbers of the log's line that are shown, with their short names and formats.
+_SHOWN = {
+    "loss": ("loss", ".4f"),
+    "cross_entropy": ("ce", ".4f"),
+    "kl": ("kl", ".4f"),
+    "layer_distance": ("layers", ".4f"),
+    "balance_loss": ("balance", ".3f"),
+    "learning_rate": ("lr", ".1e"),
+    "active_heads": ("heads", ".2f"),
+    "gradient_norm": ("norm", ".2f"),
+}
+
+
+class ProgressLine:
+    """Shows steps as they end.
+
+    Args:
+        done: steps already made.
+        total: steps of the run.
+    """
+
+    def __init__(self, done: int, total: int):
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=10),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("train", total=total, completed=done, state="")
+        self._first, self._total, self._began, self._shown = done, total, time.monotonic(), float("-inf")
+
+    def __enter__(self) -> "ProgressLine":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, line: dict[str, Any]) -> None:
+        """Show a line of the log (see `moh_llm.training.log`)."""
+        step = line["step"]
+        if "dropped" in line:
+            self.say(f"step {step} was dropped: {line['dropped']}")
+        if "validation" in line:
+            self.say(f"step {step}: {show_scores(line['validation'])}{show_health(line['routing'])}")
+        if "timing" not in line:
+            return
+        state = self._state(line)
+        self._bar.update(self._task, completed=step, state=state)
+        now = time.monotonic()
+        if self._console.is_terminal or (now - self._shown < _QUIET_SECONDS and step < self._total):
+            return
+        self._shown = now
+        left = (now - self._began) / (step - self._first) * (self._total - step)
+        self.say(f"step {step}/{self._total}  {state}  {left:.0f} s left")
+
+    def _state(self, line: dict[str, Any]) -> str:
+        parts = [f"{short} {line[name]:{form}}" for name, (short, form) in _SHOWN.items() if line.get(name) is not None]
+        parts.append(f"{line['timing']['tokens_per_second']:.0f} tokens/s")
+        if "mfu" in line["timing"]:
+            parts.append(f"MFU {100 * line['timing']['mfu']:.1f} %")
+        return "  ".join(parts)
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, markup=False)
+
+
+PROJECT = "moh-llm"
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raise UserError for a tracker that accelerate does not know or whose package is not installed."""
+    known = sorted(map(str, LOGGER_TYPE_TO_CLASS))
+    available = {str(name) for name in get_available_trackers()}
+    for name in names:
+        if name not in known:
+            raise UserError(f"report_to: {name!r} is unknown; known are {', '.join(known)}")
+        if name not in available:
+            raise UserError(f"report_to: {name} needs the package {name}: pip install {name}, or take it off the list")
+
+
+def start_trackers(accelerator: Accelerator, config: TrainConfig, done: int) -> None:
+    """Open the recipe's trackers, to go on after ``done`` steps."""
+    if not config.report_to:
+        return
+    name = Path(config.output_dir).resolve().name
+    settings: dict[str, dict[str, Any]] = {
+        # What was written of steps that are made again is hidden.
+        "tensorboard": {"purge_step": done + 1 if done else None},
+        "wandb": {"name": name, "id": name, "resume": "allow", "dir": config.output_dir},
+        "trackio": {"name": name, "resume": "allow"},
+    }
+    recipe = {key: value for key, value in _flat(asdict(config)) if isinstance(value, (int, float, str))}
+    accelerator.init_trackers(PROJECT, recipe, {name: settings.get(name, {}) for name in config.report_to})
+
+
+def track(accelerator: Accelerator, line: dict[str, Any]) -> None:
+    """Send the numbers of a line of the log to the trackers, per layer where there are layers."""
+    if not accelerator.trackers:
+        return
+    values = {key: value for key, value in line.items() if key not in ("step", "routing")}
+    values["routing"] = {key: list_ for key, list_ in (line.get("routing") or {}).items() if key != "load"}
+    numbers = {key: value for key, value in _flat(values) if isinstance(value, (int, float))}
+    accelerator.log(numbers, step=line["step"])
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested maps and lists by names like ``validation/kl`` and ``routing/entropy/07``."""
+    for key, value in values.items():
+        if isinstance(value, (list, tuple)):
+            value = {f"{number:02d}": item for number, item in enumerate(value)}
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield prefix + key, value

@@ -1,6 +1,6 @@
 """The training loop: explicit, on Accelerate, every quantity of a step a function of its number.
 
-Steps are numbered from 1. Step s reads blocks (s - 1) * batch_size onwards, uses learning rate,
+Steps are numbered from 1. Step s reads sequences (s - 1) * batch_size onwards, uses learning rate,
 active heads and random seed of s - 1 steps made, and writes one line of the log; a resumed run
 therefore needs nothing but weights and moments to go on exactly as if it had never stopped.
 """
@@ -22,16 +22,19 @@ from moh_llm.data.windows import validation_batches
 from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder
 from moh_llm.training import networks
-from moh_llm.training.beginning import agreed_beginning
-from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
+from moh_llm.training.checkpoints import (
+    keep_milestone,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+    saved_milestones,
+)
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.divergence import DivergenceWatch
-from moh_llm.training.gathering import gathered_weights
-from moh_llm.training.interruption import Interruption
-from moh_llm.training.limits import check_machine
-from moh_llm.training.log import show_scores, step_line
-from moh_llm.training.milestones import keep_milestone, saved_milestones
+from moh_llm.training.full_tensors import full_weights
+from moh_llm.training.log import ProgressLine, check_trackers, show_scores, start_trackers, step_line, track
 from moh_llm.training.parallel import (
+    Interruption,
     end_distribution,
     from_main,
     make_accelerator,
@@ -40,12 +43,11 @@ from moh_llm.training.parallel import (
     seed_step,
     sum_over_processes,
 )
-from moh_llm.training.passes import accumulate_gradients, evaluate, measure_floor, score_saved
-from moh_llm.training.progress import ProgressLine
+from moh_llm.training.preflight import check_machine
+from moh_llm.training.reference import agreed_starting_point
 from moh_llm.training.runs import Run, mark_files
 from moh_llm.training.schedules import annealed_heads
-from moh_llm.training.step import TrainingStep
-from moh_llm.training.tracking import check_trackers, start_trackers, track
+from moh_llm.training.step import TrainingStep, accumulate_gradients, evaluate, measure_floor, score_saved
 
 
 def train(
@@ -59,22 +61,22 @@ def train(
 
     Args:
         config: the recipe.
-        overwrite: start anew where ``config.output`` holds a run.
+        overwrite: start anew where ``config.output_dir`` holds a run.
         say: prints one line.
         on_milestone: gets, on the main process, the folder of each milestone that lies there at the start, and of each
-            that is saved (`moh_llm.training.milestones`); training goes on when it returns.
+            that is saved (`moh_llm.training.checkpoints`); training goes on when it returns.
         on_finish: gets, on the main process, the record of a run that is finished, or was before, while nobody else can
             write to its folder.
 
     Raises:
-        UserError: an input cannot be used, another process writes to ``config.output``, the loss is no longer finite,
-            or the disk refuses.
+        UserError: an input cannot be used, another process writes to ``config.output_dir``, the loss is not finite, or
+            the disk refuses.
     """
-    check_trackers(config.trackers)
+    check_trackers(config.report_to)
     accelerator = make_accelerator(config)
     with contextlib.ExitStack() as held:
         # Not before the processes found each other: where the first one is refused, the others must hear of it.
-        from_main(accelerator, lambda: held.enter_context(lock_folder(Path(config.output))))
+        from_main(accelerator, lambda: held.enter_context(lock_folder(Path(config.output_dir))))
         record = _train(config, accelerator, overwrite, say, on_milestone)
         if accelerator.is_main_process and record["status"] == "finished":
             on_finish(record)
@@ -106,8 +108,8 @@ def _train(
         check_machine(config, accelerator.num_processes)
 
     # ---- what it begins with
-    beginning = agreed_beginning(config, accelerator, run.record.get("reference"))
-    reference = beginning.reference
+    starting_point = agreed_starting_point(config, accelerator, run.record.get("reference"))
+    reference = starting_point.reference
     if reference is not None:
         say(reference.sentence(teaches=config.objective.kind == "distillation"))
 
@@ -115,10 +117,10 @@ def _train(
     tokenizer = networks.load_tokenizer(Path(config.model))
     with accelerator.main_process_first():
         _, token_folder, sources = tokens_for(config.data.mixture, tokenizer, say)
-    stream = BlockStream(sources, config.data.block_length, config.seed)
+    stream = BlockStream(sources, config.data.sequence_length, config.seed)
     stream.check_epochs(config.max_steps * config.data.batch_size)
     held_out = validation_batches(
-        sources, config.data.block_length, config.evaluation.max_tokens, config.evaluation.batch_size
+        sources, config.data.sequence_length, config.evaluation.max_tokens, config.evaluation.batch_size
     )
 
     # ---- networks
@@ -129,8 +131,8 @@ def _train(
     if beta is None:
         beta = student.config.router_aux_loss_coef
     counts = {
-        "trained": sum(networks.whole_shape(w).numel() for w in networks.trained_weights(student).values()),
-        "total": sum(networks.whole_shape(weight).numel() for weight in student.parameters()),
+        "trained": sum(networks.full_shape(w).numel() for w in networks.trained_weights(student).values()),
+        "total": sum(networks.full_shape(weight).numel() for weight in student.parameters()),
     }
     step_module = TrainingStep(student, teacher, config.objective, reference)
     model, optimizer = accelerator.prepare(step_module, networks.make_optimizer(student, config))
@@ -150,7 +152,7 @@ def _train(
         found = newest_checkpoint(run.checkpoints, say)
     # What the routers do before any step is what later changes are measured by, on resume too.
     start_scores, start_routing, floor = {}, None, None
-    if config.evaluation.every:
+    if config.evaluation.eval_steps:
         floor = measure_floor(accelerator, model, held_out)
         start_scores, start_routing = evaluate(accelerator, model, held_out)
     if floor is not None:
@@ -160,7 +162,7 @@ def _train(
         updates = load_checkpoint(folder, accelerator, model, optimizer, weights)
         done, seconds = state["step"], state["seconds"]
         say(f"resumed from {folder}, {config.max_steps - done} steps to go")
-    keep = partial(keep_milestone, config, run, accelerator, tokenizer, beginning, on_milestone)
+    keep = partial(keep_milestone, config, run, accelerator, tokenizer, starting_point, on_milestone)
     reduce = partial(sum_over_processes, accelerator)
     watch = DivergenceWatch(config.divergence, run.trim_log(done if found else -1))
     if found and not (run.milestones / found[0].name).exists():
@@ -168,15 +170,15 @@ def _train(
     start_trackers(accelerator, config, done)
     say(
         f"{counts['trained']:,} of {counts['total']:,} weights are trained on {accelerator.num_processes} x "
-        f"{accelerator.device.type}; {config.max_steps} steps x {config.data.batch_size} blocks x "
-        f"{config.data.block_length} tokens = {config.max_steps * config.tokens_per_step:,} tokens, "
-        f"{accelerator.gradient_accumulation_steps} passes per step"
+        f"{accelerator.device.type}; {config.max_steps} steps x {config.data.batch_size} sequences x "
+        f"{config.data.sequence_length} tokens = {config.max_steps * config.tokens_per_step:,} tokens, "
+        f"{accelerator.gradient_accumulation_steps} micro-batches per step"
     )
 
     # ---- steps
     steps = range(done + 1, config.max_steps + 1)
     part = StepBatches(stream, config.data.batch_size, accelerator.process_index, accelerator.num_processes)
-    batches = step_loader(part, steps, config.data.num_workers)
+    batches = step_loader(part, steps, config.data.dataloader_num_workers)
     line_of_progress = ProgressLine(done, config.max_steps) if main else contextlib.nullcontext()
     with line_of_progress as progress, Interruption(accelerator) as interruption:
         if start_routing is not None and not found:
@@ -203,12 +205,12 @@ def _train(
             receipt = make_receipt(stream, step * config.data.batch_size)
             line["tokens_of_source"] = {name: entry["tokens"] for name, entry in receipt.items()}
             seconds += line["timing"]["seconds"]
-            if config.evaluation.every and step % config.evaluation.every == 0:
+            if config.evaluation.eval_steps and step % config.evaluation.eval_steps == 0:
                 line["validation"], routing = evaluate(accelerator, model, held_out)
                 line["routing"] = routing.health(start_routing, reduce)
             _report(line, run, accelerator, progress)
             stop = interruption.asked() and step < config.max_steps
-            if stop or step % config.checkpoint.every == 0 or step == config.max_steps:
+            if stop or step % config.checkpoint.save_steps == 0 or step == config.max_steps:
                 facts = {"updates": updates, "seconds": round(seconds, 3), "data": receipt}
                 saved = save_checkpoint(
                     run.checkpoints, step, facts, accelerator, model, optimizer, weights, config.checkpoint
@@ -221,14 +223,14 @@ def _train(
 
     # ---- the tuned model
     receipt = make_receipt(stream, config.max_steps * config.data.batch_size)
-    tuned = gathered_weights(accelerator, weights)
+    tuned = full_weights(accelerator, weights)
     del model, step_module, student, network, optimizer, weights, teacher
     end_distribution(accelerator)
     tokens = config.max_steps * config.tokens_per_step
     facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(seconds, 3), "data_read": receipt}
     files: dict[str, Any] = {}
     if main:
-        networks.save_network(config, tuned, tokenizer, run.model, beginning, config.max_steps)
+        networks.save_network(config, tuned, tokenizer, run.model, starting_point, config.max_steps)
         files = mark_files(run.model)
         facts["evaluation"] = score_saved(config, run.model, accelerator.device, held_out, reference)
         if floor is not None:
@@ -272,7 +274,7 @@ def _roll_back(run: Run, step: int, fault: str, say: Callable[[str], None], prep
     if found is None:
         raise UserError(
             f"step {step}: {fault}, and there is no checkpoint yet to go back to; lower optimizer.learning_rate or "
-            "checkpoint.every and pass --overwrite"
+            "checkpoint.save_steps and pass --overwrite"
         )
     return load_checkpoint(found[0], *prepared)
 

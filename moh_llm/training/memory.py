@@ -18,7 +18,7 @@ teacher only in distillation; with LoRA only where the model was tuned before (`
 
 To this come activations, and what is needed for a moment only: `activation_bytes`, `loss_bytes`,
 `estimate_memory`. It is an estimate: the allocator's fragments, kernels' workspaces, the libraries'
-own memory (on a GPU about 1 GiB) and the copies that processors make where numbers of two
+own memory (on a GPU about 1 GiB) and the copies that CPUs make where numbers of two
 precisions are added are not in it.
 """
 
@@ -31,8 +31,8 @@ from torch import nn
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.records.lineage import read_chain
 from moh_llm.training.config import TrainConfig
+from moh_llm.training.losses import chunk_positions
 from moh_llm.training.networks import add_lora, trained_weights
-from moh_llm.training.token_losses import chunk_positions
 
 STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
@@ -164,7 +164,7 @@ def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, st
 
 
 def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, precision: Precision) -> tuple[int, int]:
-    """What a forward pass over ``micro_batch_size`` blocks keeps, and what a layer's backward pass adds for a moment.
+    """What the forward pass of a micro-batch keeps, and what a layer's backward pass adds for a moment.
 
     Without gradient checkpointing each layer keeps what its backward pass needs (`_layer`). With it
     a layer keeps its input and router logits alone, and one layer at a time is recomputed. Under
@@ -173,7 +173,7 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
     MLP's widest tensors, two at a time, and of the stream; and, where embedding and head are one,
     the head's part of its gradient, which waits for the embedding's.
     """
-    length, stream = config.data.block_length, precision.stream
+    length, stream = config.data.sequence_length, precision.stream
     tokens = config.data.micro_batch_size * length
     # Token ids; sines and cosines; the boolean mask that keeps documents apart; the last norm.
     kept = 8 + 2 * stream * model.head_dim + length + (4 + stream) * model.hidden_size
@@ -200,7 +200,7 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
 def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, routed: int, top_k: int) -> int:
     """Bytes per token that one layer keeps for its backward pass.
 
-    With hidden size C, queries A = heads x head size, intermediate size F, blocks of L tokens, c and
+    With hidden size C, queries A = heads x head size, intermediate size F, sequences of L tokens, c and
     s bytes per number in products and in the stream: of the two norms, float32 inputs and
     normalised outputs, 2 (4 + s) C; the linear maps' inputs, 2 c C, under autocast a copy for each;
     queries, repeated keys and values, and the heads' outputs, 4 c A, and attention's mask, c L; the
@@ -214,7 +214,7 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
     separate = precision.casts or (lora is not None and lora.dropout > 0)
     inputs = 5 + has_fallback if separate else 2
     total = 2 * (4 * hidden + 4) + inputs * c * hidden
-    total += 4 * c * wide + c * config.data.block_length + 4 * heads + c * heads
+    total += 4 * c * wide + c * config.data.sequence_length + 4 * heads + c * heads
     total += c * wide + 4 * c * model.intermediate_size + 4 * routed + 8 * top_k
     if lora is None:
         total += 2 * s * hidden  # normalised, for the gradient of the norm's weight
@@ -235,7 +235,7 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
 
 
 def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision) -> int:
-    """What the loss needs beside the activations: see `moh_llm.training.token_losses`.
+    """What the loss needs beside the activations: see `moh_llm.training.losses`.
 
     Hidden states of student and teacher and their gradient; the float32 gradient of the head's
     weight, if it is trained; copies of the heads under autocast. On top either the logits of a
@@ -243,7 +243,7 @@ def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision)
     them, or a product with the size of the head's weight, whichever is more.
     """
     c, s = precision.products, precision.stream
-    tokens = config.data.micro_batch_size * config.data.block_length
+    tokens = config.data.micro_batch_size * config.data.sequence_length
     head = model.hidden_size * model.vocab_size
     states = tokens * model.hidden_size
     positions = chunk_positions(model.vocab_size)

@@ -19,8 +19,8 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_wei
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.lineage import hash_weights
-from moh_llm.training.beginning import Beginning, Reference
 from moh_llm.training.config import LoraConfig, TrainConfig
+from moh_llm.training.reference import Reference, StartingPoint
 from moh_llm.training.schedules import learning_rates
 
 
@@ -121,7 +121,7 @@ def trained_weights(network: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
 
 
-def whole_shape(weight: torch.nn.Parameter) -> torch.Size:
+def full_shape(weight: torch.nn.Parameter) -> torch.Size:
     """A weight's shape; under ZeRO-3 what a process holds of it is a flat part."""
     return torch.Size(getattr(weight, "ds_shape", weight.shape))
 
@@ -134,7 +134,7 @@ def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
     *modules, kind = name.split(".")
     if kind == "bias" or any(module.endswith("norm") for module in modules):
         return False
-    return len(whole_shape(weight)) >= 2
+    return len(full_shape(weight)) >= 2
 
 
 def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -195,7 +195,7 @@ def save_network(
     weights: dict[str, torch.Tensor],
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    beginning: Beginning,
+    starting_point: StartingPoint,
     steps: int,
 ) -> None:
     """Write the tuned model as a folder of its own: weights, config, tokenizer, remote code, lineage.
@@ -208,7 +208,7 @@ def save_network(
         weights: the trained weights by their names in the student.
         tokenizer: saved beside the model.
         folder: where.
-        beginning: what the run began with, whose lineage the run is added to.
+        starting_point: what the run began with, whose lineage the run is added to.
         steps: how many were made.
 
     Raises:
@@ -232,4 +232,4 @@ def save_network(
         for file in [began_with / CONVERSION, *licence_texts(began_with)]:
             if file.is_file():
                 shutil.copyfile(file, temporary / file.name)
-        beginning.chain_after(config, steps, hash_weights(temporary)).write(temporary / LINEAGE)
+        starting_point.chain_after(config, steps, hash_weights(temporary)).write(temporary / LINEAGE)

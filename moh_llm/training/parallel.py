@@ -1,14 +1,17 @@
-"""One recipe on any number of processes: DDP, DeepSpeed ZeRO and FSDP2, as `accelerate launch` was told.
+"""One recipe on any number of processes: DDP, DeepSpeed ZeRO and FSDP2, as `accelerate launch` set them up.
 
-Losses are sums over a process's blocks; dividing them by the counts of the whole step, and undoing
-the means that each way of distributing takes of gradients, makes the curve the same for all.
+Losses are sums over a process's sequences. Dividing them by the counts of the whole step, and undoing the means that
+each strategy takes of gradients, makes the curve the same for all.
 """
 
 import contextlib
 import hashlib
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -39,19 +42,19 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator of a run, set up from the environment that the launcher made.
 
     Raises:
-        UserError: the blocks of a step cannot be dealt out evenly, DeepSpeed is asked to skip steps, or the processes
+        UserError: ``data.batch_size`` does not divide evenly, DeepSpeed is asked to skip steps, or the processes
             that the launcher started are no group.
     """
     # An earlier run in this process may have used another precision, and the state is a singleton.
     AcceleratorState._reset_state()
     world = world_size()
-    per_pass = config.data.micro_batch_size * world
-    if config.data.batch_size % per_pass:
+    per_micro_batch = config.data.micro_batch_size * world
+    if config.data.batch_size % per_micro_batch:
         raise UserError(
             f"data.batch_size={config.data.batch_size} must be a multiple of data.micro_batch_size="
             f"{config.data.micro_batch_size} x {world} processes"
         )
-    passes = config.data.batch_size // per_pass
+    micro_batches = config.data.batch_size // per_micro_batch
     kwargs: dict[str, Any] = {}
     if _asked_for("DEEPSPEED"):
         if config.divergence.action == "skip":
@@ -60,7 +63,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
                 "take roll_back or stop, or another strategy"
             )
         plugin = DeepSpeedPlugin(
-            gradient_accumulation_steps=passes, gradient_clipping=config.optimizer.max_gradient_norm
+            gradient_accumulation_steps=micro_batches, gradient_clipping=config.optimizer.max_grad_norm
         )
         # There is no prepared loader to tell it.
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = config.data.micro_batch_size
@@ -68,14 +71,14 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         if not torch.cuda.is_available():
             # The same without `cpu=True`, which would give DDP instead.
             kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
-    accumulation = GradientAccumulationPlugin(passes, sync_with_dataloader=False)
+    accumulation = GradientAccumulationPlugin(micro_batches, sync_with_dataloader=False)
     accelerator = Accelerator(
         # Told nothing, processes without a GPU believe each that it is the only one.
         cpu=not torch.cuda.is_available() and not _asked_for("DEEPSPEED"),
         mixed_precision=config.mixed_precision,
         gradient_accumulation_plugin=accumulation,
-        log_with=list(config.trackers) or None,
-        project_config=ProjectConfiguration(config.output, logging_dir=str(Path(config.output) / TRACKERS)),
+        log_with=list(config.report_to) or None,
+        project_config=ProjectConfiguration(config.output_dir, logging_dir=str(Path(config.output_dir) / TRACKERS)),
         **kwargs,
     )
     if _asked_for("FSDP") and not torch.cuda.is_available():
@@ -111,7 +114,7 @@ def _asked_for(what: str) -> bool:
 
 
 def _shard_on_cpu(accelerator: Accelerator) -> None:
-    """FSDP2 on processors, which accelerate otherwise takes for plain DDP, without a word."""
+    """FSDP2 on CPUs, which accelerate otherwise takes for plain DDP, without a word."""
     plugin = FullyShardedDataParallelPlugin()  # from the launcher's environment
     if plugin.fsdp_version != 2:
         raise UserError("FSDP needs version 2 (fsdp_version: 2 in the accelerate config)")
@@ -130,13 +133,13 @@ def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConf
     peak = peak_flops(torch.cuda.get_device_name(accelerator.device))
     if peak is None:
         return None
-    length, teacher = config.data.block_length, config.objective.kind == "distillation"
+    length, teacher = config.data.sequence_length, config.objective.kind == "distillation"
     flops = training_flops(model, length, teacher, recompute=False, frozen=config.lora is not None)
     return accelerator.num_processes * peak * length / flops
 
 
 def loss_scale(accelerator: Accelerator) -> int:
-    """What a loss is multiplied by so that its gradient ends up summed over passes and processes, not averaged."""
+    """What a loss is multiplied by so that its gradient is summed over micro-batches and processes, not averaged."""
     return accelerator.gradient_accumulation_steps * accelerator.num_processes
 
 
@@ -179,7 +182,7 @@ def end_distribution(accelerator: Accelerator) -> None:
 
 
 @contextlib.contextmanager
-def loading_whole(accelerator: Accelerator) -> Iterator[None]:
+def loading_full_models(accelerator: Accelerator) -> Iterator[None]:
     """Within the block this process loads models whole, though another one is distributed; the others need not wait."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         yield
@@ -196,3 +199,35 @@ def loading_whole(accelerator: Accelerator) -> Iterator[None]:
 def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor over the processes, on all of them."""
     return accelerator.reduce(values, "sum") if accelerator.num_processes > 1 else values
+
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class Interruption:
+    """Within the block the signals no longer end the process but are noted.
+
+    Only a process's main thread may do this; elsewhere signals are left as they are.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self._accelerator, self._received, self._before = accelerator, 0, {}
+
+    def __enter__(self) -> "Interruption":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+
+    def asked(self) -> bool:
+        """Whether any process was signalled; all of them get the same answer, after the same step."""
+        flag = torch.tensor(int(self._received > 0), device=self._accelerator.device)
+        return bool(sum_over_processes(self._accelerator, flag))

@@ -17,6 +17,18 @@ from moh_llm.errors import UserError
 from moh_llm.reading import parse_yaml, read_yaml
 from moh_llm.training.config import TrainConfig
 
+# Keys of earlier recipes, by their names today: the error about one says the other.
+RENAMED = {
+    "output": "output_dir",
+    "trackers": "report_to",
+    "data.block_length": "data.sequence_length",
+    "data.num_workers": "data.dataloader_num_workers",
+    "optimizer.max_gradient_norm": "optimizer.max_grad_norm",
+    "evaluation.every": "evaluation.eval_steps",
+    "checkpoint.every": "checkpoint.save_steps",
+    "checkpoint.keep_last": "checkpoint.save_total_limit",
+}
+
 
 @dataclass(frozen=True)
 class Key:
@@ -154,6 +166,7 @@ def _flatten(content: dict, keys: dict[str, Key], where: str, prefix: str = "") 
             nearest = difflib.get_close_matches(name, keys, n=1, cutoff=0.0)[0]
             # A bare key that lives in a group is a likelier slip than a similar spelling.
             nearest = next((known for known in keys if known.endswith(f".{name}")), nearest)
+            nearest = RENAMED.get(name, nearest)
             raise UserError(f"{where}: unknown key {name!r}; the nearest known key is {nearest!r}")
         found = keys[name]
         is_group = is_dataclass(found.type)

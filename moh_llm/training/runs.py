@@ -3,9 +3,9 @@
 OUTPUT/run.json      recipe, model, data, versions; when finished also tokens, seconds, scores
        log.jsonl     one line per step; everything but ``timing`` repeats exactly on resume
        checkpoints/  see `moh_llm.training.checkpoints`
-       milestones/   see `moh_llm.training.milestones`
+       milestones/   see `moh_llm.training.checkpoints`
        model/        the tuned model
-       tensorboard/  see `moh_llm.training.tracking`
+       tensorboard/  see `moh_llm.training.log`
        report/       what `moh-llm report` makes
 """
 
@@ -36,7 +36,7 @@ class Run:
     """A run's folder, opened anew or to resume.
 
     Args:
-        config: the recipe; ``config.output`` is the folder.
+        config: the recipe; ``config.output_dir`` is the folder.
         overwrite: start anew, removing what an earlier run wrote there (and nothing else).
         writes: whether this process is the one that writes; of several only one does.
 
@@ -47,7 +47,7 @@ class Run:
 
     def __init__(self, config: TrainConfig, overwrite: bool = False, writes: bool = True):
         self._writes = writes
-        self.folder = Path(config.output)
+        self.folder = Path(config.output_dir)
         self.model = self.folder / "model"
         self.checkpoints, self.milestones = self.folder / "checkpoints", self.folder / "milestones"
         self._record_path, self._log_path = self.folder / RECORD, self.folder / "log.jsonl"
@@ -56,9 +56,9 @@ class Run:
         recipe = json.loads(json.dumps(asdict(config)))
 
         if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(f"output={self.folder} is a file; name a folder")
+            raise UserError(f"output_dir={self.folder} is a file; name a folder")
         if overwrite:
-            # `--model RUN/model --output RUN` would remove the model before it is read.
+            # `--model RUN/model --output_dir RUN` would remove the model before it is read.
             check_holds_none(self.folder, [config.model])
             self._remove()
         if self._record_path.exists():
@@ -68,7 +68,7 @@ class Run:
             return
         if self.folder.exists() and any(path.name != INSIDE for path in self.folder.iterdir()):
             raise UserError(
-                f"output={self.folder} is not empty and holds no run.json to resume; "
+                f"output_dir={self.folder} is not empty and holds no run.json to resume; "
                 "name another folder or pass --overwrite"
             )
         self.record = {"status": "new", "config": recipe, "model": {"sha256": identity}}
@@ -98,7 +98,7 @@ class Run:
         if self.record.get("data", data) != data:
             raise UserError(
                 f"the text of data.mixture={self.record['config']['data']['mixture']} is not what the run in "
-                f"{self.folder} began with; restore it, name a new --output, or pass --overwrite to start anew"
+                f"{self.folder} began with; restore it, name a new --output_dir, or pass --overwrite to start anew"
             )
         versions = {"moh_llm": __version__, "python": platform.python_version()}
         versions |= {name: version(name) for name in PACKAGES}
@@ -108,7 +108,7 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"cannot make output={self.folder}: {error.strerror}; name another folder") from error
+            raise UserError(f"cannot make output_dir={self.folder}: {error.strerror}; name another folder") from error
         write_json(self._record_path, self.record)
 
     def finish(self, facts: dict[str, Any], model_files: dict[str, Any]) -> None:
@@ -166,13 +166,13 @@ class Run:
         try:
             changed = changed_keys(self.record["config"], recipe)
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{self._record_path}: its config is no recipe ({error}); name another --output") from error
+            raise UserError(f"{self._record_path}: its config is no recipe ({error}); change --output_dir") from error
         if self.record["model"]["sha256"] != identity:
             changed.insert(0, "model (other config or weights)")
         if changed:
             raise UserError(
-                f"output={self.folder} holds a run with another recipe; different: {', '.join(changed)}. "
-                "Put them back to resume, name a new --output, or pass --overwrite to start anew"
+                f"output_dir={self.folder} holds a run with another recipe; different: {', '.join(changed)}. "
+                "Put them back to resume, name a new --output_dir, or pass --overwrite to start anew"
             )
 
     def _remove(self) -> None:

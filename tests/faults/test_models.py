@@ -106,7 +106,7 @@ def test_every_command_checks_a_config(
 
 def _recipe(converted: Path, **keys: Any) -> Path:
     path, output = converted.parent / "recipe.yaml", converted.parent / "run"
-    path.write_text(yaml.safe_dump({"model": str(converted), "output": str(output), "max_steps": 4} | keys))
+    path.write_text(yaml.safe_dump({"model": str(converted), "output_dir": str(output), "max_steps": 4} | keys))
     return path
 
 
@@ -203,13 +203,13 @@ def test_an_override_that_grows_by_its_aliases(base: Path, refused: Callable[...
     [
         ({"optimizer": {"learning_rate": float("inf")}}, "optimizer.learning_rate"),
         ({"optimizer": {"weight_decay": float("inf")}}, "optimizer.weight_decay"),
-        ({"checkpoint": {"every": 0}}, "checkpoint.every"),
+        ({"checkpoint": {"save_steps": 0}}, "checkpoint.save_steps"),
         ({"data": {"batch_size": 10**9}}, "data.batch_size"),
-        ({"data": {"num_workers": 10**9}}, "data.num_workers"),
+        ({"data": {"dataloader_num_workers": 10**9}}, "data.dataloader_num_workers"),
         ({"data": {"batch_size": 10**6, "micro_batch_size": 10**6}}, "memory"),
         ({"lora": {"rank": 10**9}}, "lora.rank"),
         ({"model": "a" * 5000}, "too long"),
-        ({"output": "a" * 5000}, "too long"),
+        ({"output_dir": "a" * 5000}, "too long"),
     ],
 )
 def test_recipes_that_cannot_be_carried_out(

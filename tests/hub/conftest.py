@@ -248,13 +248,13 @@ def recipe(moh_model: Path, river: Path, tmp_path: Path, one_thread: None) -> Pa
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(mixture))
     content = {
         "model": str(moh_model),
-        "output": str(tmp_path / "run"),
+        "output_dir": str(tmp_path / "run"),
         "max_steps": 4,
-        "data": {"mixture": str(tmp_path / "mixture.yaml"), "block_length": 32, "batch_size": 2},
-        "evaluation": {"every": 2, "max_tokens": 128},
-        "checkpoint": {"every": 2},
+        "data": {"mixture": str(tmp_path / "mixture.yaml"), "sequence_length": 32, "batch_size": 2},
+        "evaluation": {"eval_steps": 2, "max_tokens": 128},
+        "checkpoint": {"save_steps": 2},
         "hub": {"repo_id": "org/moh"},
-        "trackers": [],
+        "report_to": [],
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
     return tmp_path / "recipe.yaml"

@@ -234,7 +234,7 @@ def test_hostile_names_stay_text(tuned: Path, tmp_path: Path) -> None:
         moh_llm=EVIL,
     )
     read = {"weight": 1.0, "tokens": 192, "share": 1.0, "epochs": 0.5, "repeated_tokens": 0}
-    data = {"mixture": EVIL, "block_length": 16, "batch_size": 2}
+    data = {"mixture": EVIL, "sequence_length": 16, "batch_size": 2}
     write_run(tuned.parent, EVIL, record={"data_read": {EVIL: read}, "device": EVIL}, data=data)
     record = make_record({"base": ("b", 1.0), EVIL: (weights_of(tuned), 0.9)})
     record["suite"]["title"] = record["suite"]["name"] = EVIL

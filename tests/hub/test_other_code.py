@@ -141,7 +141,7 @@ def _ran(tmp_path: Path) -> bool:
 def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path):
     from moh_llm.data.tokenizer import TextTokenizer
     from moh_llm.modeling import MoHLlamaForCausalLM
-    from moh_llm.training.initial import _open_tokenizer
+    from moh_llm.training.from_scratch import _open_tokenizer
     from moh_llm.training.networks import load_network, load_tokenizer
 
     assert convert(hostile, tmp_path / "again") == 0
@@ -152,7 +152,7 @@ def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path):
 
 def test_a_tokenizer_that_needs_code_of_its_own_is_refused(hostile, convert, tmp_path, capsys):
     from moh_llm.data.tokenizer import TextTokenizer
-    from moh_llm.training.initial import _open_tokenizer
+    from moh_llm.training.from_scratch import _open_tokenizer
     from moh_llm.training.networks import load_tokenizer
 
     _edit(hostile / "tokenizer_config.json", tokenizer_class="Own")

@@ -140,14 +140,14 @@ def test_records_of_run_and_evaluation_go_along_without_local_paths(folder, prov
     (evaluation / "report.json").write_text(json.dumps({"models": {"moh": {"model": str(folder)}}}))
     run = tmp_path / "run"
     run.mkdir()
-    (run / "run.json").write_text(json.dumps({"config": {"output": str(run), "seed": 0}}))
+    (run / "run.json").write_text(json.dumps({"config": {"output_dir": str(run), "seed": 0}}))
     behind = SimpleNamespace(folder=run, recipe={"model": str(tmp_path)})
     monkeypatch.setattr("moh_llm.hub.publish.read_lineage", lambda folder, run: Lineage(folder, None, behind))
     done = publish(PublishOptions(folder, "org/moh", dry_run=True, evaluation=evaluation), say=lambda line: None)
     assert {"evaluation.json", "run.json"} < {file.name for file in done.files}
     assert done.scrubbed == {
         "evaluation.json": {"models.moh.model": str(folder)},
-        "run.json": {"config.output": str(run)},
+        "run.json": {"config.output_dir": str(run)},
     }
     assert done.stopped is None
 

@@ -92,7 +92,7 @@ def test_a_push_that_fails_is_no_failed_training_and_the_same_command_tries_agai
     sent = fake_hub.branches["org/moh"]["main"]
     assert set(sent) == {*(path.name for path in model.iterdir()), "run.json", ".gitattributes"}
     assert sent["model.safetensors"] == (model / "model.safetensors").read_bytes() and "README.md" in sent
-    assert b"| steps | 4 of 4" in sent["README.md"] and json.loads(sent["run.json"])["config"]["output"] == "run"
+    assert b"| steps | 4 of 4" in sent["README.md"] and json.loads(sent["run.json"])["config"]["output_dir"] == "run"
     assert (model / "model.safetensors").stat().st_mtime_ns == before
     assert main(shlex.split(retry)[1:]) == 0  # the other way, which finds all of it there
 
@@ -145,7 +145,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 def test_of_two_processes_the_first_publishes(recipe, fake_hub, reached, tmp_path):
     def launch(output: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
         environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        words = ["-c", TRAIN, recipe, "--output", output, *flags]
+        words = ["-c", TRAIN, recipe, "--output_dir", output, *flags]
         return forks.run(*words, folder=ROOT, environment=environment, processes=2, timeout=300)
 
     plain = launch(tmp_path / "plain", "--hub", "null")

@@ -55,21 +55,21 @@ PATCHES = (
     ),
     Patch(
         "the gradient of the KL has the other sign",
-        "moh_llm/training/token_losses.py",
+        "moh_llm/training/losses.py",
         "gradient = own.exp_().sub_(wanted).mul_(temperature)",
         "gradient = own.exp_().sub_(wanted).mul_(-temperature)",
-        ("tests/training/test_token_losses.py",),
+        ("tests/training/test_losses.py",),
     ),
     Patch(
         "the load-balance loss is subtracted",
-        "moh_llm/training/passes.py",
-        "/ tokens + beta * balance / blocks",
-        "/ tokens - beta * balance / blocks",
-        ("tests/training/test_objectives.py",),
+        "moh_llm/training/step.py",
+        "/ tokens + beta * balance / sequences",
+        "/ tokens - beta * balance / sequences",
+        ("tests/training/test_losses.py",),
     ),
     Patch(
         "a checkpoint forgets the first moment",
-        "moh_llm/training/gathering.py",
+        "moh_llm/training/full_tensors.py",
         '        state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in MOMENTS}\n',
         '        state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in MOMENTS}\n'
         '        state["exp_avg"].zero_()\n',

@@ -77,8 +77,8 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir(parents=True)
-        config: Line = {"model": "out/moh", "output": str(folder), "max_steps": 6, "seed": seed}
-        config |= {"data": {"mixture": "tiny.yaml", "block_length": 16, "batch_size": 2}} | (recipe or {})
+        config: Line = {"model": "out/moh", "output_dir": str(folder), "max_steps": 6, "seed": seed}
+        config |= {"data": {"mixture": "tiny.yaml", "sequence_length": 16, "batch_size": 2}} | (recipe or {})
         facts = {"status": "finished", "config": config, "model": {"sha256": "ab"}, "data": {"one": {"tokens": 9}}}
         facts["reference"] = {"kind": "base"}
         (folder / "run.json").write_text(json.dumps(facts | {"device": "cpu", "processes": 1} | (record or {})))

@@ -27,7 +27,7 @@ def read(folder: Path) -> dict[str, Any]:
 def test_seeds_of_one_recipe_are_a_group(make_run: MakeRun, tmp_path: Path) -> None:
     scales = {"plain-s0": 0.3, "plain-s1": 0.32, "plain-s2": 0.37}
     runs = [make_run(name, seed=seed, scale=scale) for seed, (name, scale) in enumerate(scales.items())]
-    matched = {"objective": {"kind": "distillation", "layer_coefficient": 0.5}, "trackers": [], "max_steps": 8}
+    matched = {"objective": {"kind": "distillation", "layer_coefficient": 0.5}, "report_to": [], "max_steps": 8}
     runs.append(make_run("matched", seed=0, scale=0.2, steps=3, recipe=matched))
     assert report(*runs, "--output", tmp_path / "report") == 0
     found = read(tmp_path / "report")

@@ -143,10 +143,10 @@ def trained(tmp_path: Path, make_model: Callable[..., Path], river: Path) -> Pat
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(mixture))
     recipe = {
         "model": str(model),
-        "output": str(tmp_path / "run"),
+        "output_dir": str(tmp_path / "run"),
         "max_steps": 4,
-        "data": {"mixture": str(tmp_path / "mixture.yaml"), "block_length": 32, "batch_size": 2},
-        "evaluation": {"every": 2, "max_tokens": 256},
+        "data": {"mixture": str(tmp_path / "mixture.yaml"), "sequence_length": 32, "batch_size": 2},
+        "evaluation": {"eval_steps": 2, "max_tokens": 256},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["train", str(tmp_path / "recipe.yaml")]) == 0

@@ -76,13 +76,13 @@ def write_recipe(model_folder: Path, mixture_file: Path) -> Callable[[Path], Pat
     def write(folder: Path) -> Path:
         content = {
             "model": str(model_folder),
-            "output": str(folder / "run"),
+            "output_dir": str(folder / "run"),
             "max_steps": 6,
-            "data": {"mixture": str(mixture_file), "block_length": 32, "batch_size": 4, "micro_batch_size": 2},
+            "data": {"mixture": str(mixture_file), "sequence_length": 32, "batch_size": 4, "micro_batch_size": 2},
             "optimizer": {"learning_rate": 1e-3, "router_learning_rate": 1e-2},
             "schedule": {"warmup_steps": 1, "start_learning_rate": 1e-4, "final_learning_rate": 1e-4},
-            "evaluation": {"every": 3, "max_tokens": 512},
-            "checkpoint": {"every": 2},
+            "evaluation": {"eval_steps": 3, "max_tokens": 512},
+            "checkpoint": {"save_steps": 2},
         }
         path = folder / "recipe.yaml"
         path.write_text(yaml.safe_dump(content))

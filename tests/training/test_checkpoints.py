@@ -21,7 +21,7 @@ def network(seed: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor], torch.
 
 
 def save(folder: Path, *steps: int, keep_last: int = 9, milestone_every: int = 0) -> None:
-    keep = CheckpointConfig(every=1, keep_last=keep_last, milestone_every=milestone_every)
+    keep = CheckpointConfig(save_steps=1, save_total_limit=keep_last, milestone_every=milestone_every)
     layer, weights, optimizer = network(0)
     for step in steps:
         save_checkpoint(folder, step, {"updates": step, "seconds": 1.5}, Accelerator(), layer, optimizer, weights, keep)

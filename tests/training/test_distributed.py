@@ -35,8 +35,8 @@ for stage in "123":
 WAYS["torchrun"] = WAYS["ddp"]  # the same from the command line, by PyTorch's own launcher
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
-STEPS = {"max_steps": 20, "data.batch_size": 8, "data.micro_batch_size": 2, "evaluation.every": 10}
-STEPS |= {"checkpoint.every": 10, "checkpoint.keep_last": 2, "objective.layer_coefficient": 0.1}
+STEPS = {"max_steps": 20, "data.batch_size": 8, "data.micro_batch_size": 2, "evaluation.eval_steps": 10}
+STEPS |= {"checkpoint.save_steps": 10, "checkpoint.save_total_limit": 2, "objective.layer_coefficient": 0.1}
 STEPS |= {"gradient_checkpointing": "true"}
 # Beside a distributed model the whole one is loaded for these, and published by nobody here.
 MILESTONES = {"hub.repo_id": "org/moh", "hub.milestones": "true", "checkpoint.milestone_every": 10}
@@ -68,7 +68,13 @@ def start(
         if shutil.which("c++") is None and shutil.which("g++") is None:
             pytest.skip("DeepSpeed builds an extension, and there is no C++ compiler")
     steps = STEPS | (MILESTONES if "-c" in program else {}) | keys
-    words = [*program, str(recipe), "--output", str(output), *(f"--{name}={value}" for name, value in steps.items())]
+    words = [
+        *program,
+        str(recipe),
+        "--output_dir",
+        str(output),
+        *(f"--{name}={value}" for name, value in steps.items()),
+    ]
     environment = WAYS[way] | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     if way == "torchrun":
         with socket.socket() as free:
@@ -114,7 +120,7 @@ def single(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path])
     """One process's run, not to be changed."""
 
     def make(folder: Path) -> None:
-        words = [f"--{name}={value}" for name, value in (STEPS | {"output": str(folder / "run")}).items()]
+        words = [f"--{name}={value}" for name, value in (STEPS | {"output_dir": str(folder / "run")}).items()]
         train(load_config(write_recipe(folder), words))
 
     return made_once("single", make) / "run"
@@ -135,7 +141,7 @@ def run_of(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path])
 def test_two_processes_follow_the_curve_of_one(single, run_of, way):
     folder = run_of(way)
     said = (folder.parent / "said.txt").read_text()
-    assert "weights are trained on 2 x cpu" in said and "2 passes per step" in said
+    assert "weights are trained on 2 x cpu" in said and "2 micro-batches per step" in said
     assert_same_run(folder, single)
 
 
@@ -163,7 +169,7 @@ def test_one_process_takes_up_the_run_of_two(single, run_of, configure, tmp_path
     shutil.copytree(run_of(way), tmp_path / "back")
     stop_after(tmp_path / "back", 10)
     said: list[str] = []
-    train(configure(output=str(tmp_path / "back"), **STEPS | MILESTONES), say=said.append)
+    train(configure(output_dir=str(tmp_path / "back"), **STEPS | MILESTONES), say=said.append)
     assert any("resumed from" in line and "step-000010" in line for line in said)
     assert_same_run(tmp_path / "back", single)
 
@@ -201,7 +207,7 @@ def test_a_teacher_beside_the_student_is_divided_too(make_llama, convert, config
     """A model that was tuned before is taught by its base, under LoRA, too."""
     base = make_llama(tie_word_embeddings=True)
     assert convert(base, tmp_path / "moh", "--num-active-heads", "2") == 0
-    train(configure(model=str(tmp_path / "moh"), output=str(tmp_path / "first"), max_steps=8))
+    train(configure(model=str(tmp_path / "moh"), output_dir=str(tmp_path / "first"), max_steps=8))
     keys = {"model": str(tmp_path / "first" / "model"), "max_steps": 6}
     keys |= {} if rank is None else {"lora.rank": rank}
     train(configure(**STEPS | keys))

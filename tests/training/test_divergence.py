@@ -12,7 +12,7 @@ from moh_llm.errors import UserError
 from moh_llm.training import loop
 from moh_llm.training.config import DivergenceConfig
 from moh_llm.training.divergence import DivergenceWatch
-from moh_llm.training.objectives import StepLosses
+from moh_llm.training.losses import StepLosses
 from moh_llm.training.parallel import make_accelerator
 
 SKIP = DivergenceConfig(action="skip", spike_factor=2.0, window=3, most_in_a_row=2)
@@ -97,15 +97,17 @@ def test_a_run_stops_before_its_weights_are_touched(configure, spoiled) -> None:
     config = configure()
     with pytest.raises(UserError, match="step 4: the loss is not finite"):
         loop.train(config)
-    assert [path.name for path in Path(config.output, "checkpoints").iterdir()] == ["step-000002"]
+    assert [path.name for path in Path(config.output_dir, "checkpoints").iterdir()] == ["step-000002"]
 
 
 @pytest.mark.parametrize(("action", "same_as"), [("skip", 3), ("roll_back", 2)])
 def test_a_bad_step_leaves_no_trace_in_the_weights(configure, spoiled, action: str, same_as: int) -> None:
     every = 1 if action == "skip" else 2
-    config = configure(**{"divergence.action": action, "checkpoint.every": every, "checkpoint.keep_last": 9})
+    config = configure(
+        **{"divergence.action": action, "checkpoint.save_steps": every, "checkpoint.save_total_limit": 9}
+    )
     loop.train(config)
-    folder = Path(config.output)
+    folder = Path(config.output_dir)
     assert same(weights(folder, 4), weights(folder, same_as))
     assert not same(weights(folder, 6), weights(folder, 4))  # it goes on
     assert all(tensor.isfinite().all() for tensor in weights(folder, 6).values())
@@ -117,9 +119,9 @@ def test_a_bad_step_leaves_no_trace_in_the_weights(configure, spoiled, action: s
 
 @pytest.mark.parametrize("action", ["skip", "roll_back"])
 def test_a_resumed_run_drops_the_same_steps(configure, spoiled, tmp_path: Path, action: str) -> None:
-    overrides = {"max_steps": 8, "divergence.action": action, "checkpoint.every": 2}
+    overrides = {"max_steps": 8, "divergence.action": action, "checkpoint.save_steps": 2}
     loop.train(configure(**overrides))
-    broken = configure(output=str(tmp_path / "broken"), **overrides)
+    broken = configure(output_dir=str(tmp_path / "broken"), **overrides)
     with pytest.MonkeyPatch.context() as patch:  # stops after step 5: steps 5 and later are made again
         patch.setattr(loop, "save_checkpoint", stop_at(6, loop.save_checkpoint))
         with pytest.raises(KeyboardInterrupt):
@@ -140,7 +142,7 @@ def stop_at(last: int, save):
 
 def test_nothing_to_roll_back_to(configure, spoiled) -> None:
     with pytest.raises(UserError, match="step 4: the loss is not finite, and there is no checkpoint yet"):
-        loop.train(configure(**{"divergence.action": "roll_back", "checkpoint.every": 6}))
+        loop.train(configure(**{"divergence.action": "roll_back", "checkpoint.save_steps": 6}))
 
 
 def test_deepspeed_cannot_skip(configure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,10 @@ def test_the_student_begins_as_the_converted_model(configure, model_folder: Path
 
 @pytest.mark.parametrize("method", METHODS)
 def test_they_are_trained_and_saved(configure, model_folder: Path, read_tensors, method: str) -> None:
-    config = configure(max_steps=2, **{"evaluation.every": 0, **METHODS[method]})
+    config = configure(max_steps=2, **{"evaluation.eval_steps": 0, **METHODS[method]})
     train(config)
-    before, after = read_tensors(model_folder), read_tensors(Path(config.output) / "model")
-    last = load_file(Path(config.output) / "checkpoints" / "step-000002" / "model.safetensors")
+    before, after = read_tensors(model_folder), read_tensors(Path(config.output_dir) / "model")
+    last = load_file(Path(config.output_dir) / "checkpoints" / "step-000002" / "model.safetensors")
     assert after.keys() == before.keys()
     names = [name for name in before if ".fallback." in name]
     assert len(names) == 2 * 3  # layers; the share's weight and bias, and the vector

@@ -17,7 +17,7 @@ from moh_llm.training.recipe import load_config
 from moh_llm.training.runs import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = ["--max_steps=2", "--checkpoint.every=1", "--evaluation.every=0", "--trackers=[]"]
+SHORT = ["--max_steps=2", "--checkpoint.save_steps=1", "--evaluation.eval_steps=0", "--report_to=[]"]
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def finished(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path
     """A finished run, not to be changed."""
 
     def make(folder: Path) -> None:
-        assert main(["train", str(write_recipe(folder)), *SHORT, "--output", str(folder / "run")]) == 0
+        assert main(["train", str(write_recipe(folder)), *SHORT, "--output_dir", str(folder / "run")]) == 0
 
     return made_once("finished", make) / "run"
 

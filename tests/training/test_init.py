@@ -17,7 +17,7 @@ from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
 from moh_llm.hub.card import build_card
 from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
-from moh_llm.training.initial import architecture_keys, read_architecture
+from moh_llm.training.from_scratch import architecture_keys, read_architecture
 from moh_llm.training.loop import train
 
 ROOT = Path(__file__).parents[2]
@@ -162,14 +162,14 @@ def test_the_dense_twin_is_a_llama(initialise, tmp_path, capsys) -> None:
 @pytest.mark.parametrize("architecture", ["moh_llm_s", "llm_s"])
 def test_both_twins_learn_from_scratch(initialise, configure, architecture: str) -> None:
     folder = initialise(architecture, "initial")
-    scratch = {"objective.kind": "cross_entropy", "optimizer.router_learning_rate": "null", "evaluation.every": 20}
+    scratch = {"objective.kind": "cross_entropy", "optimizer.router_learning_rate": "null", "evaluation.eval_steps": 20}
     config = configure(model=str(folder), max_steps=20, **scratch, **{"optimizer.learning_rate": 3e-3})
     record = train(config)
     # Random weights are no base to compare with.
     assert set(record["evaluation"]) == {"tokens", "documents", "perplexity", "dtype"}
-    sections = check_card(build_card(Path(config.output) / "model", None))
+    sections = check_card(build_card(Path(config.output_dir) / "model", None))
     assert "were drawn at random" in sections["Base model and licence"] and "| 20 of 20, each" in sections["Training"]
-    log = [json.loads(line) for line in (Path(config.output) / "log.jsonl").read_text().splitlines()]
+    log = [json.loads(line) for line in (Path(config.output_dir) / "log.jsonl").read_text().splitlines()]
     assert record["status"] == "finished" and record["parameters"]["trained"] == record["parameters"]["total"]
     assert log[-1]["cross_entropy"] < 0.8 * log[1]["cross_entropy"]
     assert log[-1]["validation"]["perplexity"] < 0.5 * log[0]["validation"]["perplexity"]
@@ -181,7 +181,7 @@ def test_both_twins_learn_from_scratch(initialise, configure, architecture: str)
         assert (0.5 < line["balance_loss"] < 2) if architecture == "moh_llm_s" else line["balance_loss"] == 0
         assert line["active_heads"] == (9 if architecture == "moh_llm_s" else 12)
 
-    tuned = MoHLlamaForCausalLM.from_pretrained(Path(config.output) / "model").state_dict()
+    tuned = MoHLlamaForCausalLM.from_pretrained(Path(config.output_dir) / "model").state_dict()
     initial = MoHLlamaForCausalLM.from_pretrained(folder).state_dict()
     assert tuned.keys() == initial.keys()
     assert not [name for name, tensor in tuned.items() if torch.equal(tensor, initial[name])]  # all of it learned
@@ -192,7 +192,7 @@ def test_a_model_without_a_base_has_no_teacher_and_no_dense_form(initialise, con
         train(configure(model=str(initialise("llm_s", "twin"))))
     folder = initialise("moh_llm_s", "moh")
     with pytest.raises(UserError, match="has router_score=weighted"):
-        train(configure(model=str(folder), output=str(tmp_path / "other")))
+        train(configure(model=str(folder), output_dir=str(tmp_path / "other")))
     assert main(["convert", str(folder), "--to-dense", "--output", str(tmp_path / "dense")]) == 2
     assert "weighs heads by their scores" in capsys.readouterr().err and not (tmp_path / "dense").exists()
 

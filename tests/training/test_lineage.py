@@ -29,13 +29,13 @@ def recipe_file(mixture_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """A recipe of 4 steps that lacks model and output."""
     content = {
         "model": "",
-        "output": "",
+        "output_dir": "",
         "max_steps": 4,
-        "data": {"mixture": str(mixture_file), "block_length": 32, "batch_size": 4, "micro_batch_size": 4},
+        "data": {"mixture": str(mixture_file), "sequence_length": 32, "batch_size": 4, "micro_batch_size": 4},
         "optimizer": {"learning_rate": 1e-2, "router_learning_rate": 1e-2},
         "schedule": {"warmup_steps": 1, "start_learning_rate": 1e-4, "final_learning_rate": 1e-3},
-        "evaluation": {"every": 4, "max_tokens": 512},
-        "trackers": [],
+        "evaluation": {"eval_steps": 4, "max_tokens": 512},
+        "report_to": [],
     }
     path = tmp_path_factory.mktemp("recipe") / "tune.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -53,7 +53,7 @@ def origin(
     folder = tmp_path_factory.mktemp("origin")
     shutil.move(make_llama(num_hidden_layers=3), folder / "llama")
     assert convert(folder / "llama", folder / "moh", "--num-active-heads", "2") == 0
-    first = ["train", str(recipe_file), "--model", str(folder / "moh"), "--output", str(folder / "run1")]
+    first = ["train", str(recipe_file), "--model", str(folder / "moh"), "--output_dir", str(folder / "run1")]
     assert main(first) == 0
     return folder
 
@@ -71,11 +71,11 @@ def place(origin: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tune(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """`moh-llm train --model MODEL --output OUTPUT FLAGS`; returns what it printed."""
+    """`moh-llm train --model MODEL --output_dir OUTPUT FLAGS`; returns what it printed."""
 
     def run(model: Path, output: Path, *flags: str, status: int = 0) -> str:
         capsys.readouterr()
-        assert main(["train", str(recipe_file), "--model", str(model), "--output", str(output), *flags]) == status
+        assert main(["train", str(recipe_file), "--model", str(model), "--output_dir", str(output), *flags]) == status
         found = capsys.readouterr()
         return found.out if status == 0 else found.err
 
@@ -90,7 +90,7 @@ def record_of(run: Path) -> dict[str, Any]:
 def truth(tune: Any, run: Path, base: Path, all_heads: bool = False) -> Any:
     """The saved model against the dense checkpoint, which transformers' own LLaMA computes, on the run's text."""
     model = run / "model"
-    config = load_config(tune.recipe, ["--model", str(model), "--output", str(run)])
+    config = load_config(tune.recipe, ["--model", str(model), "--output_dir", str(run)])
     sources = tokens_for(config.data.mixture, networks.load_tokenizer(model), print).sources
     batches = validation_batches(sources, 32, 512, 2)
     dense = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
@@ -261,7 +261,7 @@ def unfinished(run: Path, checkpoint: int) -> None:
 
 
 def test_a_resumed_run_keeps_what_it_is_compared_with(place: Path, tune: Any) -> None:
-    flags = ["--checkpoint.every", "2"]
+    flags = ["--checkpoint.save_steps", "2"]
     one, two, three = place / "run1", place / "run2", place / "run3"
     tune(one / "model", two, *flags)
     before = record_of(two)["evaluation"]
@@ -286,7 +286,7 @@ def test_the_floor_is_what_precision_alone_leaves(place: Path, tune: Any) -> Non
     said = tune(place / "moh", run, "--mixed_precision", "bf16", "--max_steps", "1")
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     floor = log[0]["validation"]["floor"]
-    config = load_config(tune.recipe, ["--model", str(place / "moh"), "--output", str(run)])
+    config = load_config(tune.recipe, ["--model", str(place / "moh"), "--output_dir", str(run)])
     sources = tokens_for(config.data.mixture, networks.load_tokenizer(place / "moh"), print).sources
     teacher = LlamaForCausalLM.from_pretrained(place / "llama", dtype=torch.bfloat16).eval()
     student = LlamaForCausalLM.from_pretrained(place / "llama", dtype=torch.float32).eval()

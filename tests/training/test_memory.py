@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training.beginning import Reference
 from moh_llm.training.config import DataConfig, LoraConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.memory import STRATEGIES, Precision, Sizes, activation_bytes, estimate_memory, loss_bytes
 from moh_llm.training.networks import add_lora, make_optimizer
+from moh_llm.training.reference import Reference
 from moh_llm.training.step import TrainingStep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +34,8 @@ def make_model(**fields: Any) -> MoHLlamaConfig:
 
 
 def make_recipe(length: int = 128, blocks: int = 2, **keys: Any) -> TrainConfig:
-    data = DataConfig(block_length=length, batch_size=blocks, micro_batch_size=blocks)
-    return TrainConfig(**({"model": "m", "output": "o", "max_steps": 10, "data": data} | keys))
+    data = DataConfig(sequence_length=length, batch_size=blocks, micro_batch_size=blocks)
+    return TrainConfig(**({"model": "m", "output_dir": "o", "max_steps": 10, "data": data} | keys))
 
 
 class Pass:
@@ -55,7 +55,7 @@ class Pass:
             student.to(torch.bfloat16)
         self.recipe, self.casts = recipe, precision.casts
         self.step = TrainingStep(student, base, recipe.objective, Reference("start", own=True)).train()
-        length, blocks = recipe.data.block_length, recipe.data.micro_batch_size
+        length, blocks = recipe.data.sequence_length, recipe.data.micro_batch_size
         ids = torch.randint(model.vocab_size, (blocks, length))
         positions = torch.cat([torch.arange(length // 2), torch.arange(length - length // 2)])
         self.batch = ids, positions.expand(blocks, -1).contiguous(), ids
@@ -235,12 +235,12 @@ from moh_llm.training.config import DataConfig, TrainConfig
 from moh_llm.training.memory import Sizes, estimate_memory
 from moh_llm.training.networks import make_optimizer
 from moh_llm.training.parallel import make_accelerator
-from moh_llm.training.passes import accumulate_gradients
+from moh_llm.training.step import accumulate_gradients
 from moh_llm.training.step import TrainingStep
 
 model = MoHLlamaConfig(vocab_size=4000, hidden_size=256, intermediate_size=704, num_hidden_layers=4,
                        num_attention_heads=8, num_key_value_heads=2, router_type="linear")
-recipe = TrainConfig(model="m", output="o", max_steps=9, mixed_precision="bf16", data=DataConfig("", 16, 4, 1))
+recipe = TrainConfig(model="m", output_dir="o", max_steps=9, mixed_precision="bf16", data=DataConfig("", 16, 4, 1))
 accelerator = make_accelerator(recipe)
 student, teacher = MoHLlamaForCausalLM(model), MoHLlamaForCausalLM(model).bfloat16().requires_grad_(False)
 optimizer = make_optimizer(student, recipe)

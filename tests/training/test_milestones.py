@@ -34,11 +34,11 @@ def log_of(folder: Path) -> list[dict]:
 
 def test_milestones_leave_no_trace_in_the_run(configure, tmp_path):
     method = {"lora.rank": 4, "lora.dropout": 0.2, "schedule.anneal_steps": 5, "max_steps": 8}
-    plain, asked = configure(output=str(tmp_path / "plain"), **method), configure(**HUB, **method)
+    plain, asked = configure(output_dir=str(tmp_path / "plain"), **method), configure(**HUB, **method)
     saved: list[Path] = []
     train(plain)
     train(asked, on_milestone=saved.append)
-    run = Path(asked.output)
+    run = Path(asked.output_dir)
     assert saved == [run / "milestones" / "step-000004", run / "milestones" / "step-000008"]
     assert log_of(run) == log_of(tmp_path / "plain")
     assert_equal(weights_of(run / "model"), weights_of(tmp_path / "plain" / "model"))
@@ -52,7 +52,7 @@ def test_milestones_leave_no_trace_in_the_run(configure, tmp_path):
 def test_a_milestone_reads_as_a_run_that_ended_there(configure):
     config = configure(**HUB, save_dtype="bfloat16")
     record = train(config)
-    milestone = Path(config.output) / "milestones" / "step-000004"
+    milestone = Path(config.output_dir) / "milestones" / "step-000004"
     (run,) = read_runs([milestone])
     assert [line["step"] for line in run.lines] == [0, 1, 2, 3, 4]
     assert run.record["steps"] == 4 and run.record["tokens"] == 4 * 4 * 32 and run.record["seconds"] > 0

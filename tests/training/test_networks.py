@@ -10,7 +10,7 @@ from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.training import networks
-from moh_llm.training.beginning import Beginning, Reference, find_beginning
+from moh_llm.training.reference import Reference, StartingPoint, find_starting_point
 from moh_llm.training.step import TrainingStep
 
 OWN = Reference("start", own=True)
@@ -22,9 +22,9 @@ def some_batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": ids}
 
 
-def begun(config) -> tuple[Beginning, int]:
+def begun(config) -> tuple[StartingPoint, int]:
     """What `save_network` wants to know of a run of 3 steps."""
-    return find_beginning(config), 3
+    return find_starting_point(config), 3
 
 
 def dense_logits(folder: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:

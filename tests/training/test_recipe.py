@@ -7,7 +7,7 @@ import yaml
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.training.config import HubConfig, LoraConfig, TrainConfig, changed_keys
-from moh_llm.training.recipe import load_config, recipe_keys
+from moh_llm.training.recipe import RENAMED, load_config, recipe_keys
 
 RECIPES = sorted(
     path
@@ -42,7 +42,7 @@ def flatten(content: dict, prefix: str = "") -> list[str]:
 def test_overrides_come_after_the_recipe(recipe: Path) -> None:
     config = load_config(recipe, ["--max-steps", "9", "--optimizer.learning_rate=1e-2", "--data.mixture", "12"])
     assert (config.max_steps, config.optimizer.learning_rate, config.data.mixture) == (9, 1e-2, "12")
-    assert config.data.block_length == 32  # the rest of the group is the recipe's
+    assert config.data.sequence_length == 32  # the rest of the group is the recipe's
 
 
 def test_lora_is_switched_on_and_off(recipe: Path) -> None:
@@ -67,7 +67,7 @@ def test_the_commented_hub_block_is_a_recipe() -> None:
 
 def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text("model: m\noutput: o\nmax_steps: 3\nmixed_precision: no\noptimizer: {learning_rate: 1e-4}\n")
+    path.write_text("model: m\noutput_dir: o\nmax_steps: 3\nmixed_precision: no\noptimizer: {learning_rate: 1e-4}\n")
     config = load_config(path)
     assert (config.optimizer.learning_rate, config.mixed_precision) == (1e-4, "no")
 
@@ -85,7 +85,7 @@ def test_the_environment_sets_no_key(recipe: Path, monkeypatch: pytest.MonkeyPat
     [
         (["--max_step", "3"], "unknown key 'max_step'; the nearest known key is 'max_steps'"),
         (["--learning_rate", "3"], "unknown key 'learning_rate'; the nearest known key is 'optimizer.learning_rate'"),
-        (["--data.block_lenght", "3"], "the nearest known key is 'data.block_length'"),
+        (["--data.block_lenght", "3"], "the nearest known key is 'data.sequence_length'"),
         (["--max_steps", "many"], "command line: max_steps=many must be a whole number"),
         (["--max_steps", "2.5"], "max_steps=2.5 must be a whole number"),
         (["--max_steps", "0"], "max_steps=0 must be at least 1"),
@@ -93,7 +93,7 @@ def test_the_environment_sets_no_key(recipe: Path, monkeypatch: pytest.MonkeyPat
         (["--optimizer.betas", "[0.9]"], "optimizer.betas=[0.9] must be a list of 2 numbers"),
         (["--optimizer.learning_rate", "nan"], "command line: optimizer.learning_rate=nan must be a number"),
         (["--optimizer.learning_rate", ".nan"], "optimizer.learning_rate=nan must be above 0"),
-        (["--optimizer.max_gradient_norm", "x"], "optimizer.max_gradient_norm=x must be a number or null"),
+        (["--optimizer.max_grad_norm", "x"], "optimizer.max_grad_norm=x must be a number or null"),
         (["--mixed_precision", "fp16"], "mixed_precision=fp16 must be no or bf16"),
         (["--save_dtype", "x"], "save_dtype=x must be float32 or bfloat16 or float16 or null"),
         (["--seed", "null"], "command line: seed=null must be a whole number"),
@@ -134,7 +134,7 @@ def test_bad_overrides_name_key_value_and_rule(recipe: Path, arguments: list[str
     [
         ("max_stps: 3\n", "unknown key 'max_stps'; the nearest known key is 'max_steps'"),
         ("data: {mixtures: x}\n", "unknown key 'data.mixtures'; the nearest known key is 'data.mixture'"),
-        ("model: m\noutput: o\n", "max_steps is missing"),
+        ("model: m\noutput_dir: o\n", "max_steps is missing"),
         ("max_steps: [3\n", "cannot be read as YAML"),
         ("- 3\n", "must hold `key: value` lines"),
         ("", "model is missing"),
@@ -170,15 +170,33 @@ def test_help_lists_the_recipe_keys(capsys, arguments: list[str]) -> None:
 
 
 def test_changed_keys_are_those_that_change_the_curve() -> None:
-    old = {"max_steps": 3, "model": "a", "data": {"batch_size": 4}, "lora": None, "evaluation": {"every": 1}}
-    new = {"max_steps": 3, "model": "b", "data": {"batch_size": 8}, "lora": {"rank": 4}, "evaluation": {"every": 2}}
+    old = {"max_steps": 3, "model": "a", "data": {"batch_size": 4}, "lora": None, "evaluation": {"eval_steps": 1}}
+    new = {
+        "max_steps": 3,
+        "model": "b",
+        "data": {"batch_size": 8},
+        "lora": {"rank": 4},
+        "evaluation": {"eval_steps": 2},
+    }
     assert changed_keys(old, new) == ["data.batch_size", "lora"]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_makes_its_first_step_at_toy_size(path: Path, model_folder, mixture_file, tmp_path) -> None:
-    small = {"model": model_folder, "output": tmp_path / "run", "max_steps": 1, "mixed_precision": "no"}
-    small |= {"data.mixture": mixture_file, "data.block_length": 32, "data.batch_size": 4, "data.micro_batch_size": 2}
+    small = {"model": model_folder, "output_dir": tmp_path / "run", "max_steps": 1, "mixed_precision": "no"}
+    small |= {
+        "data.mixture": mixture_file,
+        "data.sequence_length": 32,
+        "data.batch_size": 4,
+        "data.micro_batch_size": 2,
+    }
     small |= {"schedule.warmup_steps": 0, "evaluation.max_tokens": 128}
     assert main(["train", str(path), *(f"--{name}={value}" for name, value in small.items())]) == 0
     assert (tmp_path / "run" / "model" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_earlier_key_is_refused_with_its_new_name(recipe: Path, old: str, new: str) -> None:
+    assert new in recipe_keys()
+    with pytest.raises(UserError, match=f"unknown key '{old}'; the nearest known key is '{new}'"):
+        load_config(recipe, [f"--{old}", "1"])

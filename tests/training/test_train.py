@@ -30,10 +30,10 @@ def read_log(folder: Path) -> list[dict]:
 @pytest.mark.parametrize("conversion", ["model_folder", pytest.param("paper_folder", marks=pytest.mark.slow)])
 def test_distillation_brings_the_model_nearer_to_its_base(configure, request, conversion: str) -> None:
     model = str(request.getfixturevalue(conversion))
-    keys = {"optimizer.learning_rate": 3e-3, "evaluation.every": 140, "checkpoint.every": 140}
+    keys = {"optimizer.learning_rate": 3e-3, "evaluation.eval_steps": 140, "checkpoint.save_steps": 140}
     config = configure(model=model, max_steps=140, **keys)
     record = train(config)
-    first, *log = read_log(Path(config.output))
+    first, *log = read_log(Path(config.output_dir))
     assert len(log) == 140
     start, end = (sum(line["kl"] for line in part) / 4 for part in (log[:4], log[-4:]))
     assert end < 0.6 * start
@@ -43,9 +43,9 @@ def test_distillation_brings_the_model_nearer_to_its_base(configure, request, co
 
 
 def test_cross_entropy_learns_the_text(configure) -> None:
-    config = configure(max_steps=20, **{"objective.kind": "cross_entropy", "evaluation.every": 20})
+    config = configure(max_steps=20, **{"objective.kind": "cross_entropy", "evaluation.eval_steps": 20})
     train(config)
-    log = read_log(Path(config.output))
+    log = read_log(Path(config.output_dir))
     assert log[-1]["cross_entropy"] < 0.95 * log[1]["cross_entropy"]
     assert log[-1]["loss"] == pytest.approx(log[-1]["cross_entropy"] + 0.01 * log[-1]["balance_loss"])
     assert "kl" not in log[-1]
@@ -53,11 +53,11 @@ def test_cross_entropy_learns_the_text(configure) -> None:
 
 
 def test_a_lora_run_ends_in_a_merged_model(configure) -> None:
-    config = configure(max_steps=20, **{"lora.rank": 8, "lora.dropout": 0.1, "evaluation.every": 10})
+    config = configure(max_steps=20, **{"lora.rank": 8, "lora.dropout": 0.1, "evaluation.eval_steps": 10})
     record = train(config)
-    log = read_log(Path(config.output))
+    log = read_log(Path(config.output_dir))
     assert log[-1]["validation"]["kl"] < log[0]["validation"]["kl"]
-    saved = load_file(Path(config.output) / "model" / "model.safetensors")
+    saved = load_file(Path(config.output_dir) / "model" / "model.safetensors")
     assert not any("lora" in name for name in saved)
     assert record["parameters"]["trained"] < record["parameters"]["total"]
     # What was scored is what was saved.
@@ -67,7 +67,7 @@ def test_a_lora_run_ends_in_a_merged_model(configure) -> None:
 def test_mixed_precision_keeps_float32_weights(configure) -> None:
     config = configure(mixed_precision="bf16", max_steps=2)
     train(config)
-    weights = load_file(Path(config.output) / "checkpoints" / "step-000002" / "model.safetensors")
+    weights = load_file(Path(config.output_dir) / "checkpoints" / "step-000002" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert any(tensor.bfloat16().float().ne(tensor).any() for tensor in weights.values())
 
@@ -78,10 +78,15 @@ def test_skipping_heads_that_are_off_trains_alike(configure, tmp_path) -> None:
     logs = []
     for attention in ("sdpa", "moh_sparse"):
         # Little: Triton's interpreter takes a while for every key and query.
-        chosen = {"data.block_length": 16, "data.batch_size": 2, "evaluation.every": 0, "evaluation.max_tokens": 32}
-        config = configure(attn_implementation=attention, max_steps=2, output=str(tmp_path / attention), **chosen)
+        chosen = {
+            "data.sequence_length": 16,
+            "data.batch_size": 2,
+            "evaluation.eval_steps": 0,
+            "evaluation.max_tokens": 32,
+        }
+        config = configure(attn_implementation=attention, max_steps=2, output_dir=str(tmp_path / attention), **chosen)
         train(config)
-        logs.append(read_log(Path(config.output)))
+        logs.append(read_log(Path(config.output_dir)))
     for line, expected in zip(*logs, strict=True):
         for name in line.keys() & {"loss", "kl", "balance_loss", "gradient_norm"}:
             assert line[name] == pytest.approx(expected[name], rel=1e-4), name
@@ -96,7 +101,7 @@ def test_kernels_that_do_not_run_here_are_refused(configure, monkeypatch) -> Non
 def test_the_log_has_one_line_per_step(configure) -> None:
     config = configure()
     train(config)
-    log = read_log(Path(config.output))
+    log = read_log(Path(config.output_dir))
     assert [line["step"] for line in log] == list(range(7))
     assert [line["step"] for line in log if "validation" in line] == [0, 3, 6]
     assert [line["tokens"] for line in log[1:]] == [step * 128 for step in range(1, 7)]
@@ -111,14 +116,14 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
-    overrides: dict[str, object] = {"max_steps": 35, "checkpoint.every": 7, "evaluation.every": 20}
+    overrides: dict[str, object] = {"max_steps": 35, "checkpoint.save_steps": 7, "evaluation.eval_steps": 20}
     if method == "lora":
         overrides |= {"lora.rank": 4, "lora.dropout": 0.2}  # dropout draws from the generator
     unbroken = configure(**overrides)
     train(unbroken)
 
-    output = Path(unbroken.output).parent / "killed"
-    command = ["train.py", str(output.parent / "recipe.yaml"), "--output", str(output)]
+    output = Path(unbroken.output_dir).parent / "killed"
+    command = ["train.py", str(output.parent / "recipe.yaml"), "--output_dir", str(output)]
     command += [f"--{name}={value}" for name, value in overrides.items()]
     process = forks.Program(command, ROOT, ENVIRONMENT)
     deadline = time.monotonic() + 60
@@ -132,9 +137,9 @@ def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
 
     done = forks.run(*command, folder=ROOT, environment=ENVIRONMENT)
     assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
-    assert read_log(output) == read_log(Path(unbroken.output))
+    assert read_log(output) == read_log(Path(unbroken.output_dir))
     for name in ("model/model.safetensors", "checkpoints/step-000035/model.safetensors"):
-        mine, other = load_file(output / name), load_file(Path(unbroken.output) / name)
+        mine, other = load_file(output / name), load_file(Path(unbroken.output_dir) / name)
         assert mine.keys() == other.keys()
         assert all(torch.equal(tensor, other[key]) for key, tensor in mine.items())
 
@@ -151,7 +156,7 @@ def interrupt(folder: Path, step: int) -> None:
 def test_a_corrupt_checkpoint_is_passed_over(configure) -> None:
     config = configure()
     train(config)
-    folder = Path(config.output)
+    folder = Path(config.output_dir)
     log, weights = read_log(folder), load_file(folder / "model" / "model.safetensors")
     interrupt(folder, 6)
     (folder / "checkpoints" / "step-000006" / "optimizer.safetensors").write_bytes(b"")
@@ -199,7 +204,7 @@ def test_another_recipe_does_not_resume(configure, mixture_file: Path, model_fol
 
     # Where things go and how often they are looked at may change; --overwrite starts anew.
     said: list[str] = []
-    train(configure(**{"checkpoint.every": 1, "evaluation.every": 0}), say=said.append)
+    train(configure(**{"checkpoint.save_steps": 1, "evaluation.eval_steps": 0}), say=said.append)
     assert any("step-000004" in line for line in said)
     train(configure(max_steps=2, **{"schedule.warmup_steps": 1}), overwrite=True)
     assert [line["step"] for line in read_log(tmp_path / "run")] == [0, 1, 2]
@@ -221,10 +226,10 @@ def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Pat
         (["--model", str(dense)], "model_type=llama, not moh_llama"),
         (["--model", str(bare)], "no *.safetensors weights"),
         (["--model", str(cut)], "is damaged or truncated"),
-        (["--output", str(taken)], "is not empty and holds no run.json"),
-        (["--output", str(recipe)], "is a file"),
+        (["--output_dir", str(taken)], "is not empty and holds no run.json"),
+        (["--output_dir", str(recipe)], "is a file"),
         (["--data.mixture", "nowhere.yaml"], "nowhere.yaml does not exist"),
-        (["--data.block_length", "20000"], "training tokens, fewer than one block"),
+        (["--data.sequence_length", "20000"], "training tokens, fewer than one block"),
         (["--lora.target_modules", "[query]"], "no 'query'"),
     ]
     for arguments, message in cases:
@@ -238,14 +243,14 @@ def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Pat
 
 def test_two_runs_in_one_process_may_differ_in_precision(configure, tmp_path):
     for precision in ("no", "bf16"):
-        config = configure(max_steps=1, output=str(tmp_path / precision), mixed_precision=precision)
+        config = configure(max_steps=1, output_dir=str(tmp_path / precision), mixed_precision=precision)
         assert train(config)["status"] == "finished"
 
 
 def test_overwriting_a_run_keeps_the_model_that_is_read(configure, recipe, capsys):
     config = configure(max_steps=1)
     train(config)
-    model = Path(config.output) / "model"
+    model = Path(config.output_dir) / "model"
     command = ["train", str(recipe), "--model", str(model), "--max_steps", "1", "--overwrite"]
     assert main(command) == 2
     assert f"would replace {model}, which is read" in capsys.readouterr().err
@@ -253,12 +258,12 @@ def test_overwriting_a_run_keeps_the_model_that_is_read(configure, recipe, capsy
 
 
 def test_a_signal_saves_and_leaves(configure) -> None:
-    overrides = {"max_steps": 70, "checkpoint.every": 70, "evaluation.every": 0, "schedule.anneal_steps": 40}
+    overrides = {"max_steps": 70, "checkpoint.save_steps": 70, "evaluation.eval_steps": 0, "schedule.anneal_steps": 40}
     unbroken = configure(**overrides)
     train(unbroken)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        output = Path(unbroken.output).parent / number.name
-        command = ["train.py", str(output.parent / "recipe.yaml"), "--output", str(output)]
+        output = Path(unbroken.output_dir).parent / number.name
+        command = ["train.py", str(output.parent / "recipe.yaml"), "--output_dir", str(output)]
         command += [f"--{key}={value}" for key, value in overrides.items()]
         process = forks.Program(command, ROOT, ENVIRONMENT)
         while not (output / "log.jsonl").exists() or len((output / "log.jsonl").read_text().splitlines()) < 5:
@@ -270,8 +275,8 @@ def test_a_signal_saves_and_leaves(configure) -> None:
         saved = int(said.split("after step ")[1].split(",")[0])
         assert (output / "checkpoints" / f"step-{saved:06d}").is_dir() and not (output / "model").exists()
         assert json.loads((output / "run.json").read_text())["status"] == "running"
-        train(configure(output=str(output), **overrides))
-        assert read_log(output) == read_log(Path(unbroken.output))
+        train(configure(output_dir=str(output), **overrides))
+        assert read_log(output) == read_log(Path(unbroken.output_dir))
 
 
 def test_whole_groups_train_and_anneal(configure, paper_folder, tmp_path) -> None:
@@ -279,7 +284,7 @@ def test_whole_groups_train_and_anneal(configure, paper_folder, tmp_path) -> Non
     fields = {"num_shared_heads": 0, "routing_granularity": "kv_group", "router_type": "linear"}
     config = MoHLlamaConfig.from_pretrained(folder, **fields)
     MoHLlamaForCausalLM(config).save_pretrained(folder)
-    train(configure(model=str(folder), max_steps=4, **{"schedule.anneal_steps": 2, "evaluation.every": 4}))
+    train(configure(model=str(folder), max_steps=4, **{"schedule.anneal_steps": 2, "evaluation.eval_steps": 4}))
     log = read_log(tmp_path / "run")
     assert [line["active_heads"] for line in log[1:]] == [4.0, 4.0, 2.0, 2.0]
     load = log[-1]["routing"]["load"]
@@ -289,13 +294,13 @@ def test_whole_groups_train_and_anneal(configure, paper_folder, tmp_path) -> Non
 
 
 def test_annealing_begins_at_the_base_and_ends_at_the_models_heads(configure) -> None:
-    config = configure(max_steps=6, **{"schedule.anneal_steps": 4, "evaluation.every": 3})
+    config = configure(max_steps=6, **{"schedule.anneal_steps": 4, "evaluation.eval_steps": 3})
     train(config)
-    log = read_log(Path(config.output))
+    log = read_log(Path(config.output_dir))
     assert [line["active_heads"] for line in log[1:]] == [4.0, 4.0, 3.5, 3.0, 2.0, 2.0]  # on average of both layers
     assert log[1]["kl"] == pytest.approx(0, abs=1e-6)  # all heads on: the student is its teacher
     assert log[0]["validation"]["kl"] > 0.1 and log[3]["validation"]["kl"] > 0.1  # scored as it will be used
-    saved = MoHLlamaForCausalLM.from_pretrained(Path(config.output) / "model")
+    saved = MoHLlamaForCausalLM.from_pretrained(Path(config.output_dir) / "model")
     assert saved.config.active_heads_per_layer == [3, 1]
     with pytest.raises(UserError, match=r"schedule\.anneal_steps=7 must not exceed max_steps=6"):
         configure(max_steps=6, **{"schedule.anneal_steps": 7})

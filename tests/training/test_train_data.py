@@ -23,9 +23,9 @@ def test_text_and_shards_and_reading_ahead_give_the_same_run(configure, mixture_
     shards = tmp_path / "tokens"
     flags = ["--tokenizer", str(model_folder), "--output", str(shards)]
     assert main(["tokenize", str(mixture_file), *flags]) == 0
-    for number, overrides in enumerate(({"data.mixture": str(shards)}, {"data.num_workers": 2})):
+    for number, overrides in enumerate(({"data.mixture": str(shards)}, {"data.dataloader_num_workers": 2})):
         output = str(tmp_path / f"again{number}")
-        train(configure(output=output, **overrides))
+        train(configure(output_dir=output, **overrides))
         assert read_log(Path(output)) == read_log(tmp_path / "run")
 
 
@@ -39,7 +39,7 @@ def test_a_run_goes_on_from_shards_of_the_same_text(configure, mixture_file, mod
 
 
 def test_the_receipt_is_logged_and_kept(configure, tmp_path):
-    record = train(configure(max_steps=10, **{"checkpoint.every": 4}))
+    record = train(configure(max_steps=10, **{"checkpoint.save_steps": 4}))
     log = [line for line in read_log(tmp_path / "run") if "loss" in line]
     for line in log:
         read = line["tokens_of_source"]

@@ -13,8 +13,9 @@ from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.inputs import Finding, check_data, check_model, check_output, read_model_config
 from moh_llm.training.loop import train
+from moh_llm.training.preflight import check_model, check_output, read_model_config
+from moh_llm.training.preflight_data import Finding, check_data
 
 
 @pytest.fixture
@@ -132,9 +133,9 @@ def test_too_little_text_is_a_fault(make, tokens):
     def found(**keys: object) -> list[Finding]:
         return list(check_data(make(**keys | {"data.mixture": tokens})))
 
-    assert "fewer than one block of 100000" in the_fault(found(**{"data.block_length": 100_000}))
-    long = found(max_steps=1, **{"data.block_length": 2000})
-    assert "no source has held-out text for one block of 2000" in the_fault(long)
+    assert "fewer than one block of 100000" in the_fault(found(**{"data.sequence_length": 100_000}))
+    long = found(max_steps=1, **{"data.sequence_length": 2000})
+    assert "no source holds out one sequence of 2000" in the_fault(long)
     often = found(max_steps=2000)
     assert "source two would be read" in the_fault(often) and "max_epochs=2" in the_fault(often)
     assert often[1].state == "warning" and "repeated so often" in often[1].text
@@ -147,9 +148,9 @@ def test_too_little_text_is_a_fault_before_it_is_tokenised(make, mixture_file):
         mixture.write_text(text + "validation_share: 0.3\n")
         return list(check_data(make(**keys | {"data.mixture": mixture})))
 
-    short = found(2, **{"data.block_length": 100_000})
+    short = found(2, **{"data.sequence_length": 100_000})
     assert [finding.state for finding in short[1:]] == ["fault", "fault"]
-    assert "which is less than a block" in short[1].text
+    assert "which is less than a sequence" in short[1].text
     text = the_fault(found(2, max_steps=2000))
     assert text.startswith("two: ") and "max_epochs=2; train for fewer tokens" in text
     # Where the estimate is too near to the bound to tell, it is a warning.
@@ -213,4 +214,4 @@ def test_an_output_that_holds_something_is_told(make, tmp_path):
     assert found().state == "fault" and "is not empty and holds no run.json" in found().text
     shutil.rmtree(run)
     run.write_text("")
-    assert found() == ("fault", "output", f"output={run} is a file; name a folder")
+    assert found() == ("fault", "output", f"output_dir={run} is a file; name a folder")

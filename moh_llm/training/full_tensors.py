@@ -1,7 +1,7 @@
-"""Weights and AdamW's moments as whole tensors, in whatever way they are distributed, and back.
+"""Weights and AdamW's moments as full tensors, whatever the strategy, and back.
 
 So a checkpoint is the same files for one process, DDP, ZeRO-1, 2, 3 and FSDP2, and each can go on
-from any other's. The price: every tensor passes whole through every process, one at a time, and
+from any other's. The price: every tensor passes in full through every process, one at a time, and
 one process writes all of them, 12 bytes for each trained weight.
 """
 
@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def gathered_weights(accelerator: Accelerator, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def full_weights(accelerator: Accelerator, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The trained weights, float32 on the CPU; empty but on the main process. All processes must take part."""
     found = {}
     for name, weight in weights.items():
@@ -23,13 +23,13 @@ def gathered_weights(accelerator: Accelerator, weights: Mapping[str, torch.Tenso
 
             whole = safe_get_full_fp32_param(weight)
         else:
-            whole = _whole(weight.detach())
+            whole = _full(weight.detach())
         if accelerator.is_main_process:
             found[name] = whole.float().cpu().contiguous().clone()
     return found
 
 
-def gathered_moments(
+def full_moments(
     accelerator: Accelerator,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -46,7 +46,7 @@ def gathered_moments(
 
                 whole = safe_get_full_optimizer_state(weight, moment)
             else:
-                whole = _whole(optimizer.state[weight][moment])
+                whole = _full(optimizer.state[weight][moment])
             if accelerator.is_main_process:
                 found[f"{moment}.{name}"] = whole.float().cpu().contiguous().clone()
     return found
@@ -67,7 +67,7 @@ def scatter_state(
     Args:
         accelerator, model, optimizer: what was prepared.
         weights: the trained parameters by name.
-        saved, moments: what `gathered_weights` and `gathered_moments` gave, on every process.
+        saved, moments: what `full_weights` and `full_moments` gave, on every process.
         updates: how often the weights were updated, AdamW's own count.
     """
     if _by_deepspeed(accelerator):
@@ -83,15 +83,15 @@ def scatter_state(
             for moment in MOMENTS:
                 _set_in_zero(weight, moments[f"{moment}.{name}"].to(accelerator.device), moment)
         return
-    _forget_whole_weights(model)
+    _reshard(model)
     for name, weight in weights.items():
         weight.copy_(_like(saved[name], weight))
         state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in MOMENTS}
         optimizer.state[weight] = {"step": torch.tensor(float(updates))} | state
 
 
-def _forget_whole_weights(model: torch.nn.Module) -> None:
-    """FSDP2 keeps the outermost module's weights whole after a pass without a backward one; they would stay in use."""
+def _reshard(model: torch.nn.Module) -> None:
+    """FSDP2 keeps the outermost weights gathered after a forward pass without a backward one, and would use them."""
     if torch.distributed.is_available():
         from torch.distributed.fsdp import FSDPModule
 
@@ -143,12 +143,12 @@ def _by_deepspeed(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _like(whole: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A whole tensor distributed as a weight is."""
+    """A full tensor distributed as a weight is."""
     if not hasattr(weight, "full_tensor"):
         return whole.to(weight.device)
     from torch.distributed.tensor import distribute_tensor

@@ -26,7 +26,7 @@ from moh_llm.records.lineage import (
     read_chain,
 )
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.parallel import from_main, loading_whole
+from moh_llm.training.parallel import from_main, loading_full_models
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Reference:
         own: whether the model that the run began with computes the same with all heads on: it is that model, or its
             dense weights have the hash that the conversion recorded of the base. It then needs no other weights.
         base: the base's files, where it is not ``own``.
-        told: where it comes from, or why it is not the base, for the user to read.
+        source: where it comes from, or why it is not the base, for the user to read.
     """
 
     kind: ReferenceKind
     own: bool
     base: BaseCheckpoint | None = None
-    told: str = ""
+    source: str = ""
 
     def sentence(self, teaches: bool) -> str:
         """What a run says of it."""
@@ -53,7 +53,7 @@ class Reference:
     @property
     def described(self) -> str:
         """What it is, and where it comes from."""
-        return REFERENCES[self.kind] + (self.told and f", {self.told}")
+        return REFERENCES[self.kind] + (self.source and f", {self.source}")
 
     def record(self) -> dict[str, Any]:
         """What the run's record keeps."""
@@ -61,7 +61,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StartingPoint:
     """What a run begins with.
 
     Attributes:
@@ -94,7 +94,7 @@ class Beginning:
         )
 
 
-def find_beginning(config: TrainConfig, recorded: dict[str, Any] | None = None) -> Beginning:
+def find_starting_point(config: TrainConfig, recorded: dict[str, Any] | None = None) -> StartingPoint:
     """Read what the run begins with, all its weights among it, and find its reference.
 
     Args:
@@ -108,31 +108,31 @@ def find_beginning(config: TrainConfig, recorded: dict[str, Any] | None = None) 
     folder = Path(config.model)
     weights, conversion = hash_weights(folder), read_conversion(folder)
     reference = _find_reference(config, conversion, weights, (recorded or {}).get("kind"))
-    return Beginning(weights, read_chain(folder), reference)
+    return StartingPoint(weights, read_chain(folder), reference)
 
 
 def expected_reference(config: TrainConfig) -> Reference | None:
-    """The reference that `find_beginning` would find if the weights are those that the lineage ends with, unread."""
+    """What `find_starting_point` finds if the weights are those that the lineage ends with; they are not read."""
     folder = Path(config.model)
     entries = read_chain(folder).entries
     weights = entries[-1].made if entries else WeightHashes(dense="", routing="")
     return _find_reference(config, read_conversion(folder), weights, None)
 
 
-def agreed_beginning(
+def agreed_starting_point(
     config: TrainConfig, accelerator: Accelerator, recorded: dict[str, Any] | None = None
-) -> Beginning:
-    """`find_beginning` on the main process; the others take its word, so that none finds another reference.
+) -> StartingPoint:
+    """`find_starting_point` on the main process; the others take its word, so that none finds another reference.
 
     Where the base is to be loaded, each looks for its files itself: they may lie elsewhere on another machine.
     """
-    with loading_whole(accelerator):
-        beginning = from_main(accelerator, lambda: find_beginning(config, recorded))
-        reference = beginning.reference
+    with loading_full_models(accelerator):
+        starting_point = from_main(accelerator, lambda: find_starting_point(config, recorded))
+        reference = starting_point.reference
         if reference is not None and reference.base is not None and not accelerator.is_main_process:
             base = open_base(reference.base.name, reference.base.revision)
-            beginning = replace(beginning, reference=replace(reference, base=base))
-    return beginning
+            starting_point = replace(starting_point, reference=replace(reference, base=base))
+    return starting_point
 
 
 def _find_reference(
@@ -151,28 +151,28 @@ def _find_reference(
         given = _open_given(config.base, config.model, conversion.base)
         if recorded == "start":
             raise UserError(
-                f"base={config.base}: the run in output={config.output} was begun without its base, against "
+                f"base={config.base}: the run in output_dir={config.output_dir} was begun without its base, against "
                 f"{REFERENCES['start']}; drop base, or pass --overwrite to start anew"
             )
     if weighted:
         return None
     base, label = conversion.base, conversion.base.label
     if recorded == "start":
-        return Reference("start", own=True, told="as when the run was begun")
+        return Reference("start", own=True, source="as when the run was begun")
     if weights.dense == base.dense_sha256:
-        told = f"{label}, which the model is with all heads on (its dense weights have the recorded hash)"
-        return Reference("base", own=True, told=told)
+        source = f"{label}, which the model is with all heads on (its dense weights have the recorded hash)"
+        return Reference("base", own=True, source=source)
     try:
         found = given or _open_named(base)
     except UserError as error:
         if recorded == "base":
             raise UserError(
-                f"the run in output={config.output} was begun against the base, and now {error}; name its place "
-                "with --base, or pass --overwrite to start anew"
+                f"the run in output_dir={config.output_dir} was begun against the base, and now {error}; name its "
+                "place with --base, or pass --overwrite to start anew"
             ) from error
-        told = f"since {error} (`moh-llm train --help` says how to name its new place)"
-        return Reference("start", own=True, told=told)
-    return Reference("base", own=False, base=found, told=f"{label}, from {found.name}")
+        source = f"since {error} (`moh-llm train --help` says how to name its new place)"
+        return Reference("start", own=True, source=source)
+    return Reference("base", own=False, base=found, source=f"{label}, from {found.name}")
 
 
 def _open_given(name: str, model: str, recorded: Base) -> BaseCheckpoint:

@@ -14,8 +14,8 @@ from moh_llm.commands import doctor as command
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training.doctor import Device, check_versions, diagnose
 from moh_llm.training.memory import STRATEGIES, Sizes, estimate_memory
+from moh_llm.training.preflight import Device, check_versions, diagnose
 from moh_llm.training.recipe import load_config
 
 RECIPES = sorted(
@@ -87,7 +87,7 @@ def test_only_a_known_peak_gives_days(configure):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_is_estimated_at_toy_size(path, model_folder, tmp_path):
-    keys = {"model": model_folder, "output": tmp_path / "run", "data.mixture": tmp_path / "none"}
+    keys = {"model": model_folder, "output_dir": tmp_path / "run", "data.mixture": tmp_path / "none"}
     config = load_config(path, [f"--{name}={value}" for name, value in keys.items()])
     for strategy in STRATEGIES:
         diagnosis = diagnose(config, strategy, 1 if strategy == "one" else 2, "H100")
@@ -112,7 +112,9 @@ def test_adapters_for_layers_that_are_not_there_are_a_fault(configure):
 
 
 def test_too_little_disk_is_a_fault(configure, model_folder, tmp_path, monkeypatch):
-    config = configure(output=str(tmp_path / "a" / "b"), **{"checkpoint.milestone_every": 4, "checkpoint.keep_last": 1})
+    config = configure(
+        output_dir=str(tmp_path / "a" / "b"), **{"checkpoint.milestone_every": 4, "checkpoint.save_total_limit": 1}
+    )
     weights = sum(weight.numel() for weight in MoHLlamaForCausalLM.from_pretrained(model_folder).parameters())
     # Of steps 2, 4 and 6 the milestone 4, the newest, and the one that is written; and the float32 model.
     needed, asked = 3 * 12 * weights + 4 * weights, []
@@ -127,7 +129,7 @@ def test_too_little_disk_is_a_fault(configure, model_folder, tmp_path, monkeypat
     check, text = the_fault(diagnose(config))
     assert check == "disk" and "3 checkpoints" in text and "free some" in text
     assert diagnose(
-        configure(output=str(tmp_path / "c"), save_dtype="bfloat16", max_steps=4)
+        configure(output_dir=str(tmp_path / "c"), save_dtype="bfloat16", max_steps=4)
     ).fit  # two, and half the model
     # What the run has written already is paid for.
     old = tmp_path / "a" / "b" / "checkpoints" / "step-000002"
@@ -154,7 +156,7 @@ def test_memory_that_is_too_small_is_a_fault(configure, monkeypatch):
     total = diagnose(configure()).memory.total
     for share, state in ((1.01, "fault"), (0.95, "warning"), (0.5, "ok")):
         device = Device("toy", round(total / share), None)
-        monkeypatch.setattr("moh_llm.training.doctor.find_device", lambda gpu, processes, device=device: device)
+        monkeypatch.setattr("moh_llm.training.preflight.find_device", lambda gpu, processes, device=device: device)
         assert [found for found, _ in of_check(diagnose(configure()), "memory")] == [state]
 
 

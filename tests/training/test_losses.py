@@ -1,0 +1,234 @@
+"""Losses, gradients and scores of a step, against plain formulas."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoTokenizer
+
+from moh_llm.data.mixture import load_mixture
+from moh_llm.data.sample import sample_mixture
+from moh_llm.data.stream import BlockStream
+from moh_llm.data.tokens import tokens_for
+from moh_llm.data.windows import validation_batches
+from moh_llm.metrics import compare_to_reference, logits_of
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.training import losses as module
+from moh_llm.training import networks
+from moh_llm.training.config import ObjectiveConfig
+from moh_llm.training.loop import train
+from moh_llm.training.losses import balance_loss_sum, comparison_values, layer_distance_sum, token_losses
+from moh_llm.training.parallel import make_accelerator
+from moh_llm.training.reference import Reference
+from moh_llm.training.step import TrainingStep, accumulate_gradients, evaluate
+
+
+@pytest.mark.parametrize("group_size", [1, 2], ids=["heads", "groups"])
+def test_balance_loss_is_the_models_own_block_by_block(model_folder, paper_folder, group_size) -> None:
+    if group_size == 1:
+        model = MoHLlamaForCausalLM.from_pretrained(model_folder)
+    else:
+        config = MoHLlamaConfig.from_pretrained(paper_folder, num_shared_heads=0, routing_granularity="kv_group")
+        model = MoHLlamaForCausalLM(config)
+    heads = model.config.num_attention_heads
+    model.set_active_heads([heads - layer % 2 * group_size for layer in range(model.config.num_hidden_layers)])
+    ids = torch.randint(0, 200, (3, 16), generator=torch.Generator().manual_seed(0))
+    together = model(ids, use_cache=False, output_router_logits=True)
+    apart = [model(row[None], use_cache=False, output_router_logits=True).aux_loss for row in ids]
+    torch.testing.assert_close(balance_loss_sum(together.router_logits, model.routers), sum(apart))
+
+
+def test_layer_distance_is_that_of_a_loop() -> None:
+    draw = torch.Generator().manual_seed(0)
+    own, base = (torch.randn(3, 2, 5, 4, generator=draw) for _ in range(2))  # 3 layers, 2 blocks of 5
+    counted = torch.rand(2, 5, generator=draw) < 0.6
+    wanted = 0.0
+    for layer in range(3):
+        for block in range(2):
+            for position in range(5):
+                if counted[block, position]:
+                    x, y = own[layer, block, position].double(), base[layer, block, position].double()
+                    wanted += float((x - y) @ (x - y) / (y @ y)) / 3
+    assert 0 < counted.sum() < 10
+    assert float(layer_distance_sum(list(own), list(base), counted)) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_layer_matching_pulls_the_layers_to_the_bases(configure) -> None:
+    ends = []
+    for coefficient in (1e-6, 100.0):  # next to nothing, but in the log; and most of the loss
+        config = configure(
+            output_dir=f"{configure().output_dir}-{coefficient}", max_steps=60, **{"evaluation.eval_steps": 0}
+        )
+        config = replace(config, objective=replace(config.objective, layer_coefficient=coefficient))
+        train(config)
+        log = [json.loads(line) for line in Path(config.output_dir, "log.jsonl").read_text().splitlines()]
+        assert log[0]["layer_distance"] > 0.3
+        ends.append(sum(line["layer_distance"] for line in log[-6:]) / 6)
+    assert ends[1] < 0.9 * ends[0]
+
+
+def student_and_batch(config, blocks: int):
+    sources = tokens_for(config.data.mixture, networks.load_tokenizer(config.model), print).sources
+    return networks.make_student(config).train(), BlockStream(sources, config.data.sequence_length, 0).batch(0, blocks)
+
+
+def gradients_of(config, model, batch, beta: float):
+    """The step's losses and the gradient's norm; gradients are not clipped."""
+    accelerator = make_accelerator(config)
+    teacher = networks.make_teacher(config, Reference("start", own=True), model, accelerator.device)
+    step = TrainingStep(model, teacher, config.objective).train()
+    return accumulate_gradients(accelerator, accelerator.prepare(step), batch, config, beta)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("distillation", 0.0), ("distillation", 1.0), ("cross_entropy", 0.0)])
+def test_accumulation_1x8_equals_8x1(configure, kind: str, layers: float) -> None:
+    results = []
+    for rows in (1, 2, 8):
+        config = configure(
+            **{
+                "data.batch_size": 8,
+                "data.micro_batch_size": rows,
+                "objective.kind": kind,
+                "objective.layer_coefficient": layers,
+                "optimizer.max_grad_norm": None,
+            }
+        )
+        model, batch = student_and_batch(config, 8)
+        valid = (batch["labels"][:, 1:] != -100).sum(1)
+        assert len(set(valid.tolist())) > 1, "sequences must differ in predicted tokens for this test to mean anything"
+        # A large beta, so that the load-balance loss's gradient counts too.
+        losses, _ = gradients_of(config, model, batch, beta=1.0)
+        results.append((losses, {name: weight.grad for name, weight in model.named_parameters()}))
+    losses, gradients = results[0]
+    assert losses.task > 1e-2 and losses.balance > 1e-2 and (losses.layers > 1e-2) == (layers > 0)
+    for other, other_gradients in results[1:]:
+        for name in ("task", "cross_entropy", "balance", "layers"):
+            assert getattr(other, name) == pytest.approx(getattr(losses, name), abs=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(other_gradients[name], gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_the_balance_loss_is_added_with_its_coefficient(configure) -> None:
+    config = configure(**{"optimizer.max_grad_norm": None, "data.micro_batch_size": 4})
+    found = []
+    for beta in (0.0, 0.5):
+        model, batch = student_and_batch(config, 4)
+        gradients_of(config, model, batch, beta=beta)
+        found.append({name: weight.grad for name, weight in model.named_parameters()})
+    model.zero_grad()
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    (0.5 * model(**inputs, output_router_logits=True).aux_loss).backward()  # the model's own, a mean over sequences
+    name = "model.layers.0.self_attn.router.routed.weight"
+    wanted = dict(model.named_parameters())[name].grad
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(found[1][name] - found[0][name], wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_gradient_checkpointing_leaves_the_gradient_as_it_was(configure) -> None:
+    gradients = []
+    for recompute in (False, True):
+        config = configure(gradient_checkpointing=recompute)
+        model, batch = student_and_batch(config, 4)
+        gradients_of(config, model, batch, beta=1.0)
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+    assert gradients[0]["model.layers.0.self_attn.router.routed.weight"].abs().sum() > 0
+
+
+POSITIONS, SIZE, WORDS = 37, 16, 50
+
+
+def made(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    """Hidden states and heads of student and teacher, and targets."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, other = (torch.randn(POSITIONS, SIZE, generator=draw, dtype=torch.float64).to(dtype) for _ in range(2))
+    head, other_head = (torch.randn(WORDS, SIZE, generator=draw, dtype=torch.float64).to(dtype) for _ in range(2))
+    return hidden.requires_grad_(), head.requires_grad_(), torch.arange(POSITIONS) % WORDS, other, other_head
+
+
+def plain(hidden, head, targets, other=None, other_head=None, temperature=1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = hidden @ head.T
+    cross_entropy = F.cross_entropy(logits, targets, reduction="sum")
+    if other is None:
+        return cross_entropy, cross_entropy
+    soft = [(x / temperature).log_softmax(-1) for x in (logits, other @ other_head.T)]
+    return temperature**2 * F.kl_div(*soft, log_target=True, reduction="sum"), cross_entropy
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 512])
+@pytest.mark.parametrize(("with_teacher", "temperature"), [(False, 1.0), (True, 1.0), (True, 2.5)])
+def test_losses_and_gradients_are_the_plain_ones(monkeypatch, chunk, with_teacher, temperature):
+    monkeypatch.setattr(module, "chunk_positions", lambda vocabulary: chunk)
+    hidden, head, targets, *teacher = made()
+    given = (*teacher, temperature) if with_teacher else ()
+    mine, wanted = token_losses(hidden, head, targets, *given), plain(hidden, head, targets, *given)
+    for a, b in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    # A factor, as the loss has one.
+    gradients = [torch.autograd.grad(0.3 * task, (hidden, head)) for task in (mine[0], wanted[0])]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_tied_head_gets_both_gradients():
+    _, head, targets, other, other_head = made()
+    gradients = []
+    for losses in (token_losses, plain):
+        task, _ = losses(head[targets] * 2, head, targets, other, other_head)
+        gradients.append(torch.autograd.grad(task, head)[0])
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_frozen_head_gets_none():
+    hidden, head, targets, *_ = made()
+    token_losses(hidden, head.detach(), targets)[0].backward()
+    assert hidden.grad is not None and head.grad is None
+
+
+def test_autocast_takes_products_in_bfloat16_and_sums_in_float32():
+    hidden, head, targets, *teacher = made(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        mine = token_losses(hidden, head, targets, *teacher)
+        gradient = torch.autograd.grad(mine[0], head)[0]
+    exact = plain(hidden, head, targets, *teacher)
+    assert mine[0].dtype == torch.float32 and gradient.dtype == torch.float32
+    torch.testing.assert_close(mine[0], exact[0], rtol=2e-2, atol=0)
+    torch.testing.assert_close(gradient, torch.autograd.grad(exact[0], head)[0], rtol=0.1, atol=0.3)
+
+
+def test_no_positions_are_no_loss():
+    hidden, head, targets, *teacher = made()
+    task, cross_entropy = token_losses(hidden[:0], head, targets[:0], *(teacher[0][:0], teacher[1]))
+    task.backward()
+    assert task == cross_entropy == 0 and head.grad.abs().sum() == 0
+
+
+def test_comparison():
+    hidden, head, targets, other, other_head = made(torch.float32)
+    found = comparison_values(hidden, head, targets, other, other_head)
+    kl, cross_entropy = plain(hidden, head, targets, other, other_head)
+    reference = plain(other, other_head, targets)[0]
+    agreement = ((hidden @ head.T).argmax(-1) == (other @ other_head.T).argmax(-1)).sum()
+    wanted = torch.stack([x.detach().double() for x in (cross_entropy, reference, kl, agreement)])
+    assert found.shape == (len(targets), 4)
+    torch.testing.assert_close(found.sum(0), wanted, rtol=1e-5, atol=1e-5)
+    assert not comparison_values(hidden, head, targets)[:, 1:].any()
+
+
+def test_scores_are_those_of_the_comparison(model_folder: Path, mixture_file: Path) -> None:
+    student, teacher = (MoHLlamaForCausalLM.from_pretrained(model_folder).eval() for _ in range(2))
+    teacher.set_active_heads(teacher.config.num_attention_heads)
+    sources = sample_mixture(load_mixture(mixture_file), AutoTokenizer.from_pretrained(model_folder))
+    batches = validation_batches(sources, 32, 512, 2)
+    wanted = compare_to_reference({"": logits_of(student)}, logits_of(teacher), batches)[""]
+    scores, _ = evaluate(None, TrainingStep(student, teacher, ObjectiveConfig(), Reference("start", own=True)), batches)
+    assert (scores["tokens"], scores["documents"]) == (wanted.tokens, wanted.documents)
+    assert wanted.documents > 4 and wanted.kl > 0
+    for key in ("perplexity", "reference_perplexity", "kl", "top1_agreement", "ratio_interval", "kl_interval"):
+        assert scores[key] == pytest.approx(getattr(wanted, key), rel=1e-4), key
+    alone, _ = evaluate(None, TrainingStep(student, None, ObjectiveConfig(kind="cross_entropy")), batches)
+    assert alone == {key: scores[key] for key in ("tokens", "documents", "perplexity")}
