@@ -41,7 +41,7 @@ def prove(published: Path, local: Path) -> Proof:
     router's by too little to switch a head. `upload` compares the files that were sent by their hashes.
 
     Args:
-        published: the folder to be published, whose code is run: see `moh_llm.hub.remote_code.other_code`.
+        published: the folder to be published, whose code is run: see `moh_llm.hub.checks.other_code`.
         local: the model that it must equal; of its code nothing is run.
 
     Raises:

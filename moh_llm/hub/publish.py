@@ -7,15 +7,11 @@ from pathlib import Path
 from moh_llm.errors import UserError
 from moh_llm.files import write_text
 from moh_llm.hub.card import build_card
-from moh_llm.hub.checks import check_files, check_secrets
+from moh_llm.hub.checks import CARD, Problem, check_files, check_secrets, list_files, other_code
 from moh_llm.hub.licences import Licence, check_name, find_licence, notice
 from moh_llm.hub.lineage import Lineage, read_lineage
-from moh_llm.hub.listing import CARD, list_files
-from moh_llm.hub.problem import Problem
 from moh_llm.hub.proof import Proof, prove
-from moh_llm.hub.remote_code import other_code
-from moh_llm.hub.stage import Stage, StagedFile, describe, staged
-from moh_llm.hub.upload import check_repo_id, find_token, push
+from moh_llm.hub.upload import Stage, StagedFile, check_repo_id, describe, find_token, push, staged
 from moh_llm.model_config import read_config
 
 
@@ -54,7 +50,7 @@ class Publication:
 
     Attributes:
         files: all of it.
-        scrubbed: file -> place in it -> the local path that was cut to its last component.
+        scrubbed: files in which paths of this machine were cut to their last component.
         problems: what the checks found.
         proof: how loading went; None where the checks stopped the publication before.
         stopped: why nothing was sent, None where nothing speaks against it.
@@ -63,7 +59,7 @@ class Publication:
     """
 
     files: list[StagedFile]
-    scrubbed: dict[str, dict[str, str]]
+    scrubbed: list[str]
     problems: list[Problem]
     proof: Proof | None
     stopped: str | None

@@ -119,11 +119,9 @@ def test_auto_map_names_all_three_classes(folder, name):
 
 def test_code_that_auto_map_names_is_there(folder):
     (folder / "routing_moh.py").unlink()
-    assert any("imports .routing_moh, which is not beside it" in problem for problem in _found(folder))
+    assert any("imports routing_moh.py, which is not beside it" in problem for problem in _found(folder))
     (folder / "modeling_moh_llama.py").rename(folder.parent / "elsewhere.py")
     assert any("auto_map names modeling_moh_llama.py for AutoModel, not there" in found for found in _found(folder))
-    (folder / "modeling_moh_llama.py").write_text("import torch\n")
-    assert any("has no class MoHLlamaModel" in problem for problem in _found(folder))
     (folder / "modeling_moh_llama.py").write_text("def broken(:\n")
     assert any("is not Python that parses" in problem for problem in _found(folder))
 
@@ -136,7 +134,7 @@ def test_code_imports_nothing_but_torch_and_transformers(folder, line):
     with (folder / "routing_moh.py").open("a") as file:
         file.write(f"\n{line}\n")
     (problem,) = _found(folder)
-    assert problem.startswith("routing_moh.py: line ") and "imports " in problem
+    assert problem.startswith("routing_moh.py: imports ")
 
 
 @pytest.mark.parametrize("name", ["config.json", "conversion.json", "README.md", "tokenizer.json", "routing_moh.py"])
@@ -158,11 +156,8 @@ def test_paths_of_this_machine_are_found(folder):
     (folder / "conversion.json").write_text(json.dumps({"base": {"name": "/Users/alice/llama"}}))
     (folder / "README.md").write_text("made in /tmp/out/moh\n")
     _edit(folder / "config.json", _name_or_path=str(folder))
-    assert [problem.split(" holds")[0] for problem in _found(folder)] == [
-        "README.md: line 1",
-        "config.json: _name_or_path",
-        "conversion.json: base.name",
-    ]
+    found = [problem.partition(":")[0] for problem in _found(folder) if "holds a path of this machine" in problem]
+    assert found == ["README.md", "config.json", "conversion.json"] and len(_found(folder)) == 3
 
 
 def test_a_folder_without_a_tokenizer(folder):

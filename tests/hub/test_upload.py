@@ -3,8 +3,7 @@
 import pytest
 
 from moh_llm.errors import UserError
-from moh_llm.hub.stage import describe
-from moh_llm.hub.upload import check_repo_id, find_token, push
+from moh_llm.hub.upload import check_repo_id, describe, find_token, push
 
 
 @pytest.fixture
