@@ -38,10 +38,7 @@ def test_a_model_as_it_was_saved_has_no_problem(moh_model, make_model):
     ("name", "says"),
     [
         ("pytorch_model.bin", "is a pickle"),
-        ("training_args.pt", "is a pickle"),
-        ("optimizer.safetensors", "is the state of a training run"),
         ("checkpoints/step-000010/model.safetensors", "is the state of a training run"),
-        ("model.safetensors", "holds weights that the index does not name"),
         ("adapter_model.safetensors", "holds weights that the index does not name"),
         ("helper.py", "is code that no auto_map entry needs"),
         ("notes.md", "is not part of a model"),
@@ -161,6 +158,5 @@ def test_paths_of_this_machine_are_found(folder):
 
 
 def test_a_folder_without_a_tokenizer(folder):
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-    assert _found(folder)[0].startswith("tokenizer_config.json: is missing")
+    (folder / "tokenizer_config.json").unlink()
+    assert _found(folder) == ["tokenizer_config.json: is missing; convert or save the model again"]
