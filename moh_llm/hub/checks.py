@@ -68,12 +68,12 @@ class Problem:
 def check_files(folder: Path) -> list[Problem]:
     """Everything that speaks against publishing a model's folder as it is.
 
-    Only files of `list_files` may be there, needed ones must be, weights must be those of index and config, the code
-    must need nothing but torch and transformers, and no text may hold a secret or a path of this machine.
+    Only files of `list_files` may be there, needed ones must be, shards must hold what the index says, the code must
+    need nothing but torch and transformers, and no text may hold a secret or a path of this machine.
     """
     files, problems = list_files(folder)
     problems += [Problem(name, "is missing", _CONVERT) for name in _NEEDED if name not in files]
-    problems += _check_weights(folder) + list(_check_code(folder)) + check_secrets(folder, files)
+    problems += [*_check_weights(folder), *_check_code(folder), *check_secrets(folder, files)]
     for name in filter(_is_text, files):
         text = "" if name in _VOCABULARIES else _read(folder / name)
         for number, line in enumerate(text.splitlines() if find_paths(text, folder) else [], 1):
@@ -163,64 +163,23 @@ def _unwanted(path: Path, name: str) -> Problem:
 # ---- weights
 
 
-def _check_weights(folder: Path) -> list[Problem]:
-    """Compare index, shards and config by names and shapes; only the shards' headers are read."""
+def _check_weights(folder: Path) -> Iterator[Problem]:
+    """Compare index and shards, of which only the headers are read; the proof loads them as the config asks."""
     from safetensors import safe_open
 
-    index = INDEX_NAME if (folder / INDEX_NAME).is_file() else SINGLE_NAME
     try:
         shards, weight_map = read_weight_map(folder)
     except UserError as error:
-        return [Problem(index, _without_folder(str(error), folder), _CONVERT)]
-    problems: list[Problem] = []
-    shapes: dict[str, list[int]] = {}
+        what = str(error).replace(f"{folder}/", "").replace(str(folder), "the folder")
+        yield Problem(INDEX_NAME if (folder / INDEX_NAME).is_file() else SINGLE_NAME, what, _CONVERT)
+        return
     for shard in shards:
         with safe_open(shard, framework="np") as file:
-            held = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
-            metadata = json.dumps(file.metadata() or {})
+            names, metadata = list(file.keys()), json.dumps(file.metadata() or {})
         if find_secrets(metadata) or find_paths(metadata, folder):
-            problems.append(Problem(shard.name, "its metadata holds a secret or a local path", _CONVERT, False))
-        astray = [name for name in held if weight_map.get(name) != shard.name]
-        problems += _of_tensors(shard.name, "holds {}, which the index does not place there", astray)
-        shapes |= {name: shape for name, shape in held.items() if name not in astray}
-    return problems + _against_config(folder, index, shapes)
-
-
-def _against_config(folder: Path, index: str, shapes: dict[str, list[int]]) -> list[Problem]:
-    import torch
-    from huggingface_hub.errors import StrictDataclassError
-
-    from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-
-    try:
-        config = MoHLlamaConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            model = MoHLlamaForCausalLM(config)
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        why = _without_folder(" ".join(str(error).split())[:200], folder)
-        return [Problem("config.json", f"makes no model ({why})", _CONVERT)]
-    needed = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    tied = set(model._tied_weights_keys) if config.tie_word_embeddings else set()
-    # Old LLaMA checkpoints hold tables of the rotary embedding, which transformers passes over.
-    extra = [name for name in sorted(shapes.keys() - needed.keys()) if not name.endswith("rotary_emb.inv_freq")]
-    wrong = [name for name in sorted(shapes.keys() & needed.keys()) if shapes[name] != needed[name]]
-    return [
-        *_of_tensors(index, "lacks {}, which config.json asks for", sorted(needed.keys() - shapes.keys() - tied)),
-        *_of_tensors(index, "has {}, which config.json does not ask for", extra),
-        *_of_tensors(index, "has {} in another shape than config.json asks for", wrong),
-    ]
-
-
-def _of_tensors(file: str, what: str, names: list[str]) -> list[Problem]:
-    """One problem for all tensors of a kind, none for none."""
-    if not names:
-        return []
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return [Problem(file, what.format(names[0] + more), _CONVERT)]
-
-
-def _without_folder(text: str, folder: Path) -> str:
-    return text.replace(f"{folder}/", "").replace(str(folder), "the folder")
+            yield Problem(shard.name, "its metadata holds a secret or a local path", _CONVERT, forceable=False)
+        if astray := [name for name in names if weight_map.get(name) != shard.name]:
+            yield Problem(shard.name, f"holds {astray[0]}, which the index does not place there", _CONVERT)
 
 
 # ---- code
@@ -270,22 +229,20 @@ def _module_files(folder: Path) -> list[str]:
         name = waiting.pop()
         if name not in found and (folder / name).is_file():
             found.add(name)
-            waiting += _siblings(folder / name)
+            # As transformers finds them when it loads remote code.
+            siblings = re.findall(r"^\s*from\s+\.(\S+)\s+import", _read(folder / name), re.MULTILINE)
+            waiting += [f"{module}.py" for module in siblings]
     return sorted(found)
 
 
 def _check_code(folder: Path) -> Iterator[Problem]:
-    """What would keep the code from loading, or make it need more than torch and transformers."""
+    """What would make the code need more than torch and transformers; whether it loads is left to the proof."""
     from transformers.dynamic_module_utils import get_imports
 
     auto_map = dict(_auto_map(folder / "config.json"))
     for wanted in _AUTO_CLASSES:
         if wanted not in auto_map:
             yield Problem("config.json", f"auto_map has no {wanted}", _CONVERT)
-    for wanted, reference in auto_map.items():
-        file = f"{reference.partition('.')[0]}.py"
-        if not (folder / file).is_file():
-            yield Problem("config.json", f"auto_map names {file} for {wanted}, not there", _CONVERT)
     for name in _module_files(folder):
         try:
             packages = set(get_imports(folder / name)) - {"torch", "transformers"} - sys.stdlib_module_names
@@ -294,11 +251,3 @@ def _check_code(folder: Path) -> Iterator[Problem]:
             continue
         for package in sorted(packages):
             yield Problem(name, f"imports {package}", "whoever loads the model has torch and transformers only")
-        for sibling in _siblings(folder / name):
-            if not (folder / sibling).is_file():
-                yield Problem(name, f"imports {sibling}, which is not beside it", _CONVERT)
-
-
-def _siblings(path: Path) -> list[str]:
-    """The files that a file imports from beside it, as transformers finds them when it loads remote code."""
-    return [f"{module}.py" for module in re.findall(r"^\s*from\s+\.(\S+)\s+import", _read(path), re.MULTILINE)]

@@ -157,7 +157,6 @@ def push(
     token: str,
     private: bool = False,
     revision: str | None = None,
-    endpoint: str | None = None,
     say: Callable[[str], None] = print,
 ) -> str:
     """Make the repository and branch where they are absent, upload a folder, and compare what then lies there.
@@ -172,7 +171,6 @@ def push(
         token: the user's; it is in no message.
         private: make the repository private; one that is public already is refused.
         revision: branch; by default ``main``.
-        endpoint: address of the Hub, where it is another than the library's.
         say: gets one line for each step.
 
     Returns:
@@ -183,8 +181,8 @@ def push(
     """
     from huggingface_hub import HfApi
 
-    api = HfApi(endpoint=endpoint, token=token)
-    with _one_line(repo_id, token):
+    api = HfApi(token=token)
+    with _one_line(repo_id):
         url = str(api.create_repo(repo_id, private=private or None, exist_ok=True))
         if private and not api.repo_info(repo_id).private:
             raise UserError(f"{repo_id} is public already; make it private on the Hub, or drop --private")
@@ -231,8 +229,8 @@ def _compare(api: "HfApi", repo_id: str, revision: str | None, folder: Path, fil
 
 
 @contextlib.contextmanager
-def _one_line(repo_id: str, token: str) -> Iterator[None]:
-    """Turn what the library raises into one line that names the way out and hides the token."""
+def _one_line(repo_id: str) -> Iterator[None]:
+    """Turn what the library raises into one line that names the way out, without the token."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
     try:
@@ -240,16 +238,16 @@ def _one_line(repo_id: str, token: str) -> Iterator[None]:
     except OfflineModeIsEnabled as error:
         raise UserError(_OFFLINE) from error
     except PermissionError as error:  # hf_xet's word for a token that may not
-        raise UserError(_refusal(repo_id, 403, _safe(error, token))) from error
+        raise UserError(_refusal(repo_id, 403, _said(error))) from error
     except (HTTPError, ConnectionError, TimeoutError, RuntimeError) as error:
         answer = next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), None)
         if answer is None:
-            raise UserError(f"the connection to the Hub broke ({_safe(error, token)}); {_RESUME}") from error
+            raise UserError(f"the connection to the Hub broke ({_said(error)}); {_RESUME}") from error
         status = answer.response.status_code
-        said = _hide(answer.server_message or str(answer), token)
-        raise UserError(_refusal(repo_id, status, f"{status}: {said}")) from error
+        said = f"{status}: {_hide(answer.server_message or str(answer))}"
+        raise UserError(_refusal(repo_id, status, said)) from error
     except ValueError as error:  # how the library tells that the Hub's validator refuses the card
-        raise UserError(f"the Hub refuses {repo_id}: {_safe(error, token)}") from error
+        raise UserError(f"the Hub refuses {repo_id}: {_said(error)}") from error
 
 
 def _refusal(repo_id: str, status: int, said: str) -> str:
@@ -273,10 +271,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _safe(error: BaseException, token: str) -> str:
-    """What an error says, and what caused it, in one line without the token."""
-    return _hide(": ".join(dict.fromkeys(filter(None, map(str, _causes(error))))), token)
+def _said(error: BaseException) -> str:
+    """What an error says, and what caused it."""
+    return _hide(": ".join(dict.fromkeys(filter(None, map(str, _causes(error))))))
 
 
-def _hide(text: str, token: str) -> str:
-    return redact(" ".join(text.split()).replace(token, "[hidden]"))[:300]
+def _hide(text: str) -> str:
+    """One line without the token."""
+    return redact(" ".join(text.split()))[:300]

@@ -105,6 +105,9 @@ def _ran(tmp_path: Path) -> bool:
 
 def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path):
     from moh_llm.data.tokenizer import TextTokenizer
+    from moh_llm.evaluation.analysis import _chooses
+    from moh_llm.evaluation.language_model import load_model
+    from moh_llm.evaluation.processes import Team
     from moh_llm.modeling import MoHLlamaForCausalLM
     from moh_llm.training.initial import _open_tokenizer
     from moh_llm.training.networks import load_network, load_tokenizer
@@ -112,6 +115,8 @@ def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path):
     assert convert(hostile, tmp_path / "again") == 0
     assert TextTokenizer.load(str(hostile)) and load_tokenizer(hostile) and _open_tokenizer(str(hostile))
     assert type(load_network(hostile, torch.float32)) is MoHLlamaForCausalLM
+    assert _chooses(str(hostile))
+    assert type(load_model(str(hostile), 1, "float32", "cpu", Team(), None).model) is MoHLlamaForCausalLM
     assert not _ran(tmp_path)
 
 
@@ -126,17 +131,6 @@ def test_a_tokenizer_that_needs_code_of_its_own_is_refused(hostile, convert, tmp
             load(str(hostile))
     assert convert(hostile, tmp_path / "again") == 2 and "has no tokenizer that loads" in capsys.readouterr().err
     assert not _ran(tmp_path)
-
-
-def test_nor_does_evaluation(hostile, tmp_path):
-    from moh_llm.evaluation.analysis import _chooses
-    from moh_llm.evaluation.language_model import load_model
-    from moh_llm.evaluation.processes import Team
-    from moh_llm.modeling import MoHLlamaForCausalLM
-
-    assert _chooses(str(hostile))
-    loaded = load_model(str(hostile), 1, "float32", "cpu", Team(), None)
-    assert type(loaded.model) is MoHLlamaForCausalLM and not _ran(tmp_path)
 
 
 def test_a_stray_adapter_is_told(folder, monkeypatch, capsys):
