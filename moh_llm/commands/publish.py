@@ -73,8 +73,6 @@ def _print(publication: "Publication") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from moh_llm.hub.texts import redact
-
     table = Table(title="files", title_justify="left")
     for column in ("file", "bytes", "SHA-256"):
         table.add_column(column, justify="right" if column == "bytes" else "left")
@@ -82,9 +80,8 @@ def _print(publication: "Publication") -> None:
         table.add_row(file.name, f"{file.size:,}", file.sha256[:12])
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
-    for name, changes in publication.scrubbed.items():
-        for place, path in changes.items():
-            console.print(redact(f"local path taken out: {name} {place}: {path}"))
+    if publication.scrubbed:
+        console.print(f"local paths cut to their last component: {', '.join(publication.scrubbed)}")
     console.print(f"checks: {'passed' if not publication.problems else f'{len(publication.problems)} failed'}")
     for problem in publication.problems:
         console.print(f"  {problem}")

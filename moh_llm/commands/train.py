@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 def _write_card(config: TrainConfig) -> None:
     """Give the tuned model of a finished run its README.md, unless it has one; without one the run is as good."""
     from moh_llm.hub.card import write_local_card
-    from moh_llm.hub.listing import CARD
+    from moh_llm.hub.checks import CARD
 
     model = Path(config.output_dir) / "model"
     if not (model / CARD).exists():

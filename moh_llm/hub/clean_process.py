@@ -88,6 +88,8 @@ def main(request: dict[str, Any]) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
     tensors = observe(model, batch, tokenizer.pad_token_id)
     record = {
+        "texts": len(TEXTS),
+        "tokens": int(batch["attention_mask"].sum()),
         "classes": {"config": type(config).__module__, "causal_lm": type(model).__module__},
         "dtype": str(model.dtype).removeprefix("torch."),
         "loading": {key: sorted(map(str, value)) for key, value in info.items() if value},

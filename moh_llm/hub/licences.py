@@ -2,7 +2,7 @@
 
 The duties are those of section 1.b of the licences' own texts: ``LICENSE`` in github.com/meta-llama/llama
 (Llama 2) and github.com/meta-llama/llama3, ``models/llama3_1/LICENSE`` to ``models/llama4/LICENSE`` in
-github.com/meta-llama/llama-models. The ids are the Hub's, as its validator of model cards lists them.
+github.com/meta-llama/llama-models.
 """
 
 import difflib
@@ -13,7 +13,8 @@ from pathlib import Path
 from moh_llm.errors import UserError
 from moh_llm.hub.lineage import Lineage, front_matter
 
-# https://huggingface.co/docs/hub/repositories-licenses; "unknown", which the Hub takes, says nothing and is left out.
+# https://huggingface.co/docs/hub/repositories-licenses. The Hub's validator would know them, but only an upload asks
+# it, and a wrong id must show before a model is trained. "unknown", which the Hub takes, says nothing and is left out.
 IDS = frozenset(
     re.findall(
         r"\S+",
@@ -28,7 +29,6 @@ IDS = frozenset(
         "llama3.1 llama3.2 llama3.3 llama4 grok2-community gemma other",
     )
 )
-_FILES = "LICEN[CS]E*"
 # A licence's title stands at the top of its text.
 _TITLE = 400
 
@@ -38,58 +38,54 @@ class LlamaTerms:
     """What a Llama licence asks of a model that is made from a Llama and passed on.
 
     Attributes:
-        title: the licence's name.
+        model, title: how the licence calls the model and itself.
+        policy, text: addresses of the acceptable use policy (1.b.iv) and of the licence.
         begins: what the model's name must begin with (last sentence of 1.b.i); None: anything.
-        shown: the words to display (1.b.i); None: none.
-        notice: the sentence that a "Notice" text file must hold (1.b.iii).
-        policy: address of the acceptable use policy (1.b.iv).
-        text: address of the licence.
         closed: whether 1.b.v forbids to improve other language models with the model or its outputs.
     """
 
+    model: str
     title: str
-    begins: str | None
-    shown: str | None
-    notice: str
     policy: str
     text: str
-    closed: bool
+    begins: str | None = "Llama"
+    closed: bool = False
+
+    @property
+    def shown(self) -> str | None:
+        """The words to display (1.b.i); None: none."""
+        return f"Built with {self.model if self.closed else 'Llama'}" if self.begins else None
+
+    @property
+    def notice(self) -> str:
+        """The sentence that a text file "Notice" must hold (1.b.iii)."""
+        title, sign = (self.title, "©") if self.begins else (self.title.replace("Llama", "LLAMA"), "(c)")
+        return f"{self.model} is licensed under the {title}, Copyright {sign} Meta Platforms, Inc. All Rights Reserved."
 
 
 def _later(version: str, host: str) -> LlamaTerms:
     """The terms of Llama 3.1 and later, which differ in their version only."""
-    name = version.replace(".", "_")
-    return LlamaTerms(
-        title=f"Llama {version} Community License",
-        begins="Llama",
-        shown="Built with Llama",
-        notice=f"Llama {version} is licensed under the Llama {version} Community License, Copyright © Meta Platforms, "
-        "Inc. All Rights Reserved.",
-        policy=f"https://{host}/llama{name}/use-policy",
-        text=f"https://github.com/meta-llama/llama-models/blob/main/models/llama{name}/LICENSE",
-        closed=False,
-    )
+    name = f"llama{version.replace('.', '_')}"
+    text = f"https://github.com/meta-llama/llama-models/blob/main/models/{name}/LICENSE"
+    policy = f"https://{host}/{name}/use-policy"
+    return LlamaTerms(f"Llama {version}", f"Llama {version} Community License", policy, text)
 
 
 LLAMA = {
     "llama2": LlamaTerms(
-        title="Llama 2 Community License",
+        "Llama 2",
+        "Llama 2 Community License",
+        "https://ai.meta.com/llama/use-policy",
+        "https://github.com/meta-llama/llama/blob/main/LICENSE",
         begins=None,
-        shown=None,
-        notice="Llama 2 is licensed under the LLAMA 2 Community License, Copyright (c) Meta Platforms, Inc. All Rights "
-        "Reserved.",
-        policy="https://ai.meta.com/llama/use-policy",
-        text="https://github.com/meta-llama/llama/blob/main/LICENSE",
         closed=True,
     ),
     "llama3": LlamaTerms(
-        title="Meta Llama 3 Community License",
+        "Meta Llama 3",
+        "Meta Llama 3 Community License",
+        "https://llama.meta.com/llama3/use-policy",
+        "https://github.com/meta-llama/llama3/blob/main/LICENSE",
         begins="Llama 3",
-        shown="Built with Meta Llama 3",
-        notice="Meta Llama 3 is licensed under the Meta Llama 3 Community License, Copyright © Meta Platforms, Inc. "
-        "All Rights Reserved.",
-        policy="https://llama.meta.com/llama3/use-policy",
-        text="https://github.com/meta-llama/llama3/blob/main/LICENSE",
         closed=True,
     ),
     "llama3.1": _later("3.1", "llama.meta.com"),
@@ -139,16 +135,19 @@ def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
         UserError: no licence is found, or several; ``given`` is no licence's id, or contradicts a Llama licence that
             is found; a Llama's or an unlisted licence's text, which must go along, is nowhere.
     """
-    if given is not None:
-        _check_id(given)
+    if given is not None and given not in IDS:
+        near = difflib.get_close_matches(given.lower(), IDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "see https://huggingface.co/docs/hub/repositories-licenses"
+        raise UserError(f"--licence {given} is no licence id of the Hub; {hint}")
     found = recorded_licences(lineage)
+    same = [licence for licence in found if given in (None, licence.id)]
     llama = [licence for licence in found if licence.id in LLAMA]
-    if given is not None and llama and given not in [licence.id for licence in found]:
+    if llama and not same:
         raise UserError(
             f"--licence {given} contradicts {llama[0].source}, which says {llama[0].id}: whoever passes a Llama on "
             "passes its licence on; drop --licence"
         )
-    if given is None and len(found) > 1:
+    if len(same) > 1:
         raise UserError(
             f"{lineage.folder}: licences contradict each other ({', '.join(f'{x.id} in {x.source}' for x in found)}); "
             "pass --licence ID with the right one"
@@ -158,7 +157,6 @@ def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
             f"{lineage.folder}: the base's licence is not known (no `license` in a README.md, no LICENSE that is "
             "recognised, there or with the base); pass --licence ID, such as apache-2.0, llama3.2 or other"
         )
-    same = [licence for licence in found if given in (None, licence.id)]
     licence = same[0] if same else _joined(str(given), [], lineage)
     if lacks_text(licence):
         place = lineage.folder / "LICENSE"
@@ -219,8 +217,8 @@ def duties(licence: Licence) -> list[str]:
     asked.append(f"Follow the [acceptable use policy]({terms.policy}) (1.b.iv).")
     if terms.closed:
         asked.append(
-            f"Do not use the model or its outputs to improve a large language model other than "
-            f"{'Llama 2' if licence.id == 'llama2' else 'Meta Llama 3'} and its derivatives (1.b.v)."
+            "Do not use the model or its outputs to improve a large language model other than "
+            f"{terms.model} and its derivatives (1.b.v)."
         )
     return asked
 
@@ -230,7 +228,9 @@ def _joined(chosen: str, same: list[Licence], lineage: Lineage) -> Licence:
 
     ``same``: what each of the files says, the model's own first, the base's last.
     """
-    texts = [licence.file for licence in same if licence.file] or _texts(lineage, chosen)
+    texts = [licence.file for licence in same if licence.file]
+    if not texts and chosen not in LLAMA:  # a Llama's text must be recognised
+        texts = [text for _, place in lineage.places for text in _texts(place) if _recognise(text) in (None, chosen)]
     joined = Licence(
         chosen,
         same[-1].source if same else "whoever published the model",
@@ -242,11 +242,9 @@ def _joined(chosen: str, same: list[Licence], lineage: Lineage) -> Licence:
         return joined
     name, file = joined.name, joined.file
     if not name and file:
-        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-        title = next((line for line in lines if line.strip()), "")
+        title = file.read_text(encoding="utf-8", errors="replace").strip().partition("\n")[0]
         name = "-".join(re.findall(r"[a-z0-9.]+", title.lower()))[:60] or "see-licence-file"
-    link = joined.link or (file.name if file else None)
-    return replace(joined, name=name or "see-license-link", link=link)
+    return replace(joined, name=name or "see-license-link", link=joined.link or (file.name if file else None))
 
 
 def _found_in(place: Path, whose: str) -> list[Licence]:
@@ -261,21 +259,12 @@ def _found_in(place: Path, whose: str) -> list[Licence]:
         if chosen in IDS:
             named = (name, link) if chosen == "other" else (None, None)
             found.append(Licence(chosen, f"the model card of {whose}", *named))
-    for file in _files(place):
-        if recognised := _recognise(file):
-            found.append(Licence(recognised, f"{file.name} of {whose}", file=file))
-    return found
+    texts = [(text, _recognise(text)) for text in _texts(place)]
+    return found + [Licence(known, f"{text.name} of {whose}", file=text) for text, known in texts if known]
 
 
-def _files(place: Path) -> list[Path]:
-    return sorted(file for file in place.glob(_FILES) if file.is_file())
-
-
-def _texts(lineage: Lineage, licence: str) -> list[Path]:
-    """Files that may hold a licence's text: for a Llama only one that is recognised will do."""
-    if licence in LLAMA:
-        return []
-    return [file for _, place in lineage.places for file in _files(place) if _recognise(file) in (None, licence)]
+def _texts(place: Path) -> list[Path]:
+    return sorted(file for file in place.glob("LICEN[CS]E*") if file.is_file())
 
 
 def _recognise(file: Path) -> str | None:
@@ -287,10 +276,3 @@ def _recognise(file: Path) -> str | None:
     if re.search(r"\bApache License,? Version 2\.0", top, re.IGNORECASE):
         return "apache-2.0"
     return "mit" if re.match(r"(?:The )?MIT License\b", top, re.IGNORECASE) else None
-
-
-def _check_id(given: str) -> None:
-    if given not in IDS:
-        near = difflib.get_close_matches(given.lower(), IDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "see https://huggingface.co/docs/hub/repositories-licenses"
-        raise UserError(f"--licence {given} is no licence id of the Hub; {hint}")

@@ -13,7 +13,7 @@ from typing import Any
 from moh_llm.addresses import reason
 from moh_llm.errors import UserError
 from moh_llm.hub import clean_process
-from moh_llm.hub.clean_process import TEXTS, encode, observe, observe_base
+from moh_llm.hub.clean_process import encode, observe, observe_base
 
 # What could lead the clean process to something of this user's: caches, logins, paths, settings of libraries.
 _DROPPED = ("HF_", "HUGGING", "TRANSFORMERS_", "PYTHON", "XDG_")
@@ -41,7 +41,7 @@ def prove(published: Path, local: Path) -> Proof:
     router's by too little to switch a head. `upload` compares the files that were sent by their hashes.
 
     Args:
-        published: the folder to be published, whose code is run: see `moh_llm.hub.remote_code.other_code`.
+        published: the folder to be published, whose code is run: see `moh_llm.hub.checks.other_code`.
         local: the model that it must equal; of its code nothing is run.
 
     Raises:
@@ -53,8 +53,6 @@ def prove(published: Path, local: Path) -> Proof:
             record, failure = _run_clean(published.resolve(), Path(scratch))
             if failure is None:
                 failure = _fault(record) or _compare(Path(scratch) / "seen.safetensors", local)
-            if failure is None:
-                record |= _counts(Path(scratch) / "seen.safetensors")
     except OSError as error:
         where = tempfile.gettempdir()
         why = error.strerror or str(error)
@@ -142,10 +140,3 @@ def _compare(seen: Path, local: Path) -> str | None:
 
 def _form(tensor: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _counts(seen: Path) -> dict[str, int]:
-    from safetensors import safe_open
-
-    with safe_open(seen, framework="pt") as file:
-        return {"texts": len(TEXTS), "tokens": int(file.get_tensor("attention_mask").sum())}

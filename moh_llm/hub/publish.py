@@ -7,15 +7,11 @@ from pathlib import Path
 from moh_llm.errors import UserError
 from moh_llm.files import write_text
 from moh_llm.hub.card import build_card
-from moh_llm.hub.checks import check_files, check_secrets
+from moh_llm.hub.checks import CARD, Problem, check_files, check_secrets, list_files, other_code
 from moh_llm.hub.licences import Licence, check_name, find_licence, notice
 from moh_llm.hub.lineage import Lineage, read_lineage
-from moh_llm.hub.listing import CARD, list_files
-from moh_llm.hub.problem import Problem
 from moh_llm.hub.proof import Proof, prove
-from moh_llm.hub.remote_code import other_code
-from moh_llm.hub.stage import Stage, StagedFile, describe, staged
-from moh_llm.hub.upload import check_repo_id, find_token, push
+from moh_llm.hub.upload import Stage, StagedFile, check_repo_id, describe, find_token, push, staged
 from moh_llm.model_config import read_config
 
 
@@ -54,7 +50,7 @@ class Publication:
 
     Attributes:
         files: all of it.
-        scrubbed: file -> place in it -> the local path that was cut to its last component.
+        scrubbed: files in which paths of this machine were cut to their last component.
         problems: what the checks found.
         proof: how loading went; None where the checks stopped the publication before.
         stopped: why nothing was sent, None where nothing speaks against it.
@@ -63,7 +59,7 @@ class Publication:
     """
 
     files: list[StagedFile]
-    scrubbed: dict[str, dict[str, str]]
+    scrubbed: list[str]
     problems: list[Problem]
     proof: Proof | None
     stopped: str | None
@@ -105,7 +101,7 @@ def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publ
     first = unlisted + check_secrets(options.folder, files)
     lineage = read_lineage(options.folder, options.run)
     licence = find_licence(lineage, options.licence)
-    with staged(options.folder, files, _records(options, lineage) | _licence_text(licence, files)) as stage:
+    with staged(options.folder, files, _added(options, files, lineage, licence)) as stage:
         say(f"checking {options.folder}")
         _write_notice(stage, licence)
         _write_card(stage, options, forced=[])
@@ -121,7 +117,9 @@ def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publ
         problems = others + problems
         if options.force or (others and options.allow_other_code):
             # What is no part of the model is left behind, so the card has nothing to say of it.
-            _write_card(stage, options, _forced([p for p in problems if p not in unlisted], proof))
+            forced = [f"check: {problem.file} {problem.what}" for problem in problems if problem not in unlisted]
+            forced += [f"proof: {proof.failure}"] if proof is not None and proof.failure else []
+            _write_card(stage, options, forced)
         published = describe(stage.folder)
         url, card = None, None
         if options.dry_run:
@@ -141,22 +139,18 @@ def _check_model(folder: Path) -> None:
         raise UserError(f"{folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
 
 
-def _records(options: PublishOptions, lineage: Lineage) -> dict[str, Path]:
-    """The records that go along with the model, by the name that they get."""
-    records = {}
+def _added(options: PublishOptions, files: list[str], lineage: Lineage, licence: Licence) -> dict[str, Path]:
+    """What goes along with the model's own files, by the name that it gets: records, and the base's licence."""
+    added = {}
+    if licence.file is not None and licence.file.name not in files:
+        added[licence.file.name] = licence.file
     if lineage.run is not None:
-        records["run.json"] = lineage.run.folder / "run.json"
+        added["run.json"] = lineage.run.folder / "run.json"
     if (evaluation := options.evaluation) is not None:
-        records["evaluation.json"] = evaluation / "report.json" if evaluation.is_dir() else evaluation
-        if not records["evaluation.json"].is_file():
+        added["evaluation.json"] = evaluation / "report.json" if evaluation.is_dir() else evaluation
+        if not added["evaluation.json"].is_file():
             raise UserError(f"--evaluation {evaluation} holds no report.json; name a folder that moh-llm evaluate made")
-    return records
-
-
-def _licence_text(licence: Licence, files: list[str]) -> dict[str, Path]:
-    """The base's licence, where the model's folder has no copy, by the name that it gets."""
-    file = licence.file
-    return {} if file is None or file.name in files else {file.name: file}
+    return added
 
 
 def _write_notice(stage: Stage, licence: Licence) -> None:
@@ -171,23 +165,11 @@ def _write_notice(stage: Stage, licence: Licence) -> None:
 
 
 def _write_card(stage: Stage, options: PublishOptions, forced: list[str]) -> None:
-    stage.write_card(
-        build_card(
-            options.folder,
-            options.repo_id,
-            run=options.run,
-            evaluation=options.evaluation,
-            forced=forced,
-            licence=options.licence,
-            revision=options.revision,
-        )
+    run, evaluation, licence, revision = options.run, options.evaluation, options.licence, options.revision
+    card = build_card(
+        options.folder, options.repo_id, run, evaluation, forced=forced, licence=licence, revision=revision
     )
-
-
-def _forced(problems: list[Problem], proof: Proof | None) -> list[str]:
-    """What ``--force`` passed over, for the card."""
-    failed = [f"proof: {proof.failure}"] if proof is not None and proof.failure else []
-    return [f"check: {problem.file} {problem.what}" for problem in problems] + failed
+    stage.write_card(card)
 
 
 def _stop(problems: list[Problem], proof: Proof | None, force: bool) -> str | None:

@@ -6,7 +6,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +59,9 @@ def command_line(options: PublishOptions) -> str:
 class MilestonePushes:
     """Publishes milestones one after the other, each by a ``moh-llm publish`` that training does not wait for.
 
-    What it prints goes to ``publish.log`` in the milestone's folder, by which a later session knows what is published.
+    It is a process, not a thread of this one: loading a model for the proof changes settings of torch and transformers
+    that training depends on, and a failure there must not end the training. What it prints goes to ``publish.log`` in
+    the milestone's folder, by which a later session knows what is published.
 
     Args:
         hub: where to.
@@ -66,59 +70,56 @@ class MilestonePushes:
 
     def __init__(self, hub: HubConfig, say: Callable[[str], None] = print):
         self._hub, self._say = hub, say
-        self._waiting: list[Path] = []
+        self._pool = ThreadPoolExecutor(1)  # a thread that starts the processes and waits for them
+        self._pushes: dict[Path, Future[str | None]] = {}  # why it failed, None where it did not
+        self._lock, self._closed = threading.Lock(), False
         self._running: tuple[Path, subprocess.Popen[bytes]] | None = None
-        self._ended: dict[Path, str | None] = {}  # why it failed, None where it did not
 
     def add(self, milestone: Path) -> None:
         """Publish a milestone as soon as the others are through, if it is asked for and not done already."""
-        if self._hub.milestones and _published_at(milestone, self._hub) is None and milestone not in self._waiting:
-            self._waiting.append(milestone)
-        self._go_on(wait=False)
+        if self._hub.milestones and milestone not in self._pushes and not _is_published(milestone, self._hub):
+            self._say(f"publishing {milestone.name} in the background, see {milestone / LOG}")
+            self._pushes[milestone] = self._pool.submit(self._publish, milestone)
 
     def wait(self) -> list[str]:
         """Wait for all of them, say of each where it lies or why it does not; return the names of those that failed."""
-        if self._running or self._waiting:
+        if not all(push.done() for push in self._pushes.values()):
             self._say("waiting for milestones to be published")
-        while self._running or self._waiting:
-            self._go_on(wait=True)
-        for milestone, failure in self._ended.items():
+        failures = {milestone: push.result() for milestone, push in self._pushes.items()}
+        for milestone, failure in failures.items():
             if failure is None:
                 self._say(f"{milestone.name} is {_last_line(milestone)}")
             else:
                 command = command_line(milestone_options(self._hub, milestone))
                 self._say(f"{milestone.name} is not published: {failure}; try again with `{command}`")
-        return [milestone.name for milestone, failure in self._ended.items() if failure is not None]
+        return [milestone.name for milestone, failure in failures.items() if failure is not None]
 
     def close(self) -> None:
         """Break off what is under way; the run's next session begins it anew."""
-        if self._running:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+        if self._running and self._running[1].poll() is None:
             milestone, process = self._running
             process.send_signal(signal.SIGINT)  # at which it tidies up
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_SECONDS_TO_END)
             process.kill()
-            process.wait()
             self._say(f"publishing {milestone.name} was broken off; the same command begins it anew")
-        self._running, self._waiting = None, []
+        self._pool.shutdown()
 
-    def _go_on(self, wait: bool) -> None:
-        """Take note of a process that has ended, and start the next one if none is under way."""
-        if self._running:
-            milestone, process = self._running
-            if wait:
-                process.wait()
-            if process.poll() is None:
-                return
-            self._ended[milestone] = _failure(process.returncode, _last_line(milestone))
-            self._running = None
-        if self._waiting:
-            milestone = self._waiting.pop(0)
-            self._say(f"publishing {milestone.name} in the background, see {milestone / LOG}")
-            try:
+    def _publish(self, milestone: Path) -> str | None:
+        """Why it failed, None where it did not."""
+        try:
+            with self._lock:
+                if self._closed:
+                    return "it was broken off"
                 self._running = milestone, _start(milestone_options(self._hub, milestone), milestone / LOG)
-            except OSError as error:  # which must not end the training
-                self._ended[milestone] = f"it could not be started, {error.strerror}"
+        except OSError as error:  # which must not end the training
+            return f"it could not be started, {error.strerror}"
+        status = self._running[1].wait()
+        _, error_line, reason = (last := _last_line(milestone)).partition("error: ")
+        return None if status == 0 else reason if error_line else f"it ended with status {status} after {last!r}"
 
 
 def _arguments(options: PublishOptions) -> list[str]:
@@ -145,18 +146,10 @@ def _start(options: PublishOptions, log: Path) -> "subprocess.Popen[bytes]":
         )
 
 
-def _failure(status: int, last_line: str) -> str | None:
-    """Why a process failed, None where it did not."""
-    if status == 0:
-        return None
-    _, error, reason = last_line.partition("error: ")
-    return reason if error else f"it ended with status {status} after {last_line!r}"
-
-
-def _published_at(milestone: Path, hub: HubConfig) -> str | None:
-    """The address of a milestone in the recipe's repository; None where it is not there, or elsewhere."""
+def _is_published(milestone: Path, hub: HubConfig) -> bool:
+    """Whether the log says that the milestone is in this repository; it may be in another one."""
     address = _last_line(milestone).partition("published: ")[2]
-    return address if address.endswith(f"/{hub.repo_id}/tree/{milestone.name}") else None
+    return address.endswith(f"/{hub.repo_id}/tree/{milestone.name}")
 
 
 def _last_line(milestone: Path) -> str:

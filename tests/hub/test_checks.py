@@ -21,12 +21,6 @@ def _found(folder):
     return [str(problem) for problem in check_files(folder)]
 
 
-def _rewrite(shard, change):
-    tensors = load_file(shard)
-    change(tensors)
-    save_file(tensors, shard, metadata={"format": "pt"})
-
-
 def test_a_model_as_it_was_saved_has_no_problem(moh_model, make_model):
     assert _found(moh_model) == []
     tied = make_model(MoHLlamaConfig, dtype=torch.bfloat16, tie_word_embeddings=True)
@@ -38,10 +32,7 @@ def test_a_model_as_it_was_saved_has_no_problem(moh_model, make_model):
     ("name", "says"),
     [
         ("pytorch_model.bin", "is a pickle"),
-        ("training_args.pt", "is a pickle"),
-        ("optimizer.safetensors", "is the state of a training run"),
         ("checkpoints/step-000010/model.safetensors", "is the state of a training run"),
-        ("model.safetensors", "holds weights that the index does not name"),
         ("adapter_model.safetensors", "holds weights that the index does not name"),
         ("helper.py", "is code that no auto_map entry needs"),
         ("notes.md", "is not part of a model"),
@@ -64,38 +55,19 @@ def test_files_that_are_part_of_a_model_or_hidden(folder):
     assert _found(folder) == []
 
 
-def test_tensors_that_are_missing_or_too_many(folder):
+def test_shards_hold_what_the_index_says(folder):
     name = "model.norm.weight"
     index = json.loads((folder / INDEX_NAME).read_text())
-    shard = folder / index["weight_map"][name]
-    whole = shard.read_bytes()
-
-    _rewrite(shard, lambda tensors: tensors.pop(name))
-    (problem,) = _found(folder)
-    assert f"places {name} in {shard.name}, which does not hold it" in problem
-
-    del index["weight_map"][name]
+    shard = folder / index["weight_map"].pop(name)
     (folder / INDEX_NAME).write_text(json.dumps(index))
     (problem,) = _found(folder)
-    assert f"lacks {name}, which config.json asks for" in problem
-
-    shard.write_bytes(whole)
-    assert any(f"holds {name}, which the index does not place there" in problem for problem in _found(folder))
+    assert problem.startswith(f"{shard.name}: holds {name}, which the index does not place there; ")
 
     index["weight_map"][name] = shard.name
-    index["weight_map"]["model.layers.9.extra"] = shard.name
     (folder / INDEX_NAME).write_text(json.dumps(index))
-    _rewrite(shard, lambda tensors: tensors.update({"model.layers.9.extra": torch.zeros(2)}))
+    save_file({key: tensor for key, tensor in load_file(shard).items() if key != name}, shard)
     (problem,) = _found(folder)
-    assert "has model.layers.9.extra, which config.json does not ask for" in problem
-
-
-def test_shapes_are_those_of_the_config(folder):
-    _edit(folder / "config.json", intermediate_size=63)
-    (problem,) = _found(folder)
-    assert "in another shape than config.json asks for" in problem and "and 5 more" in problem
-    _edit(folder / "config.json", num_attention_heads="four")
-    assert any("makes no model" in problem for problem in _found(folder))
+    assert f"places {name} in {shard.name}, which does not hold it" in problem
 
 
 def test_a_shard_that_is_missing(folder):
@@ -117,15 +89,9 @@ def test_auto_map_names_all_three_classes(folder, name):
     assert f"auto_map has no {name}" in _found(folder)[0]
 
 
-def test_code_that_auto_map_names_is_there(folder):
-    (folder / "routing_moh.py").unlink()
-    assert any("imports .routing_moh, which is not beside it" in problem for problem in _found(folder))
-    (folder / "modeling_moh_llama.py").rename(folder.parent / "elsewhere.py")
-    assert any("auto_map names modeling_moh_llama.py for AutoModel, not there" in found for found in _found(folder))
-    (folder / "modeling_moh_llama.py").write_text("import torch\n")
-    assert any("has no class MoHLlamaModel" in problem for problem in _found(folder))
+def test_code_that_does_not_parse(folder):
     (folder / "modeling_moh_llama.py").write_text("def broken(:\n")
-    assert any("is not Python that parses" in problem for problem in _found(folder))
+    assert "modeling_moh_llama.py: is not Python that parses; convert or save the model again" in _found(folder)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +102,7 @@ def test_code_imports_nothing_but_torch_and_transformers(folder, line):
     with (folder / "routing_moh.py").open("a") as file:
         file.write(f"\n{line}\n")
     (problem,) = _found(folder)
-    assert problem.startswith("routing_moh.py: line ") and "imports " in problem
+    assert problem.startswith("routing_moh.py: imports ")
 
 
 @pytest.mark.parametrize("name", ["config.json", "conversion.json", "README.md", "tokenizer.json", "routing_moh.py"])
@@ -158,14 +124,10 @@ def test_paths_of_this_machine_are_found(folder):
     (folder / "conversion.json").write_text(json.dumps({"base": {"name": "/Users/alice/llama"}}))
     (folder / "README.md").write_text("made in /tmp/out/moh\n")
     _edit(folder / "config.json", _name_or_path=str(folder))
-    assert [problem.split(" holds")[0] for problem in _found(folder)] == [
-        "README.md: line 1",
-        "config.json: _name_or_path",
-        "conversion.json: base.name",
-    ]
+    found = [problem.partition(":")[0] for problem in _found(folder) if "holds a path of this machine" in problem]
+    assert found == ["README.md", "config.json", "conversion.json"] and len(_found(folder)) == 3
 
 
 def test_a_folder_without_a_tokenizer(folder):
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-    assert _found(folder)[0].startswith("tokenizer_config.json: is missing")
+    (folder / "tokenizer_config.json").unlink()
+    assert _found(folder) == ["tokenizer_config.json: is missing; convert or save the model again"]

@@ -132,10 +132,8 @@ def test_an_unlisted_licence_needs_a_name_and_its_text(bare: Path) -> None:
     [
         ("org/moh-8b", "llama3", "org/Llama-3-moh-8b"),
         ("org/Meta-Llama-3-8B-MoH", "llama3", "org/Llama-3-8B-MoH"),
-        ("org/llama-3-8b-moh", "llama3", "org/Llama-3-8b-moh"),
         ("org/Llama-30B", "llama3", "org/Llama-3-30B"),
         ("org/MoH-Llama-3.2-1B", "llama3.2", "org/Llama-3.2-MoH-Llama-3.2-1B"),
-        ("org/llama-3.1-8b", "llama3.1", "org/Llama-3.1-8b"),
         ("moh", "llama3.3", "Llama-3.3-moh"),
         ("org/llama", "llama3.2", "org/Llama-3.2-MoH"),
     ],
@@ -147,19 +145,12 @@ def test_names_that_a_licence_refuses(repo_id: str, licence: str, better: str) -
     check_name(better, licence)
 
 
-@pytest.mark.parametrize(
-    ("repo_id", "licence"),
-    [
-        ("org/Llama-3-8B-MoH", "llama3"),
-        ("org/Llama_3_MoH", "llama3"),
-        ("org/Llama3-MoH", "llama3"),
-        ("org/Llama-MoH", "llama3.1"),
-        ("org/anything", "llama2"),
-        ("org/anything", "apache-2.0"),
-    ],
-)
-def test_names_that_a_licence_takes(repo_id: str, licence: str) -> None:
-    check_name(repo_id, licence)
+def test_names_that_a_licence_takes() -> None:
+    for name in ("Llama-3-8B-MoH", "Llama_3_MoH", "Llama3-MoH"):
+        check_name(f"org/{name}", "llama3")
+    for licence in ("llama2", "apache-2.0"):
+        check_name("org/anything", licence)
+    check_name("org/Llama-MoH", "llama3.1")
 
 
 def test_notices() -> None:

@@ -11,25 +11,12 @@ import torch
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.files import sha256
-from moh_llm.hub.proof import Proof
 
 CODE = "import pathlib\npathlib.Path({marker!r}).touch()\n"
-PROVEN = {
-    "texts": 3,
-    "tokens": 9,
-    "dtype": "float32",
-    "seconds": 1.0,
-    "generated": [""],
-    "versions": {"transformers": "5"},
-}
 
 
 def _edit(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def _auto_map(folder: Path, **fields: str) -> None:
-    _edit(folder / "config.json", auto_map=json.loads((folder / "config.json").read_text())["auto_map"] | fields)
 
 
 def _append(path: Path, text: str) -> None:
@@ -38,10 +25,9 @@ def _append(path: Path, text: str) -> None:
 
 def _change(folder: Path, how: str, code: str) -> str:
     """Put other code into a folder; returns the file that is to be named."""
-    if how == "of the model" or how == "beside it":
-        name = "modeling_moh_llama.py" if how == "of the model" else "routing_moh.py"
-        _append(folder / name, code)
-        return name
+    if how == "of the model":
+        _append(folder / "modeling_moh_llama.py", code)
+        return "modeling_moh_llama.py"
     if how == "older":
         (folder / "routing_moh.py").write_text((folder / "routing_moh.py").read_text().replace("\n\n\n", "\n\n", 1))
         return "routing_moh.py"
@@ -49,36 +35,18 @@ def _change(folder: Path, how: str, code: str) -> str:
         _append(folder / "helper.py", code)
         _append(folder / "routing_moh.py", "from .helper import pathlib\n")
         return "helper.py"
-    if how == "of another class":
-        _append(folder / "helper.py", f"{code}class Helper:\n    pass\n")
-        _auto_map(folder, AutoModelForTokenClassification="helper.Helper")
-        return "helper.py"
     if how == "elsewhere":
-        _auto_map(folder, AutoConfig="someone/model--configuration_moh_llama.MoHLlamaConfig")
+        auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
+        elsewhere = {"AutoConfig": "someone/model--configuration_moh_llama.MoHLlamaConfig"}
+        _edit(folder / "config.json", auto_map=auto_map | elsewhere)
         return "config.json"
     _append(folder / "tokenization_own.py", code)
-    fields = (
-        {"AutoTokenizer": [None, "tokenization_own.Own"]}
-        if how == "of the tokenizer"
-        else ["tokenization_own.Own", None]
-    )
-    _edit(folder / "tokenizer_config.json", auto_map=fields)
+    pair = [None, "tokenization_own.Own"]
+    _edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": pair} if how == "of the tokenizer" else pair)
     return "tokenizer_config.json"
 
 
-HOW = (
-    "of the model",
-    "beside it",
-    "older",
-    "new",
-    "of another class",
-    "elsewhere",
-    "of the tokenizer",
-    "as it was named",
-)
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["of the model", "older", "new", "elsewhere", "of the tokenizer", "as it was named"])
 def test_other_code_is_refused_before_it_runs(folder, tmp_path, fake_hub, monkeypatch, capsys, how):
     marker = tmp_path / "it ran"
     monkeypatch.setattr("moh_llm.hub.publish.prove", lambda published, local: pytest.fail("it was loaded"))
@@ -93,15 +61,12 @@ def test_other_code_is_refused_before_it_runs(folder, tmp_path, fake_hub, monkey
     assert not marker.exists() and not fake_hub.requests
 
 
-def test_other_code_is_published_where_that_is_asked_for(folder, fake_hub, monkeypatch, capsys):
-    seen: list[Path] = []
-    monkeypatch.setattr(
-        "moh_llm.hub.publish.prove", lambda published, local: seen.append(published) or Proof(None, PROVEN)
-    )
+def test_other_code_is_published_where_that_is_asked_for(folder, fake_hub, proven, capsys):
     _change(folder, "of the model", "# read and found good\n")
     digest = sha256(folder / "modeling_moh_llama.py")[:16]
     assert main(["publish", str(folder), "--repo-id", "org/moh", "--allow-other-code"]) == 0
-    assert digest in capsys.readouterr().out and seen
+    told = capsys.readouterr().out
+    assert digest in told and "bit for bit" in told
     sent = fake_hub.branches["org/moh"]["main"]
     assert sent["modeling_moh_llama.py"] == (folder / "modeling_moh_llama.py").read_bytes()
     assert digest in (card := sent["README.md"].decode()) and "--allow-other-code" in card
@@ -140,6 +105,9 @@ def _ran(tmp_path: Path) -> bool:
 
 def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path):
     from moh_llm.data.tokenizer import TextTokenizer
+    from moh_llm.evaluation.analysis import _chooses
+    from moh_llm.evaluation.language_model import load_model
+    from moh_llm.evaluation.processes import Team
     from moh_llm.modeling import MoHLlamaForCausalLM
     from moh_llm.training.from_scratch import _open_tokenizer
     from moh_llm.training.networks import load_network, load_tokenizer
@@ -147,6 +115,8 @@ def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path):
     assert convert(hostile, tmp_path / "again") == 0
     assert TextTokenizer.load(str(hostile)) and load_tokenizer(hostile) and _open_tokenizer(str(hostile))
     assert type(load_network(hostile, torch.float32)) is MoHLlamaForCausalLM
+    assert _chooses(str(hostile))
+    assert type(load_model(str(hostile), 1, "float32", "cpu", Team(), None).model) is MoHLlamaForCausalLM
     assert not _ran(tmp_path)
 
 
@@ -163,24 +133,11 @@ def test_a_tokenizer_that_needs_code_of_its_own_is_refused(hostile, convert, tmp
     assert not _ran(tmp_path)
 
 
-def test_nor_does_evaluation(hostile, tmp_path):
-    from moh_llm.evaluation.analysis import _chooses
-    from moh_llm.evaluation.language_model import load_model
-    from moh_llm.evaluation.processes import Team
-    from moh_llm.modeling import MoHLlamaForCausalLM
-
-    assert _chooses(str(hostile))
-    loaded = load_model(str(hostile), 1, "float32", "cpu", Team(), None)
-    assert type(loaded.model) is MoHLlamaForCausalLM and not _ran(tmp_path)
-
-
 def test_a_stray_adapter_is_told(folder, monkeypatch, capsys):
     from moh_llm.training.networks import load_network
 
-    found = {"classes": {}, "loading": {}}
-    monkeypatch.setattr("moh_llm.hub.proof._run_clean", lambda folder, scratch: (dict(found), None))
-    config = {"peft_type": "LORA", "base_model_name_or_path": "x", "r": 4, "target_modules": ["q_proj"]}
-    for content in (json.dumps(config), "[]", "{"):
+    monkeypatch.setattr("moh_llm.hub.proof._run_clean", lambda folder, scratch: ({"classes": {}, "loading": {}}, None))
+    for content in ('{"peft_type": "LORA", "base_model_name_or_path": "x", "target_modules": ["q_proj"]}', "[]", "{"):
         (folder / "adapter_config.json").write_text(content)
         assert main(["publish", str(folder), "--repo-id", "org/moh", "--dry-run"]) == 2
         told = capsys.readouterr()
@@ -190,26 +147,22 @@ def test_a_stray_adapter_is_told(folder, monkeypatch, capsys):
             load_network(folder, torch.float32)
 
 
-@pytest.mark.parametrize("step", ["read_lineage", "check_files", "other_code", "prove"])
-def test_a_folder_that_is_removed_meanwhile_is_told(folder, fake_hub, monkeypatch, capsys, step):
+@pytest.mark.parametrize("step", ["check_files", "other_code", "prove"])
+def test_a_folder_that_is_removed_meanwhile_is_told(folder, fake_hub, proven, monkeypatch, capsys, step):
     import moh_llm.hub.publish as publishing
 
     plain = getattr(publishing, step)
 
-    def spoil(*args: object, **options: object) -> object:
+    def spoil(*args: object) -> object:
         for path in folder.parent.glob(".moh.*.tmp"):
             shutil.rmtree(path)
-        return Proof(None, PROVEN) if step == "prove" else plain(*args, **options)
+        return plain(*args)
 
-    monkeypatch.setattr(publishing, "prove", lambda published, local: Proof(None, PROVEN))
     monkeypatch.setattr(publishing, step, spoil)
-    status = main(["publish", str(folder), "--repo-id", "org/moh"])
+    assert main(["publish", str(folder), "--repo-id", "org/moh"]) == 2
     told = capsys.readouterr().err
-    assert "Traceback" not in told
-    assert status == (0 if step == "read_lineage" else 2)  # nothing is there yet
-    if status:
-        assert "was removed by something else; start again" in told and not fake_hub.requests
-        assert len(told.splitlines()) == 1 and not list(folder.parent.glob(".moh.*"))
+    assert "was removed by something else; start again" in told and not fake_hub.requests
+    assert len(told.splitlines()) == 1 and not list(folder.parent.glob(".moh.*"))
 
 
 def test_so_is_that_of_the_proof(folder, fake_hub, monkeypatch, capsys):

@@ -1,8 +1,6 @@
 """Loading a folder in a clean process by its own code, and comparing with the local model."""
 
-import shutil
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import torch
@@ -12,6 +10,7 @@ from transformers import AutoTokenizer
 from moh_llm.hub import clean_process
 from moh_llm.hub.clean_process import encode, observe
 from moh_llm.hub.proof import prove
+from moh_llm.model_folder import INDEX_NAME
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,32 +96,26 @@ def test_code_that_needs_moh_llm_does_not_load(folder, forked_proof):
     assert "\n" not in failure
 
 
-def test_moh_llm_cannot_be_imported_even_where_it_is_installed():
-    code = f"""
-import runpy, sys
-sys.path.insert(0, {str(ROOT)!r})
-import moh_llm.files
-Blocked = runpy.run_path({clean_process.__file__!r})["Blocked"]
-for name in [name for name in sys.modules if name.startswith("moh_llm")]:
-    del sys.modules[name]
-sys.meta_path.insert(0, Blocked("moh_llm"))
-import json.tool
-try:
-    import moh_llm.files
-except ModuleNotFoundError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
-    assert done.stdout == "No module named 'moh_llm' (blocked)\n", done.stderr
+def test_weights_that_are_not_those_of_the_config_fail(folder, moh_model, forked_proof):
+    config = folder / "config.json"
+    plain = config.read_text()
+    for old, new, says in (
+        ('"query_key_norm": false', '"query_key_norm": true', "loading gave missing keys: model.layers.0.self_attn.k_"),
+        ('"vocab_size": ', '"vocab_size": 1', "it does not load in a clean process: "),
+    ):
+        assert old in plain
+        config.write_text(plain.replace(old, new))
+        failure = prove(folder, moh_model).failure
+        assert failure is not None and failure.startswith(says)
+    config.write_text(plain)
+    shard = min(folder.glob("*.safetensors"))
+    save_file(load_file(shard) | {"model.extra": torch.zeros(2)}, shard, metadata={"format": "pt"})
+    index = json.loads((folder / INDEX_NAME).read_text())
+    index["weight_map"]["model.extra"] = shard.name
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    assert prove(folder, moh_model).failure == "loading gave unexpected keys: model.extra"
 
 
-def test_a_folder_that_lacks_weights_fails(folder, moh_model, forked_proof):
-    (folder / "config.json").write_text(
-        (folder / "config.json").read_text().replace('"query_key_norm": false', '"query_key_norm": true')
-    )
-    failure = prove(folder, moh_model).failure
-    assert failure is not None and "missing keys" in failure and "q_norm" in failure
-    shutil.rmtree(folder)
-    folder.mkdir()
-    failure = prove(folder, moh_model).failure
+def test_an_empty_folder_fails(tmp_path, moh_model, forked_proof):
+    failure = prove(tmp_path, moh_model).failure
     assert failure is not None and "does not load in a clean process" in failure

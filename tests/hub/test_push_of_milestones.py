@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -120,23 +121,37 @@ def _milestone(tmp_path: Path, step: int) -> Path:
     return folder
 
 
+def _begun(queue: pushes.MilestonePushes) -> "subprocess.Popen[bytes]":
+    """The process of the milestone that is being published, once there is one."""
+    while queue._running is None:
+        time.sleep(0.01)
+    return queue._running[1]
+
+
 def test_milestones_are_published_one_after_the_other(processes, tmp_path):
     said: list[str] = []
-    queue = pushes.MilestonePushes(HubConfig("org/moh", milestones=True), said.append)
+    hub = HubConfig("org/moh", milestones=True)
+    queue = pushes.MilestonePushes(hub, said.append)
     processes.endless = True
     one, two = _milestone(tmp_path, 1), _milestone(tmp_path, 2)
-    queue.add(one)
-    queue.add(two)
-    queue.add(two)
-    assert [options.folder for options in processes.started] == [one / "model"]
+    for milestone in (one, two, two):
+        queue.add(milestone)
+    process = _begun(queue)
     queue.close()
+    assert [options.folder for options in processes.started] == [one / "model"] and process.poll() is not None
     assert said[-1] == "publishing step-000001 was broken off; the same command begins it anew"
-    processes.endless = False
+    # The next session.
+    processes.endless, queue = False, pushes.MilestonePushes(hub, said.append)
     queue.add(one)
     queue.add(two)
-    assert queue.wait() == [] and len(processes.started) == 3
+    assert queue.wait() == [] and [options.folder for options in processes.started[1:]] == [
+        one / "model",
+        two / "model",
+    ]
+    queue.close()
+    queue = pushes.MilestonePushes(hub, said.append)
     queue.add(one)
-    assert len(processes.started) == 3  # it is published
+    assert queue.wait() == [] and len(processes.started) == 3  # it is published
 
 
 def test_a_process_that_cannot_be_started_is_a_failed_push(monkeypatch, tmp_path):
@@ -155,7 +170,7 @@ def test_a_process_that_is_killed_is_a_failed_push(processes, tmp_path):
     processes.endless, said = True, []
     queue = pushes.MilestonePushes(HubConfig("org/moh", milestones=True), said.append)
     queue.add(_milestone(tmp_path, 1))
-    queue._running[1].kill()
+    _begun(queue).kill()
     assert queue.wait() == ["step-000001"]
     assert "step-000001 is not published: it ended with status -9 after ''; try again with" in said[-1]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import forks
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
@@ -148,12 +147,8 @@ def test_of_two_processes_the_first_publishes(recipe, fake_hub, reached, tmp_pat
         words = ["-c", TRAIN, recipe, "--output_dir", output, *flags]
         return forks.run(*words, folder=ROOT, environment=environment, processes=2, timeout=300)
 
-    plain = launch(tmp_path / "plain", "--hub", "null")
-    assert plain.returncode == 0, plain.stderr[-3000:]
     done = launch(tmp_path / "run", *MILESTONES, "2", "--max_steps", "4")
     assert done.returncode == 0, done.stderr[-3000:]
-    mine, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "plain"))
-    assert mine.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
     sent = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
     assert fake_hub.branches["org/moh"]["main"]["model.safetensors"] == sent
     assert done.stdout.count("published: ") == 3 and len(fake_hub.asked("/commit/")) == 1
