@@ -73,11 +73,11 @@ def test_groups_are_shared_and_active_whole(options, heads, groups, expected):
     ("options", "layers", "message"),
     [
         ({"num_shared_heads": 1}, 30, "num_shared_heads=1 splits key-value groups"),
-        ({"num_shared_heads": 4, "num_active_heads": 6}, 30, "3 heads each; these do not: 0, 3, 6, 9"),
+        ({"num_shared_heads": 4, "num_active_heads": 6}, 30, "must be a multiple of 3 (heads per group): 0, 3, 6, 9"),
         ({"num_active_heads": 7, "budgets": "even"}, 30, "num_active_heads=7 splits key-value groups"),
-        ({"num_active_heads": 7, "budgets": "even"}, 30, "these do not: 3, 6, 9"),
+        ({"num_active_heads": 7, "budgets": "even"}, 30, "multiple of 3 (heads per group): 3, 6, 9"),
         ({"num_active_heads": 7, "num_shared_heads": 6}, 5, "num_active_heads=7 splits"),
-        ({"num_active_heads": 7, "num_shared_heads": 6}, 5, "these do not: 6, 9"),
+        ({"num_active_heads": 7, "num_shared_heads": 6}, 5, "multiple of 3 (heads per group): 6, 9"),
         ({"num_active_heads": 2}, 30, "num_active_heads=2 must lie between 3 and num_attention_heads=9"),
     ],
 )

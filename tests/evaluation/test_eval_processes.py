@@ -45,7 +45,7 @@ def test_scores_do_not_depend_on_the_number_of_processes(
     done = on_two_processes(tmp_path, "-m", "moh_llm.cli", "evaluate", *words, str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("[4/4] model: Natural Questions") == 1 == done.stdout.count("report:")
-    assert "on 2 processes" in done.stdout
+    assert "| processes | 2 |" in done.stdout
     assert run_evaluate(*words, tmp_path / "one", "--device", "cpu") == 0
     one, two = (
         without_times(json.loads((tmp_path / run / "report.json").read_text(encoding="utf-8")))

@@ -66,7 +66,7 @@ def test_its_commands_are_those_of_the_command_line(tmp_path):
         quickstart(tmp_path / "out", "a base", 3, command)
     assert given == ["convert", "train", "evaluate"]
     config = load_config(tmp_path / "out" / "recipe.yaml")
-    assert (config.model, config.output) == (str(tmp_path / "out" / "moh"), str(tmp_path / "out" / "recovery"))
+    assert (config.model, config.output_dir) == (str(tmp_path / "out" / "moh"), str(tmp_path / "out" / "recovery"))
     assert (config.max_steps, config.schedule.warmup_steps, config.data.mixture) == (3, 2, "embedded")
 
 
