@@ -61,7 +61,8 @@ class Commands:
     def start(self, output: Path) -> subprocess.Popen[bytes]:
         """Start it."""
         with self._log.open("ab") as log:
-            return subprocess.Popen([*self._words, "--output_dir", str(output)], stdout=log, stderr=log)
+            flag = "--output_dir" if {"train", "train.py"} & set(self._words) else "--output"
+            return subprocess.Popen([*self._words, flag, str(output)], stdout=log, stderr=log)
 
     def run(self, output: Path) -> None:
         """Carry it out. Raises CalledProcessError when it fails."""

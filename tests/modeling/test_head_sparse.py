@@ -19,7 +19,13 @@ PLANS = [
     {"router_type": "linear", "head_fallback": "value", "num_shared_heads": 1, "num_active_heads": [2, 3]},
     {"router_type": "linear", "num_shared_heads": 1, "num_active_heads": 2, "shared_heads": [[2], [3]]},
     {"router_type": "two_stage", "router_score": "weighted", "num_shared_heads": 2, "num_active_heads": 3},
-    {"routing_granularity": "kv_group", "head_fallback": "value", "num_shared_heads": 0, "num_active_heads": 2},
+    {
+        "router_type": "linear",
+        "routing_granularity": "kv_group",
+        "head_fallback": "value",
+        "num_shared_heads": 0,
+        "num_active_heads": 2,
+    },
 ]
 
 
