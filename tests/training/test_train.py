@@ -114,7 +114,7 @@ def test_the_log_has_one_line_per_step(configure) -> None:
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
     overrides: dict[str, object] = {"max_steps": 35, "checkpoint.save_steps": 7, "evaluation.eval_steps": 20}
     if method == "lora":
