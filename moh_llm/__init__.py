@@ -1,7 +1,8 @@
-"""MoH-LLM: turn a pretrained LLaMA-family model into a Mixture-of-Head model.
+"""MoH-LLM: turn a pretrained LLM into a Mixture-of-Head model.
 
-The names below are imported when first used, and the Auto classes of transformers learn of them when
-they are, so that ``import moh_llm`` and ``moh-llm --help`` stay instant.
+`moh_llm.convert`, `train`, `evaluate` and `publish` do what the commands of those names do. Classes and functions are
+imported when they are first used, and the Auto classes of transformers learn of MoH models when they are asked for one,
+so that ``import moh_llm`` and ``moh-llm --help`` are fast.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from moh_llm.auto_classes import register_with_transformers
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from moh_llm.api import convert, evaluate, publish, to_dense, train
     from moh_llm.modeling import (
         MoHLlamaConfig,
         MoHLlamaForCausalLM,
@@ -24,15 +26,24 @@ __all__ = [
     "MoHLlamaForSequenceClassification",
     "MoHLlamaModel",
     "__version__",
+    "convert",
+    "evaluate",
+    "publish",
+    "to_dense",
+    "train",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("MoH"):
         from moh_llm import modeling
 
         return getattr(modeling, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from moh_llm import api
+
+    return getattr(api, name)
 
 
 register_with_transformers()

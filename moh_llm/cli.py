@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NoReturn
 
@@ -51,8 +51,17 @@ class _Parser(argparse.ArgumentParser):
         super().error(without_passwords(message))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 for bad input (one line on stderr), 130 when interrupted."""
+def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], int] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the command's name and arguments; None for those of the program.
+        run: carries out the command in place of its module's function of that name, for the scripts that show the job.
+
+    Returns:
+        The exit status: 0, 1 for a job whose result is a failure, 2 for bad input (one line on stderr), 130 when
+        interrupted.
+    """
     if argv is None:  # as a program
         sys.excepthook = _print_traceback
     parser = _Parser(prog="moh-llm", description="Turn a pretrained LLM into a Mixture-of-Head model.")
@@ -75,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        return args.run(args)
+        return (run or args.run)(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,7 +2,10 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moh_llm.records.conversion import Conversion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,72 +57,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, and print what was done."""
-    import torch
+    import moh_llm
 
-    from moh_llm.conversion.convert import ConversionOptions, convert, restore_dense
-    from moh_llm.conversion.plan import PlanOptions
-    from moh_llm.data.mixture import EMBEDDED, mixture_from_arguments
-    from moh_llm.errors import UserError
-    from moh_llm.hub.card import write_local_card
-    from moh_llm.locking import lock_folder
-
-    for flag in ("calibration_tokens", "heldout_tokens"):
-        if getattr(args, flag) < 1:
-            raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least 1")
-    if args.dtype and args.link:
-        raise UserError("--link keeps the base's bytes and --dtype changes them; drop one")
-    if args.push_to_hub is not None:
-        _check_push(args)
-    elif args.licence is not None:
-        raise UserError("--licence is for publishing; pass --push-to-hub ORG/NAME, too, or drop it")
+    check_push(args)
     if args.to_dense:
-        counts = ("num_shared_heads", "num_active_heads", "active_ratio")
-        for flag in ("preset", *counts, "router", "routing_granularity", "budgets", "fallback", "dtype"):
-            if getattr(args, flag) is not None:
-                raise UserError(f"--to-dense copies the dense weights as they are; drop --{flag.replace('_', '-')}")
-        restored = restore_dense(args.base, args.output, args.overwrite, args.link, args.revision)
-        print(
-            f"{args.base}: {restored['dropped_tensors']} routing tensors dropped, all others byte for byte; "
-            f"a {restored['model_type']} model in {args.output}, {restored['seconds']:.1f} s"
-        )
-        return 0
-    record = convert(
-        ConversionOptions(
-            base=args.base,
-            output=args.output,
-            plan=PlanOptions(
-                preset=args.preset,
-                num_shared_heads=args.num_shared_heads,
-                num_active_heads=args.num_active_heads,
-                active_ratio=args.active_ratio,
-                router=args.router,
-                shared=args.shared,
-                budgets=args.budgets,
-                fallback=args.fallback,
-                routing_granularity=args.routing_granularity or "head",
-            ),
-            calibration=mixture_from_arguments(args.calibration) if args.calibration else EMBEDDED,
-            calibration_tokens=args.calibration_tokens,
-            heldout_tokens=args.heldout_tokens,
-            verify=args.verify,
-            dtype=getattr(torch, args.dtype) if args.dtype else None,
-            link=args.link,
-            revision=args.revision,
-            overwrite=args.overwrite,
-        )
-    )
-    with lock_folder(args.output):
-        write_local_card(args.output)
-    _print_summary(record, args.output)
-    if args.push_to_hub is not None:
-        from moh_llm.commands.publish import publish_and_print
-        from moh_llm.hub.publish import PublishOptions
+        return restore(args)
+    print_conversion(moh_llm.convert(**conversion_arguments(args)), args.output)
+    return push(args)
 
-        publish_and_print(PublishOptions(args.output, args.push_to_hub, licence=args.licence))
+
+def conversion_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `moh_llm.convert`: all flags but those of the other jobs of this command."""
+    others = {"command", "run", "main", "command_line", "to_dense", "push_to_hub", "licence"}
+    return {name: value for name, value in vars(args).items() if name not in others}
+
+
+def restore(args: argparse.Namespace) -> int:
+    """Do what ``--to-dense`` asks for. Raises UserError for flags that have no meaning with it."""
+    import moh_llm
+    from moh_llm.errors import UserError
+
+    counts = ("num_shared_heads", "num_active_heads", "active_ratio")
+    for flag in ("preset", *counts, "router", "routing_granularity", "budgets", "fallback", "dtype"):
+        if getattr(args, flag) is not None:
+            raise UserError(f"--to-dense copies the dense weights as they are; drop --{flag.replace('_', '-')}")
+    restored = moh_llm.to_dense(
+        args.base, args.output, link=args.link, revision=args.revision, overwrite=args.overwrite
+    )
+    print(
+        f"{args.base}: {restored['dropped_tensors']} routing tensors dropped, all others byte for byte; "
+        f"a {restored['model_type']} model in {args.output}, {restored['seconds']:.1f} s"
+    )
     return 0
 
 
-def _check_push(args: argparse.Namespace) -> None:
+def check_push(args: argparse.Namespace) -> None:
     """Raise UserError for what would keep the converted model from being published, before it is converted."""
     from moh_llm.conversion.base import open_base
     from moh_llm.errors import UserError
@@ -127,6 +99,10 @@ def _check_push(args: argparse.Namespace) -> None:
     from moh_llm.hub.publish import check_publishable
     from moh_llm.records.conversion import Conversion
 
+    if args.push_to_hub is None:
+        if args.licence is not None:
+            raise UserError("--licence is for publishing; pass --push-to-hub ORG/NAME, too, or drop it")
+        return
     if args.to_dense:
         raise UserError("--push-to-hub publishes MoH models, and --to-dense makes none; drop one")
     base = open_base(args.base, args.revision, args.preset == "paper")
@@ -134,9 +110,20 @@ def _check_push(args: argparse.Namespace) -> None:
     check_publishable(args.push_to_hub, Lineage(base.folder, conversion, None), args.licence)
 
 
-def _print_summary(record: dict[str, Any], output: Path) -> None:
+def push(args: argparse.Namespace) -> int:
+    """Do what ``--push-to-hub`` asks for."""
+    import moh_llm
+
+    if args.push_to_hub is not None:
+        moh_llm.publish(args.output, args.push_to_hub, licence=args.licence)
+    return 0
+
+
+def print_conversion(conversion: "Conversion", output: Path) -> None:
+    """Print the head plan, the cost and the verification."""
     from rich.console import Console
 
+    record = conversion.content()
     plan = record["plan"]
     heads, active = plan["num_attention_heads"], sum(plan["active_heads"]) / len(plan["active_heads"])
     shared = sum(map(len, plan["shared_heads"])) / len(plan["shared_heads"])

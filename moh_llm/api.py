@@ -1,0 +1,281 @@
+"""The Python API: `moh_llm.convert`, `to_dense`, `train`, `evaluate` and `publish`.
+
+    import moh_llm
+
+    conversion = moh_llm.convert("HuggingFaceTB/SmolLM2-135M", "out/moh", num_active_heads=7)
+    print(conversion.verification.converted.perplexity_ratio)
+    moh_llm.train("recipes/smollm2_recovery.yaml", model="out/moh", output_dir="out/recovery")
+    moh_llm.evaluate("out/recovery/model", base="HuggingFaceTB/SmolLM2-135M", suite="smoke", output="out/report")
+    moh_llm.publish("out/recovery/model", "ORG/NAME", evaluation="out/report", dry_run=True)
+
+The commands of `moh-llm` call these functions with the values of their flags. Bad input raises
+`moh_llm.errors.UserError`, a message of one line. Imports happen in the functions, so that `import moh_llm` is fast.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from moh_llm.hub.publish import Publication
+    from moh_llm.hub.pushes import MilestonePushes
+    from moh_llm.records.conversion import Conversion
+    from moh_llm.records.run import RunRecord
+    from moh_llm.training.config import TrainConfig
+
+PathLike = str | os.PathLike[str]
+
+
+def convert(
+    base: PathLike,
+    output: PathLike,
+    *,
+    preset: Literal["paper"] | None = None,
+    num_shared_heads: int | None = None,
+    num_active_heads: int | None = None,
+    active_ratio: float | None = None,
+    shared: Literal["first", "importance"] = "first",
+    router: Literal["linear", "query_norm"] | None = None,
+    routing_granularity: Literal["head", "kv_group"] | None = None,
+    budgets: Literal["uneven", "even"] | None = None,
+    fallback: Literal["value", "none"] | None = None,
+    calibration: PathLike | Sequence[PathLike] | None = None,
+    calibration_tokens: int = 24576,
+    heldout_tokens: int = 8192,
+    verify: Literal["full", "quick", "none"] = "full",
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+    link: bool = False,
+    revision: str | None = None,
+    overwrite: bool = False,
+) -> "Conversion":
+    """Convert a pretrained LLaMA checkpoint into an MoH one, and verify it.
+
+    Args:
+        base: folder or Hub id of a checkpoint in safetensors, dense or MoH.
+        output: folder to make.
+        preset: "paper" for the paper's layer: half of the heads shared, 3/4 active, heads selected by query norm.
+        num_shared_heads: heads of each layer that are always on (default: 1/8 of them, at least 1).
+        num_active_heads: mean number of heads per token and layer, shared ones included.
+        active_ratio: the same as a share of the heads (default: 0.75).
+        shared: which heads are shared: the first, or those that cost most to drop.
+        router: how a token selects heads (default: "linear").
+        routing_granularity: what is on or off as one: a head (default), or all heads that share keys and values.
+        budgets: active heads per layer: by what each layer loses (default), or equal.
+        fallback: what replaces a head that is off (default: "value").
+        calibration: text files, or one mixture (.yaml), to fit and verify on (default: what Python itself ships).
+        calibration_tokens: tokens to fit on.
+        heldout_tokens: tokens to verify on.
+        verify: "quick" reads 2,048 held-out tokens, "none" verifies nothing.
+        dtype: dtype of the written weights (default: the base's own).
+        link: hard-link the base's weights instead of copying them.
+        revision: Hub revision of the base.
+        overwrite: replace ``output`` if it is not empty.
+
+    Returns:
+        The content of ``output/conversion.json``.
+
+    Raises:
+        UserError: bad input; ``output`` is then as before.
+    """
+    import torch
+
+    from moh_llm.conversion.convert import ConversionOptions
+    from moh_llm.conversion.convert import convert as convert_checkpoint
+    from moh_llm.conversion.plan import PlanOptions
+    from moh_llm.data.mixture import EMBEDDED, mixture_from_arguments
+    from moh_llm.errors import UserError
+    from moh_llm.hub.card import write_local_card
+    from moh_llm.locking import lock_folder
+    from moh_llm.records.conversion import Conversion
+
+    for name, tokens in (("calibration-tokens", calibration_tokens), ("heldout-tokens", heldout_tokens)):
+        if tokens < 1:
+            raise UserError(f"--{name} {tokens} must be at least 1")
+    if dtype and link:
+        raise UserError("--link keeps the base's bytes and --dtype changes them; drop one")
+    texts = [calibration] if isinstance(calibration, str | os.PathLike) else calibration
+    record = convert_checkpoint(
+        ConversionOptions(
+            base=os.fspath(base),
+            output=Path(output),
+            plan=PlanOptions(
+                preset=preset,
+                num_shared_heads=num_shared_heads,
+                num_active_heads=num_active_heads,
+                active_ratio=active_ratio,
+                router=router,
+                shared=shared,
+                budgets=budgets,
+                fallback=fallback,
+                routing_granularity=routing_granularity or "head",
+            ),
+            calibration=mixture_from_arguments([os.fspath(text) for text in texts]) if texts else EMBEDDED,
+            calibration_tokens=calibration_tokens,
+            heldout_tokens=heldout_tokens,
+            verify=verify,
+            dtype=getattr(torch, dtype) if dtype else None,
+            link=link,
+            revision=revision,
+            overwrite=overwrite,
+        )
+    )
+    with lock_folder(Path(output)):
+        write_local_card(Path(output))
+    return Conversion.of(record, str(output))
+
+
+def to_dense(
+    model: PathLike,
+    output: PathLike,
+    *,
+    link: bool = False,
+    revision: str | None = None,
+    overwrite: bool = False,
+) -> "dict[str, Any]":
+    """Write the dense checkpoint inside an MoH model, byte for byte, without routers and fallbacks.
+
+    Args:
+        model: folder or Hub id of the MoH model.
+        output: folder to make.
+        link, revision, overwrite: as for `convert`.
+
+    Returns:
+        ``base``, ``model_type``, ``dropped_tensors`` and ``seconds``.
+
+    Raises:
+        UserError: ``model`` is no MoH model, weighs heads by their scores, or cannot be read.
+    """
+    from moh_llm.conversion.convert import restore_dense
+
+    return restore_dense(os.fspath(model), Path(output), overwrite, link, revision)
+
+
+def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **overrides: Any) -> "RunRecord":
+    """Tune a converted model as a recipe says, or resume the run that ``output_dir`` holds.
+
+    With a ``hub`` group in the recipe, milestones are published during training and the tuned model at the end.
+
+    Args:
+        recipe: a YAML file, or its content as a `TrainConfig`.
+        overwrite: start anew where ``output_dir`` holds a run.
+        overrides: keys of the recipe with other values, such as ``max_steps=20`` or
+            ``**{"optimizer.learning_rate": 1e-4}``.
+
+    Returns:
+        The content of ``output_dir/run.json``.
+
+    Raises:
+        UserError: bad input, or the run or its publication failed.
+    """
+    from moh_llm.hub.pushes import MilestonePushes, check_hub
+    from moh_llm.records.run import RunRecord
+    from moh_llm.training.loop import train as train_model
+    from moh_llm.training.recipe import load_config
+
+    if isinstance(recipe, str | os.PathLike):
+        arguments = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
+        config = load_config(os.fspath(recipe), arguments)
+    else:
+        config = recipe
+    # The first process publishes.
+    if config.hub is None or os.environ.get("RANK", "0") != "0":
+        return RunRecord.of(train_model(config, overwrite, on_finish=lambda _: _write_card(config)), config.output_dir)
+    check_hub(config)
+    with contextlib.closing(MilestonePushes(config.hub)) as pushes:
+        record = train_model(
+            config, overwrite, on_milestone=pushes.add, on_finish=lambda _: _publish_run(config, pushes)
+        )
+    return RunRecord.of(record, config.output_dir)
+
+
+def _write_card(config: "TrainConfig") -> None:
+    """Give the tuned model of a finished run its README.md, unless it has one; without one the run is as good."""
+    from moh_llm.errors import UserError
+    from moh_llm.hub.card import write_local_card
+    from moh_llm.hub.checks import CARD
+
+    model = Path(config.output_dir) / "model"
+    if not (model / CARD).exists():
+        try:
+            write_local_card(model)
+        except UserError as error:
+            print(f"{model / CARD} was not written: {error}")
+
+
+def _publish_run(config: "TrainConfig", pushes: "MilestonePushes") -> None:
+    """Publish the tuned model and wait for the milestones. Raises UserError for what is not published."""
+    from moh_llm.errors import UserError
+    from moh_llm.hub.pushes import command_line, run_options
+    from moh_llm.hub.show import publish_and_show
+
+    assert config.hub is not None
+    _write_card(config)
+    options, failure = run_options(config.hub, Path(config.output_dir)), None
+    try:
+        publish_and_show(options)
+    except UserError as error:
+        failure = str(error)
+    lost = pushes.wait()
+    trained = f"training is finished, its model is {options.folder}"
+    milestones = f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} not published, see above" if lost else ""
+    if failure is not None:
+        raise UserError(
+            f"{trained}; publishing it failed: {failure}; try again with `{command_line(options)}`, or give the same "
+            f"command again{f'; {milestones}' if lost else ''}"
+        )
+    if lost:
+        raise UserError(f"{trained} and is published, but {milestones}; give the same command again")
+
+
+def publish(
+    folder: PathLike,
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    run: PathLike | None = None,
+    evaluation: PathLike | None = None,
+    licence: str | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+    allow_other_code: bool = False,
+) -> "Publication":
+    """Check a model, verify that it loads without this package, and upload it with its card.
+
+    Args:
+        folder: model that `convert` or `train` made.
+        repo_id: ``ORG/NAME`` on the Hub; made if absent.
+        private: make the repository private.
+        revision: branch to upload to, made if absent (default: main).
+        run: folder of the training run, for the card (default: that beside ``folder``).
+        evaluation: folder that `evaluate` wrote, for the card.
+        licence: the Hub's id of the licence (default: the base's).
+        dry_run: do everything but upload.
+        force: publish in spite of failed checks, and say so in the card; secrets are never uploaded.
+        allow_other_code: publish Python files that are not this version's own.
+
+    Returns:
+        What was uploaded, or would be, and what the checks found, which is also printed.
+
+    Raises:
+        UserError: bad input, a check failed, or the Hub refused.
+    """
+    from moh_llm.hub.publish import PublishOptions
+    from moh_llm.hub.show import publish_and_show
+
+    return publish_and_show(
+        PublishOptions(
+            folder=Path(folder),
+            repo_id=repo_id,
+            private=private,
+            revision=revision,
+            dry_run=dry_run,
+            force=force,
+            run=None if run is None else Path(run),
+            evaluation=None if evaluation is None else Path(evaluation),
+            licence=licence,
+            allow_other_code=allow_other_code,
+        )
+    )

@@ -1,0 +1,94 @@
+"""The Python API and the scripts in the root do what the commands do."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import moh_llm
+from moh_llm.cli import main
+from moh_llm.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = """
+model: {model}
+output_dir: {output}
+max_steps: 1
+mixed_precision: "no"
+data: {{mixture: {mixture}, batch_size: 2, micro_batch_size: 2, sequence_length: 32}}
+schedule: {{warmup_steps: 0}}
+evaluation: {{eval_steps: 0, max_tokens: 128}}
+"""
+
+
+def script(name: str) -> ModuleType:
+    """A script of the root as a module, under a name that is nobody's."""
+    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def base(make_llama) -> Path:
+    return make_llama(max_position_embeddings=64)
+
+
+@pytest.fixture(scope="module")
+def moh(base, river, tmp_path_factory) -> Path:
+    """Converted by the API with text, counts and rule of the defaults."""
+    folder = tmp_path_factory.mktemp("api") / "moh"
+    record = moh_llm.convert(base, folder, calibration=river, calibration_tokens=1024, heldout_tokens=256)
+    assert record.content() == json.loads((folder / "conversion.json").read_text())
+    assert record.plan.router_type == "linear" and record.verification.all_heads_active.equals_base
+    return folder
+
+
+def test_command_script_and_api_convert_alike(moh, base, convert, river, tmp_path, read_tensors) -> None:
+    assert convert(base, tmp_path / "command") == 0
+    words = [str(base), "--output", str(tmp_path / "script"), "--calibration", str(river)]
+    words += ["--calibration-tokens", "1024", "--heldout-tokens", "256"]
+    assert main(["convert", *words], run=script("convert").convert) == 0
+    expected = read_tensors(moh)
+    assert any("router" in name for name in expected)
+    for folder in (tmp_path / "command", tmp_path / "script"):
+        found = read_tensors(folder)
+        assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
+        assert (folder / "README.md").is_file()
+
+
+def test_to_dense_gives_the_base_back(moh, base, tmp_path, read_tensors) -> None:
+    assert moh_llm.to_dense(moh, tmp_path / "dense")["model_type"] == "llama"
+    found, expected = read_tensors(tmp_path / "dense"), read_tensors(base)
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("through", ["api", "script"])
+def test_train(moh, river, tmp_path, through) -> None:
+    (tmp_path / "mixture.yaml").write_text(f"name: river\nsources: {{river: {{weight: 1, files: {river}}}}}\n")
+    recipe, output = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(RECIPE.format(model=moh, output=tmp_path / "other", mixture=tmp_path / "mixture.yaml"))
+    if through == "api":
+        record = moh_llm.train(recipe, output_dir=output, **{"optimizer.learning_rate": 1e-4})
+        assert (record.status, record.config["optimizer"]["learning_rate"]) == ("finished", 1e-4)
+        assert record.content() == json.loads((output / "run.json").read_text())
+    else:
+        assert main(["train", str(recipe), "--output_dir", str(output)], run=script("train").train) == 0
+    assert (output / "model" / "README.md").is_file() and not (tmp_path / "other").exists()
+
+
+def test_bad_input_raises_the_line_that_commands_print(tmp_path, capsys) -> None:
+    with pytest.raises(UserError) as caught:
+        moh_llm.convert(tmp_path / "no-base", tmp_path / "out")
+    assert main(["convert", str(tmp_path / "no-base"), "--output", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"error: {caught.value}\n"
+
+
+def test_what_is_not_published_raises(base, tmp_path) -> None:
+    with pytest.raises(UserError, match="model_type=llama, not moh_llama"):
+        moh_llm.publish(base, "org/name", dry_run=True)
+    with pytest.raises(AttributeError, match="no attribute 'deploy'"):
+        moh_llm.deploy  # noqa: B018
