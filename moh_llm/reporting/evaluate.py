@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from moh_llm.evaluation import processes
 from moh_llm.evaluation.analysis import analyse_models
-from moh_llm.evaluation.kept import Kept
 from moh_llm.evaluation.models import check_batch_size, check_model, label_models
 from moh_llm.evaluation.report import add_samples, build_report
+from moh_llm.evaluation.result_cache import ResultCache
 from moh_llm.evaluation.runner import score
 from moh_llm.evaluation.suite import Suite, load_suite
 from moh_llm.evaluation.tasks import check_data, require_lm_eval
@@ -112,7 +112,7 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = _say) -> E
         team.share(lambda: held.enter_context(lock_folder(options.output)))
         # Whoever held the lock until now may have made the folder.
         team.share(lambda: check_output_folder(options.output, options.overwrite))
-        kept = Kept.beside(options.output)
+        cache = ResultCache.beside(options.output)
         scores = score(
             models,
             suite,
@@ -122,7 +122,7 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = _say) -> E
             options.dtype,
             options.device,
             say=say,
-            kept=kept,
+            cache=cache,
             log_samples=options.log_samples,
             share_prefixes=options.share_prefixes,
         )
@@ -140,11 +140,11 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = _say) -> E
         leave.close()
         if team.rank > 0:
             return Evaluation(record, options.output, None, first_process=False)
-        _write(options, record, kept, say)
+        _write(options, record, cache, say)
         if not record["errors"] and not any("error" in found for found in record["analysis"].values()):
-            kept.remove()
+            cache.remove()
             return Evaluation(record, options.output, None)
-        return Evaluation(record, options.output, kept.folder if kept.folder.is_dir() else None)
+        return Evaluation(record, options.output, cache.folder if cache.folder.is_dir() else None)
 
 
 def _check(options: EvaluationOptions) -> tuple[Suite, dict[str, str]]:
@@ -163,10 +163,10 @@ def _check(options: EvaluationOptions) -> tuple[Suite, dict[str, str]]:
     return suite, models
 
 
-def _write(options: EvaluationOptions, record: dict[str, Any], kept: Kept, say: Callable[[str], None]) -> None:
+def _write(options: EvaluationOptions, record: dict[str, Any], cache: ResultCache, say: Callable[[str], None]) -> None:
     """Write the report's folder. A training run behind a model that cannot be read is named and left out."""
     runs = read_runs([], runs_behind(models_of(record)), say)
     with new_folder(options.output, options.overwrite) as folder:
         if options.log_samples:
-            add_samples(folder, record, kept)
+            add_samples(folder, record, cache)
         write_report(folder, runs, options.command_line, record)
