@@ -1,28 +1,36 @@
-"""lm-eval's Hugging Face model, loaded from a path, with a batch size that it finds by itself."""
+"""lm-eval's Hugging Face model, loaded from a path, with a batch size chosen from the free memory."""
 
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from transformers import PreTrainedConfig
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.memory import choose_batch_size
 from moh_llm.evaluation.models import register_moh
 from moh_llm.evaluation.processes import Team
 from moh_llm.evaluation.shared_prefixes import check_cache, score_sharing_prefixes
 
 T = TypeVar("T")
 
+# lm-eval's own upper bound. On a CPU, passes of more tokens than this take longer in proportion.
+_MOST_SEQUENCES = 64
+_CPU_TOKENS = 4096
+# The rest is for what is not counted and for fragmentation.
+_SHARE_OF_FREE = 0.6
+
 
 class LanguageModel(HFLM):
-    """`HFLM` that, with ``batch_size="auto"``, picks one for each set of requests and halves it when memory runs out.
+    """`HFLM` that, with ``batch_size="auto"``, chooses one for each set of requests and halves it when memory runs out.
 
-    lm-eval's own search tries batches until memory runs out, which on a CPU ends the process, and for tasks
-    that generate it tries them at the full context, which for a model of 131,072 tokens takes minutes and
-    finds 1. Here the longest request and the free memory decide (`memory`).
+    lm-eval's own search tries batches until memory runs out, which on a CPU ends the process. For tasks that
+    generate it tries them at the full context, which for a model of 131,072 tokens takes minutes and
+    finds 1. Here the longest request and the free memory decide.
 
     With ``share_prefixes`` log-likelihoods are those of `shared_prefixes`. Raises UserError for a model that cannot.
     """
@@ -37,7 +45,7 @@ class LanguageModel(HFLM):
         super().__init__(model, "causal", batch_size=1 if self.finds_batch_size else batch_size, **arguments)
         if share_prefixes:
             check_cache(self.model)
-        # Items are shared out in `processes`: lm-eval would do so only with several GPUs on one machine.
+        # `scoring` distributes the items: lm-eval would do so only with several GPUs on one machine.
         self._rank, self._world_size = 0, 1
         if team.rank > 0:  # one process draws the bars
             self.loglikelihood = functools.partial(self.loglikelihood, disable_tqdm=True)
@@ -69,17 +77,15 @@ class LanguageModel(HFLM):
             try:
                 return action()
             except (RuntimeError, MemoryError) as error:
-                # The longest requests come first (not with shared prefixes), so little work is lost.
-                if self.batch_size_per_gpu == 1 or not _is_out_of_memory(error):
+                # A GPU's allocator or the CPU's. The longest requests come first (not with shared prefixes), so
+                # little work is lost.
+                out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+                out_of_memory = out_of_memory or "can't allocate memory" in str(error)
+                if self.batch_size_per_gpu == 1 or not out_of_memory:
                     raise
             self.batch_size_per_gpu //= 2
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether a GPU's or the CPU's allocator gave up."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def load_model(
@@ -90,23 +96,57 @@ def load_model(
     team: Team,
     commit: str | None,
     share_prefixes: bool = False,
-) -> HFLM:
+) -> LanguageModel:
     """Load a model; ``commit`` is that of one on the Hub.
 
     Raises UserError when it cannot be loaded, and with ``share_prefixes`` when it cannot share them.
     """
     register_moh()
+    options = {"device": device, "dtype": dtype, "revision": commit or "main"}
     try:
         # Safetensors only: a pickle from elsewhere could run anything.
-        return LanguageModel(
-            model,
-            batch_size,
-            team,
-            share_prefixes,
-            device=device,
-            dtype=dtype,
-            revision=commit or "main",
-            use_safetensors=True,
-        )
+        return LanguageModel(model, batch_size, team, share_prefixes, use_safetensors=True, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"{model} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+
+
+def choose_batch_size(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, tokens: int, scored: int
+) -> int:
+    """The power of two of sequences of ``tokens`` tokens, ``scored`` of them with logits, that fits on ``device``."""
+    fit = int(_SHARE_OF_FREE * free_memory(device)) // bytes_per_sequence(config, dtype.itemsize, tokens, scored)
+    if device.type == "cpu":
+        fit = min(fit, _CPU_TOKENS // tokens)
+    fit = max(1, min(fit, _MOST_SEQUENCES))
+    return 1 << (fit.bit_length() - 1)
+
+
+def bytes_per_sequence(config: PreTrainedConfig, itemsize: int, tokens: int, scored: int) -> int:
+    """Bytes that one sequence takes at the peak of a forward pass without gradients, about."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    logits = 2 * scored * config.vocab_size * itemsize  # and their log-probabilities
+    cache = 2 * tokens * config.num_hidden_layers * groups * head_dim * itemsize
+    # One layer at a time: residual, norms, queries, outputs; gate, up and their product.
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    layer = tokens * (4 * config.hidden_size + 2 * heads * head_dim + 3 * inner) * itemsize
+    if getattr(config, "_attn_implementation", None) == "eager":
+        layer += 2 * heads * tokens * tokens * 4
+    return logits + cache + layer
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take on a device; for a CPU its part of what the machine or container has."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # where nothing better is known
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    if (group / "memory.max").is_file() and (limit := (group / "memory.max").read_text().strip()).isdecimal():
+        free = min(free, max(0, int(limit) - int((group / "memory.current").read_text())))
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,8 +1,9 @@
-"""Looking at models before they are loaded: are they there, are they whole, what are they, what to call them."""
+"""Models before they are loaded: checks, labels, identity by their files, and one dtype for all of them."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +32,12 @@ _HEADS = (
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 # What besides the weights decides what a model answers.
 _SETTINGS = ("config.json", "generation_config.json", *_TOKENIZERS, "special_tokens_map.json", "added_tokens.json")
-# Names that mean something else in a report, or nothing.
-TAKEN_LABELS = {
-    *(
-        "base",
-        "model",
-        "delta",
-        "recovery",
-        "recovery_interval",
-        "over",
-        "of",
-        "name",
-        "shots",
-        "metric",
-        "dataset",
-        "dataset_config",
-        "data_sha256",
-        "revision",
-    ),
-    *("eval_split", "fewshot_split", "items_in_full", "note", "published", "chance", "chance_rule", "margin_kept"),
-}
+# Keys of a row and of the average in the report, which a model's label must not be.
+_RUN_KEYS = {"base", "model", "delta", "recovery", "recovery_interval", "over", "of", "published", "margin_kept"}
+_DATA_KEYS = {"dataset", "dataset_config", "data_sha256", "revision", "eval_split", "fewshot_split", "items_in_full"}
+TAKEN_LABELS = _RUN_KEYS | _DATA_KEYS | {"name", "shots", "metric", "note", "chance", "chance_rule"}
+# Floating dtypes of weights by their names in a safetensors header; others hold quantised weights.
+_HEADER = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -205,3 +192,65 @@ def _check_folder(folder: Path) -> None:
         )
     read_weight_map(folder)
     read_conversion(folder)  # a malformed one is told before hours of scoring
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype of a report.
+
+    Attributes:
+        dtype: name of the torch dtype that every model is run in.
+        stored: by model's label, the dtype that its weights are stored in.
+        asked: what was asked for, "auto" or the dtype.
+    """
+
+    dtype: str
+    stored: dict[str, str]
+    asked: str
+
+    def __str__(self) -> str:
+        kept = ", ".join(f"{label} {dtype}" for label, dtype in self.stored.items())
+        rule = "the widest stored dtype" if self.asked == "auto" else "as asked"
+        return f"dtype: {self.dtype} for every model, {rule} (stored: {kept})"
+
+
+def choose_dtype(models: Mapping[str, str], asked: str) -> Precision:
+    """The dtype that all of ``models`` (label to path or Hub id) are run in.
+
+    "auto" is the narrowest dtype that holds the weights of every model: the widest stored one, and float32 for
+    float16 beside bfloat16. Then no matrix is rounded, and the choice does not depend on which model is the base.
+    Raises UserError for a folder whose weights cannot be read.
+    """
+    import torch
+
+    stored = {label: stored_dtype(model) for label, model in models.items()}
+    if asked != "auto":
+        return Precision(asked, stored, asked)
+    widest = reduce(torch.promote_types, (getattr(torch, dtype) for dtype in stored.values()))
+    return Precision(str(widest).removeprefix("torch."), stored, asked)
+
+
+def stored_dtype(model: str) -> str:
+    """The widest floating dtype among a folder's weight matrices; of a model on the Hub what its config names.
+
+    Vectors do not count: some checkpoints hold norms or rotary frequencies in float32 beside bfloat16 matrices.
+    float32 where neither tells.
+    """
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoConfig
+
+    found: set[torch.dtype] = set()
+    if Path(model).is_dir():
+        for shard in read_weight_map(Path(model))[0]:
+            with safe_open(shard, framework="np") as file:
+                parts = [file.get_slice(name) for name in set(file.keys())]
+                names = {_HEADER.get(part.get_dtype()) for part in parts if len(part.get_shape()) > 1}
+                found |= {getattr(torch, name) for name in names if name}
+    if not found:
+        register_moh()
+        named = getattr(AutoConfig.from_pretrained(model), "dtype", None)
+        if isinstance(named, str):
+            named = getattr(torch, named, None)
+        found = {named if isinstance(named, torch.dtype) and named.is_floating_point else torch.float32}
+    return str(reduce(torch.promote_types, found)).removeprefix("torch.")

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from moh_llm.evaluation import statistics
-from moh_llm.evaluation.kept import Kept, file_name
 from moh_llm.evaluation.margin import average_margin, margin_kept, plain_mean, recovery
 from moh_llm.evaluation.models import describe_model, other_base
+from moh_llm.evaluation.result_cache import ResultCache, file_name
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import SEEDS, Score
 from moh_llm.evaluation.suite import Benchmark, Suite
@@ -59,7 +59,7 @@ def build_report(
     }
 
 
-def add_samples(folder: Path, report: Record, kept: Kept) -> None:
+def add_samples(folder: Path, report: Record, cache: ResultCache) -> None:
     """Copy the logs of all scored items into ``folder`` and name each in ``report``.
 
     Raises UserError when the disk refuses (through `new_folder`).
@@ -69,7 +69,7 @@ def add_samples(folder: Path, report: Record, kept: Kept) -> None:
             if label in row:
                 place = Path("samples") / file_name(label) / f"{file_name(row['name'])}.jsonl"
                 (folder / place).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(kept.samples_file(label, row["name"]), folder / place)
+                shutil.copyfile(cache.samples_file(label, row["name"]), folder / place)
                 row[label]["samples"] = str(place)
 
 

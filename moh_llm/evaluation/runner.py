@@ -7,27 +7,25 @@ loses only itself, and the numbers are those of lm-eval's own command.
 """
 
 import gc
+import platform
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation import statistics
-from moh_llm.evaluation.hardware import name_hardware
-from moh_llm.evaluation.kept import Kept, Key, make_key
-from moh_llm.evaluation.models import Identity, identify
-from moh_llm.evaluation.precision import Precision, choose_dtype
+from moh_llm.evaluation.models import Identity, choose_dtype, identify
 from moh_llm.evaluation.processes import Team, join
-from moh_llm.evaluation.progress import Progress, spell_seconds
+from moh_llm.evaluation.result_cache import CachedResult, Key, ResultCache, make_key
 from moh_llm.evaluation.scoring import BenchmarkError, Score, run_benchmark
 from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import Loaded, load_tasks, require_lm_eval
 
 if TYPE_CHECKING:
-    from lm_eval.models.huggingface import HFLM
+    import torch
 
 
 @dataclass
@@ -59,13 +57,11 @@ class _Run:
     loaded: list[Loaded]
     limit: int | None
     batch_size: int | str
-    precision: Precision
-    device: str
-    kept: Kept | None
+    cache: ResultCache | None
     log_samples: bool
     share_prefixes: bool
     team: Team
-    progress: Progress
+    progress: "Progress"
     say: Callable[[str], None]
 
 
@@ -78,7 +74,7 @@ def score(
     dtype: str = "auto",
     device: str | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-    kept: Kept | None = None,
+    cache: ResultCache | None = None,
     log_samples: bool = False,
     share_prefixes: bool = False,
 ) -> dict[str, ModelScores]:
@@ -89,13 +85,13 @@ def score(
         suite: the benchmarks.
         data_dir: local data; None reads from the Hub.
         limit: number of items per lm-eval task; None: all.
-        batch_size: sequences in a pass, on each process, or "auto".
+        batch_size: sequences in a forward pass, on each process, or "auto".
         dtype: a torch dtype's name, or "auto"; all models are run in one (`choose_dtype`).
         device: a torch device; None: the GPU if there is one, and under a launcher each process's own.
         say: receives a line of progress per benchmark, on the first process.
-        kept: where finished benchmarks are kept and looked for; None: nowhere.
-        log_samples: keep the prompt, responses and score of every item; needs ``kept``.
-        share_prefixes: compute what prompts begin with in common once; scores may differ by rounding.
+        cache: where finished benchmarks are stored and looked up; None: nowhere.
+        log_samples: store the prompt, responses and score of every item; needs ``cache``.
+        share_prefixes: compute common beginnings of prompts once; scores may differ by rounding.
 
     Under `accelerate launch` or torchrun each process scores its part of the items, and all of them return
     everything. Raises UserError for data or a model that cannot be used; a benchmark that fails is recorded
@@ -108,14 +104,19 @@ def score(
     precision = team.share(lambda: choose_dtype(models, dtype))
     say(str(precision))
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
-        if kept is not None:
-            say(f"finished benchmarks are kept in {kept.folder} until the report is written")
+        if cache is not None:
+            say(f"finished benchmarks are kept in {cache.folder} until the report is written")
         say(f"reading the data of {len(suite.benchmarks)} benchmarks")
-        loaded: list[Loaded] = []
-        team.together(lambda: loaded.extend(load_tasks(suite, Path(folder), data_dir, limit)))
+        loaded = team.agree(lambda: load_tasks(suite, Path(folder), data_dir, limit))
         progress = Progress(list(models), {item.benchmark.name: item.items(limit) for item in loaded})
-        run = _Run(loaded, limit, batch_size, precision, device, kept, log_samples, share_prefixes, team, progress, say)
-        return {label: _score_model(label, model, run) for label, model in models.items()}
+        run = _Run(loaded, limit, batch_size, cache, log_samples, share_prefixes, team, progress, say)
+        results = {}
+        for label, model in models.items():
+            result = ModelScores(model, team.share(lambda model=model: identify(model)), precision.dtype, device)
+            result.stored_dtype = precision.stored[label]
+            _score_model(label, result, run)
+            results[label] = result
+        return results
 
 
 def choose_device(device: str | None, team: Team) -> str:
@@ -136,99 +137,119 @@ def choose_device(device: str | None, team: Team) -> str:
     return device
 
 
-def _score_model(label: str, model: str, run: _Run) -> ModelScores:
-    identity = run.team.share(lambda: identify(model))
-    result = ModelScores(model, identity, data={item.benchmark.name: item.data for item in run.loaded})
-    result.chances = {item.benchmark.name: item.chances for item in run.loaded}
-    dtype, result.stored_dtype = run.precision.dtype, run.precision.stored[label]
+def _score_model(label: str, result: ModelScores, run: _Run) -> None:
+    """Put the score or the error of every benchmark into ``result``; the model is loaded if one is not cached."""
+    benchmarks = {item.benchmark.name: item for item in run.loaded}
+    result.data = {name: item.data for name, item in benchmarks.items()}
+    result.chances = {name: item.chances for name, item in benchmarks.items()}
     keys = {
-        item.benchmark.name: make_key(identity.sha256, item, run.limit, dtype, run.device, run.share_prefixes)
-        for item in run.loaded
+        name: make_key(result.identity.sha256, item, run.limit, result.dtype, result.device, run.share_prefixes)
+        for name, item in benchmarks.items()
     }
-    _take_up(label, result, keys, run)
-    missing = [(n, item) for n, item in enumerate(run.loaded, start=1) if item.benchmark.name not in result.scores]
-    if not missing:
-        return result
-    run.say(f"loading {label}: {model}")
-    lm = _load(model, identity, run)
-    result.dtype, result.device = str(lm.model.dtype).removeprefix("torch."), run.device
+    _load_cached(label, result, keys, run)
+    if not (missing := [name for name in benchmarks if name not in result.scores]):
+        return
+    from moh_llm.evaluation.language_model import load_model
+
+    run.say(f"loading {label}: {result.model}")
+    lm = run.team.agree(
+        lambda: load_model(
+            *(result.model, run.batch_size, result.dtype, result.device, run.team),
+            *(result.identity.revision, run.share_prefixes),
+        )
+    )
     result.context = lm.max_length
-    for number, item in missing:
-        _score_benchmark(lm, label, f"[{number}/{len(run.loaded)}]", item, result, keys[item.benchmark.name], run)
+    hardware = " + ".join(dict.fromkeys(run.team.gather(name_hardware(lm.device))))
+    for name in missing:
+        where = f"[{list(benchmarks).index(name) + 1}/{len(benchmarks)}] {label}: {name}"
+        try:
+            found, samples = run_benchmark(lm, benchmarks[name], run.limit, run.team, run.log_samples)
+        except BenchmarkError as error:
+            result.errors[name] = str(error)
+            run.progress.done(label, name, None)
+            run.say(f"{where} failed")
+            continue
+        result.scores[name], result.hardware[name] = found, hardware
+        if (cache := run.cache) is not None:
+            entry = CachedResult(key=keys[name], score=found, context=lm.max_length, hardware=hardware)
+            logged = samples if run.log_samples else None
+            run.team.share(lambda name=name, entry=entry, logged=logged: cache.store(label, name, entry, logged))
+        run.progress.done(label, name, found.seconds)
+        left = run.progress.seconds_left()
+        more = f"; about {spell_seconds(left)} left" if left else ""
+        run.say(f"{where} {_figure(found)} ({found.items} items, {spell_seconds(found.seconds)}{more})")
     # In this order: the next model needs the memory.
     del lm
     gc.collect()
-    _empty_gpu_cache()
-    return result
+    import torch
+
+    torch.cuda.empty_cache()
 
 
-def _load(model: str, identity: Identity, run: _Run) -> "HFLM":
-    from moh_llm.evaluation.language_model import load_model
-
-    lms: list[HFLM] = []
-
-    def load() -> None:
-        lms.append(
-            load_model(
-                *(model, run.batch_size, run.precision.dtype, run.device, run.team),
-                *(identity.revision, run.share_prefixes),
-            )
-        )
-
-    run.team.together(load)
-    return lms.pop()
-
-
-def _take_up(label: str, result: ModelScores, keys: dict[str, Key], run: _Run) -> None:
-    """Put the scores that an earlier run kept into ``result``, and say why others are not used."""
-    if run.kept is None:
+def _load_cached(label: str, result: ModelScores, keys: dict[str, Key], run: _Run) -> None:
+    """Put the scores that an earlier run stored into ``result``, and say why others are not used."""
+    if (cache := run.cache) is None:
         return
-    kept = run.kept
-    found = run.team.share(
-        lambda: {name: kept.take_up(label, name, key, run.log_samples) for name, key in keys.items()}
-    )
+    found = run.team.share(lambda: {name: cache.load(label, name, key, run.log_samples) for name, key in keys.items()})
     for number, (name, old) in enumerate(found.items(), start=1):
         if isinstance(old, str):
             run.say(f"{label}: {name} is scored anew: {old}")
         elif old is not None:
-            score, how = old
-            result.scores[name] = score
-            result.dtype, result.device, result.context = how["dtype"], how["device"], how["context"]
-            result.hardware[name] = how.get("hardware", "")  # older versions did not keep it
-            run.progress.done(label, name, score.seconds)
-            run.say(f"[{number}/{len(keys)}] {label}: {name} {_figure(score)} (kept from an earlier run)")
+            result.scores[name], result.context, result.hardware[name] = old.score, old.context, old.hardware
+            run.progress.done(label, name, old.score.seconds)
+            run.say(f"[{number}/{len(keys)}] {label}: {name} {_figure(old.score)} (from an earlier run)")
 
 
-def _score_benchmark(
-    lm: "HFLM", label: str, number: str, item: Loaded, result: ModelScores, key: Key, run: _Run
-) -> None:
-    name = item.benchmark.name
-    try:
-        score, samples = run_benchmark(lm, item, run.limit, run.team, run.log_samples)
-    except BenchmarkError as error:
-        result.errors[name] = str(error)
-        run.progress.done(label, name, None)
-        run.say(f"{number} {label}: {name} failed")
-        return
-    result.scores[name] = score
-    result.hardware[name] = " + ".join(dict.fromkeys(run.team.gather(name_hardware(lm.device))))
-    how: dict[str, Any] = {"dtype": result.dtype, "device": result.device, "context": result.context}
-    how["hardware"] = result.hardware[name]
-    kept = run.kept
-    if kept is not None:
-        run.team.share(lambda: kept.keep(label, name, key, score, how, samples if run.log_samples else None))
-    run.progress.done(label, name, score.seconds)
-    left = run.progress.seconds_left()
-    more = f"; about {spell_seconds(left)} left" if left else ""
-    run.say(f"{number} {label}: {name} {_figure(score)} ({score.items} items, {spell_seconds(score.seconds)}{more})")
+class Progress:
+    """Items of every benchmark on every model, and the seconds of those that are done."""
+
+    def __init__(self, models: list[str], items: Mapping[str, int]) -> None:
+        """``items``: how many each benchmark scores on each of ``models``."""
+        self._items = dict(items)
+        self._open = [(model, benchmark) for model in models for benchmark in items]
+        self._seconds: dict[tuple[str, str], float] = {}
+
+    def done(self, model: str, benchmark: str, seconds: float | None) -> None:
+        """Note a benchmark as done in ``seconds``; None for one that failed."""
+        self._open.remove((model, benchmark))
+        if seconds is not None:
+            self._seconds[model, benchmark] = seconds
+
+    def seconds_left(self) -> float | None:
+        """An estimate: a benchmark takes as long as on another model, else the time per item so far. None: unknown."""
+        known = sum(self._items[benchmark] for _, benchmark in self._seconds)
+        if not known:
+            return None if self._open else 0.0
+        per_item = sum(self._seconds.values()) / known
+        left = 0.0
+        for _, benchmark in self._open:
+            elsewhere = [seconds for (_, other), seconds in self._seconds.items() if other == benchmark]
+            left += max(elsewhere, default=per_item * self._items[benchmark])
+        return left
+
+
+def spell_seconds(seconds: float) -> str:
+    """``8 s``, ``14 min`` or ``3 h 20 min``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def name_hardware(device: "torch.device") -> str:
+    """The GPU's name; for a CPU its model, or its architecture, and the number of threads that torch uses."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return str(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    threads = torch.get_num_threads()
+    return f"{next(names, platform.machine())}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _figure(score: Score) -> str:
     return f"{100 * statistics.mean(score.strata):.1f}"
-
-
-def _empty_gpu_cache() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -1,19 +1,20 @@
-"""One benchmark on one loaded model, through lm-eval: the score of every item, and what was said."""
+"""One benchmark on one loaded model, through lm-eval: the score of every item, and its log."""
 
 import contextlib
 import logging
 import math
 import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moh_llm.evaluation import statistics
-from moh_llm.evaluation.processes import Team, only_own_items
+from moh_llm.evaluation.processes import Team
 from moh_llm.evaluation.tasks import Loaded, items_of
 
 if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
 
 # lm-eval's own defaults, written out so that the report can state them.
@@ -39,16 +40,6 @@ class Score:
     """Whether some prompt was longer than the model's context and lost its beginning."""
     batch_size: int
     """Sequences in a pass, on each process."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A record that JSON keeps exactly."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "Score":
-        """The inverse of `to_json`. Raises KeyError or TypeError for anything else."""
-        tasks = {task: (float(value), int(items)) for task, (value, items) in record["tasks"].items()}
-        return cls(**{**record, "tasks": tasks})
 
     @property
     def items(self) -> int:
@@ -88,18 +79,25 @@ def run_benchmark(
 
 
 def _score_own_items(lm: "HFLM", loaded: Loaded, limit: int | None, team: Team, log_samples: bool) -> _Share:
-    """lm-eval's run over the items of this process."""
+    """Run lm-eval over the items of this process."""
+    import random
+
+    import numpy as np
+    import torch
+
     # Not `simple_evaluate`: it lists the machine's packages after every call, about six seconds each.
     from lm_eval import evaluate
 
-    _set_seeds()
+    random.seed(SEEDS["python"])
+    np.random.seed(SEEDS["numpy"])
+    torch.manual_seed(SEEDS["torch"])
     tasks = {task.config.task: task for task in loaded.tasks if team.rank < items_of(task, limit)}
     for task in tasks.values():
         task.set_fewshot_seed(SEEDS["fewshot"])
     share = _Share({task.config.task: [] for task in loaded.tasks}, False, lm.batch_size)
     if not tasks:
         return share
-    with only_own_items(list(tasks.values()), team), _watch_truncation() as truncated:
+    with _only_own_items(list(tasks.values()), team), _watch_truncation() as truncated:
         # Standard errors come from the items (`statistics`); lm-eval would bootstrap perplexities too.
         results: Any = evaluate(lm, {"tasks": tasks, "groups": {}}, limit=limit, bootstrap_iters=0)
     benchmark = loaded.benchmark
@@ -112,6 +110,39 @@ def _score_own_items(lm: "HFLM", loaded: Loaded, limit: int | None, team: Team, 
                 )
     share.truncated, share.batch_size = bool(truncated), lm.batch_size
     return share
+
+
+@contextlib.contextmanager
+def _only_own_items(tasks: "list[ConfigurableTask]", team: Team) -> Iterator[None]:
+    """Let lm-eval see, of each task, only the items that this process scores.
+
+    lm-eval's own distribution draws the examples of a prompt from one sequence per process, so that prompts
+    and scores depend on the number of processes. Here every process builds the prompts of all items, as a
+    single one would, and keeps its own.
+    """
+    if team.size > 1:
+        for task in tasks:
+            task.build_all_requests = _own_requests(task, team)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            vars(task).pop("build_all_requests", None)
+            vars(task).pop("doc_iterator", None)
+
+
+def _own_requests(task: "ConfigurableTask", team: Team) -> Callable[..., None]:
+    build, iterate = task.build_all_requests, task.doc_iterator
+
+    def build_own(**arguments: Any) -> None:
+        build(**arguments)
+        task._instances = [request for request in task.instances if request.doc_id % team.size == team.rank]
+        # From here on lm-eval goes through the items to score them.
+        task.doc_iterator = lambda **which: (  # type: ignore[method-assign]
+            (number, item) for number, item in iterate(**which) if number % team.size == team.rank
+        )
+
+    return build_own
 
 
 def _put_together(
@@ -142,7 +173,7 @@ def _put_together(
 
 
 def _record(task: str, sample: Any, score: float) -> Sample:
-    """What a reader of the log wants to see of one item."""
+    """One item of the log."""
     prompt = sample["arguments"][0][0]
     responses = []
     for (context, *rest), said, kept in zip(
@@ -168,19 +199,8 @@ def _record(task: str, sample: Any, score: float) -> Sample:
 
 
 def _number(value: float) -> float | str:
-    """A number, or the word for one that JSON has no sign for."""
+    """The number; as text where JSON cannot hold it."""
     return float(value) if math.isfinite(value) else str(float(value))
-
-
-def _set_seeds() -> None:
-    import random
-
-    import numpy as np
-    import torch
-
-    random.seed(SEEDS["python"])
-    np.random.seed(SEEDS["numpy"])
-    torch.manual_seed(SEEDS["torch"])
 
 
 @contextlib.contextmanager

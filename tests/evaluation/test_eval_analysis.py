@@ -238,7 +238,7 @@ def test_a_failed_analysis_is_named_and_loses_nothing(
     assert "the same command with --overwrite repeats the analysis only" in said.out
 
     assert run_evaluate(*words, "--overwrite") == 0
-    assert capsys.readouterr().err.count("(kept from an earlier run)") == 6
+    assert capsys.readouterr().err.count("(from an earlier run)") == 6
     assert list(read(output)["analysis"]["one"]["texts"]) == NAMES and calls == [NAMES] * 4
     assert not (tmp_path / "report.partial").exists()
 
@@ -263,5 +263,5 @@ def test_an_interrupted_analysis_is_repeated_without_scoring(
     capsys.readouterr()
     monkeypatch.setattr(record, "analyse", lambda *_, **__: {"error": "left out"})
     assert run_evaluate(*words) == 0
-    assert capsys.readouterr().err.count("(kept from an earlier run)") == 3
+    assert capsys.readouterr().err.count("(from an earlier run)") == 3
     assert read(tmp_path / "report")["analysis"] == {"model": {"error": "left out"}}

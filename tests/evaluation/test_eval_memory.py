@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moh_llm.evaluation import memory
+from moh_llm.evaluation import language_model as memory
 
 pytest.importorskip("lm_eval")
 

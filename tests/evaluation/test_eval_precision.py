@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.compare import check_regression, merge
-from moh_llm.evaluation.precision import choose_dtype, stored_dtype
+from moh_llm.evaluation.models import choose_dtype, stored_dtype
 from moh_llm.evaluation.verdict import verdict, warnings
 
 Record = dict[str, Any]
@@ -122,7 +122,7 @@ def test_a_bfloat16_model_beside_a_float32_base_is_run_in_float32(
 def test_scores_of_another_dtype_are_not_taken_up(in_dtype: Callable[..., Path], tmp_path: Path) -> None:
     """The base alone is scored in bfloat16; beside a float32 model, in float32."""
     pytest.importorskip("lm_eval")
-    from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.result_cache import ResultCache
     from moh_llm.evaluation.runner import score
     from moh_llm.evaluation.suite import load_suite
 
@@ -131,15 +131,15 @@ def test_scores_of_another_dtype_are_not_taken_up(in_dtype: Callable[..., Path],
 
     def run(**models: str) -> dict[str, str]:
         said.clear()
-        kept = Kept(tmp_path / "kept")
-        scores = score(models, load_suite("smoke"), limit=1, device="cpu", kept=kept, say=said.append)
+        cache = ResultCache(tmp_path / "kept")
+        scores = score(models, load_suite("smoke"), limit=1, device="cpu", cache=cache, say=said.append)
         return {label: result.dtype for label, result in scores.items()}
 
     assert run(base=brain) == {"base": "bfloat16"}
     assert run(base=brain, model=full) == {"base": "float32", "model": "float32"}
     assert "base: Facts is scored anew: dtype was bfloat16, is float32" in said
     assert run(base=brain, model=full) == {"base": "float32", "model": "float32"}
-    assert sum("(kept from an earlier run)" in line for line in said) == 6
+    assert sum("(from an earlier run)" in line for line in said) == 6
 
 
 def _in(record: Record, **dtypes: str) -> Record:

@@ -90,7 +90,7 @@ def only_here():
         raise UserError("no disk")
 
 with pytest.raises(SystemExit if rank else UserError, match="2" if rank else "no disk .process 1 of 2."):
-    processes.join().together(only_here)
+    processes.join().agree(only_here)
 
 HFLM.generate_until, analyse = generate, record.analyse
 record.analyse = lambda *words, say: analyse(*words, tokens_per_text=32, lengths=[128], say=say)

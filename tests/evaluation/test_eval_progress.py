@@ -2,7 +2,7 @@
 
 import pytest
 
-from moh_llm.evaluation.progress import Progress, spell_seconds
+from moh_llm.evaluation.runner import Progress, spell_seconds
 
 
 def test_time_left_follows_items_and_other_models() -> None:

@@ -1,6 +1,5 @@
 """The record says what it was made of, and its averages stand side by side only over the same benchmarks."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from records import make_record, page_of, record_of
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.compare import check_regression, merge
-from moh_llm.evaluation.hardware import name_hardware
+from moh_llm.evaluation.runner import name_hardware
 from moh_llm.evaluation.suite import load_suite
 
 MODELS = {"base": ("dense", 1.0), "model": ("moh", 0.9)}
@@ -94,15 +93,15 @@ def test_names_of_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_on_two_machines_names_both(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval")
     from moh_llm.evaluation import runner
-    from moh_llm.evaluation.kept import Kept
     from moh_llm.evaluation.report import build_report
+    from moh_llm.evaluation.result_cache import ResultCache
 
-    suite, kept = load_suite("smoke"), Kept(tmp_path / "kept")
+    suite, cache = load_suite("smoke"), ResultCache(tmp_path / "kept")
 
     def hardware(card: str) -> str:
         monkeypatch.setattr(runner, "name_hardware", lambda device: f"{card} {device}")
         scores = runner.score(
-            {"model": str(tiny_llama)}, suite, limit=1, device="cpu", kept=kept, say=lambda line: None
+            {"model": str(tiny_llama)}, suite, limit=1, device="cpu", cache=cache, say=lambda line: None
         )
         report = build_report(suite, scores, 1, 8, None, "")
         assert all(len(row["data_sha256"]) == 64 for row in report["benchmarks"])
@@ -110,10 +109,5 @@ def test_a_run_on_two_machines_names_both(tiny_llama: Path, tmp_path: Path, monk
         return report["models"]["model"]["hardware"]
 
     assert hardware("old") == "old cpu"
-    (kept.folder / "model" / "Stories.json").unlink()
+    (cache.folder / "model" / "Stories.json").unlink()
     assert hardware("new") == "old cpu / new cpu"
-    file = kept.folder / "model" / "Facts.json"
-    record = json.loads(file.read_text(encoding="utf-8"))
-    del record["run"]["hardware"]  # as an older version kept it
-    file.write_text(json.dumps(record), encoding="utf-8")
-    assert hardware("new") == "new cpu / old cpu"  # in the suite's order

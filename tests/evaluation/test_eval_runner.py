@@ -81,13 +81,13 @@ def naive_smoke(folder: Path, limit: int) -> dict[str, list[float]]:
 
 
 def test_scores_equal_a_naive_loop(tiny_llama: Path, tiny_moh: Path, paper_moh: Path, tmp_path: Path) -> None:
-    from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.result_cache import ResultCache
     from moh_llm.evaluation.runner import score
 
-    kept = Kept(tmp_path / "kept")
+    cache = ResultCache(tmp_path / "kept")
     folders = {"base": tiny_llama, "model": tiny_moh, "paper": paper_moh}
     models = {label: str(folder) for label, folder in folders.items()}
-    found = score(models, load_suite("smoke"), limit=5, batch_size=3, device="cpu", kept=kept, log_samples=True)
+    found = score(models, load_suite("smoke"), limit=5, batch_size=3, device="cpu", cache=cache, log_samples=True)
     row, likelihoods = rows("facts/test.jsonl")[0], []
     for label, folder in folders.items():
         expected = naive_smoke(folder, 5)
@@ -96,7 +96,7 @@ def test_scores_equal_a_naive_loop(tiny_llama: Path, tiny_moh: Path, paper_moh: 
         }
         assert 0 < sum(expected["Facts"]) < len(expected["Facts"])
         # Choices may fall alike; likelihoods do not.
-        item = json.loads(kept.samples_file(label, "Facts").read_text(encoding="utf-8").splitlines()[0])
+        item = json.loads(cache.samples_file(label, "Facts").read_text(encoding="utf-8").splitlines()[0])
         likelihoods.append([response["log_likelihood"] for response in item["responses"]])
         scorer = NaiveScorer(folder)
         by_hand = [scorer.log_likelihood(row["sentence"], " " + choice) for choice in row["choices"]]
@@ -167,7 +167,7 @@ def test_a_failed_benchmark_does_not_lose_the_others(
     monkeypatch.undo()
     assert run_evaluate(*words, "--overwrite") == 0
     said = capsys.readouterr()
-    assert said.err.count("kept from an earlier run") == 2 and "FAILED" not in said.out
+    assert said.err.count("from an earlier run") == 2 and "FAILED" not in said.out
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 

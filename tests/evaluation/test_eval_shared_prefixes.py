@@ -201,15 +201,15 @@ def test_a_suites_scores_stay_and_runs_are_told_apart(
 
 
 def test_kept_scores_of_one_setting_are_not_taken_up_by_the_other(tiny_llama: Path, tmp_path: Path) -> None:
-    from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.result_cache import ResultCache
     from moh_llm.evaluation.runner import score
     from moh_llm.evaluation.suite import load_suite
 
     said: list[str] = []
     for share in (False, True, True):
         score(
-            {"model": str(tiny_llama)}, load_suite("smoke"), limit=2, device="cpu", kept=Kept(tmp_path / "kept"),
+            {"model": str(tiny_llama)}, load_suite("smoke"), limit=2, device="cpu", kept=ResultCache(tmp_path / "kept"),
             say=said.append, share_prefixes=share,
         )  # fmt: skip
     assert said.count("model: Facts is scored anew: share_prefixes was False, is True") == 1
-    assert sum("(kept from an earlier run)" in line for line in said) == 3
+    assert sum("(from an earlier run)" in line for line in said) == 3

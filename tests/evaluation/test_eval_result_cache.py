@@ -11,7 +11,7 @@ import forks
 import pytest
 
 from moh_llm import __version__
-from moh_llm.evaluation.kept import file_name
+from moh_llm.evaluation.result_cache import file_name
 
 pytest.importorskip("lm_eval")
 
@@ -75,7 +75,7 @@ def test_a_killed_run_goes_on(
     assert run_evaluate(*words, tmp_path / "killed") == 0
     assert calls == ["Stories", "Answers"]
     said = capsys.readouterr().err
-    assert said.count("(kept from an earlier run)") == 4 and "loading base" not in said
+    assert said.count("(from an earlier run)") == 4 and "loading base" not in said
     assert not (tmp_path / "killed.partial").exists()
 
     whole = smoke_report / "report"
@@ -160,17 +160,17 @@ def test_another_model_is_scored_anew(
 
 def test_other_data_or_another_definition_is_scored_anew(tiny_llama: Path, tmp_path: Path, calls: list[str]) -> None:
     """Its path is the same; what lies there is not."""
-    from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.result_cache import ResultCache
     from moh_llm.evaluation.runner import score
     from moh_llm.evaluation.suite import SUITES, load_suite
 
     shutil.copytree(SUITES / "smoke", tmp_path / "smoke")
     shutil.copy(SUITES / "smoke.yaml", tmp_path / "own.yaml")
-    kept, said = Kept(tmp_path / "kept"), []
+    cache, said = ResultCache(tmp_path / "kept"), []
 
     def scored() -> list[str]:
         calls.clear()
-        score({"model": str(tiny_llama)}, load_suite(str(tmp_path / "own.yaml")), limit=1, kept=kept, say=said.append)
+        score({"model": str(tiny_llama)}, load_suite(str(tmp_path / "own.yaml")), limit=1, cache=cache, say=said.append)
         return calls[:]
 
     assert scored() == ["Facts", "Stories", "Answers"] and scored() == []
@@ -185,27 +185,28 @@ def test_other_data_or_another_definition_is_scored_anew(tiny_llama: Path, tmp_p
 
 
 def test_only_what_was_kept_is_removed(tmp_path: Path) -> None:
-    from moh_llm.evaluation.kept import Kept
+    from moh_llm.evaluation.result_cache import CachedResult, ResultCache
     from moh_llm.evaluation.scoring import Score
 
-    kept = Kept(tmp_path / "report.partial")
+    cache = ResultCache(tmp_path / "report.partial")
     score = Score([[1.0]], {"facts": (1.0, 1)}, 1.0, False, 8)
+    result = CachedResult(key={}, score=score, context=64, hardware="a card")
     for label in ("base", "model", "an earlier one"):
-        kept.keep(label, "Natural Questions", {}, score, {}, [{"doc_id": 0}])
-    leftover = kept.samples_file("base", "Natural Questions")
+        cache.store(label, "Natural Questions", result, [{"doc_id": 0}])
+    leftover = cache.samples_file("base", "Natural Questions")
     leftover.with_name(f".{leftover.name}.123.tmp").write_text("half")
-    mine = [kept.folder / name for name in ("notes.txt", "model/config.json", "model/list.json", "other/data.json")]
-    (kept.folder / "other").mkdir()
+    mine = [cache.folder / name for name in ("notes.txt", "model/config.json", "model/list.json", "other/data.json")]
+    (cache.folder / "other").mkdir()
     for file, text in zip(mine, ["mine", '{"key": 1}', "[1", "{}"], strict=True):
         file.write_text(text)
-    kept.remove()
-    assert sorted(path for path in kept.folder.rglob("*") if path.is_file()) == sorted(mine)
-    assert sorted(path.name for path in kept.folder.iterdir()) == ["model", "notes.txt", "other"]
+    cache.remove()
+    assert sorted(path for path in cache.folder.rglob("*") if path.is_file()) == sorted(mine)
+    assert sorted(path.name for path in cache.folder.iterdir()) == ["model", "notes.txt", "other"]
     for file in mine:
         file.unlink()
-    (kept.folder / "other").rmdir()
-    kept.keep("model", "Facts", {}, score, {}, None)
-    kept.remove()
+    (cache.folder / "other").rmdir()
+    cache.store("model", "Facts", result, None)
+    cache.remove()
     assert list(tmp_path.iterdir()) == []
 
 

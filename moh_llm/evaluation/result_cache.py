@@ -1,11 +1,11 @@
-"""Finished benchmarks of a run that may not finish: kept beside its output, taken up by the next one.
+"""The result cache: finished benchmarks of an evaluation, kept beside its output until the report is written.
 
 OUTPUT.partial/MODEL/BENCHMARK.json            key, item scores, and how the model was run
 OUTPUT.partial/MODEL/BENCHMARK.samples.jsonl   with --log-samples
 
-A result is taken up only where its key is the new run's: the model's files, the benchmark's definition and data,
-limit, dtype, kind of device, seeds, versions, and whether prefixes are shared. Batch size and number of processes are
-not in it: they change a score by rounding alone.
+A cached result is used only where its key is that of the new run: the model's files, the benchmark's definition and
+data, limit, dtype, kind of device, seeds, versions, and whether prefixes are shared. Batch size and number of processes
+are not in it: they change a score by rounding alone.
 """
 
 import contextlib
@@ -16,6 +16,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from moh_llm.errors import UserError
 from moh_llm.evaluation.scoring import SEEDS, Sample, Score
 from moh_llm.evaluation.tasks import Loaded, installed_versions
@@ -23,6 +25,16 @@ from moh_llm.files import write_json, write_text
 from moh_llm.reading import read_json
 
 Key = dict[str, Any]
+
+
+class CachedResult(BaseModel, extra="forbid"):
+    """One benchmark on one model, as its file holds it."""
+
+    key: Key
+    score: Score
+    context: int
+    """Longest input of the model, in tokens."""
+    hardware: str
 
 
 def make_key(
@@ -48,25 +60,25 @@ def make_key(
 def file_name(name: str) -> str:
     """A benchmark's or model's name as part of a path: neither hidden nor the folder above.
 
-    Where it has to be changed, a part of its hash keeps apart names that are then spelt alike.
+    A name that has to be changed gets a part of its hash, so that two names never become one.
     """
     plain = re.sub(r"^\.+|[^\w.-]+", "_", name)
     return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-class Kept:
+class ResultCache:
     """The folder of finished benchmarks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
-    def beside(cls, output: Path) -> "Kept":
-        """The folder that goes with a report's folder."""
+    def beside(cls, output: Path) -> "ResultCache":
+        """The cache that belongs to a report's folder."""
         return cls(output.with_name(f"{output.name}.partial"))
 
-    def take_up(self, label: str, benchmark: str, key: Key, samples: bool) -> tuple[Score, dict[str, Any]] | str | None:
-        """A kept score and how its model was run; or why it cannot be used; or None where there is none.
+    def load(self, label: str, benchmark: str, key: Key, samples: bool) -> CachedResult | str | None:
+        """A cached result; or why it cannot be used; or None where there is none.
 
         ``samples``: whether the log of its items must be there too.
         """
@@ -74,19 +86,17 @@ class Kept:
         if not path.is_file():
             return None
         try:
-            record = read_json(path)
-            if different := _differences(record["key"], key):
-                return ", ".join(different)
-            score, run = Score.from_json(record["score"]), dict(record["run"])
-        except (UserError, KeyError, TypeError, ValueError, AttributeError):
+            found = CachedResult.model_validate(read_json(path))
+            different = _differences(found.key, json.loads(json.dumps(key)))
+        except (UserError, ValidationError, KeyError, AttributeError):
             return f"{path} is damaged"
+        if different:
+            return ", ".join(different)
         if samples and not self.samples_file(label, benchmark).is_file():
             return "its items were not logged"
-        return score, run
+        return found
 
-    def keep(
-        self, label: str, benchmark: str, key: Key, score: Score, run: dict[str, Any], samples: list[Sample] | None
-    ) -> None:
+    def store(self, label: str, benchmark: str, result: CachedResult, samples: list[Sample] | None) -> None:
         """Write one finished benchmark, in one step. Raises UserError when the disk refuses."""
         path = self._path(label, benchmark)
         try:
@@ -96,21 +106,21 @@ class Kept:
         if samples is not None:
             lines = (json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in samples)
             write_text(self.samples_file(label, benchmark), "".join(lines))
-        write_json(path, {"key": key, "run": run, "score": score.to_json()})
+        write_json(path, result.model_dump())
 
     def samples_file(self, label: str, benchmark: str) -> Path:
         """Where the log of a benchmark's items lies."""
         return self._path(label, benchmark).with_suffix(".samples.jsonl")
 
     def remove(self) -> None:
-        """Remove all that was ever kept, and the folders that this empties; a file of somebody else's stays."""
-        results = [path for path in self.folder.glob("*/*.json") if _is_kept(path)]
+        """Remove every result, of earlier runs too, and the folders that this empties; other files stay."""
+        results = [path for path in self.folder.glob("*/*.json") if _is_result(path)]
         with contextlib.suppress(OSError):
             for path in results:
                 # A killed process may have left a temporary file.
                 for file in (path, path.with_suffix(".samples.jsonl"), *path.parent.glob(f".{path.stem}.*.tmp")):
                     file.unlink(missing_ok=True)
-        for folder in (*{path.parent for path in results}, *{path.parents[1] for path in results}):
+        for folder in (*{path.parent for path in results}, self.folder):
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -118,13 +128,13 @@ class Kept:
         return self.folder / file_name(label) / f"{file_name(benchmark)}.json"
 
 
-def _is_kept(path: Path) -> bool:
-    """Whether `Kept.keep` wrote this JSON file."""
+def _is_result(path: Path) -> bool:
+    """Whether `ResultCache.store` wrote this JSON file."""
     try:
-        record = read_json(path)
-    except UserError:
+        CachedResult.model_validate(read_json(path))
+    except (UserError, ValidationError):
         return False
-    return isinstance(record, dict) and set(record) == {"key", "run", "score"}
+    return True
 
 
 def _differences(old: Key, new: Key) -> list[str]:
@@ -135,7 +145,6 @@ def _differences(old: Key, new: Key) -> list[str]:
         "definition": "the files of its task differ",
         "data": "its data differ",
     }
-    new = json.loads(json.dumps(new))
     different = []
     for name, value in new.items():
         if old.get(name) == value:

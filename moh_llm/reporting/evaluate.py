@@ -1,0 +1,172 @@
+"""An evaluation, from its options to its report.
+
+    evaluation = evaluate(EvaluationOptions(["out/moh"], Path("out/report"), suite="smoke"))
+
+This module is above `moh_llm.evaluation`, which scores, because it also writes the report's pages.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from moh_llm.evaluation import processes
+from moh_llm.evaluation.analysis import analyse_models
+from moh_llm.evaluation.models import check_batch_size, check_model, label_models
+from moh_llm.evaluation.report import add_samples, build_report
+from moh_llm.evaluation.result_cache import ResultCache
+from moh_llm.evaluation.runner import score
+from moh_llm.evaluation.suite import Suite, load_suite
+from moh_llm.evaluation.tasks import check_data, require_lm_eval
+from moh_llm.files import check_output_folder, new_folder
+from moh_llm.locking import lock_folder
+from moh_llm.reporting.evaluations import models_of, runs_behind
+from moh_llm.reporting.libraries import require_matplotlib
+from moh_llm.reporting.report import write_report
+from moh_llm.reporting.runs import read_runs
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What to score, how, and where the report goes."""
+
+    models: list[str]
+    """Folders or Hub ids of the models to score."""
+    output: Path
+    """The report's folder."""
+    base: str | None = None
+    """Folder or Hub id of the base, scored in the same run."""
+    suite: str = "paper"
+    """Name of one of the package's suites, or path of a YAML file."""
+    data_dir: Path | None = None
+    """Local data, ``<dataset, / as __>/<config>/<split>.jsonl``; None: the Hub."""
+    limit: int | None = None
+    """Items of each lm-eval task; None: all."""
+    batch_size: int | Literal["auto"] = 8
+    """Sequences in a forward pass, on each process."""
+    dtype: str = "auto"
+    """Name of the torch dtype that every model runs in; "auto": the widest dtype that one of them is stored in."""
+    device: str | None = None
+    """Torch device; None: the GPU if there is one."""
+    share_prefixes: bool = False
+    """Compute common beginnings of prompts once; scores may differ by rounding."""
+    log_samples: bool = False
+    """Write the prompt, responses and score of every item into the report's folder."""
+    analysis: bool = True
+    """Whether the report says what the heads did on the benchmarks' text."""
+    overwrite: bool = False
+    """Replace an output folder that is not empty."""
+    command_line: str = ""
+    """The command line that repeats the evaluation, for the record."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A finished evaluation."""
+
+    record: dict[str, Any]
+    """What ``report.json`` holds, but for the training runs behind the models."""
+    folder: Path
+    """Holds ``report.html``, ``report.md`` and ``report.json``, and ``samples`` if asked for."""
+    partial: Path | None
+    """Folder of the finished benchmarks, kept because a benchmark or an analysis failed; None where nothing did."""
+    first_process: bool = True
+    """False on the other processes of a launcher, which may return before the report is written."""
+
+    @property
+    def failed_benchmarks(self) -> list[str]:
+        """Names of the benchmarks that have no score on some model."""
+        return list(dict.fromkeys(error["benchmark"] for error in self.record["errors"]))
+
+    @property
+    def failed_analyses(self) -> dict[str, str]:
+        """The error of each model whose analysis failed, by its label."""
+        return {label: found["error"] for label, found in self.record["analysis"].items() if "error" in found}
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def evaluate(options: EvaluationOptions, say: Callable[[str], None] = _say) -> Evaluation:
+    """Score models on a suite, analyse their heads, and write the report.
+
+    A benchmark or an analysis that fails is part of the result. Finished benchmarks are kept in OUTPUT.partial until
+    the report is written, so that the same call resumes an interrupted evaluation. Under `accelerate launch` or
+    torchrun every process calls this: the items are shared among them and the first one writes.
+
+    Args:
+        options: see `EvaluationOptions`.
+        say: receives lines of progress, on the first process.
+
+    Raises:
+        UserError: an option, a model, the data or the output folder cannot be used.
+    """
+    suite, models = _check(options)
+    team = processes.join()
+    with contextlib.ExitStack() as held:
+        leave = held.enter_context(contextlib.ExitStack())
+        leave.callback(processes.leave)
+        team.share(lambda: held.enter_context(lock_folder(options.output)))
+        # Whoever held the lock until now may have made the folder.
+        team.share(lambda: check_output_folder(options.output, options.overwrite))
+        cache = ResultCache.beside(options.output)
+        scores = score(
+            models,
+            suite,
+            options.data_dir,
+            options.limit,
+            options.batch_size,
+            options.dtype,
+            options.device,
+            say=say,
+            cache=cache,
+            log_samples=options.log_samples,
+            share_prefixes=options.share_prefixes,
+        )
+        record = build_report(
+            *(suite, scores, options.limit, options.batch_size, options.data_dir, options.command_line, team.size),
+            options.share_prefixes,
+        )
+        # The first process alone; the others wait, because a launcher ends all of them when one ends with an error.
+        dtype = next(iter(scores.values())).dtype
+        record["analysis"] = team.share(
+            lambda: (
+                analyse_models(models, suite, options.data_dir, options.device, dtype, say) if options.analysis else {}
+            )
+        )
+        leave.close()
+        if team.rank > 0:
+            return Evaluation(record, options.output, None, first_process=False)
+        _write(options, record, cache, say)
+        if not record["errors"] and not any("error" in found for found in record["analysis"].values()):
+            cache.remove()
+            return Evaluation(record, options.output, None)
+        return Evaluation(record, options.output, cache.folder if cache.folder.is_dir() else None)
+
+
+def _check(options: EvaluationOptions) -> tuple[Suite, dict[str, str]]:
+    """The suite, and the models by label. Refuses what can be refused before anything slow begins."""
+    suite = load_suite(options.suite)
+    models = label_models(options.models, options.base)
+    reads = [path for path in (*models.values(), options.data_dir) if path]
+    check_output_folder(options.output, options.overwrite, reads)
+    check_data(suite, options.data_dir)
+    require_lm_eval()
+    require_matplotlib()
+    for model in models.values():
+        check_model(model)
+        if options.batch_size != "auto":
+            check_batch_size(model, options.batch_size)
+    return suite, models
+
+
+def _write(options: EvaluationOptions, record: dict[str, Any], cache: ResultCache, say: Callable[[str], None]) -> None:
+    """Write the report's folder. A training run behind a model that cannot be read is named and left out."""
+    runs = read_runs([], runs_behind(models_of(record)), say)
+    with new_folder(options.output, options.overwrite) as folder:
+        if options.log_samples:
+            add_samples(folder, record, cache)
+        write_report(folder, runs, options.command_line, record)
