@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
-from moh_llm.model_folder import read_weight_map
+from moh_llm.records.model import read_weight_map
 
 # Floating dtypes of weights by their names in a safetensors header; others hold quantised weights.
 _HEADER = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -14,17 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.hardware import name_hardware
 from moh_llm.evaluation.kept import Kept, Key, make_key
-from moh_llm.evaluation.models import Identity, identify
 from moh_llm.evaluation.precision import Precision, choose_dtype
 from moh_llm.evaluation.processes import Team, join
 from moh_llm.evaluation.progress import Progress, spell_seconds
 from moh_llm.evaluation.scoring import BenchmarkError, Score, run_benchmark
 from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import Loaded, load_tasks, require_lm_eval
+from moh_llm.records.model import Identity, identify
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
@@ -104,7 +105,12 @@ def score(
     require_lm_eval()
     team = join()
     say = say if team.rank == 0 else lambda line: None
-    device = choose_device(device, team)
+    if device is not None and team.size > 1:
+        raise UserError(
+            f"--device {device}: each of {team.size} processes has a device of its own; leave --device out "
+            "(for the CPU hide the GPUs: CUDA_VISIBLE_DEVICES=)"
+        )
+    device = str(choose_device(device))
     precision = team.share(lambda: choose_dtype(models, dtype))
     say(str(precision))
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
@@ -116,24 +122,6 @@ def score(
         progress = Progress(list(models), {item.benchmark.name: item.items(limit) for item in loaded})
         run = _Run(loaded, limit, batch_size, precision, device, kept, log_samples, share_prefixes, team, progress, say)
         return {label: _score_model(label, model, run) for label, model in models.items()}
-
-
-def choose_device(device: str | None, team: Team) -> str:
-    """The torch device to run on. Raises UserError for one that torch does not know or does not have."""
-    if device is not None and team.size > 1:
-        raise UserError(
-            f"--device {device}: each of {team.size} processes has a device of its own; leave --device out "
-            "(for the CPU hide the GPUs: CUDA_VISIBLE_DEVICES=)"
-        )
-    import torch
-
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {device}: torch cannot use it ({str(error).splitlines()[0]})") from error
-    return device
 
 
 def _score_model(label: str, model: str, run: _Run) -> ModelScores:
