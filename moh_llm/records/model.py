@@ -186,7 +186,7 @@ def check_tensors(name: str, shards: Sequence[Path], config: Any) -> None:
         needed.pop("lm_head.weight", None)
     for shard in shards:
         with safe_open(shard, framework="np") as file:
-            for tensor in needed.keys() & set(file.keys()):
+            for tensor in sorted(needed.keys() & set(file.keys())):
                 header, shape = file.get_slice(tensor), needed.pop(tensor)
                 if (dtype := header.get_dtype()) not in FLOATS:
                     raise UserError(

@@ -32,7 +32,7 @@ def load_network(folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None
     if Path(folder, "adapter_config.json").exists():
         raise UserError(f"{folder} holds an adapter (adapter_config.json); merge it into the weights or move it out")
     config = config or MoHLlamaConfig.from_pretrained(folder)
-    check_tensors(str(folder), read_weight_map(folder)[0], config)
+    check_tensors(str(folder), read_weight_map(Path(folder))[0], config)
     try:
         return MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, config=config)
     except (OSError, SafetensorError) as error:
