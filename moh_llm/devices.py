@@ -1,7 +1,12 @@
-"""What is known of GPUs by name: their peak in dense bfloat16 products, and their memory."""
+"""The device to compute on, and what is known of GPUs by name: peak in dense bfloat16 products, and memory."""
 
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from moh_llm.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Gpu(NamedTuple):
@@ -29,6 +34,23 @@ GPUS = {
     "L40S": Gpu(362e12, 44 * _GIB),
     "RTX 4090": Gpu(165e12, 23 * _GIB),
 }
+
+
+def choose_device(name: str | None = None) -> "torch.device":
+    """The device of that name; None: the GPU if torch finds one, else the CPU.
+
+    Raises:
+        UserError: torch does not know that device or does not have it.
+    """
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name}: torch cannot use it ({str(error).splitlines()[0]})") from error
+    return torch.device(name)
 
 
 def find_gpu(name: str) -> Gpu | None:

@@ -4,11 +4,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from moh_llm.evaluation.models import Identity
 from moh_llm.evaluation.report import build_report
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import Score
 from moh_llm.evaluation.suite import Benchmark, Suite
+from moh_llm.records.model import Identity
 from moh_llm.reporting.markdown import render_markdown
 from moh_llm.reporting.report import build_document
 

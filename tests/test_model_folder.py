@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moh_llm.errors import UserError
-from moh_llm.model_folder import may_be_hub_id, read_weight_map
+from moh_llm.records.model import may_be_hub_id, read_weight_map
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The checkpoint to convert: found, checked, and identified before anything is computed."""
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,16 +8,21 @@ from transformers import PreTrainedConfig
 
 from moh_llm.conversion.families import base_config, check_family, check_window
 from moh_llm.errors import UserError
-from moh_llm.model_config import read_config
-from moh_llm.model_folder import LICENCE_NAMES, check_floats, may_be_hub_id, read_weight_map
 from moh_llm.modeling import is_routing_weight
 from moh_llm.reading import expand_home
 from moh_llm.records.conversion import Base
-from moh_llm.records.lineage import hash_weights
+from moh_llm.records.model import (
+    LICENCE_NAMES,
+    check_tensors,
+    fingerprint,
+    hash_weights,
+    may_be_hub_id,
+    read_config,
+    read_weight_map,
+)
 
 # Without these a config would silently describe a model of another size.
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class BaseCheckpoint:
         shards: the safetensors files that hold dense tensors, in order.
         weight_map: dense tensor's name -> shard's file name.
         routing_tensors: names of the tensors that a MoH model has beside these.
-        fingerprint: SHA-256 over its shards' sizes, headers and evenly spaced samples of their bytes.
+        fingerprint: `moh_llm.records.model.fingerprint` of its shards.
     """
 
     name: str
@@ -72,11 +75,9 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
     routing = frozenset(filter(is_routing_weight, weight_map))
     weight_map = {tensor: file for tensor, file in weight_map.items() if tensor not in routing}
     shards = [shard for shard in shards if shard.name in set(weight_map.values())]
-    _check_tensors(config, shards, routing, name)
-    check_floats(shards, weight_map)
+    check_tensors(name, shards, config)
     is_moh = fields["model_type"] == "moh_llama"
-    mark = _fingerprint(shards)
-    return BaseCheckpoint(name, folder, commit, is_moh, config, shards, weight_map, routing, mark)
+    return BaseCheckpoint(name, folder, commit, is_moh, config, shards, weight_map, routing, fingerprint(shards))
 
 
 def is_checkpoint(found: BaseCheckpoint, recorded: Base) -> bool:
@@ -119,48 +120,3 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
         return base_config(fields)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{name}: its config.json makes no model ({' '.join(str(error).split())})") from error
-
-
-def _check_tensors(config: PreTrainedConfig, shards: Sequence[Path], extra: frozenset[str], name: str) -> None:
-    """Every tensor that the architecture needs must be there, in the config's shape.
-
-    transformers would fill a gap with random numbers, and stop at a wrong shape with a traceback.
-    """
-    import torch
-    from safetensors import safe_open
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{name}: its config.json makes no model ({' '.join(str(error).split())})") from error
-    needed = {tensor: list(value.shape) for tensor, value in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        needed.pop("lm_head.weight", None)
-    for shard in shards:
-        with safe_open(shard, framework="np") as file:
-            for tensor in file.keys():  # noqa: SIM118 (not a dict)
-                shape = file.get_slice(tensor).get_shape()
-                if tensor not in extra and needed.pop(tensor, shape) != shape:
-                    raise UserError(
-                        f"{name}: {tensor} in {shard.name} has shape {shape}, which config.json contradicts"
-                    )
-    if missing := sorted(needed):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{name}: the weights lack {missing[0]}{more}; is it a {config.model_type} causal LM?")
-
-
-def _fingerprint(shards: Sequence[Path]) -> str:
-    """Tells weights apart without reading them all, which would take as long as copying them."""
-    digest = hashlib.sha256()
-    for shard in shards:
-        size = shard.stat().st_size
-        digest.update(f"{size}\n".encode())
-        with shard.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(header))
-            for sample in range(_SAMPLES):
-                file.seek(8 + header + (size - 8 - header) * sample // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel, check_finite, run_layer
 from moh_llm.metrics import Batch
-from moh_llm.model_folder import save_tensors
+from moh_llm.records.model import save_tensors
 
 HELD_OUT = 4  # every fourth window measures costs and is not fitted on
 _HEAD_ROWS = 128  # tokens whose distribution over the vocabulary is held at once

@@ -17,9 +17,9 @@ import moh_llm.modeling
 from moh_llm.conversion.base import BaseCheckpoint
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
-from moh_llm.model_folder import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, save_tensors
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.lineage import NAME as LINEAGE
+from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, save_tensors
 
 REMOTE_CODE = ("configuration_moh_llama.py", "modeling_moh_llama.py", "routing_moh.py")
 # Tokenizer, generation settings and licence go along; weights in other formats, records and the card do not.

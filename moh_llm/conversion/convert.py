@@ -27,6 +27,7 @@ from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.data.windows import fixed_batches, validation_batches
+from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder, write_json
 from moh_llm.locking import lock_folder
@@ -36,7 +37,8 @@ from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import Base
 from moh_llm.records.lineage import NAME as LINEAGE
-from moh_llm.records.lineage import ConversionEntry, hash_weights, read_chain
+from moh_llm.records.lineage import ConversionEntry, read_chain
+from moh_llm.records.model import hash_weights
 
 WINDOW = 512  # tokens of context in calibration and verification
 BATCH = 4
@@ -100,7 +102,7 @@ def convert(options: ConversionOptions) -> dict[str, Any]:
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             "base": base.identity() | {"dense_sha256": hash_weights(base.folder, base.weight_map).dense},
         }
-        dtype, device = options.dtype or _stored_dtype(base), _device()
+        dtype, device = options.dtype or _stored_dtype(base), choose_device()
         dense = LayerwiseModel(base.folder, base.weight_map, base.config, _computed(dtype), device)
         calibrated: list[LayerCalibration] | None = None
         if plan.needs_calibration:
@@ -165,10 +167,6 @@ def peak_memory_mib() -> int:
     """The most memory that this process has held, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (1 << 20 if sys.platform == "darwin" else 1 << 10))
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _stored_dtype(base: BaseCheckpoint) -> torch.dtype:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation.models import register_moh
-from moh_llm.evaluation.processes import Team
 from moh_llm.evaluation.prompts import ITEMS, prompts
-from moh_llm.evaluation.runner import choose_device
 from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import load_tasks
 
@@ -54,7 +53,7 @@ def analyse_models(
     say("analysis: reading the benchmarks' text (--no-analysis leaves all of it out)")
     try:
         texts = _texts(suite, data_dir, say)
-        device = choose_device(device, Team())
+        device = str(choose_device(device))
     except Exception as error:
         return found | {label: _failed(label, error, say) for label in chosen}
     for label, model in chosen.items():

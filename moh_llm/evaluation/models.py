@@ -1,19 +1,16 @@
 """Models before they are loaded: checks, labels, identity by their files, and one dtype for all of them."""
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
-from moh_llm.files import sha256
 from moh_llm.machine import check_memory
-from moh_llm.model_config import CONFIG, read_config
-from moh_llm.model_folder import may_be_hub_id, read_weight_map
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
+from moh_llm.records.model import CONFIG, TOKENIZERS, may_be_hub_id, read_config, read_weight_map
 
 # Records that the other commands leave beside the weights.
 RECORDS = ("conversion.json", "lineage.json", "run.json")
@@ -29,41 +26,12 @@ _HEADS = (
     "routing_granularity",
     "head_fallback",
 )
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-# What besides the weights decides what a model answers.
-_SETTINGS = ("config.json", "generation_config.json", *_TOKENIZERS, "special_tokens_map.json", "added_tokens.json")
 # Keys of a row and of the average in the report, which a model's label must not be.
 _RUN_KEYS = {"base", "model", "delta", "recovery", "recovery_interval", "over", "of", "published", "margin_kept"}
 _DATA_KEYS = {"dataset", "dataset_config", "data_sha256", "revision", "eval_split", "fewshot_split", "items_in_full"}
 TAKEN_LABELS = _RUN_KEYS | _DATA_KEYS | {"name", "shots", "metric", "note", "chance", "chance_rule"}
 # Floating dtypes of weights by their names in a safetensors header; others hold quantised weights.
 _HEADER = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a model is, by its files."""
-
-    sha256: str
-    """Of all that decides its answers: weights, config, tokenizer; of a Hub's model: of its id and commit."""
-    weights: str | None
-    """SHA-256 over the names and hashes of the weight files; None for a model on the Hub."""
-    revision: str | None
-    """Commit of a model on the Hub; None for a folder."""
-
-
-def identify(model: str) -> Identity:
-    """Read all of a model's files, or the Hub's commit of it. Takes about a second per GB."""
-    folder = Path(model)
-    if not folder.is_dir():
-        from transformers import AutoConfig
-
-        register_moh()
-        commit = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "_commit_hash", None)
-        return Identity(_digest([f"{model} {commit}"]), None, commit)
-    weights = _digest(_hash_files(read_weight_map(folder)[0]))
-    settings = _hash_files(folder / name for name in dict.fromkeys(_SETTINGS) if (folder / name).is_file())
-    return Identity(_digest([weights, *settings]), weights, None)
 
 
 def label_models(models: Sequence[str], base: str | None) -> dict[str, str]:
@@ -91,14 +59,6 @@ def label_models(models: Sequence[str], base: str | None) -> dict[str, str]:
 
 def _same(one: str, other: str) -> bool:
     return one == other or (Path(one).exists() and Path(other).exists() and Path(one).samefile(other))
-
-
-def _hash_files(files: Iterable[Path]) -> list[str]:
-    return [f"{sha256(file)} {file.name}" for file in files]
-
-
-def _digest(lines: list[str]) -> str:
-    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
 
 
 def check_model(model: str) -> None:
@@ -186,9 +146,9 @@ def _check_folder(folder: Path) -> None:
     config = read_config(folder)
     if "model_type" not in config:
         raise UserError(f"{folder / 'config.json'} names no model_type; is this a model's folder?")
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
+    if not any((folder / name).is_file() for name in TOKENIZERS):
         raise UserError(
-            f"{folder} has no tokenizer (none of {', '.join(_TOKENIZERS)}); save the base's beside the model"
+            f"{folder} has no tokenizer (none of {', '.join(TOKENIZERS)}); save the base's beside the model"
         )
     read_weight_map(folder)
     read_conversion(folder)  # a malformed one is told before hours of scoring

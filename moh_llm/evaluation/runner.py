@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation import statistics
-from moh_llm.evaluation.models import Identity, choose_dtype, identify
+from moh_llm.evaluation.models import choose_dtype
 from moh_llm.evaluation.processes import Team, join
 from moh_llm.evaluation.result_cache import CachedResult, Key, ResultCache, make_key
 from moh_llm.evaluation.scoring import BenchmarkError, Score, run_benchmark
 from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import Loaded, load_tasks, require_lm_eval
+from moh_llm.records.model import Identity, identify
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +102,12 @@ def score(
     require_lm_eval()
     team = join()
     say = say if team.rank == 0 else lambda line: None
-    device = choose_device(device, team)
+    if device is not None and team.size > 1:
+        raise UserError(
+            f"--device {device}: each of {team.size} processes has a device of its own; leave --device out "
+            "(for the CPU hide the GPUs: CUDA_VISIBLE_DEVICES=)"
+        )
+    device = str(choose_device(device))
     precision = team.share(lambda: choose_dtype(models, dtype))
     say(str(precision))
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
@@ -117,24 +124,6 @@ def score(
             _score_model(label, result, run)
             results[label] = result
         return results
-
-
-def choose_device(device: str | None, team: Team) -> str:
-    """The torch device to run on. Raises UserError for one that torch does not know or does not have."""
-    if device is not None and team.size > 1:
-        raise UserError(
-            f"--device {device}: each of {team.size} processes has a device of its own; leave --device out "
-            "(for the CPU hide the GPUs: CUDA_VISIBLE_DEVICES=)"
-        )
-    import torch
-
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {device}: torch cannot use it ({str(error).splitlines()[0]})") from error
-    return device
 
 
 def _score_model(label: str, result: ModelScores, run: _Run) -> None:

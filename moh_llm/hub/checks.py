@@ -12,8 +12,8 @@ import moh_llm
 from moh_llm.errors import UserError
 from moh_llm.files import sha256
 from moh_llm.hub.texts import find_paths, find_secrets
-from moh_llm.model_folder import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_weight_map
 from moh_llm.reading import read_json
+from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_weight_map
 
 CARD = "README.md"
 RECORDS = ("conversion.json", "lineage.json", "run.json", "evaluation.json")

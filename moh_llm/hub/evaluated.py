@@ -8,9 +8,9 @@ from huggingface_hub import EvalResult
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.compare import read_evaluation
-from moh_llm.evaluation.models import identify
 from moh_llm.evaluation.report import Record
 from moh_llm.evaluation.verdict import base_of
+from moh_llm.records.model import identify
 from moh_llm.reporting.markdown import plain
 
 

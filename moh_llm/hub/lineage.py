@@ -14,9 +14,9 @@ from moh_llm.errors import UserError
 from moh_llm.reading import YAML_BYTES, parse_yaml, read_text
 from moh_llm.records.conversion import Conversion, last_component, read_conversion
 from moh_llm.records.lineage import Chain, read_chain
+from moh_llm.records.model import identify
 from moh_llm.reporting.evaluations import runs_behind
 from moh_llm.reporting.runs import TrainingRun, read_runs
-from moh_llm.training.runs import model_identity
 
 # A language as the Hub's cards name it: an ISO 639 code, or one of its two special values.
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
@@ -116,7 +116,7 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
     runs = read_runs(folders)
     if run is not None and (run / "model").resolve() != folder.resolve():
         began_with = runs[0].record.get("model")
-        if isinstance(began_with, dict) and began_with.get("sha256") == model_identity(folder):
+        if isinstance(began_with, dict) and began_with.get("sha256") == identify(str(folder)).sha256:
             raise UserError(f"{folder} is what the run in {run} began with, not what it made; name {run / 'model'}")
     return Lineage(folder, conversion, runs[0] if runs else None, chain)
 

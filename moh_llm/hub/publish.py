@@ -12,7 +12,7 @@ from moh_llm.hub.licences import Licence, check_name, find_licence, notice
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.proof import Proof, prove
 from moh_llm.hub.upload import Stage, StagedFile, check_repo_id, describe, find_token, push, staged
-from moh_llm.model_config import read_config
+from moh_llm.records.model import read_config
 
 
 @dataclass(frozen=True)

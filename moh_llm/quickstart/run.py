@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,6 +14,7 @@ from moh_llm.conversion.verify import by_paper_plan
 from moh_llm.data.mixture import EMBEDDED
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.windows import validation_batches
+from moh_llm.devices import choose_device
 from moh_llm.files import write_json, write_text
 from moh_llm.metrics import compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
@@ -91,7 +91,7 @@ def compare(base_name: str, converted: Path, tuned: Path) -> list[dict[str, Any]
     """
     tokenizer = AutoTokenizer.from_pretrained(base_name, trust_remote_code=False)
     sources = sample_mixture(EMBEDDED, tokenizer, 0, HELD_OUT_TOKENS)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device()
     base = AutoModelForCausalLM.from_pretrained(base_name, trust_remote_code=False).to(device).eval()
     moh, moh_tuned = (MoHLlamaForCausalLM.from_pretrained(f).to(device).eval() for f in (converted, tuned))
     length = min(WINDOW, base.config.max_position_embeddings)

@@ -53,6 +53,8 @@ class Record(BaseModel):
 def describe_fault(error: ValidationError) -> str:
     """The first fault that validation found, on one line: ``has step = "x": Input should be a valid integer``."""
     fault = error.errors(include_url=False)[0]
+    if fault["type"] == "value_error":  # of a check that a record defines itself
+        return f"is malformed: {fault['ctx']['error']}"
     field = ".".join(map(str, fault["loc"]))
     if fault["type"] == "missing":
         return f"lacks {field}"

@@ -14,8 +14,8 @@ class Base(Record):
     Attributes:
         name: folder or Hub id, as the user gave it.
         revision: commit on the Hub; None for a folder.
-        fingerprint: see `moh_llm.conversion.base.BaseCheckpoint`.
-        dense_sha256: `moh_llm.records.lineage.WeightHashes.dense` of it.
+        fingerprint: `moh_llm.records.model.fingerprint` of its shards.
+        dense_sha256: `moh_llm.records.model.WeightHashes.dense` of it.
     """
 
     name: str

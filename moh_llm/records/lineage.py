@@ -5,26 +5,22 @@ that it begins with and adds an entry. Entries name weights by hashes, so that a
 No path of a machine is in it.
 """
 
-import hashlib
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moh_llm.model_folder import read_weight_map
-from moh_llm.modeling import is_routing_weight
 from moh_llm.records.base import Record
 from moh_llm.records.conversion import last_component
+from moh_llm.records.model import WeightHashes
 
 NAME = "lineage.json"
 # What figures of a run are against: the checkpoint that the conversion names or, where that cannot be had, the
 # model that the run began with.
 ReferenceKind = Literal["base", "start"]
 REFERENCES: dict[ReferenceKind, str] = {"base": "the base", "start": "the model it began with, all heads on"}
-_CHUNK = 1 << 22
 
 
 def in_words(kinds: Iterable[ReferenceKind]) -> tuple[str, str]:
@@ -35,20 +31,6 @@ def in_words(kinds: Iterable[ReferenceKind]) -> tuple[str, str]:
     different = list(dict.fromkeys(kinds))
     name = REFERENCES[different[0]] if len(different) == 1 else "the reference"
     return name, f"that of {name}" if different == ["start"] else f"{name}'s"
-
-
-class WeightHashes(Record):
-    """SHA-256 over name, dtype, shape and bytes of each tensor, in the order of their names.
-
-    They do not depend on how tensors are laid out in files.
-
-    Attributes:
-        dense: of the tensors that the dense model has, too.
-        routing: of those of routers and fallbacks.
-    """
-
-    dense: str
-    routing: str
 
 
 class ConversionEntry(Record):
@@ -129,40 +111,3 @@ def read_chain(folder: Path) -> Chain:
     """The lineage in a model's folder, empty where there is none. Raises UserError for a malformed one."""
     path = folder / NAME
     return Chain.read(path) if path.is_file() else Chain(entries=[])
-
-
-def hash_weights(folder: Path, weight_map: Mapping[str, str] | None = None) -> WeightHashes:
-    """Read all weights of a model's folder, about a second per GB.
-
-    Args:
-        folder: the model's.
-        weight_map: tensor's name -> file's name; None: as the folder's own index has it.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
-    if weight_map is None:
-        weight_map = read_weight_map(folder)[1]
-    lines: dict[bool, list[str]] = {True: [], False: []}
-    for shard in sorted(set(weight_map.values())):
-        for name, line in _tensors(folder / shard):
-            if weight_map.get(name) == shard:
-                lines[is_routing_weight(name)].append(line)
-    dense, routing = (hashlib.sha256("".join(sorted(lines[of])).encode()).hexdigest() for of in (False, True))
-    return WeightHashes(dense=dense, routing=routing)
-
-
-def _tensors(shard: Path) -> Iterator[tuple[str, str]]:
-    """Name of each tensor of a safetensors file, and a line that tells it from any other."""
-    with shard.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        for name, about in header.items():
-            first, last = about["data_offsets"]
-            file.seek(8 + size + first)
-            digest, left = hashlib.sha256(), last - first
-            while left and (chunk := file.read(min(left, _CHUNK))):
-                digest.update(chunk)
-                left -= len(chunk)
-            yield name, f"{name} {about['dtype']} {about['shape']} {digest.hexdigest()}\n"

@@ -9,16 +9,15 @@ from transformers import PreTrainedTokenizerBase
 
 from moh_llm.conversion.families import moh_fields
 from moh_llm.data.tokenizer import open_tokenizer
+from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.files import new_folder
 from moh_llm.kernels import NAME as HEAD_SPARSE
 from moh_llm.kernels import what_lacks
-from moh_llm.model_config import read_config
-from moh_llm.model_folder import licence_texts
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.lineage import NAME as LINEAGE
-from moh_llm.records.lineage import hash_weights
+from moh_llm.records.model import check_tensors, hash_weights, licence_texts, read_config, read_weight_map
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.reference import Reference, StartingPoint
 from moh_llm.training.schedules import learning_rates
@@ -32,16 +31,12 @@ def load_network(folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None
     """
     if Path(folder, "adapter_config.json").exists():
         raise UserError(f"{folder} holds an adapter (adapter_config.json); merge it into the weights or move it out")
-    given = {} if config is None else {"config": config}
+    config = config or MoHLlamaConfig.from_pretrained(folder)
+    check_tensors(str(folder), read_weight_map(Path(folder))[0], config)
     try:
-        network, info = MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **given)
+        return MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, config=config)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the weights in {folder} cannot be read: {' '.join(str(error).split())}") from error
-    if missing := info["missing_keys"]:
-        raise UserError(
-            f"{folder} lacks {len(missing)} weights, {sorted(missing)[0]} among them; convert the model again"
-        )
-    return network
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -51,8 +46,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def check_attention(config: TrainConfig) -> None:
     """Raise UserError for an attention implementation that does not run here."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.attn_implementation == HEAD_SPARSE and (lacking := what_lacks(device)):
+    if config.attn_implementation == HEAD_SPARSE and (lacking := what_lacks(choose_device())):
         raise UserError(f"attn_implementation={HEAD_SPARSE} needs {lacking}; set it to sdpa")
 
 

@@ -22,10 +22,10 @@ from moh_llm.devices import GPUS, find_gpu, peak_flops
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
 from moh_llm.machine import check_memory, check_workers, memory_bytes
-from moh_llm.model_folder import read_weight_map
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
+from moh_llm.records.model import check_tensors, read_weight_map
 from moh_llm.training.config import TrainConfig, changed_keys
 from moh_llm.training.memory import Memory, Sizes, estimate_memory, has_teacher
 from moh_llm.training.networks import check_attention
@@ -303,14 +303,9 @@ def check_model(config: TrainConfig, model: MoHLlamaConfig) -> Iterator[Finding]
     folder = Path(config.model)
     try:
         files, held = read_weight_map(folder)
+        check_tensors(str(folder), files, model)
     except UserError as error:
         yield Finding("fault", "model", str(error))
-        return
-    with torch.device("meta"):
-        names = {name for name, _ in MoHLlamaForCausalLM(model).named_parameters()}  # tied ones once
-    if missing := sorted(names - held.keys()):
-        text = f"{folder} lacks {len(missing)} weights, {missing[0]} among them; convert the model again"
-        yield Finding("fault", "model", text)
         return
     size = sum(file.stat().st_size for file in files)
     yield Finding("ok", "model", f"{folder}: {len(held)} tensors in {len(files)} files, {size / 2**30:.2f} GiB")

@@ -20,11 +20,10 @@ from moh_llm.records.lineage import (
     Chain,
     ReferenceKind,
     RunEntry,
-    WeightHashes,
-    hash_weights,
     mixture_name,
     read_chain,
 )
+from moh_llm.records.model import WeightHashes, hash_weights
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.parallel import from_main, loading_full_models
 

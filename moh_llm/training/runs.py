@@ -9,7 +9,6 @@ OUTPUT/run.json      recipe, model, data, versions; when finished also tokens, s
        report/       what `moh-llm report` makes
 """
 
-import hashlib
 import json
 import platform
 import shutil
@@ -23,8 +22,8 @@ from moh_llm import __version__
 from moh_llm.errors import UserError
 from moh_llm.files import check_holds_none, sha256, write_json, write_text
 from moh_llm.locking import INSIDE
-from moh_llm.model_config import read_config
 from moh_llm.reading import parse_json
+from moh_llm.records.model import identify, read_config
 from moh_llm.records.run import LogLine, RunRecord
 from moh_llm.training.config import TrainConfig, changed_keys
 
@@ -51,7 +50,8 @@ class Run:
         self.model = self.folder / "model"
         self.checkpoints, self.milestones = self.folder / "checkpoints", self.folder / "milestones"
         self._record_path, self._log_path = self.folder / RECORD, self.folder / "log.jsonl"
-        identity = model_identity(Path(config.model))
+        check_converted(Path(config.model))
+        identity = identify(config.model).sha256
         # Through JSON, so that a fresh recipe compares equal to a recorded one (tuples, lists).
         recipe = json.loads(json.dumps(asdict(config)))
 
@@ -168,7 +168,7 @@ class Run:
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{self._record_path}: its config is no recipe ({error}); change --output_dir") from error
         if self.record["model"]["sha256"] != identity:
-            changed.insert(0, "model (other config or weights)")
+            changed.insert(0, "model (other config, tokenizer or weights)")
         if changed:
             raise UserError(
                 f"output_dir={self.folder} holds a run with another recipe; different: {', '.join(changed)}. "
@@ -211,17 +211,3 @@ def check_converted(folder: Path) -> None:
     kind = read_config(folder).get("model_type")
     if kind != "moh_llama":
         raise UserError(f"model={folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
-
-
-def model_identity(folder: Path) -> str:
-    """SHA-256 over the names and hashes of a model folder's config and weights.
-
-    Raises:
-        UserError: not a folder, or it holds no converted model.
-    """
-    check_converted(folder)
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise UserError(f"model={folder} holds no *.safetensors weights; name a folder that moh-llm convert made")
-    lines = [f"{sha256(path)} {path.name}\n" for path in [folder / "config.json", *weights]]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()

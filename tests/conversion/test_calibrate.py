@@ -8,7 +8,7 @@ from moh_llm.conversion import calibrate as module
 from moh_llm.conversion.calibrate import CalibrationPlan, LayerCalibration, calibrate
 from moh_llm.conversion.fit import LayerFitter, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.model_folder import read_weight_map
+from moh_llm.records.model import read_weight_map
 
 PLAN = CalibrationPlan(num_shared_heads=1, by_importance=True, drops=[1, 3], fallback=True)
 LENGTH = 96

@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, Qwen2C
 from moh_llm.conversion.layers import LayerwiseModel, run_layer
 from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
-from moh_llm.model_folder import read_weight_map
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.records.model import read_weight_map
 
 SIZES = {
     "vocab_size": 257,

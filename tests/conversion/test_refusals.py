@@ -142,7 +142,7 @@ BAD_INPUT = {
     "infinity": (broken_weight(LM_HEAD, torch.inf), f"model.safetensors: {LM_HEAD} holds NaN or infinity"),
     "other size": (
         edit_config(intermediate_size=96),
-        "mlp.down_proj.weight in model.safetensors has shape [32, 64], which config.json",
+        "mlp.down_proj.weight in model.safetensors has shape [32, 64], config.json asks for [32, 96]",
     ),
     "no head count": (edit_config(num_attention_heads=None), "config.json gives no number for num_attention_heads"),
     "config is a list": (_config_is_a_list, "config.json is not an object"),

@@ -16,8 +16,8 @@ from moh_llm.conversion.plan import paper_plan
 from moh_llm.conversion.verify import RandomRouter, by_paper_plan, compare_with_paper, routed_as, verify
 from moh_llm.errors import UserError
 from moh_llm.metrics import compare_to_reference, logits_of
-from moh_llm.model_folder import read_weight_map
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.records.model import read_weight_map
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.models import Identity, check_model, describe_model, identify, label_models, other_base
+from moh_llm.evaluation.models import check_model, describe_model, label_models, other_base
 from moh_llm.evaluation.report import build_report
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.suite import Benchmark, Suite
 from moh_llm.evaluation.verdict import warnings
+from moh_llm.records.model import Identity, identify
 
 
 @pytest.fixture

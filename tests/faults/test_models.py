@@ -101,7 +101,7 @@ def test_every_command_checks_a_config(
     if arguments[0] == "doctor":  # which prints its findings
         assert main([str(argument) for argument in arguments]) != 0
     else:
-        assert "num_attention_heads=-4" in refused(*arguments)
+        assert "num_attention_heads = -4" in refused(*arguments)
 
 
 def _recipe(converted: Path, **keys: Any) -> Path:

@@ -105,9 +105,9 @@ def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
 
 
 def test_what_a_run_began_with_is_not_what_it_made(converted: Path, tmp_path: Path) -> None:
-    from moh_llm.training.runs import model_identity
+    from moh_llm.records.model import identify
 
-    run = write_run(tmp_path / "run", str(converted), record={"model": {"sha256": model_identity(converted)}})
+    run = write_run(tmp_path / "run", str(converted), record={"model": {"sha256": identify(str(converted)).sha256}})
     with pytest.raises(UserError, match=r"is what the run in .* began with, not what it made"):
         build_card(converted, NAME, run=run)
 

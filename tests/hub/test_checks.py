@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moh_llm.hub.checks import check_files
-from moh_llm.model_folder import INDEX_NAME
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.model import INDEX_NAME
 
 TOKEN = "hf_" + "Ab3dEf6hIj9kLm2nOp5q" + "Rs8tUv1wXy4zAb"
 

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 from moh_llm.hub import clean_process
 from moh_llm.hub.clean_process import encode, observe
 from moh_llm.hub.proof import prove
-from moh_llm.model_folder import INDEX_NAME
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.records.model import INDEX_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 

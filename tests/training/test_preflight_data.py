@@ -80,7 +80,7 @@ def test_weights_that_are_not_whole_are_faults(make, model_copy):
     index = json.loads(index_file.read_text())
     del index["weight_map"][lost]
     index_file.write_text(json.dumps(index))
-    assert f"lacks 1 weights, {lost} among them" in the_fault(found())
+    assert f"the weights lack {lost}, which" in the_fault(found())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,319 @@
+"""The folder of a model: what a name may refer to, its config and weights, and what identifies it.
+
+Three hashes tell models apart. `identify` reads everything that decides what a model answers, and is what a run, a
+score or a report belongs to. `hash_weights` reads the tensors alone, however they are laid out in files, and is what
+a lineage follows. `fingerprint` reads samples of the files: it finds in an instant that a folder still holds a known
+base, and where it differs, `hash_weights` decides.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from moh_llm.errors import UserError
+from moh_llm.files import sha256
+from moh_llm.modeling import is_routing_weight
+from moh_llm.reading import read_json
+from moh_llm.records.base import Record
+
+CONFIG = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+FLOATS = ("BF16", "F16", "F32", "F64")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+# What besides the weights decides what a model answers.
+_SETTINGS = (CONFIG, "generation_config.json", *TOKENIZERS, "special_tokens_map.json", "added_tokens.json")
+# Names of the texts that accompany the weights begin with one of these.
+LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+_CHUNK = 1 << 22  # bytes read at once
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether to ask the Hub for a name that is no folder: ``name`` or ``owner/name``, and no folder ``owner`` here.
+
+    Without this a mistyped path would wait for the network first.
+    """
+    owner, slash, rest = name.partition("/")
+    plain = all(part and not part.startswith((".", "~", "-")) for part in ((owner, rest) if slash else (owner,)))
+    return plain and "/" not in rest and not (slash and Path(owner).exists())
+
+
+def licence_texts(folder: Path) -> list[Path]:
+    """The files of ``folder`` that accompany its weights: licence, notice, use policy."""
+    return sorted(file for file in folder.iterdir() if file.name.startswith(LICENCE_NAMES) and file.is_file())
+
+
+# ---- config
+
+
+class _Rope(Record):
+    rope_theta: float | None = Field(None, gt=0, lt=1e30)
+    factor: float | None = Field(None, gt=0, lt=1e30)
+
+
+_Dtype = Literal["float32", "float16", "bfloat16", "float64"]
+
+
+class _Numbers(_Rope):
+    """Fields of a `config.json`. The bounds are far above the largest published models."""
+
+    num_hidden_layers: int | None = Field(None, ge=1, le=2000)
+    num_attention_heads: int | None = Field(None, ge=1, le=4096)
+    num_key_value_heads: int | None = Field(None, ge=1, le=4096)
+    hidden_size: int | None = Field(None, ge=1, le=1 << 20)
+    intermediate_size: int | None = Field(None, ge=1, le=1 << 22)
+    head_dim: int | None = Field(None, ge=1, le=1 << 14)
+    vocab_size: int | None = Field(None, ge=1, le=1 << 24)
+    max_position_embeddings: int | None = Field(None, ge=1, le=1 << 40)
+    moh_format: int | None = Field(None, ge=1, le=1 << 20)
+    # -1, the last row, is what early LLaMA checkpoints have for "none".
+    pad_token_id: int | None = Field(None, ge=-1)
+    rms_norm_eps: float | None = Field(None, gt=0, lt=1e30)
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    dtype: _Dtype | None = None
+    torch_dtype: _Dtype | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if heads and self.num_key_value_heads and heads % self.num_key_value_heads:
+            groups = self.num_key_value_heads
+            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}")
+        if heads and hidden and self.head_dim is None and hidden % heads:
+            raise ValueError(f"hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
+        if self.vocab_size and (self.pad_token_id or 0) >= self.vocab_size:
+            raise ValueError(f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}, or null")
+        return self
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model folder's `config.json`.
+
+    Raises:
+        UserError: it cannot be read, is no object, or has a number that no model can have. Fields that are absent or
+            null are not checked: which ones a family needs is asked elsewhere.
+    """
+    fields = read_json(folder / CONFIG)
+    if not isinstance(fields, dict):
+        raise UserError(f"{folder / CONFIG} is not an object; is {folder} a model's folder?")
+    _Numbers.of(fields, str(folder / CONFIG))
+    return fields
+
+
+# ---- weights
+
+
+def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The safetensors files of `folder`, in order, and a map from each tensor's name to its file's name.
+
+    Raises:
+        UserError: there are none (pickled weights are not read), one is missing, damaged or
+            truncated, or the index names a tensor that its file does not hold.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if (folder / INDEX_NAME).exists():
+        weight_map = _read_index(folder / INDEX_NAME)
+        shards = [folder / file for file in sorted(set(weight_map.values()))]
+    elif (folder / SINGLE_NAME).exists():
+        shards, weight_map = [folder / SINGLE_NAME], {}
+    elif pickled := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):
+        raise UserError(f"{folder} has weights only as {pickled[0].name}; save them as safetensors first")
+    else:
+        raise UserError(f"{folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+
+    for shard in shards:
+        # A name in an index that came from elsewhere must not lead out of the folder.
+        if shard.parent.resolve() != folder.resolve() or not shard.exists():
+            raise UserError(f"{folder / INDEX_NAME} names {shard.name}, which is not there; download it again")
+        try:
+            with safe_open(shard, framework="np") as file:
+                held = set(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{shard} is damaged or truncated ({error}); download it again") from error
+        if not weight_map:
+            weight_map = dict.fromkeys(sorted(held), shard.name)
+        if absent := [name for name, file in weight_map.items() if file == shard.name and name not in held]:
+            raise UserError(f"{folder / INDEX_NAME} places {absent[0]} in {shard.name}, which does not hold it")
+    return shards, weight_map
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    index = read_json(path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{path} has no weight_map; download it again")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not 0 < len(file) < 256 or "\0" in file:
+            given = repr(file)[:40]
+            raise UserError(f"{path}: weight_map gives {given} for {tensor[:80]}, no file's name; download it again")
+    return weight_map
+
+
+def check_tensors(name: str, shards: Sequence[Path], config: Any) -> None:
+    """Compare the tensors in `shards` with those that the architecture of `config` has; headers only are read.
+
+    transformers would fill a gap with random numbers, and stop at a wrong shape with a traceback.
+
+    Args:
+        name: what to call the model in an error.
+        shards: its safetensors files; they may hold more tensors.
+        config: a config of transformers.
+
+    Raises:
+        UserError: the config makes no model, or a tensor is missing, has another shape, or holds other than
+            floating-point numbers of 16 bits or more.
+    """
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{name}: its {CONFIG} makes no model ({' '.join(str(error).split())})") from error
+    needed = {tensor: list(value.shape) for tensor, value in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        needed.pop("lm_head.weight", None)
+    for shard in shards:
+        with safe_open(shard, framework="np") as file:
+            for tensor in sorted(needed.keys() & set(file.keys())):
+                header, shape = file.get_slice(tensor), needed.pop(tensor)
+                if (dtype := header.get_dtype()) not in FLOATS:
+                    raise UserError(
+                        f"{shard}: {tensor} holds {dtype} numbers, not {', '.join(FLOATS)}; "
+                        "save the weights in one of these first"
+                    )
+                if (found := header.get_shape()) != shape:
+                    raise UserError(f"{name}: {tensor} in {shard.name} has shape {found}, {CONFIG} asks for {shape}")
+    if missing := sorted(needed):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"{name}: the weights lack {missing[0]}{more}, which {CONFIG} asks for; download or convert it again"
+        )
+
+
+def save_tensors(tensors: dict[str, Any], path: Path) -> None:
+    """Write torch tensors as safetensors. Raises UserError when the disk refuses."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how the library reports a full disk
+        raise UserError(f"cannot write {path.name} ({error}); free some space or name another place") from error
+
+
+# ---- identity
+
+
+class WeightHashes(Record):
+    """SHA-256 over name, dtype, shape and bytes of each tensor, in the order of their names.
+
+    They do not depend on how tensors are laid out in files.
+
+    Attributes:
+        dense: of the tensors that the dense model has, too.
+        routing: of those of routers and fallbacks.
+    """
+
+    dense: str
+    routing: str
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a model is.
+
+    Attributes:
+        sha256: of all that decides its answers: weights, config, tokenizer; of a Hub's model: of its id and commit.
+        weights: SHA-256 of its tensors, of both `WeightHashes`; None for a model on the Hub.
+        revision: commit of a model on the Hub; None for a folder.
+    """
+
+    sha256: str
+    weights: str | None
+    revision: str | None
+
+
+def identify(model: str) -> Identity:
+    """Read all of a model's folder that decides its answers, about a second per GB, or the Hub's commit of it.
+
+    Raises:
+        UserError: the folder's weights cannot be read.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        from transformers import AutoConfig
+
+        commit = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "_commit_hash", None)
+        return Identity(_digest([f"{model} {commit}"]), None, commit)
+    hashes = hash_weights(folder)
+    weights = _digest([hashes.dense, hashes.routing])
+    settings = [f"{sha256(folder / name)} {name}" for name in _SETTINGS if (folder / name).is_file()]
+    return Identity(_digest([weights, *settings]), weights, None)
+
+
+def hash_weights(folder: Path, weight_map: Mapping[str, str] | None = None) -> WeightHashes:
+    """Read all weights of a model's folder, about a second per GB.
+
+    Args:
+        folder: the model's.
+        weight_map: tensor's name -> file's name; None: as the folder's own index has it.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    if weight_map is None:
+        weight_map = read_weight_map(folder)[1]
+    lines: dict[bool, list[str]] = {True: [], False: []}
+    for shard in sorted(set(weight_map.values())):
+        for name, line in _describe_tensors(folder / shard):
+            if weight_map.get(name) == shard:
+                lines[is_routing_weight(name)].append(line)
+    dense, routing = (hashlib.sha256("".join(sorted(lines[of])).encode()).hexdigest() for of in (False, True))
+    return WeightHashes(dense=dense, routing=routing)
+
+
+def fingerprint(shards: Sequence[Path]) -> str:
+    """SHA-256 over sizes, headers and evenly spaced samples of safetensors files, in their order."""
+    digest = hashlib.sha256()
+    for shard in shards:
+        size = shard.stat().st_size
+        digest.update(f"{size}\n".encode())
+        with shard.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(header))
+            for sample in range(_SAMPLES):
+                file.seek(8 + header + (size - 8 - header) * sample // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _describe_tensors(shard: Path) -> Iterator[tuple[str, str]]:
+    """Name of each tensor of a safetensors file, and a line that tells it from any other."""
+    with shard.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        for name, about in header.items():
+            first, last = about["data_offsets"]
+            file.seek(8 + size + first)
+            digest, left = hashlib.sha256(), last - first
+            while left and (chunk := file.read(min(left, _CHUNK))):
+                digest.update(chunk)
+                left -= len(chunk)
+            yield name, f"{name} {about['dtype']} {about['shape']} {digest.hexdigest()}\n"
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
