@@ -1,16 +1,39 @@
-"""Score a model: ``python evaluate.py MODEL [--base BASE] --suite paper --output out/report``.
+"""Score a model and its base on benchmarks, and write a report.
 
-The same as ``moh-llm evaluate``; ``--help`` lists the flags.
+    python evaluate.py MODEL --base BASE --suite paper --data-dir DATA --output out/report
+    torchrun --nproc-per-node 8 evaluate.py recipes/evaluate_paper.yaml
 
-This file's name is also that of Hugging Face's `evaluate` library, which lm-eval imports. So the script
-takes its own folder off the import path before lm-eval is loaded, and whoever imports `evaluate` with
-this folder on the path gets the library.
+``--help`` lists the flags; a YAML recipe holds the same ones. The same command resumes an interrupted evaluation.
+``moh-llm evaluate`` is the same command, and `moh_llm.evaluate` the same as a Python function.
+
+How `moh_llm.evaluate` works (moh_llm/reporting/evaluate.py):
+
+1. Read the suite and its data. Every row that will be scored is checked before a model is loaded.
+2. Score each model on each benchmark with lm-eval, one model in memory at a time (moh_llm/evaluation/runner.py).
+3. Compare with the base: differences on the same items, shares of the base's score and of its margin over chance,
+   each with a 95 % interval (moh_llm/evaluation/report.py).
+4. Analyse what the heads of MoH models did on the benchmarks' prompts (moh_llm/analysis).
+5. Write report.html, report.md and report.json (moh_llm/reporting/report.py).
+
+This file has the name of Hugging Face's `evaluate` library, which lm-eval imports. So the script takes its folder off
+the import path, and whoever imports `evaluate` with this folder on the path gets the library.
 """
 
+import argparse
 import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Carry out the command; returns its exit status, 1 when a benchmark failed."""
+    import moh_llm
+    from moh_llm.commands.evaluate import evaluation_arguments, print_evaluation
+
+    evaluation = moh_llm.evaluate(args.model, **evaluation_arguments(args))
+    print_evaluation(evaluation)
+    return 1 if evaluation.failed_benchmarks else 0
 
 
 def path_without_this_folder() -> list[str]:
@@ -19,8 +42,8 @@ def path_without_this_folder() -> list[str]:
     return [entry for entry in sys.path if Path(entry or ".").resolve() != here]
 
 
-def hand_over_to_library() -> None:
-    """Put the real `evaluate` library in this module's place."""
+def import_library() -> None:
+    """Put the `evaluate` library in this module's place."""
     spec = importlib.machinery.PathFinder.find_spec("evaluate", path_without_this_folder())
     if spec is None or spec.loader is None:
         raise ModuleNotFoundError("No module named 'evaluate'", name="evaluate")
@@ -30,10 +53,10 @@ def hand_over_to_library() -> None:
 
 
 if __name__ == "evaluate":
-    hand_over_to_library()
+    import_library()
 
 if __name__ == "__main__":
     from moh_llm.cli import main
 
     sys.path[:] = path_without_this_folder()
-    sys.exit(main(["evaluate", *sys.argv[1:]]))
+    sys.exit(main(["evaluate", *sys.argv[1:]], run=evaluate))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moh_llm.hub.pushes import MilestonePushes
     from moh_llm.records.conversion import Conversion
     from moh_llm.records.run import RunRecord
+    from moh_llm.reporting.evaluate import Evaluation
     from moh_llm.training.config import TrainConfig
 
 PathLike = str | os.PathLike[str]
@@ -227,6 +228,76 @@ def _publish_run(config: "TrainConfig", pushes: "MilestonePushes") -> None:
         )
     if lost:
         raise UserError(f"{trained} and is published, but {milestones}; give the same command again")
+
+
+def evaluate(
+    models: PathLike | Sequence[PathLike],
+    *,
+    base: PathLike | None = None,
+    suite: PathLike = "paper",
+    output: PathLike = "out/report",
+    data_dir: PathLike | None = None,
+    limit: int | None = None,
+    batch_size: int | Literal["auto"] = 8,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    device: str | None = None,
+    share_prefixes: bool = False,
+    log_samples: bool = False,
+    analysis: bool = True,
+    overwrite: bool = False,
+    command_line: str = "",
+) -> "Evaluation":
+    """Score models and their base on a suite of benchmarks with lm-eval, and write a report.
+
+    Finished benchmarks are kept until the report is written, so that the same call resumes an interrupted evaluation.
+    Under `accelerate launch` or torchrun every process calls this.
+
+    Args:
+        models: folder or Hub id of a model, or several.
+        base: folder or Hub id of the base, scored in the same run.
+        suite: "paper", "paper_stage1", "scratch", "smoke", or a YAML file.
+        output: folder of ``report.html``, ``report.md`` and ``report.json``.
+        data_dir: local data, ``<dataset, / as __>/<config>/<split>.jsonl`` (default: the Hub).
+        limit: items of each task to score (default: all).
+        batch_size: sequences in a forward pass, on each process.
+        dtype: dtype of all models; "auto" takes the widest that one of them is stored in.
+        device: torch device (default: the GPU if there is one).
+        share_prefixes: compute common beginnings of prompts once.
+        log_samples: write each item's prompt, responses and score.
+        analysis: whether the report says what the heads did on the benchmarks' text.
+        overwrite: replace ``output`` if it is not empty.
+        command_line: the command that repeats the evaluation, for the record.
+
+    Returns:
+        The record, and what failed: a benchmark that fails does not raise.
+
+    Raises:
+        UserError: a model, the suite, the data or ``output`` cannot be used.
+    """
+    from moh_llm.reporting.evaluate import EvaluationOptions
+    from moh_llm.reporting.evaluate import evaluate as evaluate_models
+
+    # lm-eval draws a bar for each task's prompts, 57 of them for MMLU; the bars over requests stay.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    several = [models] if isinstance(models, str | os.PathLike) else models
+    return evaluate_models(
+        EvaluationOptions(
+            models=[os.fspath(model) for model in several],
+            output=Path(output),
+            base=None if base is None else os.fspath(base),
+            suite=os.fspath(suite),
+            data_dir=None if data_dir is None else Path(data_dir),
+            limit=limit,
+            batch_size=batch_size,
+            dtype=dtype,
+            device=device,
+            share_prefixes=share_prefixes,
+            log_samples=log_samples,
+            analysis=analysis,
+            overwrite=overwrite,
+            command_line=command_line,
+        )
+    )
 
 
 def publish(

@@ -92,3 +92,16 @@ def test_what_is_not_published_raises(base, tmp_path) -> None:
         moh_llm.publish(base, "org/name", dry_run=True)
     with pytest.raises(AttributeError, match="no attribute 'deploy'"):
         moh_llm.deploy  # noqa: B018
+
+
+def test_evaluate(moh, base, tmp_path, capsys, unrendered) -> None:
+    pytest.importorskip("lm_eval")
+    options = {"base": base, "suite": "smoke", "limit": 2, "device": "cpu", "analysis": False}
+    evaluation = moh_llm.evaluate(moh, output=tmp_path / "api", **options)
+    assert evaluation.failed_benchmarks == [] and evaluation.partial is None
+    flags = ["--base", str(base), "--suite", "smoke", "--limit", "2", "--device", "cpu", "--no-analysis"]
+    words = ["evaluate", str(moh), *flags, "--output", str(tmp_path / "script")]
+    assert main(words, run=script("evaluate").evaluate) == 0
+    assert "report.html" in capsys.readouterr().out
+    found = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("api", "script")]
+    assert found[0]["average"] == found[1]["average"]

@@ -6,9 +6,8 @@ the same command resumes it.
 """
 
 import argparse
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moh_llm.reporting.evaluate import Evaluation
@@ -77,19 +76,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, and print the report. Returns 1 when a benchmark failed, else 0; raises `UserError` for bad input."""
-    # lm-eval draws a bar for each task's prompts, 57 of them for MMLU; the bars over requests stay.
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    from moh_llm.reporting.evaluate import EvaluationOptions, evaluate
+    import moh_llm
 
-    flags = {name: value for name, value in vars(args).items() if name in EvaluationOptions.__dataclass_fields__}
-    evaluation = evaluate(EvaluationOptions(models=args.model, **flags))
-    if evaluation.first_process:
-        _print(evaluation)
+    evaluation = moh_llm.evaluate(args.model, **evaluation_arguments(args))
+    print_evaluation(evaluation)
     return 1 if evaluation.failed_benchmarks else 0
 
 
-def _print(evaluation: "Evaluation") -> None:
-    """Print the report's page, where it is, what failed, and how to repeat that."""
+def evaluation_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `moh_llm.evaluate`: all flags."""
+    return {name: value for name, value in vars(args).items() if name not in ("command", "run", "main", "model")}
+
+
+def print_evaluation(evaluation: "Evaluation") -> None:
+    """Print the report's page, where it is, what failed, and how to repeat that. Only the first process prints."""
+    if not evaluation.first_process:
+        return
     print((evaluation.folder / "report.md").read_text(encoding="utf-8"))
     print(f"report: {evaluation.folder / 'report.html'}, report.md and report.json")
     for label, error in evaluation.failed_analyses.items():
