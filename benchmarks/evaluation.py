@@ -124,7 +124,7 @@ def ours(args: argparse.Namespace, figures: dict[str, Figures]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         seconds = timed(command_line(args, Path(folder) / "out"))
         report = json.loads((Path(folder) / "out" / "report.json").read_text(encoding="utf-8"))
-    rows = [row["model"]["tasks"] for row in report["benchmarks"]]
+    rows = [row["scores"]["model"]["tasks"] for row in report["benchmarks"]]
     figures["ours"] = {task: figure["value"] for row in rows for task, figure in row.items()}
     return seconds
 

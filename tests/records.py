@@ -2,17 +2,16 @@
 
 import random
 from pathlib import Path
-from typing import Any
 
 from moh_llm.evaluation.report import build_report
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import Score
 from moh_llm.evaluation.suite import Benchmark, Suite
+from moh_llm.records.evaluation import EvaluationRecord, Row
 from moh_llm.records.model import Identity
 from moh_llm.reporting.markdown import render_markdown
 from moh_llm.reporting.report import build_document
 
-Record = dict[str, Any]
 ITEMS = 200
 RIGHT = {"A": 0.7, "B": 0.5, "C": 0.6}
 # What guessing scores: the base of B is at chance.
@@ -23,12 +22,17 @@ Models = dict[str, tuple[str, float]]
 Scores = dict[str, dict[str, list[float]]]
 
 
-def page_of(record: Record) -> str:
+def page_of(record: EvaluationRecord) -> str:
     """A report in Markdown."""
     return render_markdown(build_document(record))
 
 
-def make_record(models: Models, names: str = "ABC", suite: str = "three") -> Record:
+def row_of(record: EvaluationRecord, name: str) -> Row:
+    """The row of a benchmark."""
+    return next(row for row in record.benchmarks if row.name == name)
+
+
+def make_record(models: Models, names: str = "ABC", suite: str = "three") -> EvaluationRecord:
     """A report of ``names``; ``models``: label to weights and the part of its right answers that it keeps."""
     published = {"A": {"paper": 71.0}, "B": {"paper": 52.0}, "C": {}}
     benchmarks = [
@@ -44,7 +48,9 @@ def make_record(models: Models, names: str = "ABC", suite: str = "three") -> Rec
     return record_of(Suite(suite, f"Suite {suite}", benchmarks, columns=["paper"]), models)
 
 
-def record_of(suite: Suite, models: Models, failed: tuple[str, ...] = (), data_dir: Path | None = None) -> Record:
+def record_of(
+    suite: Suite, models: Models, failed: tuple[str, ...] = (), data_dir: Path | None = None
+) -> EvaluationRecord:
     """A report of any suite, with benchmarks that no model has a score on. Data is said to have the name as digest."""
     names = [benchmark.name for benchmark in suite.benchmarks]
     chances = {b.name: 0.25 if b.chance == "choices" else b.chance for b in suite.benchmarks}
@@ -67,7 +73,7 @@ def record_of(suite: Suite, models: Models, failed: tuple[str, ...] = (), data_d
 
 def make_report(
     scores: Scores, full: int = 100, limit: int | None = None, chances: dict[str, float] | None = None
-) -> Record:
+) -> EvaluationRecord:
     """A report from the item scores of each model on each benchmark; what guessing scores is 0 if not given."""
     names = list(dict.fromkeys(name for found in scores.values() for name in found))
     chances = dict.fromkeys(names, 0.0) if chances is None else chances

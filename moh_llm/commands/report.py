@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
             f"--baseline {args.baseline}: no evaluation among {', '.join(map(str, args.folders))} to compare with it"
         )
     if evaluations:
-        from moh_llm.evaluation.compare import check_regression, merge, read_evaluation
+        from moh_llm.evaluation.compare import check_regression, merge
+        from moh_llm.records.evaluation import read_evaluation
 
         read = [read_evaluation(folder) for folder in evaluations]
         record = merge(dict(zip(names_of(evaluations), read, strict=True)))

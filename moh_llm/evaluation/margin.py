@@ -6,11 +6,10 @@ A benchmark on which the base's own margin may be nothing (its 95 % interval inc
 carries no information on what is kept, and stays out of the average.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 from moh_llm.evaluation import statistics
-
-Record = dict[str, Any]
+from moh_llm.records.evaluation import Figures, MarginAverage, Row, Share, Value
 
 # Standard errors to either side that hold 95 % of a normal distribution.
 NORMAL_95 = 1.96
@@ -31,89 +30,66 @@ MARGIN = (
 )
 
 
-def kept_share(model: Record, base: Record, delta: Record) -> Record:
-    """``model`` / ``base`` in percent with its interval: ``share``, ``interval``, ``base_errors``.
+def kept_share(model: Value, base: Value, delta: Value) -> Share:
+    """``model`` / ``base`` in percent with its interval; ``delta`` is their difference on the same items.
 
-    All three hold ``value`` and ``stderr``; ``delta`` is their difference on the same items. ``share`` is None where
-    the base is not above 0. ``interval`` is None where an error is unknown, or where the base lies fewer than
-    `STEADY` standard errors above 0, as ``base_errors`` then tells; else that is None.
+    Without an interval where the base lies fewer than `STEADY` standard errors above 0.
     """
-    if base["value"] <= 0:
-        return {"share": None, "interval": None, "base_errors": None}
-    share = 100 * model["value"] / base["value"]
-    error = statistics.recovery_error(model["value"], base["value"], model["stderr"], base["stderr"], delta["stderr"])
-    if error is None:
-        return {"share": share, "interval": None, "base_errors": None}
-    if base["value"] < STEADY * base["stderr"]:
-        return {"share": share, "interval": None, "base_errors": base["value"] / base["stderr"]}
-    return {
-        "share": share,
-        "interval": [share - NORMAL_95 * error, share + NORMAL_95 * error],
-        "base_errors": None,
-    }
+    if base.value <= 0:
+        return Share(share=None)
+    share = 100 * model.value / base.value
+    error = statistics.recovery_error(model.value, base.value, model.stderr, base.stderr, delta.stderr)
+    if error is None or base.stderr is None:
+        return Share(share=share)
+    if base.value < STEADY * base.stderr:
+        return Share(share=share, base_errors=base.value / base.stderr)
+    return Share(share=share, interval=[share - NORMAL_95 * error, share + NORMAL_95 * error])
 
 
-def recovery(model: Record, base: Record) -> Record:
-    """`kept_share` of the scores themselves under the names that records have for it; ``model`` has its ``delta``."""
-    kept = kept_share(model, base, model["delta"])
-    return {
-        "recovery": kept["share"],
-        "recovery_interval": kept["interval"],
-        "recovery_base_errors": kept["base_errors"],
-    }
-
-
-def is_at_chance(figures: Record) -> bool:
-    """Whether a model's score on a benchmark may be that of guessing: its margin's 95 % interval is not all above 0.
+def is_at_chance(margin: Value) -> bool:
+    """Whether a model's score may be that of guessing: the 95 % interval of its margin is not all above 0.
 
     A margin without a standard error (a single item) may be.
     """
-    margin = figures["margin"]
-    return margin["stderr"] is None or margin["value"] - NORMAL_95 * margin["stderr"] <= 0
+    return margin.stderr is None or margin.value - NORMAL_95 * margin.stderr <= 0
 
 
-def margin_kept(row: Record, label: str, base: str) -> Record | None:
-    """What ``label`` keeps of ``base``'s margin on one benchmark.
+def compare_with_base(model: Figures, base: Figures) -> None:
+    """Fill ``recovery``, ``at_chance`` and ``margin_kept`` of ``model``, which has its ``delta``."""
+    if model.delta is None:
+        return
+    model.recovery = kept_share(model, base, model.delta)
+    if model.margin is not None and base.margin is not None:
+        model.at_chance = is_at_chance(base.margin)
+        if not model.at_chance:
+            model.margin_kept = kept_share(model.margin, base.margin, model.delta)
 
-    None where either has no margin, or there is no difference on the same items. With ``at_chance`` true there is no
-    share.
+
+def average_margin(rows: Sequence[Row], label: str) -> MarginAverage:
+    """What ``label`` keeps of the base's mean margin over the benchmarks where the base is above chance.
+
+    ``rows``: those that count for the average of the scores.
     """
-    model, other = row.get(label, {}), row.get(base, {})
-    if "margin" not in model or "margin" not in other or "delta" not in model:
-        return None
-    if is_at_chance(other):
-        return {"at_chance": True, "share": None, "interval": None, "base_errors": None}
-    return {"at_chance": False, **kept_share(model["margin"], other["margin"], model["delta"])}
-
-
-def average_margin(rows: list[Record], label: str, base: str) -> Record:
-    """What ``label`` keeps of ``base``'s mean margin over the benchmarks where the base is above chance.
-
-    ``rows``: those that count for the average of the scores. Beside the keys of `kept_share` (with ``share`` None
-    where no benchmark is left): the mean margins ``model`` and ``base``, ``over`` so many benchmarks of ``of``, and
-    the names of those left out: ``at_chance``, and ``unknown`` for those without a chance level.
-    """
-    found = [(row, margin_kept(row, label, base)) for row in rows]
-    above = [row for row, kept in found if kept is not None and not kept["at_chance"]]
+    found = [(row, row.scores[label], row.scores["base"]) for row in rows]
+    above = [(model, base) for _, model, base in found if model.at_chance is False]
     left_out = {
-        "at_chance": [row["name"] for row, kept in found if kept is not None and kept["at_chance"]],
-        "unknown": [row["name"] for row, kept in found if kept is None],
+        "at_chance": [row.name for row, model, _ in found if model.at_chance],
+        "unknown": [row.name for row, model, _ in found if model.at_chance is None],
     }
-    record = {"over": len(above), "of": len(rows), **left_out}
     if not above:
-        return record | {"model": None, "base": None, "share": None, "interval": None, "base_errors": None}
-    model = plain_mean([row[label]["margin"] for row in above])
-    other = plain_mean([row[base]["margin"] for row in above])
-    delta = plain_mean([row[label]["delta"] for row in above])
-    return record | {"model": model["value"], "base": other["value"]} | kept_share(model, other, delta)
+        return MarginAverage(share=None, model=None, base=None, over=0, total=len(rows), **left_out)
+    model, base = (plain_mean([pair[which].margin for pair in above]) for which in (0, 1))
+    share = kept_share(model, base, plain_mean([figures.delta for figures, _ in above]))
+    means = {"model": model.value, "base": base.value, "over": len(above), "total": len(rows)}
+    return MarginAverage(**share.content(), **means, **left_out)
 
 
-def margin_left(pairs: list[tuple[Record, Record]]) -> str:
+def margin_left(pairs: Sequence[tuple[Figures, Figures]]) -> str:
     """What is left of the margin over chance, from figures before and after, where it was above chance before."""
     margins = [
-        (before["margin"]["value"], after["margin"]["value"])
+        (before.margin.value, after.margin.value)
         for before, after in pairs
-        if "margin" in before and "margin" in after and not is_at_chance(before)
+        if before.margin is not None and after.margin is not None and not is_at_chance(before.margin)
     ]
     if not margins:
         return ""
@@ -122,26 +98,16 @@ def margin_left(pairs: list[tuple[Record, Record]]) -> str:
     return f"; {100 * new / old:.1f} % of the margin over chance is left ({new:.1f} of {old:.1f} points over {number})"
 
 
-def plain_mean(figures: list[Record]) -> Record:
-    """Mean of figures with ``value`` and ``stderr`` in which every benchmark counts the same."""
-    return {
-        "value": statistics.plain_mean([figure["value"] for figure in figures]),
-        "stderr": statistics.plain_mean_error([figure["stderr"] for figure in figures]),
-    }
+def plain_mean(values: Sequence[Value]) -> Value:
+    """Mean in which every benchmark counts the same."""
+    return Value(
+        value=statistics.plain_mean([value.value for value in values]),
+        stderr=statistics.plain_mean_error([value.stderr for value in values]),
+    )
 
 
-def spell_recovery(figures: Record, unit: str = "") -> str:
-    """A table's cell for `recovery`; "†" marks a share whose base is too near to 0 for an interval."""
-    return _spell(figures.get("recovery"), figures.get("recovery_base_errors"), unit)
-
-
-def spell_margin(figures: Record, unit: str = "") -> str:
-    """A table's cell for a benchmark's or the average's share of the margin, marked likewise."""
-    kept = figures.get("margin_kept")
-    if not kept:
+def show_share(share: Share | None) -> str:
+    """A table's cell; "†" marks a share whose base is too near to 0 for an interval."""
+    if share is None or share.share is None:
         return "-"
-    return "at chance" if kept["at_chance"] is True else _spell(kept["share"], kept["base_errors"], unit)
-
-
-def _spell(share: float | None, base_errors: float | None, unit: str) -> str:
-    return "-" if share is None else f"{share:.1f}{unit}" + ("" if base_errors is None else " †")
+    return f"{share.share:.1f}" + ("" if share.base_errors is None else " †")

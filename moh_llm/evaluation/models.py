@@ -26,10 +26,6 @@ _HEADS = (
     "routing_granularity",
     "head_fallback",
 )
-# Keys of a row and of the average in the report, which a model's label must not be.
-_RUN_KEYS = {"base", "model", "delta", "recovery", "recovery_interval", "over", "of", "published", "margin_kept"}
-_DATA_KEYS = {"dataset", "dataset_config", "data_sha256", "revision", "eval_split", "fewshot_split", "items_in_full"}
-TAKEN_LABELS = _RUN_KEYS | _DATA_KEYS | {"name", "shots", "metric", "note", "chance", "chance_rule"}
 # Floating dtypes of weights by their names in a safetensors header; others hold quantised weights.
 _HEADER = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -51,7 +47,7 @@ def label_models(models: Sequence[str], base: str | None) -> dict[str, str]:
         for length in range(1, len(parts) + 1):
             label = "-".join(parts[-length:])
             alone = ["-".join(other[-length:]) for other in paths].count(label) == 1
-            if alone and label not in TAKEN_LABELS and label not in labels:
+            if alone and label not in ("base", "model", *labels):
                 break
         labels[label] = model
     return labels

@@ -243,7 +243,7 @@ def _shown(evaluated: Evaluated) -> Record:
     return {
         "verdict": verdict(record, label),
         "warnings": [Caution(line) for line in warnings(record)],
-        "limited": record["limit"] is not None,
+        "limited": record.limit is not None,
         "scores": benchmark_blocks(record, names),
     }
 

@@ -7,29 +7,27 @@ from pathlib import Path
 from huggingface_hub import EvalResult
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.compare import read_evaluation
-from moh_llm.evaluation.report import Record
-from moh_llm.evaluation.verdict import base_of
+from moh_llm.records.evaluation import EvaluationRecord, Row, read_evaluation
 from moh_llm.records.model import identify
 from moh_llm.reporting.markdown import plain
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an evaluation says of one model.
+    """The part of an evaluation that is about one model.
 
     Attributes:
         record: the evaluation's, with no other models than this one and its base.
         label: this model's column.
     """
 
-    record: Record
+    record: EvaluationRecord
     label: str
 
     @property
     def base(self) -> str | None:
         """The base's column, if the base was scored, too."""
-        return base_of(self.record, self.label)
+        return "base" if self.record.models[self.label].compared else None
 
 
 def find_evaluated(evaluation: Path, folder: Path) -> Evaluated:
@@ -44,22 +42,22 @@ def find_evaluated(evaluation: Path, folder: Path) -> Evaluated:
     """
     record = read_evaluation(evaluation.parent if evaluation.name == "report.json" else evaluation)
     weights = identify(str(folder)).weights
-    label = next((name for name, about in record["models"].items() if about["weights_sha256"] == weights), None)
+    label = next((name for name, about in record.models.items() if about.weights_sha256 == weights), None)
     if label is None:
         raise UserError(
             f"{evaluation} scored other weights than those in {folder} "
-            f"({', '.join(about['model'] for about in record['models'].values())}); evaluate {folder}"
+            f"({', '.join(about.model for about in record.models.values())}); evaluate {folder}"
         )
-    kept = [name for name in record["models"] if name in (label, base_of(record, label))]
-    return Evaluated(
-        record
-        | {
-            "models": {name: record["models"][name] for name in kept},
-            "errors": [error for error in record["errors"] if error["model"] in kept],
-            "analysis": None,
-        },
-        label,
-    )
+    record.models = {
+        name: about
+        for name, about in record.models.items()
+        if name == label or (name == "base" and record.models[label].compared)
+    }
+    for row in record.benchmarks:
+        row.scores = {name: figures for name, figures in row.scores.items() if name in record.models}
+    record.errors = [error for error in record.errors if error.model in record.models]
+    record.analysis = {}
+    return Evaluated(record, label)
 
 
 def eval_results(evaluated: Evaluated) -> list[EvalResult]:
@@ -69,10 +67,10 @@ def eval_results(evaluated: Evaluated) -> list[EvalResult]:
     whose data was partial are left out.
     """
     record = evaluated.record
-    if record["limit"] is not None:
+    if record.limit is not None:
         return []
-    rows = [row for row in record["benchmarks"] if evaluated.label in row and row["name"] not in record["partial_data"]]
-    results = [_result(row, evaluated) for row in rows]
+    rows = [row for row in record.benchmarks if evaluated.label in row.scores and row.name not in record.partial_data]
+    results = [_result(row, evaluated.label) for row in rows]
     benchmarks = Counter(result.unique_identifier for result in results)
     for result in results:
         # The Hub files these under the first one's name.
@@ -81,19 +79,18 @@ def eval_results(evaluated: Evaluated) -> list[EvalResult]:
     return results
 
 
-def _result(row: Record, evaluated: Evaluated) -> EvalResult:
+def _result(row: Row, label: str) -> EvalResult:
     return EvalResult(
         task_type="text-generation",
         task_name="Text Generation",
-        dataset_type=plain(row["dataset"]),
-        dataset_name=plain(row["name"]),
-        # None for several that are read as one, and in records of older versions.
-        dataset_config=None if (config := row.get("dataset_config")) is None else plain(config),
-        dataset_split=row["eval_split"],
-        dataset_revision=row["revision"],
+        dataset_type=plain(row.dataset),
+        dataset_name=plain(row.name),
+        dataset_config=None if row.dataset_config is None else plain(row.dataset_config),
+        dataset_split=row.eval_split,
+        dataset_revision=row.revision,
         # "exact_match (strict-match)": the metric and the filter before it.
-        metric_type=plain(row["metric"]).split(" (")[0],
-        metric_name=plain(f"{row['metric']}, {row['shots']}-shot"),
-        metric_value=row[evaluated.label]["value"],
+        metric_type=plain(row.metric).split(" (")[0],
+        metric_name=plain(f"{row.metric}, {row.shots}-shot"),
+        metric_value=row.scores[label].value,
         verified=False,
     )

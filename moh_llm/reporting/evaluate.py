@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from moh_llm.evaluation import processes
 from moh_llm.evaluation.analysis import analyse_models
@@ -22,6 +22,7 @@ from moh_llm.evaluation.suite import Suite, load_suite
 from moh_llm.evaluation.tasks import check_data, require_lm_eval
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
+from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.reporting.evaluations import models_of, runs_behind
 from moh_llm.reporting.libraries import require_matplotlib
 from moh_llm.reporting.report import write_report
@@ -66,8 +67,8 @@ class EvaluationOptions:
 class Evaluation:
     """A finished evaluation."""
 
-    record: dict[str, Any]
-    """What ``report.json`` holds, but for the training runs behind the models."""
+    record: EvaluationRecord
+    """What ``report.json`` holds."""
     folder: Path
     """Holds ``report.html``, ``report.md`` and ``report.json``, and ``samples`` if asked for."""
     partial: Path | None
@@ -78,12 +79,12 @@ class Evaluation:
     @property
     def failed_benchmarks(self) -> list[str]:
         """Names of the benchmarks that have no score on some model."""
-        return list(dict.fromkeys(error["benchmark"] for error in self.record["errors"]))
+        return list(dict.fromkeys(error.benchmark for error in self.record.errors))
 
     @property
     def failed_analyses(self) -> dict[str, str]:
         """The error of each model whose analysis failed, by its label."""
-        return {label: found["error"] for label, found in self.record["analysis"].items() if "error" in found}
+        return {label: found["error"] for label, found in self.record.analysis.items() if "error" in found}
 
 
 def _say(line: str) -> None:
@@ -132,7 +133,7 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = _say) -> E
         )
         # The first process alone; the others wait, because a launcher ends all of them when one ends with an error.
         dtype = next(iter(scores.values())).dtype
-        record["analysis"] = team.share(
+        record.analysis = team.share(
             lambda: (
                 analyse_models(models, suite, options.data_dir, options.device, dtype, say) if options.analysis else {}
             )
@@ -141,7 +142,7 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = _say) -> E
         if team.rank > 0:
             return Evaluation(record, options.output, None, first_process=False)
         _write(options, record, cache, say)
-        if not record["errors"] and not any("error" in found for found in record["analysis"].values()):
+        if not record.errors and not any("error" in found for found in record.analysis.values()):
             cache.remove()
             return Evaluation(record, options.output, None)
         return Evaluation(record, options.output, cache.folder if cache.folder.is_dir() else None)
@@ -163,7 +164,9 @@ def _check(options: EvaluationOptions) -> tuple[Suite, dict[str, str]]:
     return suite, models
 
 
-def _write(options: EvaluationOptions, record: dict[str, Any], cache: ResultCache, say: Callable[[str], None]) -> None:
+def _write(
+    options: EvaluationOptions, record: EvaluationRecord, cache: ResultCache, say: Callable[[str], None]
+) -> None:
     """Write the report's folder. A training run behind a model that cannot be read is named and left out."""
     runs = read_runs([], runs_behind(models_of(record)), say)
     with new_folder(options.output, options.overwrite) as folder:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from moh_llm.errors import UserError
+from moh_llm.records.evaluation import EvaluationRecord
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -19,9 +19,9 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return ["/".join(place.parts[-length:]) for place in places]
 
 
-def models_of(record: dict[str, Any]) -> list[str]:
+def models_of(record: EvaluationRecord) -> list[str]:
     """Folders or Hub ids of an evaluation's models."""
-    return [about["model"] for about in record["models"].values()]
+    return [about.model for about in record.models.values()]
 
 
 def runs_behind(models: Iterable[str], known: Sequence[Path] = ()) -> list[Path]:

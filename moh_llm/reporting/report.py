@@ -10,6 +10,7 @@ from pathlib import Path
 
 from moh_llm import __version__
 from moh_llm.files import write_json, write_text
+from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.reporting import benchmarks, training
 from moh_llm.reporting.document import Block, Charts, Commands, Document, Heading, Paragraph, Section, facts
 from moh_llm.reporting.groups import Group, compare, differences, group_runs, reference_words, same_held_out_text
@@ -21,7 +22,9 @@ from moh_llm.reporting.web.routers import router_blocks
 from moh_llm.reporting.web.training import training_charts
 
 
-def write_report(folder: Path, runs: Sequence[TrainingRun], command: str, evaluation: Record | None = None) -> None:
+def write_report(
+    folder: Path, runs: Sequence[TrainingRun], command: str, evaluation: EvaluationRecord | None = None
+) -> None:
     """Write ``report.html``, ``report.md`` and ``report.json`` into ``folder``.
 
     Args:
@@ -31,24 +34,25 @@ def write_report(folder: Path, runs: Sequence[TrainingRun], command: str, evalua
         evaluation: a record made by `build_report` or `merge`. Then ``report.json`` holds it, with what
             there is of the runs under ``training``.
     """
-    evaluation = evaluation and _with_samples_here(evaluation, folder)
     groups = group_runs(runs) if runs else []
     of_runs = training_record(runs, groups, command) if runs else None
-    record = evaluation | {"training": of_runs} if evaluation else of_runs
+    if evaluation and of_runs:
+        evaluation.training = of_runs
+    record = evaluation.content() if evaluation else of_runs
     document = build_document(evaluation, groups, command)
     write_text(folder / "report.md", render_markdown(document))
     write_json(folder / "report.json", record)
     write_text(folder / "report.html", render_html(document, record))
 
 
-def build_document(evaluation: Record | None, groups: Sequence[Group] = (), command: str = "") -> Document:
+def build_document(evaluation: EvaluationRecord | None, groups: Sequence[Group] = (), command: str = "") -> Document:
     """The report of an evaluation, of training runs, or of both; see `write_report`."""
     runs = [run for group in groups for run in group.runs]
     title = f"Training run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} training runs"
     lead: list[Block] = []
     sections: list[Section] = []
     if evaluation:
-        title, lead = evaluation["suite"]["title"], benchmarks.lead(evaluation)
+        title, lead = evaluation.suite.title, benchmarks.lead(evaluation)
         blocks = [*benchmarks.benchmark_blocks(evaluation), Charts(score_charts(evaluation))]
         sections.append(Section("benchmarks", "Benchmarks", blocks))
     if runs:
@@ -56,8 +60,8 @@ def build_document(evaluation: Record | None, groups: Sequence[Group] = (), comm
     if evaluation:
         sections += _analysis_sections(evaluation)
         blocks = [benchmarks.model_table(evaluation), facts(benchmarks.settings(evaluation))]
-        sections.append(Section("environment", "Environment", [*blocks, Commands(evaluation["command"])]))
-    if command and not (evaluation and command == evaluation["command"]):
+        sections.append(Section("environment", "Environment", [*blocks, Commands(evaluation.command)]))
+    if command and not (evaluation and command == evaluation.command):
         about = [f"{name} {number}" for name, number in _versions().items()]
         sections.append(
             Section("report", "This report", [Paragraph(f"{', '.join(about)}. {_now()}."), Commands(command)])
@@ -73,12 +77,12 @@ def _training_sections(groups: Sequence[Group], runs: Sequence[TrainingRun]) -> 
     return [Section("training", "Training", blocks)]
 
 
-def _analysis_sections(evaluation: Record) -> list[Section]:
+def _analysis_sections(evaluation: EvaluationRecord) -> list[Section]:
     """What the analyses of the heads found, those that failed left out."""
-    known = {label: found for label, found in (evaluation.get("analysis") or {}).items() if "error" not in found}
+    known = {label: found for label, found in evaluation.analysis.items() if "error" not in found}
     if not known:
         return []
-    blocks = [head_table(known), Charts(cost_charts(known, list(evaluation["models"])))]
+    blocks = [head_table(known), Charts(cost_charts(known, list(evaluation.models)))]
     return [Section("efficiency", "Efficiency", blocks)] + [
         Section(f"routers-{number}", f"Routers of {label}", router_blocks(number, found))
         for number, (label, found) in enumerate(known.items(), start=1)
@@ -109,15 +113,3 @@ def _versions() -> dict[str, str]:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def _with_samples_here(evaluation: Record, folder: Path) -> Record:
-    """An evaluation that names only those logs of items that lie in ``folder``; one that is told again has none."""
-    rows = []
-    for row in evaluation["benchmarks"]:
-        scored = {label: row[label] for label in evaluation["models"] if label in row}
-        for label, figures in scored.items():
-            if "samples" in figures and not (folder / figures["samples"]).is_file():
-                scored[label] = {key: value for key, value in figures.items() if key != "samples"}
-        rows.append(row | scored)
-    return evaluation | {"benchmarks": rows}

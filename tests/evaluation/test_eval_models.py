@@ -114,22 +114,12 @@ def test_a_model_given_twice_is_refused(tmp_path: Path) -> None:
         label_models([str(tmp_path), f"{tmp_path}/"], None)
 
 
-def test_no_label_is_a_key_of_the_report(tiny_llama: Path, tmp_path: Path) -> None:
-    """What `label_models` keeps free is what a row of the report holds beside the models."""
-    from moh_llm.evaluation.models import TAKEN_LABELS
-    from moh_llm.evaluation.report import build_report
-    from moh_llm.evaluation.suite import load_suite
-
-    report = build_report(load_suite("smoke"), {}, None, 1, None, "")
-    assert {key for row in (*report["benchmarks"], report["average"]) for key in row} <= TAKEN_LABELS
-
-
 def test_a_row_names_the_datasets_config() -> None:
     from moh_llm.evaluation.report import build_report
     from moh_llm.evaluation.suite import load_suite
 
-    rows = build_report(load_suite("paper"), {}, None, 1, None, "")["benchmarks"]
-    configs = {row["name"]: row["dataset_config"] for row in rows}
+    rows = build_report(load_suite("paper"), {}, None, 1, None, "").benchmarks
+    configs = {row.name: row.dataset_config for row in rows}
     assert configs["ARC-Challenge"] == "ARC-Challenge"
     assert configs["MMLU"] is None  # several, read as one
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from records import make_record, page_of, record_of
 
-from moh_llm.errors import UserError
-from moh_llm.evaluation.compare import check_regression, merge
+from moh_llm.evaluation.compare import merge
 from moh_llm.evaluation.runner import name_hardware
 from moh_llm.evaluation.suite import load_suite
 
@@ -16,7 +15,7 @@ MODELS = {"base": ("dense", 1.0), "model": ("moh", 0.9)}
 
 def test_published_averages_of_the_whole_suite() -> None:
     record = record_of(load_suite("paper"), MODELS)
-    published = record["average"]["published"]
+    published = record.average.published
     assert round(published["LLaMA3-8B"], 1) == 61.6 and round(published["MoH-LLaMA3-8B"], 1) == 64.0
     assert published["LLaMA3-8B stage 1"] is None  # C-Eval is not given
     (line,) = (line for line in page_of(record).splitlines() if line.startswith("| **average**"))
@@ -25,60 +24,40 @@ def test_published_averages_of_the_whole_suite() -> None:
 
 def test_published_averages_lack_the_failed_benchmarks() -> None:
     record = record_of(load_suite("paper"), MODELS, failed=("C-Eval",))
-    rows = [row for row in record["benchmarks"] if row["name"] != "C-Eval"]
-    assert record["average"]["over"] == len(rows) == 13
-    for column in record["suite"]["columns"]:
-        figures = [row["published"][column] for row in rows]
-        assert record["average"]["published"][column] == pytest.approx(sum(figures) / 13)
-    failed = tuple(row["name"] for row in record["benchmarks"])
-    assert set(record_of(load_suite("paper"), MODELS, failed)["average"]["published"].values()) == {None}
+    rows = [row for row in record.benchmarks if row.name != "C-Eval"]
+    assert record.average.over == len(rows) == 13
+    for column in record.suite.columns:
+        figures = [row.published[column] for row in rows]
+        assert record.average.published[column] == pytest.approx(sum(figures) / 13)
+    failed = tuple(row.name for row in record.benchmarks)
+    assert set(record_of(load_suite("paper"), MODELS, failed).average.published.values()) == {None}
 
 
 def test_published_averages_are_over_the_common_benchmarks() -> None:
     """The paper's two tables have 13 benchmarks in common, and C-Eval and ARC-Easy each in one."""
     merged = merge({name: record_of(load_suite(name), MODELS) for name in ("paper", "paper_stage1")})
-    average = merged["average"]
-    assert (average["over"], average["of"]) == (13, 15)
-    common = [row for row in merged["benchmarks"] if row["name"] not in ("C-Eval", "ARC-Easy")]
-    assert len(average["published"]) == 3
-    for column, value in average["published"].items():
-        assert value == pytest.approx(sum(row["published"][column] for row in common) / 13)
+    average = merged.average
+    assert (average.over, average.total) == (13, 15)
+    common = [row for row in merged.benchmarks if row.name not in ("C-Eval", "ARC-Easy")]
+    assert len(average.published) == 3
+    for column, value in average.published.items():
+        assert value == pytest.approx(sum(row.published[column] for row in common) / 13)
 
 
 def test_local_data_is_named_by_its_digest(tmp_path: Path) -> None:
     for suite, folder in (("paper", tmp_path), ("smoke", None)):
-        rows = record_of(load_suite(suite), MODELS, data_dir=folder)["benchmarks"]
-        assert [row["data_sha256"] for row in rows] == [f"digest of {row['name']}" for row in rows]
-        assert {row["revision"] for row in rows} == {None}
-    for row in record_of(load_suite("paper"), MODELS)["benchmarks"]:
-        assert row["data_sha256"] is None
-
-
-def test_other_data_is_refused() -> None:
-    one, two = make_record(MODELS), make_record({**MODELS, "model": ("another", 0.8)})
-    for record in (one, two):
-        for row in record["benchmarks"]:
-            row |= {"revision": None, "data_sha256": "5a"}
-    merged = merge({"first": one, "second": two})
-    assert {row["data_sha256"] for row in merged["benchmarks"]} == {"5a"}
-    assert check_regression(two, one, 100.0) == []
-    two["benchmarks"][1]["data_sha256"] = "7b"
-    with pytest.raises(UserError, match="benchmark B: data_sha256 is 5a in first and 7b in second, so the scores"):
-        merge({"first": one, "second": two})
-    with pytest.raises(UserError, match="benchmark B: data_sha256 is 7b in this evaluation and 5a in the baseline"):
-        check_regression(two, one, 100.0)
-    del two["benchmarks"][1]["data_sha256"]  # as in older records
-    merge({"first": one, "second": two})
-    assert check_regression(two, one, 100.0) == check_regression(one, two, 100.0) == []
+        rows = record_of(load_suite(suite), MODELS, data_dir=folder).benchmarks
+        assert [row.data_sha256 for row in rows] == [f"digest of {row.name}" for row in rows]
+        assert {row.revision for row in rows} == {None}
+    for row in record_of(load_suite("paper"), MODELS).benchmarks:
+        assert row.data_sha256 is None
 
 
 def test_hardware_is_in_the_model_line() -> None:
     record = make_record(MODELS)
-    assert record["models"]["model"]["hardware"] == "a fast card"
+    assert record.models["model"].hardware == "a fast card"
     assert "| from | `in/dense` | `in/moh` |" in page_of(record)
     assert "| hardware | a fast card | a fast card |" in page_of(record)
-    del record["models"]["model"]["hardware"]  # as in older records
-    assert "| hardware | a fast card | - |" in page_of(record)
 
 
 def test_names_of_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +83,9 @@ def test_a_run_on_two_machines_names_both(tiny_llama: Path, tmp_path: Path, monk
             {"model": str(tiny_llama)}, suite, limit=1, device="cpu", cache=cache, say=lambda line: None
         )
         report = build_report(suite, scores, 1, 8, None, "")
-        assert all(len(row["data_sha256"]) == 64 for row in report["benchmarks"])
-        assert len({row["data_sha256"] for row in report["benchmarks"]}) == 3
-        return report["models"]["model"]["hardware"]
+        assert all(len(row.data_sha256) == 64 for row in report.benchmarks)
+        assert len({row.data_sha256 for row in report.benchmarks}) == 3
+        return report.models["model"].hardware
 
     assert hardware("old") == "old cpu"
     (cache.folder / "model" / "Stories.json").unlink()

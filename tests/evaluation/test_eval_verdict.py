@@ -17,7 +17,7 @@ def scores() -> Scores:
 
 def test_interval_in_the_report_and_the_verdict(scores: Scores) -> None:
     report = make_report(scores)
-    average = report["average"]["model"]
+    average = report.average.scores["model"]
     # Only the ten lost items tell the two apart: by hand, from (m_i - r b_i) / b over both benchmarks.
     ratio = 55 / 60
     variance = 0.0
@@ -26,20 +26,18 @@ def test_interval_in_the_report_and_the_verdict(scores: Scores) -> None:
         centre = sum(items) / 100
         variance += sum((item - centre) ** 2 for item in items) / 99 / 100
     error = 100 * variance**0.5 / 2 / 0.6
-    assert average["recovery"] == pytest.approx(100 * ratio)
-    assert average["recovery_interval"] == pytest.approx([100 * ratio - 1.96 * error, 100 * ratio + 1.96 * error])
-    assert report["average"]["recovery_interval"] == average["recovery_interval"]
-    low, high = average["recovery_interval"]
+    assert average.recovery.share == pytest.approx(100 * ratio)
+    assert average.recovery.interval == pytest.approx([100 * ratio - 1.96 * error, 100 * ratio + 1.96 * error])
+    low, high = average.recovery.interval
     interval = f"95 % interval {low:.1f} to {high:.1f} %"
     # Guessing scores nothing here, so both shares are the same.
     assert verdict(report, "model") == (
         f"model keeps 91.7 % of base's average (55.0 of 60.0; {interval}) on 2 benchmarks, and 91.7 % of its margin "
         f"over chance (55.0 of 60.0 points; {interval})."
     )
-    row = report["benchmarks"][0]
-    assert row["recovery_interval"] == row["model"]["recovery_interval"] and row["recovery"] == pytest.approx(87.5)
-    assert row["recovery_interval"][0] < 87.5 < row["recovery_interval"][1]
-    assert report["benchmarks"][1]["recovery_interval"] == pytest.approx([100, 100], abs=1e-5)
+    easy, hard = (row.scores["model"].recovery for row in report.benchmarks)
+    assert easy.share == pytest.approx(87.5) and easy.interval[0] < 87.5 < easy.interval[1]
+    assert hard.interval == pytest.approx([100, 100], abs=1e-5)
 
 
 def test_verdicts_stand_under_the_title(scores: Scores) -> None:
@@ -58,13 +56,13 @@ def test_verdicts_stand_under_the_title(scores: Scores) -> None:
 
 def test_without_a_base(scores: Scores) -> None:
     report = make_report({"model": scores["model"]})
-    error = report["average"]["model"]["stderr"]
+    error = report.average.scores["model"].stderr
     expected = f"model averages 55.0 % (standard error {error:.1f}) on 2 benchmarks; no base was scored with it."
     assert verdict(report, "model") == expected
     assert "delta method" not in page_of(report)
 
 
-def test_missing_benchmarks_are_told(scores: Scores) -> None:
+def test_missing_benchmarks_are_named(scores: Scores) -> None:
     del scores["model"]["Hard"]
     report = make_report(scores)
     assert "on only 1 of 2 benchmarks, those that every model has, and 87.5 % of its" in verdict(report, "model")
@@ -76,8 +74,8 @@ def test_missing_benchmarks_are_told(scores: Scores) -> None:
 
 def test_a_base_that_scores_nothing_has_no_share(scores: Scores) -> None:
     report = make_report({**scores, "base": {name: [0.0] * 100 for name in scores["base"]}})
-    assert report["average"]["recovery"] is None and report["average"]["recovery_interval"] is None
-    expected = "model averages 55.0 % on 2 benchmarks; base averages 0.0 %, so there is no share of it to state."
+    assert report.average.scores["model"].recovery.share is None
+    expected = "model averages 55.0 % and base 0.0 % on 2 benchmarks; a share is undefined."
     assert verdict(report, "model") == expected
 
 
@@ -85,14 +83,14 @@ def test_a_base_that_scores_nothing_has_no_share(scores: Scores) -> None:
     ("limit", "words"),
     [(1, "1 ITEM A TASK (--limit): model keeps 50.0"), (3, "3 ITEMS A TASK (--limit): model keeps 75.0")],
 )
-def test_a_limit_is_told_first(scores: Scores, limit: int, words: str) -> None:
+def test_a_limit_comes_first(scores: Scores, limit: int, words: str) -> None:
     cut = {label: {name: values[:limit] for name, values in found.items()} for label, found in scores.items()}
     report = make_report(cut, limit=limit)
     assert verdict(report, "model").startswith(f"ONLY {words} % of base's average")
     assert ("interval not known" in verdict(report, "model")) == (limit == 1)
 
 
-def test_part_of_the_data_is_told_first(scores: Scores) -> None:
+def test_part_of_the_data_comes_first(scores: Scores) -> None:
     draw = random.Random(0)
     many = {f"B{n}": [float(draw.random() < 0.5) for _ in range(100)] for n in range(5)}
     assert verdict(make_report(scores, full=250), "model").startswith(
@@ -104,8 +102,8 @@ def test_part_of_the_data_is_told_first(scores: Scores) -> None:
 def test_cut_prompts_are_a_warning(scores: Scores) -> None:
     report = make_report(scores)
     assert warnings(report) == []
-    for row in report["benchmarks"]:
-        row["model"]["truncated"] = True
+    for row in report.benchmarks:
+        row.scores["model"].truncated = True
     expected = "Prompts longer than model's context of 64 tokens lost their beginning in Easy, Hard."
     assert warnings(report) == [expected]
     assert page_of(report).count("lost their beginning") == 1 and f"> **{expected}**" in page_of(report)
@@ -116,19 +114,10 @@ def test_items_that_scored_alike_are_no_certainty(scores: Scores) -> None:
     scores["other"] = {"Easy": [1.0] * 100, "Hard": [1.0] * 19 + [0.0]}
     report = make_report(scores, full=20)
     assert warnings(report) == [
-        "All items scored alike in Easy (other), Hard (base, model): the standard error of 0 there is no certainty, "
-        "and the average's may be too small."
+        "All items have the same score in Easy (other), Hard (base, model): the standard error of 0 there is no "
+        "certainty, and the average's may be too small."
     ]
     assert f"> **{warnings(report)[0]}**" in page_of(report)
     # A single item has no standard error at all.
     single = make_report({"model": {"Easy": [1.0], "Hard": [0.0]}}, full=1)
     assert warnings(single) == []
-
-
-def test_a_record_of_before_is_read(scores: Scores) -> None:
-    report = make_report(scores)
-    for about in report["models"].values():
-        del about["compared_with"]
-    for row in (*report["benchmarks"], report["average"]):
-        del row["recovery_interval"], row["model"]["recovery_interval"]
-    assert "**model keeps 91.7 % of base's average (55.0 of 60.0; interval not known) on" in page_of(report)

@@ -6,20 +6,24 @@ Needs matplotlib.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_llm.evaluation.verdict import base_of
+from moh_llm.evaluation.margin import NORMAL_95
+from moh_llm.records.evaluation import EvaluationRecord, Value
 from moh_llm.reporting.document import Chart, Table
 from moh_llm.reporting.web.charts import Axis, Interval, interval_chart, line_chart
 
 Record = dict[str, Any]
 
 
-def score_charts(report: Record) -> list[Chart]:
+def score_charts(report: EvaluationRecord) -> list[Chart]:
     """Differences to the base, and scores, of each benchmark with 95 % intervals."""
-    rows = report["benchmarks"]
-    names, labels = [row["name"] for row in rows], list(report["models"])
-    compared = [label for label in labels if base_of(report, label)]
-    deltas = {label: [_interval(row.get(label, {}).get("delta")) for row in rows] for label in compared}
-    scores = {label: [_interval(row.get(label)) for row in rows] for label in labels}
+    rows = report.benchmarks
+    names, labels = [row.name for row in rows], list(report.models)
+    scores = {label: [_interval(row.scores.get(label)) for row in rows] for label in labels}
+    deltas = {
+        label: [_interval(row.scores[label].delta if label in row.scores else None) for row in rows]
+        for label, about in report.models.items()
+        if about.compared
+    }
     charts = []
     if any(any(values) for values in deltas.values()):
         note = "With 95 % intervals, from the differences on the same items. Left of the line: worse than the base."
@@ -76,9 +80,9 @@ def cost_charts(analyses: Mapping[str, Record], order: Sequence[str]) -> list[Ch
     return charts
 
 
-def _interval(figures: Record | None) -> Interval | None:
+def _interval(found: Value | None) -> Interval | None:
     """A score with its 95 % interval."""
-    if not figures:
+    if found is None:
         return None
-    value, error = figures["value"], figures["stderr"]
-    return (value, None, None) if error is None else (value, value - 1.96 * error, value + 1.96 * error)
+    value, error = found.value, found.stderr
+    return (value, None, None) if error is None else (value, value - NORMAL_95 * error, value + NORMAL_95 * error)

@@ -1,0 +1,228 @@
+"""The record of an evaluation, `report.json`. Scores, errors and shares are in percent, intervals hold 95 %."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from moh_llm.errors import UserError
+from moh_llm.reading import read_json
+from moh_llm.records.base import Record
+
+VERSION = 2
+
+
+class Value(Record):
+    """A mean over items and its standard error, None for a single item."""
+
+    value: float
+    stderr: float | None
+
+
+class Share(Record):
+    """What a model keeps of a figure of its base.
+
+    Attributes:
+        share: None where the base's figure is not above 0.
+        interval: None where an error is unknown, or the base's figure too near to 0.
+        base_errors: in the latter case, how many standard errors the base's figure lies above 0.
+    """
+
+    share: float | None
+    interval: list[float] | None = None
+    base_errors: float | None = None
+
+
+class Figures(Value):
+    """A model on a benchmark.
+
+    Attributes:
+        tasks: value and number of items of each lm-eval task.
+        margin: the score less what guessing scores.
+        delta: difference to the base on the same items.
+        recovery: share of the base's score.
+        at_chance: whether the base's own margin may be 0; then there is no share of it.
+        margin_kept: share of the base's margin.
+        samples: path of the log of all items, relative to the report's folder.
+    """
+
+    items: int
+    seconds: float
+    items_per_second: float | None
+    batch_size: int
+    truncated: bool
+    tasks: dict[str, dict[str, Any]]
+    margin: Value | None = None
+    delta: Value | None = None
+    recovery: Share | None = None
+    at_chance: bool | None = None
+    margin_kept: Share | None = None
+    samples: str | None = None
+
+
+class Row(Record):
+    """A benchmark, and the figures of each model that has a score on it, by the model's label.
+
+    Attributes:
+        data_sha256: of local data; None for data of the Hub, which its ``revision`` names.
+        items_in_full: number of items of the complete benchmark.
+        chance: what guessing scores; None where that is unknown.
+        published: the paper's figures by column.
+    """
+
+    name: str
+    shots: int
+    metric: str
+    dataset: str
+    dataset_config: str | None
+    revision: str | None
+    data_sha256: str | None
+    eval_split: str
+    fewshot_split: str | None
+    items_in_full: int
+    chance_rule: str | float | None
+    chance: float | None
+    note: str
+    published: dict[str, float]
+    scores: dict[str, Figures]
+
+
+class MarginAverage(Share):
+    """Share of the base's mean margin over the benchmarks where the base is above chance.
+
+    Attributes:
+        model, base: the mean margins; None where no benchmark is left.
+        over, total: number of benchmarks it is over, and of all in the average.
+        at_chance, unknown: names of those left out.
+    """
+
+    model: float | None
+    base: float | None
+    over: int
+    total: int
+    at_chance: list[str]
+    unknown: list[str]
+
+
+class AverageFigures(Value):
+    """A model's mean over benchmarks, compared with its base's as in `Figures`."""
+
+    delta: Value | None = None
+    recovery: Share | None = None
+    margin_kept: MarginAverage | None = None
+
+
+class Average(Record):
+    """Plain means over the ``over`` of ``total`` benchmarks that every model has a score on."""
+
+    over: int
+    total: int
+    published: dict[str, float | None]
+    scores: dict[str, AverageFigures]
+
+
+class ModelRecord(Record):
+    """What was scored, and how it was run.
+
+    Attributes:
+        model: folder or Hub id.
+        weights_sha256: of the weights of a folder; ``revision``: commit of a model on the Hub.
+        compared: whether the base was scored on the same items.
+        other_base: the base that its conversion names, where that is another one.
+    """
+
+    model: str
+    weights_sha256: str | None
+    revision: str | None
+    dtype: str
+    stored_dtype: str
+    device: str
+    hardware: str
+    context: int
+    seconds: float
+    items: int
+    items_per_second: float | None
+    compared: bool
+    other_base: str | None = None
+    model_type: str | None = None
+    heads: dict[str, Any] = Field(default_factory=dict)
+    records: list[str] = Field(default_factory=list)
+
+
+class Failure(Record):
+    """A benchmark that failed on a model."""
+
+    model: str
+    benchmark: str
+    error: str
+
+
+class SuiteRecord(Record):
+    """The suite; ``columns``: the published ones."""
+
+    name: str
+    title: str
+    columns: list[str]
+
+
+class EvaluationRecord(Record):
+    """An evaluation, or several side by side.
+
+    Attributes:
+        models: by label; the base's is "base".
+        limit: items of each task; None: all.
+        partial_data: benchmarks whose data lacks items.
+        analysis: what the heads of MoH models did, by label (`moh_llm.analysis`).
+        training: figures of the training runs behind the models.
+    """
+
+    version: Literal[2] = VERSION
+    suite: SuiteRecord
+    models: dict[str, ModelRecord]
+    benchmarks: list[Row]
+    average: Average
+    errors: list[Failure]
+    limit: int | None
+    partial_data: list[str]
+    data: str
+    dtype: str
+    batch_size: int | str
+    share_prefixes: bool
+    processes: int
+    seeds: dict[str, Any]
+    versions: dict[str, Any]
+    command: str
+    created: str
+    analysis: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    training: dict[str, Any] | None = None
+
+    @property
+    def compared_models(self) -> list[str]:
+        """The labels of all models but the base."""
+        return [label for label in self.models if label != "base"]
+
+    def has_base(self, label: str) -> bool:
+        """Whether a model is compared with the base."""
+        return self.models[label].compared
+
+
+def read_evaluation(folder: Path) -> EvaluationRecord:
+    """Read the record that `moh-llm evaluate` wrote into ``folder``.
+
+    Raises UserError for a folder that is missing or holds no report, a report of something else, one that is damaged,
+    and one of an older version.
+    """
+    path = folder / "report.json"
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {found}; name a folder that `moh-llm evaluate` wrote")
+    if not path.is_file():
+        raise UserError(f"{folder} holds no report.json; name a folder that `moh-llm evaluate` wrote")
+    record = read_json(path)
+    if isinstance(record, dict) and "comparison" in record:
+        raise UserError(f"{path} is of training runs (`moh-llm report`); name a folder that `moh-llm evaluate` wrote")
+    if not isinstance(record, dict) or "benchmarks" not in record:
+        raise UserError(f"{path} is not the report of an evaluation; name a folder that `moh-llm evaluate` wrote")
+    if record.get("version") != VERSION:
+        raise UserError(f"{path} is of another version of moh-llm; evaluate again with this one")
+    return EvaluationRecord.of(record, str(path))
