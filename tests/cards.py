@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
+from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.records.model import identify
 
 Record = dict[str, Any]
@@ -38,7 +39,7 @@ def write_run(folder: Path, model: str, scores: int = 3, record: Record | None =
 def write_evaluation(folder: Path, record: Record) -> Path:
     """What `moh-llm evaluate` leaves, as far as cards read it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(record))
+    EvaluationRecord.of(record, "record").write(folder / "report.json")
     return folder
 
 

@@ -232,7 +232,7 @@ def test_a_failed_analysis_is_named_and_loses_nothing(
     page = (output / "report.html").read_text()
     assert "NOT ANALYSED: what the heads of one did (RuntimeError: out of memory)." in page and "Routers of two" in page
     assert report["errors"] == []
-    assert all(label in row for row in report["benchmarks"] for label in ("one", "two"))
+    assert all(label in row["scores"] for row in report["benchmarks"] for label in ("one", "two"))
     said = capsys.readouterr()
     assert "the analysis of one failed, its scores stand: RuntimeError: out of memory\n" in said.out
     assert "the same command with --overwrite repeats the analysis only" in said.out

@@ -52,7 +52,7 @@ def test_scores_do_not_depend_on_the_number_of_processes(
         for run in ("one", "two")
     )
     assert one == two
-    assert any(0 < row["model"]["value"] < 100 for row in one["benchmarks"])
+    assert any(0 < row["scores"]["model"]["value"] < 100 for row in one["benchmarks"])
     for file in (tmp_path / "one" / "samples").rglob("*.jsonl"):
         other = tmp_path / "two" / file.relative_to(tmp_path / "one")
         assert file.read_text(encoding="utf-8") == other.read_text(encoding="utf-8")

@@ -109,16 +109,16 @@ def test_report_json(smoke_report: Path, tiny_moh: Path) -> None:
     report = json.loads((smoke_report / "report" / "report.json").read_text(encoding="utf-8"))
     assert [row["name"] for row in report["benchmarks"]] == ["Facts", "Stories", "Answers"]
     for row in report["benchmarks"]:
-        assert row["delta"]["value"] == pytest.approx(row["model"]["value"] - row["base"]["value"])
-        assert row["model"]["delta"] == row["delta"] and row["model"]["recovery"] == row["recovery"]
-        for figures in (row["base"], row["model"]):
+        scores = row["scores"]
+        assert scores["model"]["delta"]["value"] == pytest.approx(scores["model"]["value"] - scores["base"]["value"])
+        for figures in scores.values():
             (task,) = figures["tasks"].values()  # lm-eval's own figure
             assert figures["value"] == task["value"] and figures["items"] == task["items"] == row["items_in_full"]
             assert figures["margin"]["value"] == pytest.approx(figures["value"] - row["chance"])
     assert [row["chance"] for row in report["benchmarks"]] == [25.0, 50.0, 0.0]
     assert report["dtype"] == "float32"
-    values = [row["model"]["value"] for row in report["benchmarks"]]
-    assert report["average"]["model"]["value"] == pytest.approx(sum(values) / 3)
+    values = [row["scores"]["model"]["value"] for row in report["benchmarks"]]
+    assert report["average"]["scores"]["model"]["value"] == pytest.approx(sum(values) / 3)
     assert report["limit"] is None and report["errors"] == [] and report["partial_data"] == []
     assert set(report["versions"]) == {"moh_llm", "torch", "transformers", "lm_eval", "datasets", "python"}
     assert "--suite smoke" in report["command"]
@@ -157,7 +157,7 @@ def test_a_failed_benchmark_does_not_lose_the_others(
     assert run_evaluate(*words) == 1
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     assert report["errors"] == [{"model": "model", "benchmark": "Answers", "error": "RuntimeError: out of\nluck"}]
-    assert (report["average"]["over"], report["average"]["of"]) == (2, 3)
+    assert (report["average"]["over"], report["average"]["total"]) == (2, 3)
     page = capsys.readouterr().out
     assert "scores only Answers again" in page
     assert "NOT COMPARABLE: --limit 2" in page
@@ -231,15 +231,17 @@ def test_several_models_and_the_log_of_items(
     assert list(report["models"]) == ["base", "one-model", "two-model"] and report["analysis"] == {}
     assert report["models"]["two-model"]["records"][-1] == str(tmp_path / "two" / "run.json")
     for row in report["benchmarks"]:
-        assert row["one-model"]["value"] == row["two-model"]["value"]  # the same files
-        assert row["two-model"]["delta"]["value"] == pytest.approx(row["two-model"]["value"] - row["base"]["value"])
+        scores = row["scores"]
+        base, one, two = (scores[label]["value"] for label in ("base", "one-model", "two-model"))
+        assert one == two  # the same files
+        assert scores["two-model"]["delta"]["value"] == pytest.approx(two - base)
         for label in report["models"]:
-            log = [json.loads(line) for line in (output / row[label]["samples"]).read_text().splitlines()]
+            log = [json.loads(line) for line in (output / scores[label]["samples"]).read_text().splitlines()]
             assert [item["doc_id"] for item in log] == [0, 1, 2]
-            assert sum(item["score"] for item in log) / 3 * 100 == pytest.approx(row[label]["value"])
+            assert sum(item["score"] for item in log) / 3 * 100 == pytest.approx(scores[label]["value"])
             assert all(item["prompt"] and len(item["prompt_hash"]) == 64 for item in log)
-    deltas = [row["two-model"]["delta"]["value"] for row in report["benchmarks"]]
-    assert report["average"]["two-model"]["delta"]["value"] == pytest.approx(sum(deltas) / 3)
+    deltas = [row["scores"]["two-model"]["delta"]["value"] for row in report["benchmarks"]]
+    assert report["average"]["scores"]["two-model"]["delta"]["value"] == pytest.approx(sum(deltas) / 3)
     facts, answers = (
         json.loads((output / "samples" / "base" / f"{name}.jsonl").read_text().splitlines()[0])
         for name in ("Facts", "Answers")

@@ -123,27 +123,29 @@ def test_an_unfinished_run_says_so(tuned: Path, scores: int) -> None:
 
 
 def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
-    record = make_record({"base": ("b", 1.0), "model": (weights_of(converted), 0.9), "other": ("o", 0.5)})
+    record = make_record({"base": ("b", 1.0), "model": (weights_of(converted), 0.9), "other": ("o", 0.5)}).content()
     record["errors"] = [{"model": "other", "benchmark": "A", "error": "no memory"}]
     folder = write_evaluation(tmp_path / "report", record)
     card = build_card(converted, NAME, evaluation=folder)
     assert card == build_card(converted, NAME, evaluation=folder / "report.json")
     found = check_card(card)["Benchmarks"]
-    row, base = record["benchmarks"][0]["model"], record["benchmarks"][0]["base"]
+    row, base = (record["benchmarks"][0]["scores"][label] for label in ("model", "base"))
     scores = f"{base['value']:.1f} ± {base['stderr']:.1f} | {row['value']:.1f} ± {row['stderr']:.1f}"
     assert f"| A | 0 | acc | 200 | 25.0 | {scores} | {row['delta']['value']:+.1f} ±" in found
-    average = record["average"]["model"]
-    shares = f"| {average['recovery']:.1f} | {average['margin_kept']['share']:.1f} |"
-    assert shares in found.split("average** |")[1] and average["recovery"] > average["margin_kept"]["share"] + 1
-    assert f"| {row['recovery']:.1f} | {row['margin_kept']['share']:.1f} |" in found
+    average = record["average"]["scores"]["model"]
+    shares = f"| {average['recovery']['share']:.1f} | {average['margin_kept']['share']:.1f} |"
+    assert (
+        shares in found.split("average** |")[1] and average["recovery"]["share"] > average["margin_kept"]["share"] + 1
+    )
+    assert f"| {row['recovery']['share']:.1f} | {row['margin_kept']['share']:.1f} |" in found
     assert "| at chance |" in found.split("| B |")[1].split("\n")[0] and "base is at chance on B." in card
     assert "Every model was run in float32." in found and "Chance is what a uniform guess" in found
-    assert f"**model keeps {record['average']['model']['recovery']:.1f} % of base's average" in card
+    assert f"**model keeps {average['recovery']['share']:.1f} % of base's average" in card
     assert "other" not in found and "no memory" not in card
 
 
 def test_limits_and_partial_data_are_loud(converted: Path, tmp_path: Path) -> None:
-    record = make_record({"model": (weights_of(converted), 0.9)})
+    record = make_record({"model": (weights_of(converted), 0.9)}).content()
     folder = write_evaluation(tmp_path / "report", record | {"limit": 2})
     card = build_card(converted, NAME, evaluation=folder)
     found = check_card(card)["Benchmarks"]
@@ -160,7 +162,7 @@ def _error(error: str) -> dict[str, str]:
 
 
 def test_an_evaluation_of_another_model_is_refused(converted: Path, tmp_path: Path) -> None:
-    folder = write_evaluation(tmp_path / "report", make_record({"model": ("other", 0.9)}))
+    folder = write_evaluation(tmp_path / "report", make_record({"model": ("other", 0.9)}).content())
     with pytest.raises(UserError, match="scored other weights than those in"):
         build_card(converted, NAME, evaluation=folder)
 
@@ -236,10 +238,10 @@ def test_hostile_names_stay_text(tuned: Path, tmp_path: Path) -> None:
     read = {"weight": 1.0, "tokens": 192, "share": 1.0, "epochs": 0.5, "repeated_tokens": 0}
     data = {"mixture": EVIL, "sequence_length": 16, "batch_size": 2}
     write_run(tuned.parent, EVIL, record={"data_read": {EVIL: read}, "device": EVIL}, data=data)
-    record = make_record({"base": ("b", 1.0), EVIL: (weights_of(tuned), 0.9)})
+    record = make_record({"base": ("b", 1.0), EVIL: (weights_of(tuned), 0.9)}).content()
     record["suite"]["title"] = record["suite"]["name"] = EVIL
     record["benchmarks"][0] |= {"name": EVIL, "metric": EVIL, "dataset": EVIL}
-    record["benchmarks"][0][EVIL]["truncated"] = True
+    record["benchmarks"][0]["scores"][EVIL]["truncated"] = True
     folder = write_evaluation(tmp_path / "report", record | {"errors": [_error(EVIL) | {"model": EVIL}]})
     card = build_card(tuned, NAME, evaluation=folder, forced=[EVIL])
     assert set(check_card(card)) == clean

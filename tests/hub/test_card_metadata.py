@@ -106,18 +106,18 @@ def test_datasets_are_those_of_the_hub_that_were_read(folder: Path, tmp_path: Pa
 
 
 def test_model_index_holds_the_reports_numbers(folder: Path, tmp_path: Path) -> None:
-    record = make_record({"base": ("b", 1.0), "model": (weights_of(folder), 0.9)})
+    record = make_record({"base": ("b", 1.0), "model": (weights_of(folder), 0.9)}).content()
     record["benchmarks"][0]["metric"] = "exact_match (strict-match)"
     record["benchmarks"][0]["shots"] = 8
-    record["benchmarks"][1]["model"]["value"] = 100 / 3  # more digits than a page shows
-    del record["benchmarks"][2]["model"]
+    record["benchmarks"][1]["scores"]["model"]["value"] = 100 / 3  # more digits than a page shows
+    del record["benchmarks"][2]["scores"]["model"]
     place = write_evaluation(tmp_path / "report", record)
     card = build_card(folder, NAME, evaluation=place)
     name, results = model_index_to_eval_results(metadata(card)["model-index"])
     report = json.loads((place / "report.json").read_text())
     assert name == "Tiny-MoH"
     assert {r.dataset_name: r.metric_value for r in results} == {
-        row["name"]: row["model"]["value"] for row in report["benchmarks"] if "model" in row
+        row["name"]: row["scores"]["model"]["value"] for row in report["benchmarks"] if "model" in row["scores"]
     }
     first = results[0]
     assert (first.metric_type, first.metric_name) == ("exact_match", "exact_match (strict-match), 8-shot")
@@ -126,19 +126,18 @@ def test_model_index_holds_the_reports_numbers(folder: Path, tmp_path: Path) -> 
 
 
 def test_the_report_gives_the_config(folder: Path, tmp_path: Path) -> None:
-    record = make_record({"model": (weights_of(folder), 0.9)})
+    record = make_record({"model": (weights_of(folder), 0.9)}).content()
     record["benchmarks"][0] |= {"dataset": "allenai/ai2_arc", "dataset_config": "ARC-Challenge"}
     record["benchmarks"][1]["dataset_config"] = None  # several, read as one
-    del record["benchmarks"][2]["dataset_config"]  # as older versions wrote it
     card = build_card(folder, NAME, evaluation=write_evaluation(tmp_path / "report", record))
     _, results = model_index_to_eval_results(metadata(card)["model-index"])
     assert [(r.dataset_type, r.dataset_config) for r in results] == [
-        *(("allenai/ai2_arc", "ARC-Challenge"), ("B", None), ("C", None)),
+        *(("allenai/ai2_arc", "ARC-Challenge"), ("B", None), ("C", "C")),
     ]
 
 
 def test_benchmarks_of_one_dataset_keep_their_names(folder: Path, tmp_path: Path) -> None:
-    record = make_record({"model": (weights_of(folder), 0.9)})
+    record = make_record({"model": (weights_of(folder), 0.9)}).content()
     for row in record["benchmarks"][:2]:
         row |= {"dataset": "org/both", "dataset_config": "main"}
     card = build_card(folder, NAME, evaluation=write_evaluation(tmp_path / "report", record))
@@ -147,7 +146,7 @@ def test_benchmarks_of_one_dataset_keep_their_names(folder: Path, tmp_path: Path
 
 
 def test_partial_scores_are_no_results(folder: Path, tmp_path: Path) -> None:
-    record = make_record({"model": (weights_of(folder), 0.9)})
+    record = make_record({"model": (weights_of(folder), 0.9)}).content()
     place = write_evaluation(tmp_path / "report", record | {"limit": 100})
     assert "model-index" not in metadata(build_card(folder, NAME, evaluation=place))
     write_evaluation(place, record | {"partial_data": ["A", "C"]})

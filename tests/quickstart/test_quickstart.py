@@ -81,7 +81,7 @@ def check_full_card(output):
     assert (data.license, data.language, data.model_name) == ("apache-2.0", ["en"], "toy")
     rows = json.loads((output / "report" / "report.json").read_text())["benchmarks"]
     assert {(r.dataset_config, r.dataset_split): r.metric_value for r in data.eval_results} == {
-        (row["dataset_config"], row["eval_split"]): row["model"]["value"] for row in rows
+        (row["dataset_config"], row["eval_split"]): row["scores"]["model"]["value"] for row in rows
     }
     assert len(rows) == len(data.eval_results) == 3
 

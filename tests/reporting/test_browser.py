@@ -56,10 +56,10 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page_file(tmp_path: Path, analysis: dict[str, Any], make_run: Any) -> Path:
     record = make_record({"base": ("dense", 1.0), "one": ("first", 0.9), "a model with a long name": ("second", 0.8)})
-    record |= {"analysis": {"one": analysis}, "limit": 20}
+    record.analysis, record.limit = {"one": analysis}, 20
     path = tmp_path / "report.html"
     document = build_document(record, group_runs(read_runs([make_run("run")])), "moh-llm report " + "folder/" * 40)
-    path.write_text(render_html(document, record))
+    path.write_text(render_html(document, record.content()))
     return path
 
 

@@ -12,6 +12,7 @@ import pytest
 from records import make_record
 
 from moh_llm.cli import main
+from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.reporting.report import write_report
 
 MakeRun = Callable[..., Path]
@@ -31,7 +32,7 @@ def evaluated(
 ) -> Path:
     """A folder as evaluate leaves it; ``made_by``: per model the folder of its training run."""
     folder.mkdir()
-    record = make_record({"base": ("dense", 1.0)} | models) | changes
+    record = make_record({"base": ("dense", 1.0)} | models).content() | changes
     for label, run in (made_by or {}).items():
         (run / "model").mkdir()
         record["models"][label]["model"] = str(run / "model")
@@ -77,14 +78,16 @@ def test_a_damaged_run_that_nobody_named_is_left_out(make_run: MakeRun, tmp_path
 def test_a_report_names_no_logs_of_items_that_it_lacks(tmp_path: Path) -> None:
     folder = evaluated(tmp_path / "scores", {"model": ("one", 0.9)})
     record = read(folder)
-    record["benchmarks"][0]["model"]["samples"] = "samples/model/A.jsonl"
+    record["benchmarks"][0]["scores"]["model"]["samples"] = "samples/model/A.jsonl"
     (folder / "report.json").write_text(json.dumps(record))
     (folder / "samples" / "model").mkdir(parents=True)
     (folder / "samples" / "model" / "A.jsonl").write_text("")
     assert report(folder) == 0
-    assert "samples" not in read(folder / "report")["benchmarks"][0]["model"]
-    write_report(folder, [], "moh-llm evaluate", record)  # as evaluate does, where the logs lie
-    assert read(folder)["benchmarks"][0]["model"]["samples"] == "samples/model/A.jsonl"
+    assert read(folder / "report")["benchmarks"][0]["scores"]["model"]["samples"] is None
+    write_report(
+        folder, [], "moh-llm evaluate", EvaluationRecord.of(record, "")
+    )  # as evaluate does, where the logs lie
+    assert read(folder)["benchmarks"][0]["scores"]["model"]["samples"] == "samples/model/A.jsonl"
 
 
 def test_the_page_holds_the_whole_record(make_run: MakeRun, tmp_path: Path) -> None:
@@ -114,7 +117,7 @@ def test_a_build_fails_where_a_model_fell_behind(tmp_path: Path, capsys: pytest.
         (["RUN", "--baseline", "EVAL"], "no evaluation among RUN to compare with it"),
         (["EVAL", "--max-drop", "1"], "name an evaluation with --baseline"),
         (["EVAL", "--baseline", "RUN"], "holds no report.json"),
-        (["EVAL", "LIMITED", "--output", "out"], "limit is none in EVAL and 5 in LIMITED"),
+        (["EVAL", "LIMITED", "--output", "out"], "--limit is none in EVAL and 5 in LIMITED"),
         (["EVAL", "EVAL", "--output", "out"], "is named twice"),
     ],
 )

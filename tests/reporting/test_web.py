@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from records import make_record
 
 from moh_llm.evaluation.verdict import verdict
+from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.reporting.document import Chart
 from moh_llm.reporting.groups import group_runs
 from moh_llm.reporting.markdown import render_markdown
@@ -33,12 +34,13 @@ Record = dict[str, Any]
 
 @pytest.fixture
 def evaluation(analysis: Record) -> Record:
-    record = make_record({"base": ("dense", 1.0), "one": ("first", 0.9), "two": ("second", 0.8)})
+    record = make_record({"base": ("dense", 1.0), "one": ("first", 0.9), "two": ("second", 0.8)}).content()
     return record | {"analysis": {"one": analysis, "two": {"error": "out of <memory>"}}}
 
 
 def to_html(record: Record, groups: Any = (), command: str = "") -> str:
-    return render_html(build_document(record, groups, command), record)
+    evaluation = EvaluationRecord.of(record, "") if record else None
+    return render_html(build_document(evaluation, groups, command), record)
 
 
 def text_of(page: str) -> str:
@@ -54,20 +56,20 @@ def test_the_page_says_what_the_record_says(evaluation: Record) -> None:
     page = to_html(evaluation, command="moh-llm report a")
     text = text_of(page)
     for label in ("one", "two"):
-        assert verdict(evaluation, label) in text
+        assert verdict(EvaluationRecord.of(evaluation, ""), label) in text
     for row in evaluation["benchmarks"]:
-        for label in evaluation["models"]:
-            assert f"{row[label]['value']:.1f} ± {row[label]['stderr']:.1f}" in text
-        for label in ("one", "two"):
-            assert f"{row[label]['delta']['value']:+.1f} ± {row[label]['delta']['stderr']:.1f}" in text
-            assert f"± {row[label]['delta']['stderr']:.1f} {row[label]['recovery']:.1f} " in text
+        for label, figures in row["scores"].items():
+            assert f"{figures['value']:.1f} ± {figures['stderr']:.1f}" in text
+            if label != "base":
+                delta, share = figures["delta"], figures["recovery"]["share"]
+                assert f"{delta['value']:+.1f} ± {delta['stderr']:.1f} {share:.1f} " in text
     links = dict(re.findall(r'download="([^"]+)\.csv" href="([^"]+)"', page))
     head, *rows = table_of(html.unescape(links["deltas"]))
     assert head == ["", "one", "one: from", "one: to", "two", "two: from", "two: to"]
     for cells, row in zip(rows, evaluation["benchmarks"], strict=True):
         limits = []
         for label in ("one", "two"):
-            value, error = row[label]["delta"]["value"], row[label]["delta"]["stderr"]
+            value, error = row["scores"][label]["delta"]["value"], row["scores"][label]["delta"]["stderr"]
             limits += [value, value - 1.96 * error, value + 1.96 * error]
         assert [float(cell) for cell in cells[1:]] == limits
     assert evaluation["command"] in text and "moh-llm report a" in text
@@ -96,7 +98,7 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_is_given(
 
 @pytest.mark.usefixtures("unrendered")
 def test_limits_and_failures_are_loud(evaluation: Record) -> None:
-    assert 'class="warning"' not in to_html(make_record({"base": ("dense", 1.0), "one": ("first", 0.9)}))
+    assert 'class="warning"' not in to_html(make_record({"base": ("dense", 1.0), "one": ("first", 0.9)}).content())
     evaluation |= {"limit": 20, "partial_data": ["A"]}
     evaluation["errors"] = [{"model": "one", "benchmark": "B", "error": "no\nmemory"}]
     page = to_html(evaluation)
