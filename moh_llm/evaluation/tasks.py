@@ -11,11 +11,10 @@ is tried here, before a model is loaded.
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -269,20 +268,26 @@ def _bad_data(loaded: Loaded, limit: int | None) -> str | None:
 
     benchmark, shots = loaded.benchmark, loaded.benchmark.shots
     for part, task in zip(benchmark.expand(), loaded.tasks, strict=True):
-        if problem := _bad_row(task, itertools.islice(task.task_docs, limit), task.config):
+        if problem := _bad_row(task, task.task_docs[:limit], task.config):
             return f"{part.config}/{benchmark.eval_split}: {problem}"
         if shots == 0:
             continue
         if len(examples := task.sampler.df) < shots:
             return f"{task.config.task} has {len(examples)} examples in {benchmark.fewshot_split}, {shots} are shown"
         shown = shots if isinstance(task.sampler, FirstNSampler) else None
-        if problem := _bad_row(task, itertools.islice(examples, shown), task.fewshot_cfg):
+        if problem := _bad_row(task, examples[:shown], task.fewshot_cfg):
             return f"{part.config}/{benchmark.fewshot_split}: {problem}"
     return None
 
 
-def _bad_row(task: "ConfigurableTask", rows: Iterable[dict[str, Any]], config: Any) -> str | None:
-    """What is wrong with the first row that ``config``, a task's or its examples' settings, cannot read; or None."""
+def _bad_row(task: "ConfigurableTask", rows: Any, config: Any) -> str | None:
+    """What is wrong with the first row that ``config``, a task's or its examples' settings, cannot read; or None.
+
+    ``rows``: dicts, or a dict of columns, from which reading is several times as fast.
+    """
+    if isinstance(rows, dict):
+        columns = rows
+        rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
     for number, values in enumerate(rows, start=1):
         # A prompt that needs a null cannot be built from a row without its nulls.
         row = {
