@@ -240,7 +240,8 @@ def _hash_definition(suite: Suite, loaded: Loaded) -> str:
     seen: list[Any] = [sha256(file) for folder in sorted(folders) for file in sorted(folder.rglob("*.py"))]
     for task in loaded.tasks:
         settings = task.config.to_dict()  # functions as their source
-        seen.append({key: value for key, value in settings.items() if key not in ("dataset_kwargs", "custom_dataset")})
+        places = ("dataset_kwargs", "custom_dataset", "metadata")  # where files lie
+        seen.append({key: value for key, value in settings.items() if key not in places})
     text = json.dumps(seen, sort_keys=True, default=lambda value: getattr(value, "__qualname__", str(value)))
     return hashlib.sha256(text.encode()).hexdigest()
 
