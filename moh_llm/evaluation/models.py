@@ -61,9 +61,9 @@ def identify(model: str) -> Identity:
         register_moh()
         commit = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "_commit_hash", None)
         return Identity(_digest([f"{model} {commit}"]), None, commit)
-    weights = _digest(_hash_files(read_weight_map(folder)[0]))
-    settings = _hash_files(folder / name for name in dict.fromkeys(_SETTINGS) if (folder / name).is_file())
-    return Identity(_digest([weights, *settings]), weights, None)
+    weights = _digest(f"{sha256(file)} {file.name}" for file in read_weight_map(folder)[0])
+    settings = [folder / name for name in dict.fromkeys(_SETTINGS) if (folder / name).is_file()]
+    return Identity(_digest([weights, *(f"{sha256(file)} {file.name}" for file in settings)]), weights, None)
 
 
 def label_models(models: Sequence[str], base: str | None) -> dict[str, str]:
@@ -75,11 +75,10 @@ def label_models(models: Sequence[str], base: str | None) -> dict[str, str]:
     labels = {} if base is None else {"base": base}
     if len(models) == 1:
         return {**labels, "model": models[0]}
-    for number, model in enumerate(models):
-        if any(_same(model, other) for other in models[:number]):
-            raise UserError(f"model {model} is given twice")
     paths = [Path(model).resolve().parts[1:] if Path(model).is_dir() else tuple(model.split("/")) for model in models]
-    for parts, model in zip(paths, models, strict=True):
+    for number, (parts, model) in enumerate(zip(paths, models, strict=True)):
+        if parts in paths[:number]:
+            raise UserError(f"model {model} is given twice")
         for length in range(1, len(parts) + 1):
             label = "-".join(parts[-length:])
             alone = ["-".join(other[-length:]) for other in paths].count(label) == 1
@@ -89,15 +88,7 @@ def label_models(models: Sequence[str], base: str | None) -> dict[str, str]:
     return labels
 
 
-def _same(one: str, other: str) -> bool:
-    return one == other or (Path(one).exists() and Path(other).exists() and Path(one).samefile(other))
-
-
-def _hash_files(files: Iterable[Path]) -> list[str]:
-    return [f"{sha256(file)} {file.name}" for file in files]
-
-
-def _digest(lines: list[str]) -> str:
+def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
 
 
@@ -108,7 +99,13 @@ def check_model(model: str) -> None:
     """
     folder = Path(model)
     if folder.is_dir():
-        _check_folder(folder)
+        if "model_type" not in read_config(folder):
+            raise UserError(f"{folder / CONFIG} names no model_type; is this a model's folder?")
+        if not any((folder / name).is_file() for name in _TOKENIZERS):
+            names = ", ".join(_TOKENIZERS)
+            raise UserError(f"{folder} has no tokenizer (none of {names}); save the base's beside the model")
+        read_weight_map(folder)
+        read_conversion(folder)  # a malformed one is reported before hours of scoring
         return
     if folder.exists():
         raise UserError(f"{model} is a file; name the model's folder")
@@ -182,31 +179,16 @@ def other_base(model: str, base: str, revision: str | None) -> str | None:
     return None if same else recorded.label
 
 
-def _check_folder(folder: Path) -> None:
-    config = read_config(folder)
-    if "model_type" not in config:
-        raise UserError(f"{folder / 'config.json'} names no model_type; is this a model's folder?")
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        raise UserError(
-            f"{folder} has no tokenizer (none of {', '.join(_TOKENIZERS)}); save the base's beside the model"
-        )
-    read_weight_map(folder)
-    read_conversion(folder)  # a malformed one is told before hours of scoring
-
-
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of a report.
-
-    Attributes:
-        dtype: name of the torch dtype that every model is run in.
-        stored: by model's label, the dtype that its weights are stored in.
-        asked: what was asked for, "auto" or the dtype.
-    """
+    """The dtype of a report."""
 
     dtype: str
+    """Name of the torch dtype that every model is run in."""
     stored: dict[str, str]
+    """By model's label, the dtype that its weights are stored in."""
     asked: str
+    """The option: "auto" or the dtype."""
 
     def __str__(self) -> str:
         kept = ", ".join(f"{label} {dtype}" for label, dtype in self.stored.items())
@@ -234,7 +216,7 @@ def stored_dtype(model: str) -> str:
     """The widest floating dtype among a folder's weight matrices; of a model on the Hub what its config names.
 
     Vectors do not count: some checkpoints hold norms or rotary frequencies in float32 beside bfloat16 matrices.
-    float32 where neither tells.
+    float32 where neither is known.
     """
     import torch
     from safetensors import safe_open

@@ -1,11 +1,8 @@
 """From a suite to lm-eval tasks whose data is read and checked.
 
-A task is a small YAML file that includes lm-eval's own and changes shots and data. lm-eval's full index takes about
-ten seconds to read, so only the files of the suite are indexed.
-
-lm-eval itself checks the first row only. A null in another one becomes the word "None" in a prompt, a label that
-names no choice counts as a wrong answer, and a missing choice stops a benchmark halfway. So every row that is scored
-is tried here, before a model is loaded.
+A task is a small YAML file that includes lm-eval's own and changes shots and data. lm-eval itself checks the first row
+only: a null in another one becomes the word "None" in a prompt, a label that names no choice counts as a wrong answer,
+and a missing choice stops a benchmark halfway. So every row that is scored is tried here, before a model is loaded.
 """
 
 import contextlib
@@ -97,8 +94,7 @@ def check_data(suite: Suite, data_dir: Path | None) -> None:
         raise UserError(f"--data-dir {folder} is not a folder")
     lacking = []
     for benchmark in suite.benchmarks:
-        files = data_files(folder, benchmark)
-        missing = [file for file in files if not file.is_file() or file.stat().st_size == 0]
+        missing = [file for file in data_files(folder, benchmark) if not file.is_file() or file.stat().st_size == 0]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             lacking.append(f"{benchmark.name} ({missing[0].relative_to(folder)}{more})")
@@ -119,6 +115,7 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
     from lm_eval.tasks import TaskManager
 
     write_task_files(suite, folder, data_dir)
+    # lm-eval's full index takes about ten seconds to read.
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     loaded: list[Loaded] = []
     unknown, failures = [], []
@@ -170,11 +167,8 @@ def write_task_files(suite: Suite, folder: Path, data_dir: Path | None) -> None:
                     f"{benchmark.name}: task file {part.definition} is not in {root}; "
                     "the suites need the lm-eval named in constraints.txt"
                 )
-            task: dict[str, Any] = {
-                "include": str(root / part.definition),
-                "task": part.task,
-                "num_fewshot": benchmark.shots,
-            }
+            task: dict[str, Any] = {"include": str(root / part.definition), "task": part.task}
+            task |= {"num_fewshot": benchmark.shots}
             if benchmark.fewshot_split is None:
                 # lm-eval reads the training split even when no example is shown; this spares the file.
                 task |= {"training_split": None, "validation_split": None, "fewshot_split": None}
@@ -239,9 +233,9 @@ def _hash_definition(suite: Suite, loaded: Loaded) -> str:
     folders = {(suite.folder / part.definition).parent for part in loaded.benchmark.expand()}
     seen: list[Any] = [sha256(file) for folder in sorted(folders) for file in sorted(folder.rglob("*.py"))]
     for task in loaded.tasks:
-        settings = task.config.to_dict()  # functions as their source
         places = ("dataset_kwargs", "custom_dataset", "metadata")  # where files lie
-        seen.append({key: value for key, value in settings.items() if key not in places})
+        # Functions are in it as their source.
+        seen.append({key: value for key, value in task.config.to_dict().items() if key not in places})
     text = json.dumps(seen, sort_keys=True, default=lambda value: getattr(value, "__qualname__", str(value)))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -344,15 +338,14 @@ def quiet_data() -> Iterator[None]:
     import datasets
 
     logger = logging.getLogger("lm_eval")
-    level, bars = logger.level, datasets.is_progress_bar_enabled()
+    level = logger.level
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
         yield
     finally:
         logger.setLevel(level)
-        if bars:
-            datasets.enable_progress_bars()
+        datasets.enable_progress_bars()
 
 
 def _in_words(error: BaseException) -> str:
