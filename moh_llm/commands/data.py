@@ -16,8 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fetch. Returns 1 when something could not be had, else 0; raises `UserError` for bad input."""
-    from moh_llm.evaluation.converters import load_sources
+    """Fetch. Returns 1 when something could not be fetched, else 0; raises `UserError` for bad input."""
     from moh_llm.evaluation.fetch import MANIFEST, fetch
     from moh_llm.evaluation.suite import load_suite
     from moh_llm.evaluation.tasks import require_lm_eval
@@ -26,10 +25,10 @@ def run(args: argparse.Namespace) -> int:
     suite = load_suite(args.suite)
     require_lm_eval()  # its extra brings `datasets`
     with lock_folder(args.folder):
-        problems = fetch(suite, args.folder, load_sources(), say=lambda line: print(line, flush=True))
+        problems = fetch(suite, args.folder, say=lambda line: print(line, flush=True))
     for problem in problems:
         print(problem, file=sys.stderr)
     if problems:
         return 1
-    print(f"{args.folder} holds suite {suite.name}; {MANIFEST} says what and whence. Use it with --data-dir")
+    print(f"{args.folder} holds suite {suite.name}; {MANIFEST} lists them and their origin. Use it with --data-dir")
     return 0

@@ -2,121 +2,144 @@
 
 DIR/<dataset, / as __>/<config>/<split>.jsonl
 DIR/MANIFEST.json    by file: dataset, config, split, commit, rows, SHA-256, and where it came from
+
+Datasets that the Hub serves by script come from where the script took them (``suites/sources/converted.yaml``), as
+the rows that the script made of them.
 """
 
+import csv
+import functools
 import hashlib
 import http.client
+import io
 import json
 import os
+import shutil
 import tempfile
-import urllib.error
 import urllib.request
+import zipfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.converters import CONVERTERS
-from moh_llm.evaluation.suite import Suite
-from moh_llm.evaluation.tasks import data_file, quiet_data
-from moh_llm.files import sha256, write_json
-from moh_llm.reading import read_json
+from moh_llm.evaluation.suite import SCRIPT_DATASETS, Suite, data_file
+from moh_llm.evaluation.tasks import quiet_data
+from moh_llm.files import sha256
+from moh_llm.reading import read_yaml
+from moh_llm.records.base import Record
 
 MANIFEST = "MANIFEST.json"
+Rows = Iterable[dict[str, Any]]
+
+
+class Entry(Record):
+    """One file of the folder."""
+
+    dataset: str
+    config: str
+    split: str
+    revision: str
+    source: str
+    rows: int
+    sha256: str
+
+
+class Manifest(Record):
+    """The files of the folder, by their path in it. Written before each file: a file it does not name is foreign."""
+
+    files: dict[str, Entry]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class _Wanted:
     """The splits of one config of one dataset that a suite reads, with the file of each."""
 
     dataset: str
     config: str
     revision: str | None
-    files: dict[str, Path]
+    files: dict[str, Path] = field(default_factory=dict)
 
 
-def fetch(suite: Suite, folder: Path, sources: dict[str, Any], say: Callable[[str], None] = print) -> list[str]:
-    """Download what ``suite`` reads and ``folder`` lacks; returns what could not be had, one line each.
+class _Refused(Exception):
+    """One dataset could not be fetched; others may."""
 
-    ``sources`` says where datasets come from that the Hub does not serve as files (see `load_sources`). Each
-    file is written in one step, and one whose bytes and commit are those of the manifest is kept. Raises
+
+def fetch(suite: Suite, folder: Path, say: Callable[[str], None] = print) -> list[str]:
+    """Download what ``suite`` reads and ``folder`` lacks; returns what could not be fetched, one line each.
+
+    Each file is written in one step, and one whose bytes and commit are those of the manifest is kept. Raises
     UserError when the folder cannot be used, or when nothing can be reached.
     """
     if suite.data:
         raise UserError(f"suite {suite.name} carries its own data; there is nothing to fetch")
-    manifest = _Manifest(folder)
+    held = _Held(folder)
+    sources = read_yaml(SCRIPT_DATASETS)
+    wanted = _wanted_by(suite, folder)
     problems: list[str] = []
-    wanted = wanted_by(suite, folder)
     with tempfile.TemporaryDirectory(prefix="moh-fetch-") as temporary:
-        downloads = _Downloads(Path(temporary))
-        commits = _Commits()
+        download = functools.cache(functools.partial(_download, Path(temporary)))
+        current_commit = functools.cache(_current_commit)
         for number, item in enumerate(wanted, start=1):
-            source = sources.get(item.dataset)
             name = f"[{number}/{len(wanted)}] {item.dataset} {item.config}"
+            source = sources.get(item.dataset)
             revision = source["revision"] if source else item.revision
-            missing = [split for split, file in item.files.items() if not manifest.holds(file, revision)]
+            missing = [split for split, file in item.files.items() if not held.whole(file, revision)]
             if not missing:
                 say(f"{name}: already here")
                 continue
             try:
-                if source:
-                    found = _convert(item, source, missing, downloads)
-                else:
-                    revision = revision or commits.of(item.dataset)
-                    found = _from_hub(item, missing, revision)
+                revision = revision or current_commit(item.dataset)
+                found = _convert(item, source, missing, download) if source else _from_hub(item, missing, revision)
                 for split, (rows, where) in found.items():
                     about = {"dataset": item.dataset, "config": item.config, "split": split, "revision": revision}
-                    manifest.write(item.files[split], rows, about | {"source": where})
+                    held.write(item.files[split], rows, about | {"source": where})
             except _Refused as error:
                 say(f"{name}: failed")
                 problems.append(f"{item.dataset} {item.config}: {error}")
                 continue
-            counts = ", ".join(f"{manifest.rows(item.files[split])} {split}" for split in missing)
-            say(f"{name}: {counts}")
-    return problems + _wrong_counts(suite, folder, manifest)
+            say(f"{name}: {', '.join(f'{held.rows(item.files[split])} {split}' for split in missing)}")
+    return problems + _wrong_counts(suite, folder, held)
 
 
-def wanted_by(suite: Suite, folder: Path) -> list[Wanted]:
+def _wanted_by(suite: Suite, folder: Path) -> list[_Wanted]:
     """All files that a suite reads, by dataset and config, in the suite's order."""
-    found: dict[tuple[str, str], Wanted] = {}
+    found: dict[tuple[str, str], _Wanted] = {}
     for benchmark in suite.benchmarks:
         for part in benchmark.expand():
-            item = Wanted(benchmark.dataset, part.config, benchmark.revision, {})
+            item = _Wanted(benchmark.dataset, part.config, benchmark.revision)
             item = found.setdefault((benchmark.dataset, part.config), item)
             for split in benchmark.splits():
                 item.files[split] = data_file(folder, benchmark, part, split)
     return list(found.values())
 
 
-class _Refused(Exception):
-    """One dataset could not be had; others may."""
-
-
-class _Manifest:
-    """The folder's record, written before each file, so that a file it does not name is someone else's."""
+class _Held:
+    """What the folder holds, by its manifest."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / MANIFEST
-        record = read_json(self._path) if self._path.is_file() else {"files": {}}
-        if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
-            raise UserError(f"{self._path} was not made by moh-llm data fetch-benchmarks; name another folder")
-        self._files: dict[str, dict[str, Any]] = record["files"]
+        try:
+            self._manifest = Manifest.read(self._path) if self._path.is_file() else Manifest(files={})
+        except UserError as error:
+            message = f"{self._path} was not made by moh-llm data fetch-benchmarks; name another folder"
+            raise UserError(message) from error
 
     def rows(self, file: Path) -> int:
         """Number of rows of a file that the folder holds."""
-        return self._files[self._name(file)]["rows"]
+        return self._manifest.files[self._name(file)].rows
 
-    def holds(self, file: Path, revision: str | None) -> bool:
+    def whole(self, file: Path, revision: str | None) -> bool:
         """Whether ``file`` is whole and of that commit (None: of any). Raises UserError for a file of other origin."""
-        entry = self._files.get(self._name(file))
+        entry = self._manifest.files.get(self._name(file))
         if entry is None and file.exists():
             raise UserError(f"{file} was not made by this command; move it away or name another folder")
-        if entry is None or not file.is_file() or revision not in (None, entry["revision"]):
+        if entry is None or not file.is_file() or revision not in (None, entry.revision):
             return False
-        return sha256(file) == entry["sha256"]
+        return sha256(file) == entry.sha256
 
-    def write(self, file: Path, rows: Iterable[dict[str, Any]], about: dict[str, Any]) -> None:
+    def write(self, file: Path, rows: Rows, about: dict[str, str]) -> None:
         """Write one file and its entry. Raises UserError when the disk refuses."""
         temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
         digest, count = hashlib.sha256(), 0
@@ -130,8 +153,8 @@ class _Manifest:
                     count += 1
             if count == 0:
                 raise _Refused(f"{about['split']} has no rows")
-            self._files[self._name(file)] = about | {"rows": count, "sha256": digest.hexdigest()}
-            write_json(self._path, {"files": dict(sorted(self._files.items()))})
+            self._manifest.files[self._name(file)] = Entry(**about, rows=count, sha256=digest.hexdigest())
+            Manifest(files=dict(sorted(self._manifest.files.items()))).write(self._path)
             os.replace(temporary, file)
         except OSError as error:
             raise UserError(
@@ -144,65 +167,20 @@ class _Manifest:
         return file.relative_to(self._folder).as_posix()
 
 
-class _Commits:
-    """The commit that the Hub serves now, asked once for each dataset that a suite does not pin."""
+def _current_commit(dataset: str) -> str:
+    """The commit that the Hub serves now, for a dataset that a suite does not pin."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
-    def __init__(self) -> None:
-        self._known: dict[str, str] = {}
-
-    def of(self, dataset: str) -> str:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError
-
-        if dataset not in self._known:
-            try:
-                self._known[dataset] = HfApi().dataset_info(dataset).sha or ""
-            except HfHubHTTPError as error:
-                raise _Refused(" ".join(str(error).split())[:200]) from error
-            except Exception as error:  # of whichever library carries the request
-                raise UserError(f"the Hub cannot be reached ({error}); run this where there is a network") from error
-        return self._known[dataset]
+    try:
+        return HfApi().dataset_info(dataset).sha or ""
+    except HfHubHTTPError as error:
+        raise _Refused(" ".join(str(error).split())[:200]) from error
+    except Exception as error:  # of whichever library carries the request
+        raise UserError(f"the Hub cannot be reached ({error}); run this where there is a network") from error
 
 
-class _Downloads:
-    """Files from plain addresses, each taken once and compared with its hash."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._have: dict[str, Path] = {}
-
-    def get(self, address: str, expected: str) -> Path:
-        if address not in self._have:
-            file = self._folder / f"{len(self._have)}-{address.rsplit('/', 1)[-1]}"
-            try:
-                with urllib.request.urlopen(address, timeout=60) as answer, file.open("wb") as out:
-                    while chunk := answer.read(1 << 20):
-                        out.write(chunk)
-            except (OSError, http.client.HTTPException) as error:
-                raise _Refused(f"{address}: {error}") from error
-            if (found := sha256(file)) != expected:
-                raise _Refused(f"{address} is not the file that the suite goes with: SHA-256 {found}, not {expected}")
-            self._have[address] = file
-        return self._have[address]
-
-
-def _convert(
-    item: Wanted, source: dict[str, Any], splits: list[str], downloads: _Downloads
-) -> dict[str, tuple[Iterable[dict[str, Any]], str]]:
-    found: dict[str, tuple[Iterable[dict[str, Any]], str]] = {}
-    for split in splits:
-        if split not in source["files"]:
-            raise _Refused(f"its source has no split {split}, only {', '.join(source['files'])}")
-        file = source["files"][split]
-        path = downloads.get(file["address"], file["sha256"])
-        try:
-            found[split] = (CONVERTERS[source["converter"]](path, item.config, split), file["address"])
-        except UserError as error:
-            raise _Refused(str(error)) from error
-    return found
-
-
-def _from_hub(item: Wanted, splits: list[str], revision: str) -> dict[str, tuple[Iterable[dict[str, Any]], str]]:
+def _from_hub(item: _Wanted, splits: list[str], revision: str) -> dict[str, tuple[Rows, str]]:
     """Rows by split, from the Hub. A config named "default" is the dataset's own default, as for lm-eval."""
     import datasets
 
@@ -218,15 +196,69 @@ def _from_hub(item: Wanted, splits: list[str], revision: str) -> dict[str, tuple
     return {split: (rows, f"hub:{item.dataset}@{revision}") for split, rows in zip(splits, loaded, strict=True)}
 
 
-def _wrong_counts(suite: Suite, folder: Path, manifest: _Manifest) -> list[str]:
+def _download(folder: Path, address: str, expected: str) -> Path:
+    """A file from a plain address, compared with its hash."""
+    file = folder / f"{hashlib.sha256(address.encode()).hexdigest()[:8]}-{address.rsplit('/', 1)[-1]}"
+    try:
+        with urllib.request.urlopen(address, timeout=60) as answer, file.open("wb") as out:
+            shutil.copyfileobj(answer, out, 1 << 20)
+    except (OSError, http.client.HTTPException) as error:
+        raise _Refused(f"{address}: {error}") from error
+    if (found := sha256(file)) != expected:
+        raise _Refused(f"{address} is not the file that the suite goes with: SHA-256 {found}, not {expected}")
+    return file
+
+
+def _convert(
+    item: _Wanted, source: dict[str, Any], splits: list[str], download: Callable[[str, str], Path]
+) -> dict[str, tuple[Rows, str]]:
+    converters = {"logiqa": _convert_logiqa, "cmmlu": _convert_cmmlu}
+    found: dict[str, tuple[Rows, str]] = {}
+    for split in splits:
+        if split not in source["files"]:
+            raise _Refused(f"its source has no split {split}, only {', '.join(source['files'])}")
+        file = source["files"][split]
+        path = download(file["address"], file["sha256"])
+        found[split] = (converters[source["converter"]](path, item.config, split), file["address"])
+    return found
+
+
+# The sources' hashes are compared, so that their contents need no checks here.
+def _convert_logiqa(file: Path, config: str, split: str) -> Rows:
+    """LogiQA's text: blocks of label, passage, question and four options, with an empty line between.
+
+    A blank follows every full stop, inside numbers too, as in the script's rows and so in published scores.
+    """
+
+    def spaced(line: str) -> str:
+        return line.replace(".", ". ").strip()
+
+    for block in file.read_text(encoding="utf-8").strip().split("\n\n"):
+        label, passage, question, *options = block.split("\n")
+        texts = [spaced(option[2:]) for option in options]  # less the "A."
+        yield {"label": label.strip(), "context": spaced(passage), "question": spaced(question), "options": texts}
+
+
+def _convert_cmmlu(file: Path, config: str, split: str) -> Rows:
+    """One subject of CMMLU's zip: ``<split>/<config>.csv``, with a number of no use in the first column."""
+    member = f"{split}/{config}.csv"
+    with zipfile.ZipFile(file) as archive:
+        names = [name for name in archive.namelist() if name == member or name.endswith(f"/{member}")]
+        if len(names) != 1:
+            raise _Refused(f"CMMLU's {file.name} holds {len(names)} files {member}, not one")
+        text = archive.read(names[0]).decode("utf-8-sig")
+    for row in csv.DictReader(io.StringIO(text, newline="")):
+        yield {field: row[field] for field in ("Question", "A", "B", "C", "D", "Answer")}
+
+
+def _wrong_counts(suite: Suite, folder: Path, held: _Held) -> list[str]:
     """Benchmarks whose number of items is not the suite's; those that are not all there are passed over."""
     problems = []
     for benchmark in suite.benchmarks:
-        files = [data_file(folder, benchmark, part, benchmark.eval_split) for part in benchmark.expand()]
         # Several readings of the same items share a file.
-        files = list(dict.fromkeys(files))
-        if all(manifest.holds(file, None) for file in files):
-            items = sum(manifest.rows(file) for file in files)
+        files = {data_file(folder, benchmark, part, benchmark.eval_split) for part in benchmark.expand()}
+        if all(held.whole(file, None) for file in files):
+            items = sum(held.rows(file) for file in files)
             if items != benchmark.items:
                 problems.append(f"{benchmark.name}: {items} items came, the suite says {benchmark.items}")
     return problems

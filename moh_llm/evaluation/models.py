@@ -10,7 +10,7 @@ from moh_llm.errors import UserError
 from moh_llm.machine import check_memory
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
-from moh_llm.records.model import CONFIG, TOKENIZERS, may_be_hub_id, read_config, read_weight_map
+from moh_llm.records.model import CONFIG, may_be_hub_id, read_config, read_weight_map
 
 # Records that the other commands leave beside the weights.
 RECORDS = ("conversion.json", "lineage.json", "run.json")
@@ -39,11 +39,10 @@ def label_models(models: Sequence[str], base: str | None) -> dict[str, str]:
     labels = {} if base is None else {"base": base}
     if len(models) == 1:
         return {**labels, "model": models[0]}
-    for number, model in enumerate(models):
-        if any(_same(model, other) for other in models[:number]):
-            raise UserError(f"model {model} is given twice")
     paths = [Path(model).resolve().parts[1:] if Path(model).is_dir() else tuple(model.split("/")) for model in models]
-    for parts, model in zip(paths, models, strict=True):
+    for number, (parts, model) in enumerate(zip(paths, models, strict=True)):
+        if parts in paths[:number]:
+            raise UserError(f"model {model} is given twice")
         for length in range(1, len(parts) + 1):
             label = "-".join(parts[-length:])
             alone = ["-".join(other[-length:]) for other in paths].count(label) == 1
@@ -53,10 +52,6 @@ def label_models(models: Sequence[str], base: str | None) -> dict[str, str]:
     return labels
 
 
-def _same(one: str, other: str) -> bool:
-    return one == other or (Path(one).exists() and Path(other).exists() and Path(one).samefile(other))
-
-
 def check_model(model: str) -> None:
     """Raise UserError unless ``model`` can be loaded: a folder with config, tokenizer and whole weights, or a Hub id.
 
@@ -64,7 +59,13 @@ def check_model(model: str) -> None:
     """
     folder = Path(model)
     if folder.is_dir():
-        _check_folder(folder)
+        if "model_type" not in read_config(folder):
+            raise UserError(f"{folder / CONFIG} names no model_type; is this a model's folder?")
+        if not any((folder / name).is_file() for name in TOKENIZERS):
+            names = ", ".join(TOKENIZERS)
+            raise UserError(f"{folder} has no tokenizer (none of {names}); save the base's beside the model")
+        read_weight_map(folder)
+        read_conversion(folder)  # a malformed one is reported before hours of scoring
         return
     if folder.exists():
         raise UserError(f"{model} is a file; name the model's folder")
@@ -138,31 +139,16 @@ def other_base(model: str, base: str, revision: str | None) -> str | None:
     return None if same else recorded.label
 
 
-def _check_folder(folder: Path) -> None:
-    config = read_config(folder)
-    if "model_type" not in config:
-        raise UserError(f"{folder / 'config.json'} names no model_type; is this a model's folder?")
-    if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise UserError(
-            f"{folder} has no tokenizer (none of {', '.join(TOKENIZERS)}); save the base's beside the model"
-        )
-    read_weight_map(folder)
-    read_conversion(folder)  # a malformed one is told before hours of scoring
-
-
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of a report.
-
-    Attributes:
-        dtype: name of the torch dtype that every model is run in.
-        stored: by model's label, the dtype that its weights are stored in.
-        asked: what was asked for, "auto" or the dtype.
-    """
+    """The dtype of a report."""
 
     dtype: str
+    """Name of the torch dtype that every model is run in."""
     stored: dict[str, str]
+    """By model's label, the dtype that its weights are stored in."""
     asked: str
+    """The option: "auto" or the dtype."""
 
     def __str__(self) -> str:
         kept = ", ".join(f"{label} {dtype}" for label, dtype in self.stored.items())
@@ -190,7 +176,7 @@ def stored_dtype(model: str) -> str:
     """The widest floating dtype among a folder's weight matrices; of a model on the Hub what its config names.
 
     Vectors do not count: some checkpoints hold norms or rotary frequencies in float32 beside bfloat16 matrices.
-    float32 where neither tells.
+    float32 where neither is known.
     """
     import torch
     from safetensors import safe_open

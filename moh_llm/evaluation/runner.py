@@ -190,12 +190,12 @@ def _load_cached(label: str, result: ModelScores, keys: dict[str, Key], run: _Ru
 
 
 class Progress:
-    """Items of every benchmark on every model, and the seconds of those that are done."""
+    """The time that is left, from the items of each benchmark and the seconds of those that are done."""
 
     def __init__(self, models: list[str], items: Mapping[str, int]) -> None:
         """``items``: how many each benchmark scores on each of ``models``."""
-        self._items = dict(items)
-        self._open = [(model, benchmark) for model in models for benchmark in items]
+        self._items = items
+        self._open = {(model, benchmark) for model in models for benchmark in items}
         self._seconds: dict[tuple[str, str], float] = {}
 
     def done(self, model: str, benchmark: str, seconds: float | None) -> None:
@@ -210,11 +210,11 @@ class Progress:
         if not known:
             return None if self._open else 0.0
         per_item = sum(self._seconds.values()) / known
-        left = 0.0
-        for _, benchmark in self._open:
-            elsewhere = [seconds for (_, other), seconds in self._seconds.items() if other == benchmark]
-            left += max(elsewhere, default=per_item * self._items[benchmark])
-        return left
+        slowest = {name: per_item * count for name, count in self._items.items()}
+        slowest |= {
+            name: max(s for (_, other), s in self._seconds.items() if other == name) for _, name in self._seconds
+        }
+        return sum(slowest[benchmark] for _, benchmark in self._open)
 
 
 def spell_seconds(seconds: float) -> str:

@@ -6,21 +6,25 @@ a benchmark as the package's own suite has it.
 """
 
 import dataclasses
-import difflib
-import types
-import typing
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+
 from moh_llm.errors import UserError
 from moh_llm.reading import read_yaml
+from moh_llm.records.base import describe_fault
 
 SUITES = Path(__file__).resolve().parent / "suites"
-_LONGEST = 120  # of a benchmark's name: files bear it, with endings and marks, and take 255 bytes
+SCRIPT_DATASETS = SUITES / "sources" / "converted.yaml"
+"""Datasets that the Hub serves by script: converter, commit, addresses and hashes of each."""
+_LONGEST = 120  # of a benchmark's name: it is part of file names, which may have 255 bytes
+_STRICT = ConfigDict(strict=True)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Part:
     """One lm-eval task of a benchmark: its name, its definition file and the dataset config it reads."""
 
@@ -29,7 +33,7 @@ class Part:
     config: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class Benchmark:
     """One row of the report: one lm-eval task, or several read as one. Keys as in ``suites/paper.yaml``."""
 
@@ -61,7 +65,8 @@ class Benchmark:
             raise UserError(f"benchmark {self.name}: shots={self.shots} does not go with {self.fewshot_split=!s}")
         if self.average not in ("items", "parts"):
             raise UserError(f"benchmark {self.name}: average={self.average!r} must be 'items' or 'parts'")
-        if self.chance is not None and self.chance != "choices" and not _is_share(self.chance):
+        is_share = not isinstance(self.chance, str | None) and 0 <= self.chance < 1
+        if self.chance not in (None, "choices") and not is_share:
             raise UserError(
                 f"benchmark {self.name}: chance={self.chance!r} must be 'choices', or what guessing scores: a number "
                 "from 0 to below 1"
@@ -69,7 +74,7 @@ class Benchmark:
         for key, text in (("name", self.name), ("task", self.task)):
             if not 0 < len(text) <= _LONGEST or not text.isprintable():
                 raise UserError(f"benchmark {key}={text[:40]!r} must have 1 to {_LONGEST} printable characters")
-        # They become paths, of files that are also written (`fetch`).
+        # These become paths of files, which `fetch` writes.
         for text in (self.dataset, self.config, *self.parts, *self.splits()):
             if text.startswith("/") or ".." in text.split("/"):
                 raise UserError(f"benchmark {self.name}: {text!r} would leave the data folder; give a plain name")
@@ -87,7 +92,7 @@ class Benchmark:
         return list(dict.fromkeys(split for split in (self.eval_split, self.fewshot_split) if split))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class Suite:
     """A named list of benchmarks; its score is the plain mean over them."""
 
@@ -136,7 +141,7 @@ def load_suite(name_or_path: str) -> Suite:
             _read_benchmark(entry, columns, f"suite {path}, benchmark {number}")
             for number, entry in enumerate(document["benchmarks"], start=1)
         ]
-    suite = _build(Suite, document, f"suite {path}", set_here=("folder",))
+    suite = _build(Suite, document, f"suite {path}")
     return dataclasses.replace(suite, folder=path.resolve().parent)
 
 
@@ -155,44 +160,23 @@ def _read_benchmark(entry: Any, columns: Any, where: str) -> Benchmark:
     return dataclasses.replace(found, published={c: v for c, v in found.published.items() if c in columns})
 
 
-def _build(cls: type, entry: Any, where: str, set_here: tuple[str, ...] = ()) -> Any:
+def _build(cls: Any, entry: Any, where: str) -> Any:
     """Make the dataclass ``cls`` from a YAML mapping; unknown or missing keys and wrong types raise UserError."""
     if not isinstance(entry, dict):
         raise UserError(f"{where}: expected keys and values, found {type(entry).__name__}")
-    hints = typing.get_type_hints(cls)
-    fields = {item.name: item for item in dataclasses.fields(cls) if item.name not in set_here}
-    for key, value in entry.items():
-        if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
-            raise UserError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        if not _fits(value, hints[key]):
-            raise UserError(f"{where}: {key}={value!r} must be {_spell(hints[key])}")
-    for name, item in fields.items():
-        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-        if required and name not in entry:
-            raise UserError(f"{where}: key {name!r} is missing")
-    return cls(**entry)
+    if unknown := [key for key in entry if key not in cls.__dataclass_fields__]:
+        raise UserError(f"{where}: unknown key {unknown[0]!r}")
+    try:
+        return cls(**entry)
+    except ValidationError as error:
+        raise UserError(f"{where} {describe_fault(error)}") from error
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a YAML value has the type that a field declares (an int also serves as a float)."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, option) for option in arguments)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(
-            _fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items()
-        )
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, hint) and not (isinstance(value, bool) and hint is int)
+def data_file(data_dir: Path, benchmark: Benchmark, part: Part, split: str) -> Path:
+    """Where a local data folder holds one split: ``<dataset, / as __>/<config>/<split>.jsonl``."""
+    return data_dir / benchmark.dataset.replace("/", "__") / part.config / f"{split}.jsonl"
 
 
-def _is_share(value: float | str) -> bool:
-    return not isinstance(value, str) and 0 <= value < 1
-
-
-def _spell(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+def data_files(data_dir: Path, benchmark: Benchmark) -> list[Path]:
+    """The files of a local data folder that scoring a benchmark reads."""
+    return [data_file(data_dir, benchmark, part, split) for part in benchmark.expand() for split in benchmark.splits()]

@@ -1,15 +1,16 @@
-"""From a suite to lm-eval tasks: small YAML files that include lm-eval's own and change shots and data.
+"""From a suite to lm-eval tasks whose data is read and checked.
 
-lm-eval's full index takes about ten seconds to read, so only the files of the suite are indexed.
+A task is a small YAML file that includes lm-eval's own and changes shots and data. lm-eval itself checks the first row
+only: a null in another one becomes the word "None" in a prompt, a label that names no choice counts as a wrong answer,
+and a missing choice stops a benchmark halfway. So every row that is scored is tried here, before a model is loaded.
 """
 
 import contextlib
+import functools
 import hashlib
-import importlib.util
 import json
 import logging
 import platform
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,20 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from moh_llm import __version__
 from moh_llm.errors import UserError
-from moh_llm.evaluation.chance import chances_of
-from moh_llm.evaluation.converters import load_sources
-from moh_llm.evaluation.definitions import hash_definitions, unknown_names
-from moh_llm.evaluation.rows import find_bad_row, find_null, templates_compiled_once
+from moh_llm.evaluation.chance import chances_of, lacks_choices
 from moh_llm.evaluation.statistics import Strata
-from moh_llm.evaluation.suite import Benchmark, Part, Suite
+from moh_llm.evaluation.suite import SCRIPT_DATASETS, Benchmark, Suite, data_file, data_files
 from moh_llm.files import sha256
+from moh_llm.reading import parse_json, read_yaml
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
-    from lm_eval.tasks import TaskManager
 
 _TAKE_FILES = "give the data as files with --data-dir (moh-llm data fetch-benchmarks makes them)"
-_READER = "custom_dataset: !function moh_llm.evaluation.rows.read_splits\n"
+_READER = "custom_dataset: !function moh_llm.evaluation.tasks.read_splits\n"
 
 
 @dataclass
@@ -43,7 +42,7 @@ class Loaded:
     data: str
     """SHA-256 of what was read: of the local files, or of the Hub's dataset by name, commit and contents."""
     definition: str | None = None
-    """SHA-256 of the files that define a suite's own tasks; None where they are lm-eval's."""
+    """SHA-256 of the definition of a suite's own tasks; None where they are lm-eval's."""
     chances: Strata | None = None
     """What guessing scores on each item that is scored; None where the suite names no chance rule."""
 
@@ -77,11 +76,6 @@ def installed_versions() -> dict[str, str]:
     }
 
 
-def data_file(data_dir: Path, benchmark: Benchmark, part: Part, split: str) -> Path:
-    """Where a local data folder holds one split: ``<dataset, / as __>/<config>/<split>.jsonl``."""
-    return data_dir / benchmark.dataset.replace("/", "__") / part.config / f"{split}.jsonl"
-
-
 def check_data(suite: Suite, data_dir: Path | None) -> None:
     """Raise one UserError that names every benchmark whose local data is missing or empty.
 
@@ -89,7 +83,8 @@ def check_data(suite: Suite, data_dir: Path | None) -> None:
     """
     folder = suite.data_folder(data_dir)
     if folder is None:
-        if scripts := [benchmark.name for benchmark in suite.benchmarks if benchmark.dataset in load_sources()]:
+        known = read_yaml(SCRIPT_DATASETS)
+        if scripts := [benchmark.name for benchmark in suite.benchmarks if benchmark.dataset in known]:
             raise UserError(
                 f"{', '.join(scripts)} cannot be read from the Hub, where a loading script serves them: "
                 "moh-llm data fetch-benchmarks DIR makes files of them and all others; then pass --data-dir DIR"
@@ -99,8 +94,7 @@ def check_data(suite: Suite, data_dir: Path | None) -> None:
         raise UserError(f"--data-dir {folder} is not a folder")
     lacking = []
     for benchmark in suite.benchmarks:
-        files = [data_file(folder, benchmark, part, s) for part in benchmark.expand() for s in benchmark.splits()]
-        missing = [file for file in files if not file.is_file() or file.stat().st_size == 0]
+        missing = [file for file in data_files(folder, benchmark) if not file.is_file() or file.stat().st_size == 0]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             lacking.append(f"{benchmark.name} ({missing[0].relative_to(folder)}{more})")
@@ -108,6 +102,49 @@ def check_data(suite: Suite, data_dir: Path | None) -> None:
         raise UserError(
             f"data folder {folder} lacks {', '.join(lacking)}; moh-llm data fetch-benchmarks makes such a folder"
         )
+
+
+def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | None = None) -> list[Loaded]:
+    """Make the suite's lm-eval tasks, read their data, and try the rows that ``limit`` leaves.
+
+    ``folder`` (temporary) must outlive their use. Raises one UserError that names every benchmark whose metric or
+    filter its task lacks, or else whose data cannot be used.
+    """
+    require_lm_eval()
+    check_data(suite, data_dir)
+    from lm_eval.tasks import TaskManager
+
+    write_task_files(suite, folder, data_dir)
+    # lm-eval's full index takes about ten seconds to read.
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    loaded: list[Loaded] = []
+    unknown, failures = [], []
+    with quiet_data(), _templates_compiled_once():
+        for benchmark in suite.benchmarks:
+            try:
+                tasks = list(manager.load([part.task for part in benchmark.expand()])["tasks"].values())
+                one = Loaded(benchmark, tasks, _hash_data(suite.data_folder(data_dir), benchmark, tasks))
+                one.definition = None if benchmark.stock else _hash_definition(suite, one)
+                loaded.append(one)
+                if name := _unknown_name(one):
+                    unknown.append(f"{benchmark.name} ({name})")
+                elif problem := _bad_data(one, limit):
+                    failures.append(f"{benchmark.name} ({problem})")
+                else:
+                    one.chances = chances_of(benchmark, one.tasks, limit)
+            except UserError as error:
+                failures.append(f"{benchmark.name} ({error})")
+            except ConnectionError as error:
+                # All others would wait for the network as long as this one did.
+                raise UserError(f"{_in_words(error)}; {_TAKE_FILES}") from error
+            except Exception as error:  # templates and functions of tasks read rows here, and may raise anything
+                failures.append(f"{benchmark.name} ({benchmark.dataset}: {_in_words(error)})")
+    if unknown:
+        raise UserError(f"suite {suite.name} asks for what its tasks do not have; fix the suite: {', '.join(unknown)}")
+    if failures:
+        way_out = "fix the files" if suite.data_folder(data_dir) else _TAKE_FILES
+        raise UserError(f"data of {len(failures)} benchmark(s) cannot be used; {way_out}: {', '.join(failures)}")
+    return loaded
 
 
 def write_task_files(suite: Suite, folder: Path, data_dir: Path | None) -> None:
@@ -123,170 +160,193 @@ def write_task_files(suite: Suite, folder: Path, data_dir: Path | None) -> None:
     data_folder = suite.data_folder(data_dir)
     folder.mkdir(parents=True, exist_ok=True)
     for benchmark in suite.benchmarks:
+        root = stock_folder if benchmark.stock else suite.folder
         for part in benchmark.expand():
-            root = stock_folder if benchmark.stock else suite.folder
             if not (root / part.definition).is_file():
                 raise UserError(
                     f"{benchmark.name}: task file {part.definition} is not in {root}; "
-                    "the suites go with the lm-eval named in constraints.txt"
+                    "the suites need the lm-eval named in constraints.txt"
                 )
-            task: dict[str, Any] = {
-                "include": str(root / part.definition),
-                "task": part.task,
-                "num_fewshot": benchmark.shots,
-            }
+            task: dict[str, Any] = {"include": str(root / part.definition), "task": part.task}
+            task |= {"num_fewshot": benchmark.shots}
             if benchmark.fewshot_split is None:
                 # lm-eval reads the training split even when no example is shown; this spares the file.
                 task |= {"training_split": None, "validation_split": None, "fewshot_split": None}
                 task |= {"test_split": benchmark.eval_split}
-            text = ""
             if data_folder is not None:
                 splits = {s: str(data_file(data_folder, benchmark, part, s).resolve()) for s in benchmark.splits()}
                 task |= {"dataset_kwargs": {"data_files": splits}}
-                text = _READER
             elif benchmark.revision is not None:
                 task |= {"dataset_kwargs": {"revision": benchmark.revision}}
-            text += yaml.safe_dump(task, allow_unicode=True)
+            text = (_READER if data_folder is not None else "") + yaml.safe_dump(task, allow_unicode=True)
             (folder / f"{part.task}.yaml").write_text(text, encoding="utf-8")
 
 
-def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | None = None) -> list[Loaded]:
-    """Make the suite's lm-eval tasks, read their data and look at the rows that ``limit`` leaves.
+def read_splits(data_files: dict[str, str], **_: Any) -> "dict[str, Dataset]":
+    """The splits of one dataset, from one file of JSON lines each; a field that only some rows have is null elsewhere.
 
-    ``folder`` (temporary) must outlive their use. Raises one UserError that names every benchmark whose metric or
-    filter its task lacks, or else whose data cannot be used.
+    lm-eval calls this in place of `datasets.load_dataset`, whose cache makes each of some two hundred
+    little files take a tenth of a second. Raises UserError for a file that cannot be read.
     """
-    require_lm_eval()
-    check_data(suite, data_dir)
-    from lm_eval.tasks import TaskManager
-
-    _defer("rouge_score", "rouge_scorer")
-    write_task_files(suite, folder, data_dir)
-    manager = TaskManager(include_path=str(folder), include_defaults=False)
-    loaded: list[Loaded] = []
-    unknown, failures = [], []
-    with quiet_data(), templates_compiled_once():
-        for benchmark in suite.benchmarks:
-            try:
-                loaded.append(_load(manager, suite, benchmark, data_dir))
-                names = unknown_names(benchmark, loaded[-1].tasks)[:1]
-                unknown += [f"{benchmark.name} ({name})" for name in names]
-                problems = _too_few_examples(loaded[-1]) or _bad_rows(loaded[-1], limit)
-                failures += [f"{benchmark.name} ({problem})" for problem in problems[:1]]
-                if not names and not problems:
-                    loaded[-1].chances = chances_of(benchmark, loaded[-1].tasks, limit)
-            except UserError as error:
-                failures.append(f"{benchmark.name} ({error})")
-            except ConnectionError as error:
-                # The next thirteen would each wait for the network as long as this one did.
-                raise UserError(f"{_first_line(error)}; {_TAKE_FILES}") from error
-            except Exception as error:
-                # Templates and functions of tasks meet rows here, and may raise anything.
-                where = _null_row(suite, benchmark, data_dir)
-                failures.append(f"{benchmark.name} ({benchmark.dataset}: {_first_line(error)}{where})")
-    if unknown:
-        raise UserError(f"suite {suite.name} asks for what its tasks do not have; mend the suite: {', '.join(unknown)}")
-    if failures:
-        way_out = "mend the files" if suite.data_folder(data_dir) else _TAKE_FILES
-        raise UserError(f"data of {len(failures)} benchmark(s) cannot be used; {way_out}: {', '.join(failures)}")
-    return loaded
+    return {split: _read(Path(file)) for split, file in data_files.items()}
 
 
-def _defer(package: str, name: str) -> None:
-    """Have a module imported when something of it is used.
+def _read(file: Path) -> "Dataset":
+    import pyarrow
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
 
-    What lm-eval has beside TruthfulQA's choices scores text by ROUGE; importing that takes a second (nltk, scipy).
-    """
-    if f"{package}.{name}" in sys.modules:
-        return  # a search for its spec would import one that is deferred
-    spec = importlib.util.find_spec(f"{package}.{name}") if importlib.util.find_spec(package) else None
-    if spec is None or spec.loader is None:
-        return
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    # An import of a name that its package has already asks for no more of it.
-    setattr(sys.modules[package], name, module)
-
-
-def _load(manager: "TaskManager", suite: Suite, benchmark: Benchmark, data_dir: Path | None) -> Loaded:
-    tasks = manager.load([part.task for part in benchmark.expand()])["tasks"]
-    own = None if benchmark.stock else hash_definitions(suite.folder / part.definition for part in benchmark.expand())
-    return Loaded(benchmark, list(tasks.values()), _digest(suite, benchmark, data_dir, tasks), own)
-
-
-def _null_row(suite: Suite, benchmark: Benchmark, data_dir: Path | None) -> str:
-    """The first null in a benchmark's local files, the likeliest cause of an error that names no row; or nothing."""
-    folder = suite.data_folder(data_dir)
-    for part in benchmark.expand() if folder else ():
-        if null := find_null({s: str(data_file(folder, benchmark, part, s)) for s in benchmark.splits()}):
-            return f"; {part.config}: {null}"
-    return ""
+    where = f"{file.parent.name}/{file.name}"
+    rows = []
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    rows.append(parse_json(line, f"{where}, line {number}"))
+                    if not isinstance(rows[-1], dict):
+                        raise UserError(f"{where}, line {number}: not an object with fields")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where} cannot be read: {error}") from error
+    if not rows:
+        raise UserError(f"{where} holds no rows")
+    columns = {field: [row.get(field) for row in rows] for field in dict.fromkeys(key for row in rows for key in row)}
+    try:
+        # `datasets` would take longer to compute a fingerprint of its own than this takes to read the file.
+        return Dataset(InMemoryTable.from_pydict(columns), fingerprint=sha256(file)[:16])
+    except (pyarrow.ArrowException, TypeError, ValueError) as error:
+        raise UserError(f"{where}: values of one field have different types: {_in_words(error)}") from error
 
 
-def _too_few_examples(loaded: Loaded) -> list[str]:
-    """What is wrong with the few-shot pools, task by task."""
-    shots = loaded.benchmark.shots
-    return [
-        f"{task.config.task} has {len(task.sampler.df)} examples in {loaded.benchmark.fewshot_split}, {shots} are shown"
-        for task in loaded.tasks
-        if shots > 0 and len(task.sampler.df) < shots
-    ]
-
-
-def _bad_rows(loaded: Loaded, limit: int | None) -> list[str]:
-    """What is wrong with rows, task by task."""
-    benchmark = loaded.benchmark
-    found = (
-        (part.config, find_bad_row(task, limit)) for part, task in zip(benchmark.expand(), loaded.tasks, strict=True)
-    )
-    return [f"{config}/{benchmark.eval_split}: {problem}" for config, problem in found if problem]
-
-
-def _digest(suite: Suite, benchmark: Benchmark, data_dir: Path | None, tasks: "dict[str, ConfigurableTask]") -> str:
+def _hash_data(folder: Path | None, benchmark: Benchmark, tasks: "list[ConfigurableTask]") -> str:
     """SHA-256 of the local files of a benchmark, or of what `datasets` knows of those from the Hub."""
-    folder = suite.data_folder(data_dir)
     if folder is None:
-        contents = [
-            [task.config.task, split, task.dataset[split]._fingerprint]
-            for task in tasks.values()
-            for split in benchmark.splits()
-        ]
+        splits = benchmark.splits()
+        contents = [[task.config.task, split, task.dataset[split]._fingerprint] for task in tasks for split in splits]
         seen: list[Any] = [benchmark.dataset, benchmark.revision, contents]
     else:
-        files = [
-            data_file(folder, benchmark, part, split) for part in benchmark.expand() for split in benchmark.splits()
-        ]
-        seen = [[str(file.relative_to(folder)), sha256(file)] for file in files]
+        seen = [[str(file.relative_to(folder)), sha256(file)] for file in data_files(folder, benchmark)]
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+
+
+def _hash_definition(suite: Suite, loaded: Loaded) -> str:
+    """SHA-256 of what tasks are made of: their settings with those they include, and the Python files beside them."""
+    folders = {(suite.folder / part.definition).parent for part in loaded.benchmark.expand()}
+    seen: list[Any] = [sha256(file) for folder in sorted(folders) for file in sorted(folder.rglob("*.py"))]
+    for task in loaded.tasks:
+        places = ("dataset_kwargs", "custom_dataset", "metadata")  # where files lie
+        # Functions are in it as their source.
+        seen.append({key: value for key, value in task.config.to_dict().items() if key not in places})
+    text = json.dumps(seen, sort_keys=True, default=lambda value: getattr(value, "__qualname__", str(value)))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _unknown_name(loaded: Loaded) -> str | None:
+    """The first metric, filter or chance level that a benchmark asks for and one of its tasks does not give."""
+    benchmark = loaded.benchmark
+    for task in loaded.tasks:
+        # Metrics that are functions name their figures only when they are called.
+        called = any(
+            callable(metric["metric"]) or metric.get("hf_evaluate") for metric in task.config.metric_list or ()
+        )
+        metrics, filters = list(task.aggregation()), [steps.name for steps in task._filters]
+        for key, asked, known in (("metric", benchmark.metric, metrics), ("filter", benchmark.filter, filters)):
+            if asked not in known and not (called and key == "metric"):
+                return f"{key} {asked!r}: {task.config.task} has {', '.join(known)}"
+        if lacks_choices(benchmark, task):
+            return f"chance 'choices': {task.config.task} gives {benchmark.metric} without a choice"
+    return None
+
+
+def _bad_data(loaded: Loaded, limit: int | None) -> str | None:
+    """What is wrong with the first row or example that cannot be scored or shown, or None."""
+    from lm_eval.api.samplers import FirstNSampler
+
+    benchmark, shots = loaded.benchmark, loaded.benchmark.shots
+    for part, task in zip(benchmark.expand(), loaded.tasks, strict=True):
+        if problem := _bad_row(task, task.task_docs[:limit], task.config):
+            return f"{part.config}/{benchmark.eval_split}: {problem}"
+        if shots == 0:
+            continue
+        if len(examples := task.sampler.df) < shots:
+            return f"{task.config.task} has {len(examples)} examples in {benchmark.fewshot_split}, {shots} are shown"
+        shown = shots if isinstance(task.sampler, FirstNSampler) else None
+        if problem := _bad_row(task, examples[:shown], task.fewshot_cfg):
+            return f"{part.config}/{benchmark.fewshot_split}: {problem}"
+    return None
+
+
+def _bad_row(task: "ConfigurableTask", rows: Any, config: Any) -> str | None:
+    """What is wrong with the first row that ``config``, a task's or its examples' settings, cannot read; or None.
+
+    ``rows``: dicts, or a dict of columns, from which reading is several times as fast.
+    """
+    if isinstance(rows, dict):
+        columns = rows
+        rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    for number, values in enumerate(rows, start=1):
+        # A prompt that needs a null cannot be built from a row without its nulls.
+        row = {
+            field: value
+            for field, value in values.items()
+            if value is not None and not (isinstance(value, list) and None in value)
+        }
+        try:
+            problem = _unscorable(task, row, config)
+        except Exception as error:  # templates and functions of tasks may raise anything
+            problem = _in_words(error)
+        if problem:
+            return f"row {number}: {problem}"
+    return None
+
+
+def _unscorable(task: "ConfigurableTask", row: dict[str, Any], config: Any) -> str | None:
+    """Why lm-eval would score one row as wrong, whatever a model says; or None. Raises what lm-eval would raise."""
+    text = task.doc_to_text(row, config.doc_to_text)
+    label = text if task.multiple_input else task.doc_to_target(row, config.doc_to_target)
+    if not task.multiple_input and not isinstance(text, str):
+        return f"its question is {text!r}, which lm-eval does not take for text"
+    if task.OUTPUT_TYPE != "multiple_choice" or not config.doc_to_choice:
+        return None
+    choices = task.doc_to_choice(row, config.doc_to_choice)
+    if not choices or not all(isinstance(choice, str) for choice in choices):
+        return f"its choices are {str(choices)[:80]}, not one text or more"
+    labels = label if isinstance(label, list) else [label]
+    if not labels or not all(0 <= one < len(choices) if isinstance(one, int) else one in choices for one in labels):
+        return f"the answer {label!r} is none of the {len(choices)} choices"
+    if callable(task.config.process_results):
+        # It may read any field: it is tried on likelihoods as a model might give them.
+        requests = task.construct_requests(row, choices if task.multiple_input else "")
+        task.process_results(row, [(-1.0, False)] * len(requests))
+    return None
+
+
+@contextlib.contextmanager
+def _templates_compiled_once() -> Iterator[None]:
+    """Keep lm-eval from compiling a template anew for every row, a hundred times the work of filling it in."""
+    from lm_eval.utils import env
+
+    env.from_string = functools.cache(env.from_string)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del env.from_string  # the method of its class is back
 
 
 @contextlib.contextmanager
 def quiet_data() -> Iterator[None]:
-    """Read data without a sound: no bars, no advice about stock files, no call home for each local file.
-
-    `datasets` counts every load, local ones too, by a request to the Hub: behind a firewall that drops
-    packets, a few hundred files would each wait for its time-out.
-    """
+    """Read data without progress bars and without lm-eval's advice about stock files."""
     import datasets
 
     logger = logging.getLogger("lm_eval")
-    level, bars, counts = logger.level, datasets.is_progress_bar_enabled(), datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    level = logger.level
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     try:
         yield
     finally:
         logger.setLevel(level)
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
-        if bars:
-            datasets.enable_progress_bars()
+        datasets.enable_progress_bars()
 
 
-def _first_line(error: BaseException) -> str:
-    """An error as one line. A dataset that needs a loading script is spelt out."""
-    text = " ".join(str(error).split())
-    if "scripts are no longer supported" in text:
-        return "a script dataset, which `datasets` no longer loads from the Hub"
-    return f"{type(error).__name__}: {text[:200]}"
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

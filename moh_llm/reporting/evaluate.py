@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from moh_llm.evaluation import processes
-from moh_llm.evaluation.analysis import analyse_models
+from moh_llm.evaluation.head_analysis import analyse_models
 from moh_llm.evaluation.models import check_batch_size, check_model, label_models
 from moh_llm.evaluation.report import add_samples, build_report
 from moh_llm.evaluation.result_cache import ResultCache
@@ -132,11 +132,10 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = _say) -> E
             options.share_prefixes,
         )
         # The first process alone; the others wait, because a launcher ends all of them when one ends with an error.
-        dtype = next(iter(scores.values())).dtype
+        chosen = next(iter(scores.values()))  # all models ran on one device in one dtype
+        analysed = models if options.analysis else {}
         record.analysis = team.share(
-            lambda: (
-                analyse_models(models, suite, options.data_dir, options.device, dtype, say) if options.analysis else {}
-            )
+            lambda: analyse_models(analysed, suite, options.data_dir, chosen.device, chosen.dtype, say)
         )
         leave.close()
         if team.rank > 0:

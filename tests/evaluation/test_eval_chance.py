@@ -131,7 +131,7 @@ def test_a_rule_of_the_suites_own(load: Callable[..., Loaded]) -> None:
     assert load("GSM8K", rows, chance=None).chances is None
 
 
-@pytest.mark.parametrize("chance", ["guess", 1, -0.1, 25])
+@pytest.mark.parametrize("chance", ["guess", 1.0, -0.1, 25.0])
 def test_what_is_no_rule_is_refused(chance: Any) -> None:
     with pytest.raises(UserError, match=f"benchmark B: chance={chance!r} must be 'choices', or what guessing scores"):
         Benchmark("B", 0, "acc", "b", "b", "b", "test", 5, stock="b.yaml", chance=chance)
@@ -141,5 +141,5 @@ def test_what_is_no_rule_is_refused(chance: Any) -> None:
     ("name", "row"), [("GSM8K", {"question": "1 + 1?", "answer": "#### 2"}), ("LAMBADA", {"text": "a b"})]
 )
 def test_choices_where_there_are_none_are_refused(load: Callable[..., Loaded], name: str, row: Row) -> None:
-    with pytest.raises(UserError, match=rf"mend the suite: {name} \(chance 'choices': .* without a choice\)"):
+    with pytest.raises(UserError, match=rf"fix the suite: {name} \(chance 'choices': .* without a choice\)"):
         load(name, [row], chance="choices")

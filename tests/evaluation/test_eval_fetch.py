@@ -16,7 +16,7 @@ import pytest
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
-from moh_llm.evaluation import converters
+from moh_llm.evaluation import fetch as fetching
 from moh_llm.evaluation.fetch import fetch
 from moh_llm.evaluation.suite import load_suite
 from moh_llm.evaluation.tasks import check_data, load_tasks
@@ -166,7 +166,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def run(suite: str, sources: dict[str, Any], hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> Run:
     """`moh-llm data fetch-benchmarks` with all fallbacks; returns the exit status."""
-    monkeypatch.setattr(converters, "load_sources", lambda: sources)
+    monkeypatch.setattr(fetching, "read_yaml", lambda path: sources)
     return lambda folder: main(["data", "fetch-benchmarks", str(folder), "--suite", suite])
 
 
@@ -294,4 +294,16 @@ def test_without_a_network_it_ends_at_once(
 
 def test_a_suite_with_its_own_data_needs_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="carries its own data"):
-        fetch(load_suite("smoke"), tmp_path, {})
+        fetch(load_suite("smoke"), tmp_path)
+
+
+def test_converted_logiqa_is_what_others_made_of_it(shared_benchmarks: Path, tmp_path: Path) -> None:
+    """Real rows, turned back into the original's lines and converted anew."""
+    theirs = rows(shared_benchmarks / "EleutherAI__logiqa" / "logiqa" / "test.jsonl")
+    blocks = []
+    for row in theirs:
+        passage, question = (row[key].replace(". ", ".") for key in ("context", "question"))
+        options = [f"{letter}.{text.replace('. ', '.')}" for letter, text in zip("ABCD", row["options"], strict=True)]
+        blocks.append("\n".join([row["label"], passage, question, *options]))
+    (tmp_path / "Test.txt").write_text("\n" + "\n\n".join(blocks) + "\n", encoding="utf-8")
+    assert list(fetching._convert_logiqa(tmp_path / "Test.txt", "logiqa", "test")) == theirs

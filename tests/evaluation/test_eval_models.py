@@ -1,6 +1,8 @@
 """Models are looked at before anything slow begins."""
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.models import check_model, describe_model, label_models, other_base
 from moh_llm.evaluation.report import build_report
 from moh_llm.evaluation.runner import ModelScores
-from moh_llm.evaluation.suite import Benchmark, Suite
+from moh_llm.evaluation.suite import load_suite
 from moh_llm.evaluation.verdict import warnings
 from moh_llm.records.model import Identity, identify
 
@@ -19,33 +21,24 @@ def model(tiny_llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
 
 
-def test_a_whole_model_passes(model: Path) -> None:
-    check_model(str(model))
-
-
-def test_folder_without_weights(model: Path) -> None:
-    (model / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="has no weights"):
-        check_model(str(model))
-
-
-def test_folder_without_config(model: Path) -> None:
-    (model / "config.json").unlink()
-    with pytest.raises(UserError, match=r"config.json does not exist"):
-        check_model(str(model))
-
-
-def test_folder_without_tokenizer(model: Path) -> None:
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-    with pytest.raises(UserError, match="has no tokenizer"):
-        check_model(str(model))
-
-
-def test_truncated_weights(model: Path) -> None:
-    weights = model / "model.safetensors"
+def _cut(weights: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:5000])
-    with pytest.raises(UserError, match=r"model\.safetensors is damaged or truncated"):
+
+
+@pytest.mark.parametrize(
+    ("files", "damage", "message"),
+    [
+        ("model.safetensors", Path.unlink, "has no weights"),
+        ("config.json", Path.unlink, "config.json does not exist"),
+        ("tokenizer*", Path.unlink, "has no tokenizer"),
+        ("model.safetensors", _cut, r"model\.safetensors is damaged or truncated"),
+    ],
+)
+def test_a_folder_that_is_not_whole(model: Path, files: str, damage: Callable[[Path], None], message: str) -> None:
+    check_model(str(model))
+    for file in model.glob(files):
+        damage(file)
+    with pytest.raises(UserError, match=message):
         check_model(str(model))
 
 
@@ -80,8 +73,6 @@ def test_description_names_heads_and_records(tiny_moh: Path, paper_moh: Path) ->
 
 
 def test_identity_follows_weights_and_settings(model: Path) -> None:
-    import json
-
     from safetensors.torch import load_file, save_file
 
     before = identify(str(model))
@@ -107,11 +98,8 @@ def test_labels_are_the_shortest_that_differ(tmp_path: Path) -> None:
     labels = label_models(models, "owner/base")
     assert list(labels) == ["base", "a-model", "b-model", "plain", "c-base", "llama"]
     assert list(labels.values()) == ["owner/base", *models]
-
-
-def test_a_model_given_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is given twice"):
-        label_models([str(tmp_path), f"{tmp_path}/"], None)
+        label_models([folder, f"{folder}/"], None)
 
 
 def test_a_row_names_the_datasets_config() -> None:
@@ -133,15 +121,11 @@ def test_another_base_than_the_conversion_names_is_told(tiny_llama: Path, tiny_m
     assert other_base(str(tiny_moh), "org/base", "c" * 40) == tiny_llama.name
     assert other_base(str(tiny_llama), str(other), None) is None  # nothing is on record
 
-    benchmark = Benchmark("A", 0, "acc", "A", "A", "A", "test", 9, revision="0" * 40, stock="A.yaml")
-    suite = Suite("one", "One", [benchmark], columns=[])
-    results = {
-        label: ModelScores(model, Identity(label, label, None), "float32", "cpu", 64, {})
-        for label, model in (("base", str(other)), ("model", str(tiny_moh)))
-    }
-    report = build_report(suite, results, None, 8, None, "moh-llm evaluate")
-    told = f"NOT ITS BASE: model was converted from {tiny_llama.name}, and is compared with {other} here."
-    assert told in warnings(report)
-    results["base"] = ModelScores(str(moved), Identity("b", "b", None), "float32", "cpu", 64, {})
-    report = build_report(suite, results, None, 8, None, "moh-llm evaluate")
-    assert not any("NOT ITS BASE" in warning for warning in warnings(report))
+    def told(base: Path) -> bool:
+        models = {"base": str(base), "model": str(tiny_moh)}
+        results = {label: ModelScores(model, Identity(label, label, None)) for label, model in models.items()}
+        report = build_report(load_suite("smoke"), results, None, 8, None, "moh-llm evaluate")
+        line = f"NOT ITS BASE: model was converted from {tiny_llama.name}, and is compared with {base} here."
+        return line in warnings(report)
+
+    assert told(other) and not told(moved)

@@ -113,26 +113,3 @@ def test_a_bfloat16_model_beside_a_float32_base_is_run_in_float32(
         "<td>dtype of every model</td><td>float32</td>" in html
         and "<td>stored in</td><td>float32</td><td>bfloat16</td>" in html
     )
-
-
-def test_scores_of_another_dtype_are_not_taken_up(in_dtype: Callable[..., Path], tmp_path: Path) -> None:
-    """The base alone is scored in bfloat16; beside a float32 model, in float32."""
-    pytest.importorskip("lm_eval")
-    from moh_llm.evaluation.result_cache import ResultCache
-    from moh_llm.evaluation.runner import score
-    from moh_llm.evaluation.suite import load_suite
-
-    brain, full = str(in_dtype(torch.bfloat16)), str(in_dtype(torch.float32))
-    said: list[str] = []
-
-    def run(**models: str) -> dict[str, str]:
-        said.clear()
-        cache = ResultCache(tmp_path / "kept")
-        scores = score(models, load_suite("smoke"), limit=1, device="cpu", cache=cache, say=said.append)
-        return {label: result.dtype for label, result in scores.items()}
-
-    assert run(base=brain) == {"base": "bfloat16"}
-    assert run(base=brain, model=full) == {"base": "float32", "model": "float32"}
-    assert "base: Facts is scored anew: dtype was bfloat16, is float32" in said
-    assert run(base=brain, model=full) == {"base": "float32", "model": "float32"}
-    assert sum("(from an earlier run)" in line for line in said) == 6

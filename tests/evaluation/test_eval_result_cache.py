@@ -1,4 +1,4 @@
-"""A run that is killed keeps what it had finished; the same command takes that up, and only that which fits."""
+"""A run that is killed keeps its finished benchmarks; the same command uses those whose key is the same."""
 
 import json
 import shutil
@@ -139,23 +139,15 @@ def test_only_what_fits_is_taken_up(
         scored, said = again()
     assert scored == everything and f"scored anew: moh_llm was {__version__}, is 9" in said
 
-
-def test_another_model_is_scored_anew(
-    one_kept: list[Any],
-    tmp_path: Path,
-    run_evaluate: Callable[..., int],
-    calls: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Also when its weights are the same and only the tokenizer is not."""
+    (saved / "model" / "Facts.json").write_text('{"key": ')
+    scored, said = again("--share-prefixes")
+    assert scored == everything and "model: Stories is scored anew: share_prefixes was False, is True" in said
+    assert "Facts.json is damaged" in said
+    # The same weights, but another tokenizer.
     file = tmp_path / "model" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"note": "changed"}))
-    (tmp_path / "report.partial" / "model" / "Stories.json").write_text('{"key": ')
-    assert run_evaluate(*one_kept) == 0
-    assert calls == ["Facts", "Stories", "Answers"]
-    said = capsys.readouterr().err
-    assert "model: Facts is scored anew: the model's files differ" in said
-    assert "Stories.json is damaged" in said
+    scored, said = again()
+    assert scored == everything and "model: Stories is scored anew: the model's files differ" in said
 
 
 def test_other_data_or_another_definition_is_scored_anew(tiny_llama: Path, tmp_path: Path, calls: list[str]) -> None:
@@ -210,14 +202,9 @@ def test_only_what_was_kept_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"), [("..", "_-"), (".hidden", "_hidden-"), ("a/../b", "a_.._b-"), ("Natural Q", "Natural_Q-")]
-)
-def test_names_stay_below_their_folder(name: str, expected: str) -> None:
-    assert file_name(name)[:-8] == expected
-
-
-def test_names_that_would_be_spelt_alike_stay_apart() -> None:
+def test_names_stay_below_their_folder_and_apart() -> None:
+    unsafe = {"..": "_", ".hidden": "_hidden", "a/../b": "a_.._b", "Natural Q": "Natural_Q"}
+    assert {name: file_name(name)[:-9] for name in unsafe} == unsafe
     names = ["a b", "a_b", "a/b", "a  b", ".b", "_b", "..b"]
     assert len({file_name(name) for name in names}) == len(names)
     assert [file_name(name) for name in ("a_b", "v1.5", "MMLU-5")] == ["a_b", "v1.5", "MMLU-5"]

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,28 +175,28 @@ def test_a_failed_benchmark_does_not_lose_the_others(
 def test_cut_prompts_are_reported(
     tiny_llama: Path, tmp_path: Path, run_evaluate: Evaluate, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import shutil
-
-    short = tmp_path / "short"
-    shutil.copytree(tiny_llama, short)
+    short = shutil.copytree(tiny_llama, tmp_path / "short")
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
-    words = [str(short), "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output", str(tmp_path / "report")]
+    words = [short, "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output", tmp_path / "report"]
     assert run_evaluate(*words) == 0
-    assert (
-        "Prompts longer than model's context of 200 tokens lost their beginning in Stories" in capsys.readouterr().out
-    )
+    warning = "Prompts longer than model's context of 200 tokens lost their beginning in Stories"
+    assert warning in capsys.readouterr().out
 
 
 def test_what_can_be_refused_is_refused_first(tiny_llama: Path, tmp_path: Path, run_evaluate: Evaluate) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="is not empty; pass --overwrite"):
-        run_evaluate(tiny_llama, "--suite", "smoke", "--output", tmp_path / "full")
-    with pytest.raises(UserError, match=r"data folder .* lacks MMLU"):
-        run_evaluate(tiny_llama, "--data-dir", tmp_path, "--output", tmp_path / "out")
-    with pytest.raises(UserError, match="torch cannot use it"):
-        run_evaluate(tiny_llama, "--suite", "smoke", "--device", "gpu", "--output", tmp_path / "out")
+    smoke = ["--suite", "smoke", "--output"]
+    for words, message in (
+        ([*smoke, tmp_path / "full"], "is not empty; pass --overwrite"),
+        ([*smoke, tiny_llama, "--overwrite"], "which is read; name another folder"),
+        (["--data-dir", tmp_path, "--output", tmp_path / "out"], r"data folder .* lacks MMLU"),
+        ([*smoke, tmp_path / "out", "--device", "gpu"], "torch cannot use it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run_evaluate(tiny_llama, *words)
+    assert (tiny_llama / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("words", [["--limit", "0"], ["--limit", "2.5"], ["--batch-size", "many"]])
@@ -204,17 +205,9 @@ def test_bad_numbers_are_refused(words: list[str], evaluate_arguments: Callable[
         evaluate_arguments("model", *words)
 
 
-def test_report_may_not_replace_the_model(tiny_llama: Path, run_evaluate: Evaluate) -> None:
-    with pytest.raises(UserError, match="which is read; name another folder"):
-        run_evaluate(tiny_llama, "--suite", "smoke", "--output", tiny_llama, "--overwrite")
-    assert (tiny_llama / "model.safetensors").exists()
-
-
 def test_several_models_and_the_log_of_items(
     tiny_llama: Path, tiny_moh: Path, tmp_path: Path, run_evaluate: Evaluate, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import shutil
-
     copies = [tmp_path / run / "model" for run in ("one", "two")]
     for copy in copies:
         shutil.copytree(tiny_moh, copy)
@@ -262,8 +255,6 @@ def test_several_models_and_the_log_of_items(
 
 def test_scores_that_are_no_numbers_fail(tiny_llama: Path, tmp_path: Path, run_evaluate: Evaluate) -> None:
     """A metric that is the mean of log-likelihoods, on a model whose weights are not finite."""
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     broken = shutil.copytree(tiny_llama, tmp_path / "broken")
@@ -271,26 +262,23 @@ def test_scores_that_are_no_numbers_fail(tiny_llama: Path, tmp_path: Path, run_e
     tensors["model.norm.weight"][:] = float("nan")
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     shutil.copytree(DATA.parent, tmp_path / "smoke")
-    definition = tmp_path / "smoke" / "facts.yaml"
-    text = (
-        definition.read_text().replace("multiple_choice", "loglikelihood").replace("metric: acc", "metric: perplexity")
-    )
-    text = text.replace('doc_to_target: "{{answer}}"', 'doc_to_target: "{{choices[answer]}}"')
-    definition.write_text(
-        text.replace('doc_to_choice: "{{choices}}"\n', "").replace("aggregation: mean", "aggregation: perplexity")
-    )
-    suite = (
-        (DATA.parents[1] / "smoke.yaml")
-        .read_text()
-        .replace("metric: acc\n    task: moh_smoke_facts", "metric: perplexity\n    task: moh_smoke_facts")
-        .replace("items: 14\n    chance: choices", "items: 14")
-    )
-    (tmp_path / "own.yaml").write_text(suite)
+    shutil.copy(DATA.parents[1] / "smoke.yaml", tmp_path / "own.yaml")
+    definition, suite = tmp_path / "smoke" / "facts.yaml", tmp_path / "own.yaml"
+    for file, old, new in (
+        (definition, "multiple_choice", "loglikelihood"),
+        (definition, "metric: acc", "metric: perplexity"),
+        (definition, "aggregation: mean", "aggregation: perplexity"),
+        (definition, 'doc_to_target: "{{answer}}"', 'doc_to_target: "{{choices[answer]}}"'),
+        (definition, 'doc_to_choice: "{{choices}}"\n', ""),
+        (suite, "metric: acc\n    task: moh_smoke_facts", "metric: perplexity\n    task: moh_smoke_facts"),
+        (suite, "items: 14\n    chance: choices", "items: 14"),
+    ):
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
     output = tmp_path / "report"
-    assert (
-        run_evaluate(broken, "--suite", tmp_path / "own.yaml", "--limit", "2", "--device", "cpu", "--output", output)
-        == 1
-    )
+    words = [broken, "--suite", suite, "--limit", "2", "--device", "cpu", "--output", output]
+    assert run_evaluate(*words) == 1
     errors = {
         error["benchmark"]: error["error"] for error in json.loads((output / "report.json").read_text())["errors"]
     }

@@ -105,7 +105,7 @@ def _ran(tmp_path: Path) -> bool:
 
 def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path):
     from moh_llm.data.tokenizer import TextTokenizer
-    from moh_llm.evaluation.analysis import _chooses
+    from moh_llm.evaluation.head_analysis import _chooses
     from moh_llm.evaluation.language_model import load_model
     from moh_llm.evaluation.processes import Team
     from moh_llm.modeling import MoHLlamaForCausalLM

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moh_llm.evaluation.analysis import analyse_models
+from moh_llm.evaluation.head_analysis import analyse_models, prompts
 from moh_llm.evaluation.suite import SUITES, load_suite
 
 pytest.importorskip("lm_eval")
@@ -39,8 +39,6 @@ def load(tmp_path: Path) -> Callable[..., list[Any]]:
 
 
 def test_prompts_are_those_written_by_hand(load: Callable[..., list[Any]]) -> None:
-    from moh_llm.evaluation.prompts import prompts
-
     found = prompts(load(), items=5)
     facts = [f"{row['sentence']} {row['choices'][row['answer']]}" for row in rows("facts/test.jsonl")]
     told = [f"Story: {row['story']}\nEnding: {row['endings'][row['answer']]}" for row in rows("stories/test.jsonl")]
@@ -56,7 +54,6 @@ def test_prompts_are_those_written_by_hand(load: Callable[..., list[Any]]) -> No
 
 
 def test_items_are_spread_over_tasks(load: Callable[..., list[Any]]) -> None:
-    from moh_llm.evaluation.prompts import prompts
     from moh_llm.evaluation.tasks import Loaded
 
     alone = prompts(load(), items=2)
@@ -69,8 +66,6 @@ def test_items_are_spread_over_tasks(load: Callable[..., list[Any]]) -> None:
 
 
 def test_text_that_cannot_be_built_leaves_the_others(load: Callable[..., list[Any]]) -> None:
-    from moh_llm.evaluation.prompts import prompts
-
     def fail(**_: Any) -> None:
         raise LookupError("no\nfield")
 
@@ -95,8 +90,6 @@ def test_prompts_are_those_that_lm_eval_builds(
     load: Callable[..., list[Any]], tmp_path: Path, shared_benchmarks: Path
 ) -> None:
     """With drawn examples, and with the choices in the question."""
-    from moh_llm.evaluation.prompts import prompts
-
     (tmp_path / "some.yaml").write_text(SUITE)
     found = prompts(load(tmp_path / "some.yaml", shared_benchmarks), items=4)
     right_answers = {"WinoGrande": lambda doc: int(doc["answer"]) - 1, "HellaSwag": lambda doc: int(doc["label"])}
@@ -122,7 +115,6 @@ def test_the_command_records_it(smoke_report: Path, tiny_moh: Path, load: Callab
     from transformers import AutoTokenizer
 
     from moh_llm.analysis.record import analyse
-    from moh_llm.evaluation.prompts import prompts
     from moh_llm.modeling import MoHLlamaForCausalLM
 
     said = (smoke_report / "err.txt").read_text(encoding="utf-8")
@@ -169,7 +161,7 @@ def test_text_that_cannot_be_read_is_named(tiny_llama: Path, tiny_moh: Path, tmp
 
 def test_whatever_is_raised_loses_one_models_analysis(tiny_moh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a model chooses, the benchmarks' text, the analysis: nothing that fails there ends the run."""
-    from moh_llm.evaluation import analysis
+    from moh_llm.evaluation import head_analysis
 
     error = Exception("bad")  # of no kind that could be named
 
@@ -181,12 +173,12 @@ def test_whatever_is_raised_loses_one_models_analysis(tiny_moh: Path, monkeypatc
             return fail() if failing in arguments else {"texts": {}}
 
         with monkeypatch.context() as patch:
-            patch.setattr(analysis, "_analyse", act)
+            patch.setattr(head_analysis, "_analyse", act)
             if failing == "text":
-                patch.setattr(analysis, "load_tasks", fail)
+                patch.setattr(head_analysis, "load_tasks", fail)
             if failing == "config":
-                whole = analysis._chooses
-                patch.setattr(analysis, "_chooses", lambda model: fail() if model == "nowhere" else whole(model))
+                whole = head_analysis._chooses
+                patch.setattr(head_analysis, "_chooses", lambda model: fail() if model == "nowhere" else whole(model))
             models = {"one": "nowhere" if failing == "config" else str(tiny_moh), "two": str(tiny_moh)}
             return analyse_models(models, load_suite("smoke"), None, "cpu", "auto", lambda line: None)
 
@@ -197,9 +189,9 @@ def test_whatever_is_raised_loses_one_models_analysis(tiny_moh: Path, monkeypatc
 
 
 def test_no_text_at_all_is_an_error(tiny_moh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moh_llm.evaluation import analysis
+    from moh_llm.evaluation import head_analysis
 
-    monkeypatch.setattr(analysis, "prompts", lambda *_, **__: {})
+    monkeypatch.setattr(head_analysis, "prompts", lambda *_, **__: {})
     found = analyse_models({"model": str(tiny_moh)}, load_suite("smoke"), None, "cpu", "auto", lambda line: None)
     assert found == {"model": {"error": "no benchmark's text can be built; the lines above say why"}}
 

@@ -1,4 +1,4 @@
-"""The batch size that is found: from the longest request and the free memory, halved when memory runs out."""
+"""The batch size from the longest request and the free memory, halved when memory runs out; and the time left."""
 
 import itertools
 from pathlib import Path
@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from moh_llm.evaluation import language_model as memory
+from moh_llm.evaluation.runner import Progress, score, spell_seconds
+from moh_llm.evaluation.suite import load_suite
 
 pytest.importorskip("lm_eval")
+
+from lm_eval.models.huggingface import HFLM
+
+from moh_llm.evaluation import language_model
 
 
 @pytest.fixture
@@ -28,15 +33,15 @@ def llama() -> Any:
 
 
 def choose(llama: Any, monkeypatch: pytest.MonkeyPatch, free: float, tokens: int, scored: int, kind: str) -> int:
-    monkeypatch.setattr(memory, "free_memory", lambda device: int(free))
-    return memory.choose_batch_size(llama, torch.bfloat16, torch.device(kind), tokens, scored)
+    monkeypatch.setattr(language_model, "free_memory", lambda device: int(free))
+    return language_model.choose_batch_size(llama, torch.bfloat16, torch.device(kind), tokens, scored)
 
 
 def test_batches_fit_the_free_memory(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for free in (1e9, 8e9, 60e9):
         for tokens in (40, 500, 2000):
             size = choose(llama, monkeypatch, free, tokens, tokens, "cuda")
-            taken = memory.bytes_per_sequence(llama, 2, tokens, tokens)
+            taken = language_model.bytes_per_sequence(llama, 2, tokens, tokens)
             assert size == 1 or size * taken <= 0.6 * free
             assert size == 64 or 2 * size * taken > 0.6 * free
             assert size & (size - 1) == 0
@@ -54,23 +59,18 @@ def test_estimate_covers_what_a_pass_holds(llama: Any) -> None:
     tokens = 100
     logits = 2 * tokens * 128256 * 2
     cache = 32 * 2 * 8 * 128 * tokens * 2
-    estimate = memory.bytes_per_sequence(llama, 2, tokens, tokens)
+    estimate = language_model.bytes_per_sequence(llama, 2, tokens, tokens)
     assert logits + cache < estimate < 2 * (logits + cache)
 
 
 def test_free_memory_is_shared_by_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = memory.free_memory(torch.device("cpu"))
+    alone = language_model.free_memory(torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert alone / 8 < memory.free_memory(torch.device("cpu")) < alone / 2
+    assert alone / 8 < language_model.free_memory(torch.device("cpu")) < alone / 2
 
 
 def test_batches_are_halved_when_memory_runs_out(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of a GPU and in those of a CPU."""
-    from lm_eval.models.huggingface import HFLM
-
-    from moh_llm.evaluation.runner import score
-    from moh_llm.evaluation.suite import load_suite
-
     whole, sizes = HFLM._model_call, []
     errors = itertools.cycle([torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
 
@@ -92,14 +92,24 @@ def test_batches_are_halved_when_memory_runs_out(tiny_llama: Path, monkeypatch: 
 def test_other_errors_and_single_sequences_are_not_tried_again(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lm_eval.models.huggingface import HFLM
-
-    from moh_llm.evaluation.runner import score
-    from moh_llm.evaluation.suite import load_suite
-
     def call(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(HFLM, "_model_call", call)
     found = score({"model": str(tiny_llama)}, load_suite("smoke"), limit=1, batch_size="auto", device="cpu")["model"]
     assert found.errors["Facts"] == "OutOfMemoryError: CUDA out of memory"
+
+
+def test_time_left_follows_items_and_other_models() -> None:
+    progress = Progress(["base", "model"], {"A": 10, "B": 30})
+    assert progress.seconds_left() is None
+    progress.done("base", "A", 5.0)
+    assert progress.seconds_left() == pytest.approx(30 * 0.5 + 5.0 + 30 * 0.5)
+    progress.done("base", "B", 45.0)
+    assert progress.seconds_left() == pytest.approx(5.0 + 45.0)
+    progress.done("model", "A", None)  # failed: it says nothing about time
+    assert progress.seconds_left() == pytest.approx(45.0)
+    progress.done("model", "B", 40.0)
+    assert progress.seconds_left() == 0.0
+    spelt = {8.4: "8 s", 99: "99 s", 840: "14 min", 12000: "3 h 20 min"}
+    assert {seconds: spell_seconds(seconds) for seconds in spelt} == spelt
