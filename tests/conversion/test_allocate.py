@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from moh_llm.conversion.allocate import allocate
+from moh_llm.conversion.plan import allocate
 from moh_llm.errors import UserError
 
 
