@@ -19,25 +19,12 @@ _spec.loader.exec_module(naive)
 PLANS = {
     "default conversion": {"converted": True},
     "paper": {"num_shared_heads": 2, "num_active_heads": 3, "router_type": "query_norm"},
-    "linear, explicit ids, one KV head": {
-        "num_shared_heads": [1, 2],
-        "num_active_heads": [2, 3],
-        "shared_heads": [[2], [3, 0]],
-        "router_type": "linear",
-        "num_key_value_heads": 1,
-    },
     "two_stage, weighted, explicit ids": {
         "num_shared_heads": 2,
         "num_active_heads": 3,
         "shared_heads": [[3, 0], [1, 2]],
         "router_type": "two_stage",
         "router_score": "weighted",
-    },
-    "two_stage, MHA": {
-        "num_shared_heads": 1,
-        "num_active_heads": 3,
-        "router_type": "two_stage",
-        "num_key_value_heads": 4,
     },
     "linear, weighted, no shared head": {
         "num_shared_heads": 0,
@@ -78,15 +65,6 @@ PLANS = {
         "router_score": "weighted",
         "routing_granularity": "kv_group",
     },
-    "five heads": {
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
-        "hidden_size": 40,
-        "num_shared_heads": 3,
-        "num_active_heads": 4,
-        "shared_heads": [[4, 1, 2], [0, 3, 1]],
-        "router_type": "query_norm",
-    },
 }
 POSITIONS = [[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6, 0]]
 
@@ -120,7 +98,7 @@ def plan(request: pytest.FixtureRequest) -> dict:
     ]
 )
 def unlike_plan(request: pytest.FixtureRequest) -> dict:
-    """Some of them, for what is put together of parts that are tested with all."""
+    """Some of the plans, for the record."""
     return PLANS[request.param]
 
 
@@ -182,16 +160,6 @@ def batches(batch: Batch) -> list[Batch]:
     short = {name: tensor[:2, :5] for name, tensor in batch.items()}
     parts = [{name: tensor[rows] for name, tensor in batch.items()} for rows in (slice(2), slice(2, 3), slice(0))]
     return [*parts, short]
-
-
-@pytest.fixture
-def single_rows() -> Callable[[list[Batch]], list[Batch]]:
-    """The same text with one row a batch."""
-    return lambda batches: [
-        {name: tensor[row : row + 1] for name, tensor in batch.items()}
-        for batch in batches
-        for row in range(len(batch["input_ids"]))
-    ]
 
 
 @pytest.fixture
