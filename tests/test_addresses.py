@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from moh_llm import cli
-from moh_llm.addresses import shown, without_passwords
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, shown, without_passwords
 from moh_llm.files import write_json
 
 WITH = "https://alice:hidden@host"

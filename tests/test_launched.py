@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from moh_llm.devices import check_group, world_size
 from moh_llm.errors import UserError
-from moh_llm.launched import check_group, world_size
 
 TOLD = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
 LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", *TOLD)

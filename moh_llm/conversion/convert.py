@@ -25,12 +25,11 @@ from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.data.windows import fixed_batches, validation_batches
-from moh_llm.devices import choose_device
+from moh_llm.devices import check_disk, check_memory, choose_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.flops import forward_flops
 from moh_llm.locking import lock_folder
-from moh_llm.machine import check_disk, check_memory
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import NAME as CONVERSION

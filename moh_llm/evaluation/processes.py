@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from moh_llm.devices import check_group, world_size
 from moh_llm.errors import UserError
-from moh_llm.launched import check_group, world_size
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
