@@ -113,7 +113,7 @@ def check_workers(number: int, name: str) -> None:
         raise UserError(f"{name}={number}: this machine has {cores} cores; take at most {_WORKERS_PER_CORE * cores}")
 
 
-# ---- processes: one that does not find the others does the whole job, and so does each of them, in the same folder
+# ---- processes of a launcher: those that do not find each other would each do all of the job, in the same folder
 
 # How many processes srun and MPI's starters started, and which one this is. SLURM_NTASKS says nothing: it is also set
 # in the script of a batch job and in an interactive allocation, where a single process runs.

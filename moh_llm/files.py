@@ -1,4 +1,4 @@
-"""Writing files and folders so that nothing half-written ever stands in place of something good."""
+"""Writing files and folders in one step: a reader sees the old content or the new one, never a part."""
 
 import contextlib
 import errno

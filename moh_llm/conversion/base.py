@@ -154,7 +154,7 @@ def _check_family(config: dict[str, Any], name: str, paper_preset: bool) -> None
         raise UserError(f"{name}: its weights are quantised ({method}); convert the full-precision checkpoint")
     if kind == "llama" and config.get("auto_map") and not paper_preset:
         raise UserError(
-            f"{name}: auto_map says that it runs code of its own, so it may not be a plain LLaMA; "
+            f"{name}: auto_map names code of its own, so it may not be a plain LLaMA; "
             "pass --preset paper if it is the paper authors' MoH model, else remove auto_map from its config.json"
         )
     if absent := [key for key in _NEEDED if not isinstance(config.get(key), int)]:
@@ -183,7 +183,7 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
     slides = window and (kind == "mistral" or getattr(config, "use_sliding_window", False))
     if slides or "sliding_attention" in (getattr(config, "layer_types", None) or []):
         raise UserError(
-            f"{name}: sliding_window={window} stands in the way: MoH layers attend to all earlier tokens; "
+            f"{name}: sliding_window={window} is not supported, since MoH layers attend to all earlier tokens; "
             "set it to null in config.json to use the model on texts no longer than the window"
         )
     return config

@@ -1,9 +1,9 @@
 """Calibration: two sweeps over the base's layers on disk, one layer in memory at a time.
 
 Forward, each layer's input is written beside the output to be. Backward, each layer is run again
-and the gradient of -log p(y), with y drawn from the model itself, is carried through it: that tells
-what each direction of an attention output is worth to the model's predictions, for all layers at
-the price of one backward pass. Each layer is fitted on the way (see `fit.py`).
+and the gradient of -log p(y), with y drawn from the model itself, is carried through it: this gives
+the effect of each direction of an attention output on the model's predictions, for all layers in one
+backward pass. Each layer is fitted on the way (see `fit.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,9 +32,9 @@ class LayerCalibration:
 
     Attributes:
         shared_heads: ids of the shared heads.
-        importance: per routing granularity, the estimated KL (nats per token) of always dropping it alone.
+        importance: per group, the estimated KL (nats per token) of always dropping it alone.
         fits: number of dropped heads -> router and fallbacks; empty where nothing is fitted.
-        group_size: heads per routing granularity; a token drops whole ones.
+        group_size: heads per group; a token drops all heads of a group or none.
     """
 
     shared_heads: list[int]
@@ -64,11 +64,11 @@ class CalibrationPlan:
     """What to fit in each layer.
 
     Attributes:
-        num_shared_heads: shared heads, the first ones or, `by_importance`, those that cost most.
-        by_importance: see there.
+        num_shared_heads: number of shared heads.
+        by_importance: whether these are the heads that cost most to drop, or the first ones.
         drops: the numbers of dropped heads to fit a router for; may be empty.
         fallback: whether dropped heads get fallbacks.
-        group_size: heads per routing granularity; all numbers above are whole ones.
+        group_size: heads per group; all numbers above are multiples of it.
     """
 
     num_shared_heads: int

@@ -127,9 +127,9 @@ BAD_INPUT = {
     "architecture": (GPT2, "model_type 'gpt2' (GPT2LMHeadModel) cannot be converted; these can: llama, mistral"),
     "no architecture": (edit_config(model_type=None, architectures=None), "model_type None (no architecture named)"),
     "quantised": (edit_config(quantization_config={"quant_method": "gptq"}), "weights are quantised (gptq)"),
-    "sliding window by default": (OLD_MISTRAL, "sliding_window=4096 stands in the way"),
-    "sliding window in use": (QWEN2, "sliding_window=64 stands in the way"),
-    "code of its own": (REMOTE, "auto_map says that it runs code of its own"),
+    "sliding window by default": (OLD_MISTRAL, "sliding_window=4096 is not supported"),
+    "sliding window in use": (QWEN2, "sliding_window=64 is not supported"),
+    "code of its own": (REMOTE, "auto_map names code of its own"),
     "of a later version": (
         edit_config(model_type="moh_llama", moh_format=3),
         "moh_format=3 is newer than this moh-llm reads (2); pip install -U moh-llm",

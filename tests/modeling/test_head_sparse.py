@@ -8,7 +8,7 @@ import torch
 
 from moh_llm.kernels import head_sparse
 from moh_llm.kernels.head_sparse import head_sparse_attention
-from moh_llm.kernels.head_sparse_lists import all_positions, selected_positions
+from moh_llm.kernels.head_sparse_kernels import all_positions, selected_positions
 
 pytest.importorskip("triton")
 
