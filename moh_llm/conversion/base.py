@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -75,6 +77,12 @@ class BaseCheckpoint:
     weight_map: dict[str, str]
     routing_tensors: frozenset[str]
     fingerprint: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its weights, by that of the last norm."""
+        with safe_open(self.folder / self.weight_map["model.norm.weight"], framework="pt") as file:
+            return file.get_tensor("model.norm.weight").dtype
 
     def identity(self) -> Base:
         """What a record needs to tell this base from any other."""

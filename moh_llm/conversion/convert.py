@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig
 
 import moh_llm
 from moh_llm.conversion.base import BaseCheckpoint, open_base
-from moh_llm.conversion.calibrate import CalibrationPlan, LayerCalibration, calibrate
+from moh_llm.conversion.calibrate import LayerCalibration, calibrate
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.plan import PlanOptions, allocate, build_config, drops_to_fit, shared_and_active
+from moh_llm.conversion.plan import PlanOptions, allocate, build_config, shared_and_active
 from moh_llm.conversion.verify import verify
 from moh_llm.data.mixture import EMBEDDED, Mixture
 from moh_llm.data.sample import sample_mixture
@@ -106,19 +106,27 @@ def convert(options: ConversionOptions) -> Conversion:
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
             base=identity,
         )
-        dtype, device = options.dtype or _stored_dtype(base), choose_device()
+        dtype, device = options.dtype or base.dtype, choose_device()
         # float16 is too narrow for gradients, and slow on a CPU.
         computed = torch.float32 if dtype == torch.float16 else dtype
         dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, device)
         calibrated: list[LayerCalibration] | None = None
         if plan.needs_calibration:
             batches = _calibration_batches(options, sources, length)
-            calibrated = calibrate(dense, batches, calibration_plan(plan, base.config), folder)
+            calibrated = calibrate(dense, batches, plan, folder)
             record.calibration = _calibration_record(options, sources, batches, calibrated)
         config = plan_config(plan, base.config, calibrated)
         config.dtype = dtype
         routing = {name: tensor.to(dtype) for name, tensor in routing_tensors(config, calibrated).items()}
-        record.plan = _plan_record(plan, config)
+        fields = ("router_type", "router_score", "routing_granularity", "head_fallback", "num_attention_heads")
+        record.plan = Plan(
+            preset=plan.preset,
+            shared=plan.shared,
+            budgets="uneven" if plan.uneven else "even",
+            shared_heads=config.shared_heads_per_layer,
+            active_heads=config.active_heads_per_layer,
+            **{name: getattr(config, name) for name in fields},
+        )
         weight_map = write_weights(folder, base, routing, options.dtype, options.link)
         record.arithmetic = _arithmetic(config, base, routing)
         if options.verify != "none":
@@ -181,11 +189,6 @@ def peak_memory_mib() -> int:
     return round(peak / (1 << 20 if sys.platform == "darwin" else 1 << 10))
 
 
-def _stored_dtype(base: BaseCheckpoint) -> torch.dtype:
-    with safe_open(base.folder / base.weight_map["model.norm.weight"], framework="pt") as file:
-        return file.get_tensor("model.norm.weight").dtype
-
-
 def _check_machine(options: ConversionOptions, base: BaseCheckpoint) -> None:
     """Refuse more text than one layer's activations of which fit into memory, or all layers' onto the disk."""
     tokens, what, flag = max(
@@ -205,17 +208,6 @@ def _calibration_batches(options: ConversionOptions, sources: Sequence[Tokenized
         held = ", ".join(f"{source.name} has {len(source.train)}" for source in sources)
         raise UserError(f"the calibration text has no window of {length} tokens: {held}")
     return batches
-
-
-def calibration_plan(plan: PlanOptions, base: PreTrainedConfig) -> CalibrationPlan:
-    """What the plan needs fitted."""
-    return CalibrationPlan(
-        num_shared_heads=shared_and_active(plan, base)[0],
-        by_importance=plan.shared == "importance",
-        drops=drops_to_fit(plan, base),
-        fallback=plan.head_fallback != "none",
-        group_size=plan.heads_per_group(base),
-    )
 
 
 def plan_config(
@@ -242,21 +234,6 @@ def routing_tensors(config: MoHLlamaConfig, calibrated: Sequence[LayerCalibratio
             prefix = f"model.layers.{number}.self_attn."
             tensors |= {prefix + name: tensor.cpu().contiguous() for name, tensor in fit.tensors.items()}
     return tensors
-
-
-def _plan_record(options: PlanOptions, config: MoHLlamaConfig) -> Plan:
-    return Plan(
-        preset=options.preset,
-        router_type=config.router_type,
-        router_score=config.router_score,
-        routing_granularity=config.routing_granularity,
-        head_fallback=config.head_fallback,
-        shared=options.shared,
-        budgets="uneven" if options.uneven else "even",
-        num_attention_heads=config.num_attention_heads,
-        shared_heads=config.shared_heads_per_layer,
-        active_heads=config.active_heads_per_layer,
-    )
 
 
 def _arithmetic(config: MoHLlamaConfig, base: BaseCheckpoint, routing: Mapping[str, torch.Tensor]) -> Arithmetic:
