@@ -36,8 +36,7 @@ from attention_decoding import Stack, decode_rows
 from attention_peers import DEVICE, ON_CUDA, SIZES, Peer, Row, Shape
 
 from moh_llm.kernels import head_sparse_attention
-from moh_llm.kernels.head_sparse_kernels import triton
-from moh_llm.kernels.head_sparse_lists import selected_positions
+from moh_llm.kernels.head_sparse_kernels import selected_positions, triton
 
 # Behind attention_peers, which sets what Triton reads when it is imported.
 from moh_llm.modeling import MoHLlamaConfig, MoHRouter

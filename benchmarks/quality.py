@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moh_llm.analysis.watch import shared_heads
 from moh_llm.conversion.base import open_base
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate
-from moh_llm.conversion.convert import BATCH, WINDOW, calibration_plan, peak_memory_mib, plan_config, routing_tensors
+from moh_llm.conversion.convert import BATCH, WINDOW, peak_memory_mib, plan_config, routing_tensors
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.conversion.verify import routed_as
@@ -146,7 +146,7 @@ def main() -> int:
 def _calibrate(base, plan: PlanOptions, batches: list[Batch], dtype, device) -> list[LayerCalibration]:
     model = LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device)
     with tempfile.TemporaryDirectory() as scratch:
-        return calibrate(model, batches, calibration_plan(plan, base.config), Path(scratch))
+        return calibrate(model, batches, plan, Path(scratch))
 
 
 def _model(base, dense, plan: PlanOptions, calibrated, dtype) -> MoHLlamaForCausalLM:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from moh_llm.conversion.convert import Restored
     from moh_llm.hub.publish import Publication
     from moh_llm.hub.pushes import MilestonePushes
     from moh_llm.records.conversion import Conversion
@@ -89,7 +90,6 @@ def convert(
     from moh_llm.errors import UserError
     from moh_llm.hub.card import write_local_card
     from moh_llm.locking import lock_folder
-    from moh_llm.records.conversion import Conversion
 
     for name, tokens in (("calibration-tokens", calibration_tokens), ("heldout-tokens", heldout_tokens)):
         if tokens < 1:
@@ -124,7 +124,7 @@ def convert(
     )
     with lock_folder(Path(output)):
         write_local_card(Path(output))
-    return Conversion.of(record, str(output))
+    return record
 
 
 def to_dense(
@@ -134,7 +134,7 @@ def to_dense(
     link: bool = False,
     revision: str | None = None,
     overwrite: bool = False,
-) -> "dict[str, Any]":
+) -> "Restored":
     """Write the dense checkpoint inside an MoH model, byte for byte, without routers and fallbacks.
 
     Args:
@@ -143,7 +143,7 @@ def to_dense(
         link, revision, overwrite: as for `convert`.
 
     Returns:
-        ``base``, ``model_type``, ``dropped_tensors`` and ``seconds``.
+        The model's type, how many tensors were dropped, and the time it took.
 
     Raises:
         UserError: ``model`` is no MoH model, weighs heads by their scores, or cannot be read.

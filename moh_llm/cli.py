@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import NoReturn
 
 from moh_llm import __version__
-from moh_llm.addresses import without_passwords
 from moh_llm.commands import (
     convert,
     data,
@@ -26,7 +25,7 @@ from moh_llm.commands import (
     train,
 )
 from moh_llm.commands.recipes import expand_recipe
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, without_passwords
 
 COMMANDS = {
     "quickstart": (quickstart, "convert, tune and score a small real model in one go"),

@@ -1,12 +1,17 @@
-"""The device to compute on, and what is known of GPUs by name: peak in dense bfloat16 products, and memory."""
+"""What a job runs on: its device, the machine's memory, disk and cores, and the processes that a launcher started."""
 
+import os
 import re
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from moh_llm.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+_WORKERS_PER_CORE = 8
 
 
 class Gpu(NamedTuple):
@@ -71,3 +76,91 @@ def peak_flops(name: str) -> float | None:
 
 def _words(name: str) -> set[str]:
     return set(re.findall(r"[A-Z0-9]+", name.upper()))
+
+
+# ---- memory, disk, cores
+
+
+def memory_bytes() -> int:
+    """Memory of this machine, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(needed: int, what: str, way_out: str, available: int | None = None) -> None:
+    """Raise UserError where ``what`` needs more bytes than the machine has, or than are ``available``."""
+    available = memory_bytes() if available is None else available
+    if needed > available:
+        raise UserError(
+            f"{what} needs about {needed / _GIB:,.0f} GiB of memory, and there are {available / _GIB:,.1f}; {way_out}"
+        )
+
+
+def check_disk(needed: int, place: Path, what: str, way_out: str) -> None:
+    """Raise UserError where ``what`` needs more bytes than are free on the disk of ``place``, which need not exist."""
+    there = next(parent for parent in (place.resolve(), *place.resolve().parents) if parent.exists())
+    disk = shutil.disk_usage(there)
+    if disk.total and needed > (free := disk.free):  # a file system of kernel objects has no size
+        raise UserError(
+            f"{what} needs about {needed / _GIB:,.0f} GiB on the disk of {there}, where {free / _GIB:,.1f} are free; "
+            f"{way_out}"
+        )
+
+
+def check_workers(number: int, name: str) -> None:
+    """Raise UserError for far more processes than there are cores."""
+    cores = os.cpu_count() or 1
+    if number > _WORKERS_PER_CORE * cores:
+        raise UserError(f"{name}={number}: this machine has {cores} cores; take at most {_WORKERS_PER_CORE * cores}")
+
+
+# ---- processes of a launcher: those that do not find each other would each do all of the job, in the same folder
+
+# How many processes srun and MPI's starters started, and which one this is. SLURM_NTASKS says nothing: it is also set
+# in the script of a batch job and in an interactive allocation, where a single process runs.
+_STARTERS = {
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
+_WAY_OUT = "start them with accelerate launch or torchrun, once on each machine (recipes/launch)"
+
+
+def world_size() -> int:
+    """The processes of this job, as accelerate launch or torchrun passes it to each of them; 1 without such a launcher.
+
+    Raises:
+        UserError: another launcher started several processes that do not know of each other, or the variables for a
+            process's rank and the meeting place are missing.
+    """
+    if "WORLD_SIZE" in os.environ:
+        started = max(1, _number("WORLD_SIZE"))
+        if started > 1 and (absent := [name for name in ("RANK", "MASTER_ADDR") if name not in os.environ]):
+            _refuse("RANK", f"WORLD_SIZE={started}, but {' and '.join(absent)} are not set: no process finds another")
+        return started
+    for count, rank in _STARTERS.items():
+        if (started := _number(count)) > 1:
+            _refuse(rank, f"{count}={started}: {started} processes were started that know nothing of each other")
+    return 1
+
+
+def check_group(size: int) -> None:
+    """Compare the number of processes that found each other with `world_size`.
+
+    Raises:
+        UserError: they differ.
+    """
+    if size != (started := world_size()):
+        what = f"form a group of {size}" if size > 1 else "know nothing of each other"
+        _refuse("RANK", f"WORLD_SIZE={started}: {started} processes were started, and they {what}")
+
+
+def _refuse(rank: str, what: str) -> None:
+    """Raise UserError on the first process, and end the others silently."""
+    if _number(rank) > 0:
+        raise SystemExit(2)
+    raise UserError(f"{what}; {_WAY_OUT}, or unset the variable to run one process alone")
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else 0

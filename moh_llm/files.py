@@ -1,4 +1,4 @@
-"""Writing files and folders so that nothing half-written ever stands in place of something good."""
+"""Writing files and folders in one step: a reader sees the old content or the new one, never a part."""
 
 import contextlib
 import errno
@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moh_llm.addresses import without_passwords_in
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, without_passwords_in
 
 # What the disk answers when the fault is the place to write to, not the program.
 _DISK_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}

@@ -1,8 +1,8 @@
 """FLOPs of a MoH model: of a forward pass in theory, and of a training pass as it is computed today.
 
 Counts two operations per multiply-add of the matrix products and of a fallback's b + a v; norms, rotary
-embedding, softmax and gating are left out. Attention counts the positions up to a token's own,
-whatever documents they are of.
+embedding, softmax and gating are left out. Attention counts all positions up to a token's own,
+also those of other documents.
 """
 
 from moh_llm.modeling import MoHLlamaConfig

@@ -3,7 +3,7 @@
     with lock_folder(output):
         ...  # nobody else of this toolkit writes there
 
-Of the processes of one job the first one alone takes it, and tells the others where it is refused.
+Of the processes of one job only the first one takes it; if it is refused, all of them end.
 
 The lock is a file beside the folder, ``.NAME.lock``, so that the folder can be replaced as a whole. It holds the
 writer's process id and host, for the line that refuses a second one; it is removed when the writer ends well, and one

@@ -61,7 +61,7 @@ def test_command_script_and_api_convert_alike(moh, base, convert, river, tmp_pat
 
 
 def test_to_dense_gives_the_base_back(moh, base, tmp_path, read_tensors) -> None:
-    assert moh_llm.to_dense(moh, tmp_path / "dense")["model_type"] == "llama"
+    assert moh_llm.to_dense(moh, tmp_path / "dense").model_type == "llama"
     found, expected = read_tensors(tmp_path / "dense"), read_tensors(base)
     assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
 

@@ -1,12 +1,17 @@
-"""Head load: the share of tokens that use each head (Fig. 3 and B). H heads of a layer, in the model's order."""
+"""Which heads tokens use: head load (Fig. 3 and B), and the heads of each token (a table of the rebuttal).
+
+H heads of a layer, in the model's order.
+"""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from moh_llm.analysis.watch import LayerPass, last_routed_layer, shared_heads, watch
+from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaPreTrainedModel
 
@@ -26,25 +31,6 @@ class HeadLoad:
     load: list[list[float]]
     shared_heads: list[list[int]]
     balance: list[float | None]
-
-
-@dataclass(frozen=True)
-class LoadByText:
-    """Head load of one layer on several texts, by their names.
-
-    Attributes:
-        layer: its number.
-        shared_heads: ids of its shared heads.
-        tokens: how many were counted of each text.
-        load: share of each text's tokens that have each head on, `[H]`.
-        balance: `load_balance` of the routed heads or groups on each text.
-    """
-
-    layer: int
-    shared_heads: list[int]
-    tokens: dict[str, int]
-    load: dict[str, list[float]]
-    balance: dict[str, float | None]
 
 
 def head_load(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> HeadLoad:
@@ -72,25 +58,6 @@ def head_load(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> HeadL
     )
 
 
-def head_load_by_text(model: MoHLlamaPreTrainedModel, texts: Mapping[str, Iterable[Batch]]) -> LoadByText:
-    """Head load of the last layer on several texts, such as benchmarks (Fig. 3 and B).
-
-    The last layer that has routed heads: in one without, all loads are 1.
-
-    Raises:
-        UserError: the model has no routed heads, or a text has no tokens.
-    """
-    layer = last_routed_layer(model)
-    found = {name: head_load(model, batches) for name, batches in texts.items()}
-    return LoadByText(
-        layer=layer,
-        shared_heads=shared_heads(model.routers[layer]),
-        tokens={name: load.tokens for name, load in found.items()},
-        load={name: load.load[layer] for name, load in found.items()},
-        balance={name: load.balance[layer] for name, load in found.items()},
-    )
-
-
 def load_balance(routed_load: Sequence[float]) -> float | None:
     """Entropy of routed heads' shares of all activations, over its maximum, log R.
 
@@ -102,3 +69,74 @@ def load_balance(routed_load: Sequence[float]) -> float | None:
         return None
     entropy = -sum(load / total * math.log(load / total) for load in routed_load if load)
     return entropy / math.log(len(routed_load))
+
+
+@dataclass(frozen=True)
+class TokenHeads:
+    """Heads of a text's tokens.
+
+    Attributes:
+        tokens: the tokens as printable strings.
+        layers: numbers of the layers looked at.
+        on: for each of these layers and each token, whether each head is on; heads in the model's order.
+    """
+
+    tokens: list[str]
+    layers: list[int]
+    on: list[list[list[bool]]]
+
+
+def token_heads(
+    model: MoHLlamaPreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    layers: Sequence[int] | None = None,
+) -> TokenHeads:
+    """The heads that each token of one text has on.
+
+    Args:
+        model: a MoH model in evaluation mode.
+        tokenizer: its tokenizer; its special tokens are added, and shown.
+        text: read in one pass.
+        layers: numbers of the layers to look at; None: the last one that has routed heads.
+
+    Raises:
+        UserError: a layer that the model does not have, no routed heads where `layers` is None, or
+            a text without tokens.
+    """
+    chosen = [last_routed_layer(model)] if layers is None else list(layers)
+    count = len(model.routers)
+    for layer in chosen:
+        if not 0 <= layer < count:
+            raise UserError(f"layer={layer} must lie between 0 and {count - 1}, the model's last layer")
+    ids = tokenizer(text)["input_ids"]
+    on: dict[int, list[list[bool]]] = {}
+
+    def take(seen: LayerPass) -> None:
+        if seen.layer in chosen:
+            on[seen.layer] = seen.on[0].tolist()
+
+    batch = {"input_ids": torch.tensor([ids], dtype=torch.int64), "position_ids": torch.arange(len(ids))[None]}
+    watch(model, [batch], take)
+    return TokenHeads(token_strings(tokenizer, ids), chosen, [on[layer] for layer in chosen])
+
+
+def token_strings(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """Each token as it reads in its text, spaces kept, with line breaks and the like escaped.
+
+    A token that is only a part of a character, or that decodes to nothing, goes by its name in the vocabulary.
+    """
+    pieces = []
+    for number, token in enumerate(ids):
+        before = _decode(tokenizer, ids[number - 1 : number])
+        piece = _decode(tokenizer, ids[max(0, number - 1) : number + 1])
+        # Some tokenizers drop the space that opens a text, so a token is read behind its predecessor.
+        piece = piece.removeprefix(before) if piece.startswith(before) else _decode(tokenizer, [token])
+        if not piece or "\N{REPLACEMENT CHARACTER}" in piece:
+            piece = tokenizer.convert_ids_to_tokens(token)
+        pieces.append("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in piece))
+    return pieces
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)

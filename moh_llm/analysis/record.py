@@ -14,11 +14,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from moh_llm.analysis.cost import flops_by_length, seconds_by_length
-from moh_llm.analysis.heads import head_load, head_load_by_text
-from moh_llm.analysis.rank import feature_rank
-from moh_llm.analysis.scores import QUANTILES, LayerScores, routing_scores, routing_scores_by_text
-from moh_llm.analysis.similarity import similarity_table
-from moh_llm.analysis.tokens import token_heads
+from moh_llm.analysis.features import feature_rank, similarity_table
+from moh_llm.analysis.heads import head_load, token_heads
+from moh_llm.analysis.scores import QUANTILES, LayerScores, routing_scores
 from moh_llm.analysis.watch import last_routed_layer
 from moh_llm.data.shards import Shard, TokenStream
 from moh_llm.data.windows import fixed_batches, stack, window
@@ -67,7 +65,7 @@ def analyse(
     """
     if not isinstance(model, MoHLlamaForCausalLM):
         raise UserError(f"a {type(model).__name__} has no heads to choose among: only MoH models are analysed")
-    last_routed_layer(model)  # before anything slow
+    last = last_routed_layer(model)  # before anything slow; in a layer without routed heads all loads are 1
     context = model.config.max_position_embeddings
     row = min(_ROW, context)
 
@@ -89,17 +87,24 @@ def analyse(
     }
     say("head load")
     record["head_load"] = asdict(head_load(model, everything))
-    record["head_load_by_text"] = asdict(head_load_by_text(model, batches))
+    loads = {name: head_load(model, text) for name, text in batches.items()}
+    record["head_load_by_text"] = {
+        "layer": last,
+        "shared_heads": record["head_load"]["shared_heads"][last],
+        "tokens": {name: load.tokens for name, load in loads.items()},
+        "load": {name: load.load[last] for name, load in loads.items()},
+        "balance": {name: load.balance[last] for name, load in loads.items()},
+    }
     say("routing scores")
     layers = [_coarse(layer) for layer in routing_scores(model, everything)]
     record["routing_scores"] = _finite({"quantiles": list(QUANTILES), "bins": BINS, "layers": layers})
-    by_text = routing_scores_by_text(model, batches)
-    coarse = {name: _coarse(scores) for name, scores in by_text.texts.items()}
-    record["routing_scores_by_text"] = _finite({"layer": by_text.layer, "texts": coarse})
+    coarse = {name: _coarse(routing_scores(model, text)[last]) for name, text in batches.items()}
+    record["routing_scores_by_text"] = _finite({"layer": last, "texts": coarse})
     record["token_heads"] = {"text": sentence, **asdict(token_heads(model, tokenizer, sentence))}
     say("similarity of heads")
     tokens = sum(batch["input_ids"].numel() for batch in few)
-    record["similarity"] = _finite({"tokens": tokens, **asdict(similarity_table(model, few))})
+    table = {which: asdict(found) for which, found in similarity_table(model, few).items()}
+    record["similarity"] = _finite({"tokens": tokens, **table})
     say("feature rank")
     record["feature_rank"] = asdict(feature_rank(model, everything))
     say("cost by length")

@@ -1,12 +1,12 @@
 """Distributions of routing scores before quantisation (Fig. C to E)."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from moh_llm.analysis.watch import LayerPass, last_routed_layer, shared_heads, watch
+from moh_llm.analysis.watch import LayerPass, shared_heads, watch
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaPreTrainedModel
 
@@ -47,19 +47,6 @@ class LayerScores:
     selected: ScoreDistribution | None
 
 
-@dataclass(frozen=True)
-class ScoresByText:
-    """Score distributions of one layer on several texts, by their names.
-
-    Attributes:
-        layer: its number.
-        texts: its scores on each text.
-    """
-
-    layer: int
-    texts: dict[str, LayerScores]
-
-
 def routing_scores(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> list[LayerScores]:
     """Distribution of the real-valued scores g_i in each layer.
 
@@ -84,18 +71,6 @@ def routing_scores(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> 
 
     watch(model, batches, take)
     return [LayerScores(**{kind: histogram.distribution() for kind, histogram in layer.items()}) for layer in found]
-
-
-def routing_scores_by_text(model: MoHLlamaPreTrainedModel, texts: Mapping[str, Iterable[Batch]]) -> ScoresByText:
-    """Distribution of the last layer's scores g_i on several texts, such as benchmarks (Fig. C to E).
-
-    The last layer that has routed heads; `routing_scores` says which scores these are.
-
-    Raises:
-        UserError: the model has no routed heads, or a text has no tokens.
-    """
-    layer = last_routed_layer(model)
-    return ScoresByText(layer, {name: routing_scores(model, batches)[layer] for name, batches in texts.items()})
 
 
 def real_scores(seen: LayerPass) -> torch.Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moh_llm.records.conversion import Conversion
+    from moh_llm.records.conversion import Conversion, Verification
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,8 +85,8 @@ def restore(args: argparse.Namespace) -> int:
         args.base, args.output, link=args.link, revision=args.revision, overwrite=args.overwrite
     )
     print(
-        f"{args.base}: {restored['dropped_tensors']} routing tensors dropped, all others byte for byte; "
-        f"a {restored['model_type']} model in {args.output}, {restored['seconds']:.1f} s"
+        f"{args.base}: {restored.dropped_tensors} routing tensors dropped, all others byte for byte; "
+        f"a {restored.model_type} model in {args.output}, {restored.seconds:.1f} s"
     )
     return 0
 
@@ -106,7 +106,7 @@ def check_push(args: argparse.Namespace) -> None:
     if args.to_dense:
         raise UserError("--push-to-hub publishes MoH models, and --to-dense makes none; drop one")
     base = open_base(args.base, args.revision, args.preset == "paper")
-    conversion = Conversion.of({"base": base.identity()}, args.base)
+    conversion = Conversion(base=base.identity())
     check_publishable(args.push_to_hub, Lineage(base.folder, conversion, None), args.licence)
 
 
@@ -119,58 +119,60 @@ def push(args: argparse.Namespace) -> int:
     return 0
 
 
-def print_conversion(conversion: "Conversion", output: Path) -> None:
+def print_conversion(record: "Conversion", output: Path) -> None:
     """Print the head plan, the cost and the verification."""
     from rich.console import Console
 
-    record = conversion.content()
-    plan = record["plan"]
-    heads, active = plan["num_attention_heads"], sum(plan["active_heads"]) / len(plan["active_heads"])
-    shared = sum(map(len, plan["shared_heads"])) / len(plan["shared_heads"])
+    plan = record.plan
+    heads, active = plan.num_attention_heads, sum(plan.active_heads) / len(plan.active_heads)
+    shared = sum(map(len, plan.shared_heads)) / len(plan.shared_heads)
     console = Console()
     console.print(
-        f"{record['base']['name']}: {len(plan['active_heads'])} layers of {heads} heads -> {active:.4g} active, "
-        f"{shared:g} shared ({plan['shared']}), router {plan['router_type']}, fallback {plan['head_fallback']}"
-        + (", by whole key-value groups" if plan["routing_granularity"] == "kv_group" else "")
+        f"{record.base.name}: {len(plan.active_heads)} layers of {heads} heads -> {active:.4g} active, "
+        f"{shared:g} shared ({plan.shared}), router {plan.router_type}, fallback {plan.head_fallback}"
+        + (", by whole key-value groups" if plan.routing_granularity == "kv_group" else "")
     )
-    if plan["budgets"] == "uneven":
-        console.print(f"active heads by layer: {' '.join(map(str, plan['active_heads']))}")
-    if calibration := record.get("calibration"):
-        console.print(f"calibrated on {calibration['tokens']} tokens of {', '.join(calibration['sources'])}")
-    cost = record["arithmetic"]
-    ratios = ", ".join(f"{flops['ratio']:.3f} at {length}" for length, flops in cost["forward_flops"].items())
-    added = cost["parameters"]["moh"] / cost["parameters"]["dense"] - 1
+    if plan.budgets == "uneven":
+        console.print(f"active heads by layer: {' '.join(map(str, plan.active_heads))}")
+    if calibration := record.calibration:
+        console.print(f"calibrated on {calibration.tokens} tokens of {', '.join(calibration.sources)}")
+    cost = record.arithmetic
+    ratios = ", ".join(f"{flops.ratio:.3f} at {length}" for length, flops in cost.forward_flops.items())
+    added = cost.parameters.moh / cost.parameters.dense - 1
     console.print(f"{added:+.2%} parameters; in theory {ratios} tokens of the base's FLOPs")
-    if "verification" in record:
-        _print_proof(console, record["verification"])
+    if record.verification:
+        _print_proof(console, record.verification)
     else:
         console.print("nothing was verified (--verify none)")
     console.print(
-        f"written to {output} in {record['seconds']:.0f} s, {record['peak_memory_mib']} MiB at most; "
+        f"written to {output} in {record.seconds:.0f} s, {record.peak_memory_mib} MiB at most; "
         f"the record is {output / 'conversion.json'}"
     )
 
 
-def _print_proof(console: Any, proof: dict[str, Any]) -> None:
+def _print_proof(console: Any, proof: "Verification") -> None:
     from rich.table import Table
 
     from moh_llm.intervals import show_documents, show_figure
 
-    console.print(f"all heads on: every layer equals the base's, bit for bit ({proof['dtype']})")
-    documents = show_documents(proof["held_out_documents"])
-    table = Table(title=f"held-out text, {proof['held_out_tokens']} tokens of {documents}")
+    console.print(f"all heads on: every layer equals the base's, bit for bit ({proof.dtype})")
+    documents = show_documents(proof.held_out_documents)
+    table = Table(title=f"held-out text, {proof.held_out_tokens} tokens of {documents}")
     for column in ("model", "perplexity", "x base (95 %)", "KL to base (95 %)", "same top-1"):
         table.add_column(column, justify="left" if column == "model" else "right")
-    table.add_row("base", f"{proof['base_perplexity']:.2f}", "1.000", "0", "100.0 %")
-    even = f"{proof['paper_active_heads']} in each layer"
-    names = {"converted": "converted", "paper_router": f"paper's layer, {even}", "random_heads": f"random, {even}"}
-    for key, label in names.items():
-        row = proof[key]
+    table.add_row("base", f"{proof.base_perplexity:.2f}", "1.000", "0", "100.0 %")
+    even = f"{proof.paper_active_heads} in each layer"
+    rows = {
+        "converted": proof.converted,
+        f"paper's layer, {even}": proof.paper_router,
+        f"random, {even}": proof.random_heads,
+    }
+    for label, row in rows.items():
         table.add_row(
             label,
-            f"{row['perplexity']:.2f}",
-            show_figure(row["perplexity_ratio"], row["ratio_interval"], ".3f", "\n"),
-            show_figure(row["kl"], row["kl_interval"], ".4f", "\n"),
-            f"{100 * row['top1_agreement']:.1f} %",
+            f"{row.perplexity:.2f}",
+            show_figure(row.perplexity_ratio, row.ratio_interval, ".3f", "\n"),
+            show_figure(row.kl, row.kl_interval, ".4f", "\n"),
+            f"{100 * row.top1_agreement:.1f} %",
         )
     console.print(table)

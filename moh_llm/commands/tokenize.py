@@ -2,8 +2,8 @@
 
 import argparse
 
+from moh_llm.devices import check_workers
 from moh_llm.errors import UserError
-from moh_llm.machine import check_workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,14 +1,20 @@
-"""The checkpoint to convert: found, checked, and identified before anything is computed."""
+"""The checkpoint to convert: found, checked, and identified before anything is computed.
+
+All families are LLaMA's layer with small differences, which `MoHLlamaConfig` has as fields.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
+from safetensors import safe_open
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moh_llm.conversion.families import base_config, check_family, check_window
 from moh_llm.errors import UserError
 from moh_llm.modeling import is_routing_weight
+from moh_llm.modeling.configuration_moh_llama import FORMAT
 from moh_llm.reading import expand_home
 from moh_llm.records.conversion import Base
 from moh_llm.records.model import (
@@ -21,6 +27,27 @@ from moh_llm.records.model import (
     read_weight_map,
 )
 
+# model_type -> fields that the architecture implies and its config.json does not say.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"attention_bias": True, "attention_output_bias": False},
+    "qwen3": {"query_key_norm": True},
+}
+# Fields of the MoH layer; a model that is one already is planned anew without them.
+MOH_FIELDS = {
+    "num_shared_heads",
+    "num_active_heads",
+    "shared_heads",
+    "router_type",
+    "router_score",
+    "routing_granularity",
+    "router_aux_loss_coef",
+    "output_router_logits",
+    "head_fallback",
+    "moh_format",
+}
+_FORGOTTEN = {"model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"}
 # Without these a config would silently describe a model of another size.
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
 
@@ -51,9 +78,15 @@ class BaseCheckpoint:
     routing_tensors: frozenset[str]
     fingerprint: str
 
-    def identity(self) -> dict[str, Any]:
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its weights, by that of the last norm."""
+        with safe_open(self.folder / self.weight_map["model.norm.weight"], framework="pt") as file:
+            return file.get_tensor("model.norm.weight").dtype
+
+    def identity(self) -> Base:
         """What a record needs to tell this base from any other."""
-        return {"name": self.name, "revision": self.revision, "fingerprint": self.fingerprint}
+        return Base(name=self.name, revision=self.revision, fingerprint=self.fingerprint)
 
 
 def open_base(name: str, revision: str | None = None, paper_preset: bool = False) -> BaseCheckpoint:
@@ -66,11 +99,8 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
     """
     folder, commit = _locate(name, revision)
     fields = read_config(folder)
-    check_family(fields, name, paper_preset)
-    if absent := [key for key in _NEEDED if not isinstance(fields.get(key), int)]:
-        raise UserError(f"{name}: its config.json gives no number for {', '.join(absent)}")
+    _check_family(fields, name, paper_preset)
     config = _dense_config(fields, name)
-    check_window(config, name)
     shards, weight_map = read_weight_map(folder)
     routing = frozenset(filter(is_routing_weight, weight_map))
     weight_map = {tensor: file for tensor, file in weight_map.items() if tensor not in routing}
@@ -113,10 +143,65 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
     return path, path.name  # a snapshot's folder is named by its commit
 
 
+def _check_family(config: dict[str, Any], name: str, paper_preset: bool) -> None:
+    """Raise UserError unless a base with this config.json can be converted."""
+    kind = config.get("model_type")
+    if kind not in (*FAMILIES, "moh_llama"):
+        named = config.get("architectures")
+        architecture = ", ".join(map(str, named)) if isinstance(named, list) and named else "no architecture named"
+        known = ", ".join(FAMILIES)
+        raise UserError(f"{name}: model_type {kind!r} ({architecture}) cannot be converted; these can: {known}")
+    if kind == "moh_llama" and config.get("moh_format", 1) > FORMAT:
+        raise UserError(
+            f"{name}: moh_format={config['moh_format']} is newer than this moh-llm reads ({FORMAT}); "
+            "pip install -U moh-llm"
+        )
+    if config.get("quantization_config"):
+        quantised = config["quantization_config"]
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else "unknown method"
+        raise UserError(f"{name}: its weights are quantised ({method}); convert the full-precision checkpoint")
+    if kind == "llama" and config.get("auto_map") and not paper_preset:
+        raise UserError(
+            f"{name}: auto_map names code of its own, so it may not be a plain LLaMA; "
+            "pass --preset paper if it is the paper authors' MoH model, else remove auto_map from its config.json"
+        )
+    if absent := [key for key in _NEEDED if not isinstance(config.get(key), int)]:
+        raise UserError(f"{name}: its config.json gives no number for {', '.join(absent)}")
+
+
 def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
+    """The dense model's own config from its config.json, or from that of a MoH model.
+
+    Raises:
+        UserError: the fields make no model, or its layers attend to a window only.
+    """
     from huggingface_hub.errors import StrictDataclassError
 
+    kind = fields["model_type"]
+    if kind == "moh_llama":
+        implied = {family: marks for family, marks in FAMILIES.items() if marks}
+        kind = next((family for family, marks in implied.items() if marks.items() <= fields.items()), "llama")
+    marks = {key for implied in FAMILIES.values() for key in implied if key != "attention_bias"}
+    dropped = {"model_type", "architectures", "auto_map"} | MOH_FIELDS | marks
     try:
-        return base_config(fields)
+        config = CONFIG_MAPPING[kind](**{key: value for key, value in fields.items() if key not in dropped})
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{name}: its config.json makes no model ({' '.join(str(error).split())})") from error
+    window = getattr(config, "sliding_window", None)
+    slides = window and (kind == "mistral" or getattr(config, "use_sliding_window", False))
+    if slides or "sliding_attention" in (getattr(config, "layer_types", None) or []):
+        raise UserError(
+            f"{name}: sliding_window={window} is not supported, since MoH layers attend to all earlier tokens; "
+            "set it to null in config.json to use the model on texts no longer than the window"
+        )
+    return config
+
+
+def moh_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """The arguments of `MoHLlamaConfig` that describe the same dense model as `config`."""
+    default = {key: value for key, value in LlamaConfig().to_dict().items() if key not in _FORGOTTEN}
+    given = config.to_dict()
+    # The defaults of these two follow from other fields.
+    computed = ("head_dim", "num_key_value_heads")
+    fields = {k: given[k] for k, value in default.items() if k in given and (k in computed or given[k] != value)}
+    return fields | FAMILIES[config.model_type]

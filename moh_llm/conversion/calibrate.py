@@ -1,9 +1,9 @@
 """Calibration: two sweeps over the base's layers on disk, one layer in memory at a time.
 
 Forward, each layer's input is written beside the output to be. Backward, each layer is run again
-and the gradient of -log p(y), with y drawn from the model itself, is carried through it: that tells
-what each direction of an attention output is worth to the model's predictions, for all layers at
-the price of one backward pass. Each layer is fitted on the way (see `fit.py`).
+and the gradient of -log p(y), with y drawn from the model itself, is carried through it: this gives
+the effect of each direction of an attention output on the model's predictions, for all layers in one
+backward pass. Each layer is fitted on the way (see `fit.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel, check_finite, run_layer
+from moh_llm.conversion.plan import PlanOptions, drops_to_fit, shared_and_active
 from moh_llm.metrics import Batch
 from moh_llm.records.model import save_tensors
 
@@ -32,9 +33,9 @@ class LayerCalibration:
 
     Attributes:
         shared_heads: ids of the shared heads.
-        importance: per routing granularity, the estimated KL (nats per token) of always dropping it alone.
+        importance: per group, the estimated KL (nats per token) of always dropping it alone.
         fits: number of dropped heads -> router and fallbacks; empty where nothing is fitted.
-        group_size: heads per routing granularity; a token drops whole ones.
+        group_size: heads per group; a token drops all heads of a group or none.
     """
 
     shared_heads: list[int]
@@ -59,37 +60,21 @@ class LayerCalibration:
         return self.fits[max((n for n in self.fits if n <= dropped), default=min(self.fits))]
 
 
-@dataclass(frozen=True)
-class CalibrationPlan:
-    """What to fit in each layer.
-
-    Attributes:
-        num_shared_heads: shared heads, the first ones or, `by_importance`, those that cost most.
-        by_importance: see there.
-        drops: the numbers of dropped heads to fit a router for; may be empty.
-        fallback: whether dropped heads get fallbacks.
-        group_size: heads per routing granularity; all numbers above are whole ones.
-    """
-
-    num_shared_heads: int
-    by_importance: bool
-    drops: Sequence[int]
-    fallback: bool
-    group_size: int = 1
-
-
 def calibrate(
-    base: LayerwiseModel, batches: Sequence[Batch], plan: CalibrationPlan, scratch: Path, seed: int = 0
+    base: LayerwiseModel, batches: Sequence[Batch], plan: PlanOptions, scratch: Path, seed: int = 0
 ) -> list[LayerCalibration]:
     """Fit every layer of a dense base on batches of `input_ids` and `position_ids` `[B, T]`.
 
     Args:
         base: the dense model, layer by layer.
         batches: calibration text.
-        plan: what to fit.
+        plan: which heads are shared, and what is fitted for which numbers of dropped heads.
         scratch: a folder for the hidden states: tokens x hidden size x layers numbers.
         seed: draws the labels y.
     """
+    shared = shared_and_active(plan, base.config)[0]
+    chosen = shared if plan.shared == "importance" else list(range(shared))
+    drops, group_size = drops_to_fit(plan, base.config), plan.heads_per_group(base.config)
     positions = [batch["position_ids"] for batch in batches]
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     with tqdm(total=2 * tokens * len(base), desc="calibrate", unit="token", unit_scale=True) as bar:
@@ -112,10 +97,9 @@ def calibrate(
             file = _states_file(scratch, number)
             sample = _backward(base, number, file, positions, gradients, order, fitted, bar)
             file.unlink()
-            shared = plan.num_shared_heads if plan.by_importance else list(range(plan.num_shared_heads))
-            fitter = LayerFitter(sample, shared, plan.fallback, plan.group_size)
-            fits = {drops: fitter.fit(drops) for drops in plan.drops}
-            found.append(LayerCalibration(fitter.shared_heads, fitter.importance, fits, plan.group_size))
+            fitter = LayerFitter(sample, chosen, plan.head_fallback != "none", group_size)
+            fits = {dropped: fitter.fit(dropped) for dropped in drops}
+            found.append(LayerCalibration(fitter.shared_heads, fitter.importance, fits, group_size))
     return found[::-1]
 
 

@@ -1,12 +1,12 @@
 """From a base to a converted folder: plan, calibrate, write, verify."""
 
+import math
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -14,35 +14,34 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 import moh_llm
-from moh_llm.conversion.allocate import allocate
-from moh_llm.conversion.arithmetic import arithmetic
 from moh_llm.conversion.base import BaseCheckpoint, open_base
-from moh_llm.conversion.calibrate import CalibrationPlan, LayerCalibration, calibrate
+from moh_llm.conversion.calibrate import LayerCalibration, calibrate
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.plan import PlanOptions, build_config, drops_to_fit, shared_and_active
+from moh_llm.conversion.plan import PlanOptions, allocate, build_config, shared_and_active
 from moh_llm.conversion.verify import verify
 from moh_llm.data.mixture import EMBEDDED, Mixture
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.data.windows import fixed_batches, validation_batches
-from moh_llm.devices import choose_device
+from moh_llm.devices import check_disk, check_memory, choose_device
 from moh_llm.errors import UserError
-from moh_llm.files import check_output_folder, new_folder, write_json
+from moh_llm.files import check_output_folder, new_folder
+from moh_llm.flops import forward_flops
 from moh_llm.locking import lock_folder
-from moh_llm.machine import check_disk, check_memory
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.reading import read_json
-from moh_llm.records.conversion import Base
+from moh_llm.records.conversion import NAME as CONVERSION
+from moh_llm.records.conversion import Arithmetic, Calibration, Conversion, ForwardFlops, Parameters, Plan
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.lineage import ConversionEntry, read_chain
-from moh_llm.records.model import hash_weights
+from moh_llm.records.model import hash_weights, read_config
 
 WINDOW = 512  # tokens of context in calibration and verification
 BATCH = 4
 QUICK_TOKENS = 2048  # what `--verify quick` reads
+LENGTHS = (2048, 8192, 32768)  # tokens, of the theoretical cost
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ class ConversionOptions:
     overwrite: bool = False
 
 
-def convert(options: ConversionOptions) -> dict[str, Any]:
-    """Convert a checkpoint into a MoH one and prove it; returns the record in conversion.json.
+def convert(options: ConversionOptions) -> Conversion:
+    """Convert a checkpoint into a MoH one and verify it; returns the record that is in `conversion.json`.
 
     Raises:
         UserError: bad input, at the earliest step that can tell; the output folder is then as before.
@@ -89,7 +88,10 @@ def convert(options: ConversionOptions) -> dict[str, Any]:
     base = open_base(options.base, options.revision, paper_preset=plan.preset == "paper")
     shared_and_active(plan, base.config)  # impossible counts fail before anything runs
     _check_machine(options, base)
-    sources = _tokenize(options, base) if reads_text else []
+    sources: list[TokenizedSource] = []
+    if reads_text:
+        tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
+        sources = sample_mixture(options.calibration, tokenizer, options.calibration_tokens, options.heldout_tokens)
     length = min(WINDOW, base.config.max_position_embeddings)
     held_out: list[Batch] = []
     if options.verify != "none":
@@ -97,45 +99,68 @@ def convert(options: ConversionOptions) -> dict[str, Any]:
         held_out = validation_batches(sources, length, wanted, BATCH)
 
     with lock_folder(options.output), new_folder(options.output, options.overwrite) as folder:
-        record: dict[str, Any] = {
-            "moh_llm": moh_llm.__version__,
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "base": base.identity() | {"dense_sha256": hash_weights(base.folder, base.weight_map).dense},
-        }
-        dtype, device = options.dtype or _stored_dtype(base), choose_device()
-        dense = LayerwiseModel(base.folder, base.weight_map, base.config, _computed(dtype), device)
+        identity = base.identity()
+        identity.dense_sha256 = hash_weights(base.folder, base.weight_map).dense
+        record = Conversion(
+            moh_llm=moh_llm.__version__,
+            versions={"torch": torch.__version__, "transformers": transformers.__version__},
+            base=identity,
+        )
+        dtype, device = options.dtype or base.dtype, choose_device()
+        # float16 is too narrow for gradients, and slow on a CPU.
+        computed = torch.float32 if dtype == torch.float16 else dtype
+        dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, device)
         calibrated: list[LayerCalibration] | None = None
         if plan.needs_calibration:
             batches = _calibration_batches(options, sources, length)
-            calibrated = calibrate(dense, batches, calibration_plan(plan, base.config), folder)
-            record["calibration"] = _calibration_record(options, sources, batches, calibrated)
+            calibrated = calibrate(dense, batches, plan, folder)
+            record.calibration = _calibration_record(options, sources, batches, calibrated)
         config = plan_config(plan, base.config, calibrated)
         config.dtype = dtype
         routing = {name: tensor.to(dtype) for name, tensor in routing_tensors(config, calibrated).items()}
-        record["plan"] = _plan_record(plan, config)
+        fields = ("router_type", "router_score", "routing_granularity", "head_fallback", "num_attention_heads")
+        record.plan = Plan(
+            preset=plan.preset,
+            shared=plan.shared,
+            budgets="uneven" if plan.uneven else "even",
+            shared_heads=config.shared_heads_per_layer,
+            active_heads=config.active_heads_per_layer,
+            **{name: getattr(config, name) for name in fields},
+        )
         weight_map = write_weights(folder, base, routing, options.dtype, options.link)
-        record["arithmetic"] = arithmetic(config, _count_weights(base), [t.numel() for t in routing.values()])
+        record.arithmetic = _arithmetic(config, base, routing)
         if options.verify != "none":
-            converted = LayerwiseModel(folder, weight_map, config, dense.dtype, device)
-            record["verification"] = verify(dense, converted, held_out)
-        record["seconds"] = round(time.perf_counter() - started, 1)
-        record["peak_memory_mib"] = peak_memory_mib()
-        write_json(folder / "conversion.json", record)
-        _write_lineage(folder, base, record["base"], weight_map)
+            converted = LayerwiseModel(folder, weight_map, config, computed, device)
+            record.verification = verify(dense, converted, held_out)
+        record.seconds = round(time.perf_counter() - started, 1)
+        record.peak_memory_mib = peak_memory_mib()
+        record.write(folder / CONVERSION)
+        # The base may be a tuned model itself, whose lineage then goes on.
+        entry = ConversionEntry(
+            kind="conversion",
+            base=identity.label,
+            revision=base.revision,
+            fingerprint=base.fingerprint,
+            dense_sha256=identity.dense_sha256,
+            made=hash_weights(folder, weight_map),
+        )
+        read_chain(base.folder).with_entry(entry).write(folder / LINEAGE)
         write_description(folder, base, config, weight_map)
     return record
 
 
-def _write_lineage(folder: Path, base: BaseCheckpoint, identity: dict[str, Any], weight_map: dict[str, str]) -> None:
-    """Add the conversion to what is on record of the base, which may be a tuned model itself."""
-    described = {"base": Base(**identity).label} | {key: value for key, value in identity.items() if key != "name"}
-    entry = ConversionEntry(kind="conversion", made=hash_weights(folder, weight_map), **described)
-    read_chain(base.folder).with_entry(entry).write(folder / LINEAGE)
+@dataclass(frozen=True)
+class Restored:
+    """What `restore_dense` wrote: a model of ``model_type``, without so many routing tensors, in so many seconds."""
+
+    model_type: str
+    dropped_tensors: int
+    seconds: float
 
 
 def restore_dense(
     name: str, output: Path, overwrite: bool = False, link: bool = False, revision: str | None = None
-) -> dict[str, Any]:
+) -> Restored:
     """Write the plain checkpoint inside a MoH one: its dense tensors' bytes, without routers and fallbacks.
 
     Raises:
@@ -144,23 +169,18 @@ def restore_dense(
     started = time.perf_counter()
     check_output_folder(output, overwrite, reads=[name])
     base = open_base(name, revision)
+    config = base.config
     if not base.is_moh:
-        raise UserError(f"{name} is no MoH model (model_type {base.config.model_type!r}): it is dense already")
-    if read_json(base.folder / "config.json").get("router_score") == "weighted":
+        raise UserError(f"{name} is no MoH model (model_type {config.model_type!r}): it is dense already")
+    if read_config(base.folder).get("router_score") == "weighted":
         raise UserError(f"{name} weighs heads by their scores (router_score weighted): there is no dense model inside")
     with lock_folder(output), new_folder(output, overwrite) as folder:
-        config = base.config
         config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
         weight_map = write_weights(folder, base, {}, link=link)
         if (chain := read_chain(base.folder)).runs:
             chain.write(folder / LINEAGE)
         write_description(folder, base, config, weight_map, remote_code=False)
-    return {
-        "base": base.identity(),
-        "model_type": config.model_type,
-        "dropped_tensors": len(base.routing_tensors),
-        "seconds": round(time.perf_counter() - started, 1),
-    }
+    return Restored(config.model_type, len(base.routing_tensors), round(time.perf_counter() - started, 1))
 
 
 def peak_memory_mib() -> int:
@@ -169,29 +189,16 @@ def peak_memory_mib() -> int:
     return round(peak / (1 << 20 if sys.platform == "darwin" else 1 << 10))
 
 
-def _stored_dtype(base: BaseCheckpoint) -> torch.dtype:
-    with safe_open(base.folder / base.weight_map["model.norm.weight"], framework="pt") as file:
-        return file.get_tensor("model.norm.weight").dtype
-
-
-def _computed(dtype: torch.dtype) -> torch.dtype:
-    """What weights of `dtype` are computed in: float16 is too narrow for gradients, and slow on a CPU."""
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
 def _check_machine(options: ConversionOptions, base: BaseCheckpoint) -> None:
     """Refuse more text than one layer's activations of which fit into memory, or all layers' onto the disk."""
-    states = 4 * base.config.hidden_size * max(options.calibration_tokens, options.heldout_tokens)
-    what, way_out = f"calibration on {options.calibration_tokens:,} tokens", "take fewer (--calibration-tokens)"
-    if options.heldout_tokens > options.calibration_tokens:
-        what, way_out = f"a proof on {options.heldout_tokens:,} tokens", "take fewer (--heldout-tokens)"
+    tokens, what, flag = max(
+        (options.calibration_tokens, "calibration", "--calibration-tokens"),
+        (options.heldout_tokens, "verification", "--heldout-tokens"),
+    )
+    what, way_out = f"{what} on {tokens:,} tokens", f"take fewer ({flag})"
+    states = 4 * base.config.hidden_size * tokens
     check_memory(2 * states, what, way_out)  # hidden states and their gradients
     check_disk(states * base.config.num_hidden_layers // 2, options.output, what, way_out)
-
-
-def _tokenize(options: ConversionOptions, base: BaseCheckpoint) -> list[TokenizedSource]:
-    tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
-    return sample_mixture(options.calibration, tokenizer, options.calibration_tokens, options.heldout_tokens)
 
 
 def _calibration_batches(options: ConversionOptions, sources: Sequence[TokenizedSource], length: int) -> list[Batch]:
@@ -201,17 +208,6 @@ def _calibration_batches(options: ConversionOptions, sources: Sequence[Tokenized
         held = ", ".join(f"{source.name} has {len(source.train)}" for source in sources)
         raise UserError(f"the calibration text has no window of {length} tokens: {held}")
     return batches
-
-
-def calibration_plan(plan: PlanOptions, base: PreTrainedConfig) -> CalibrationPlan:
-    """What the plan needs fitted."""
-    return CalibrationPlan(
-        num_shared_heads=shared_and_active(plan, base)[0],
-        by_importance=plan.shared == "importance",
-        drops=drops_to_fit(plan, base),
-        fallback=plan.head_fallback != "none",
-        group_size=plan.heads_per_group(base),
-    )
 
 
 def plan_config(
@@ -240,30 +236,22 @@ def routing_tensors(config: MoHLlamaConfig, calibrated: Sequence[LayerCalibratio
     return tensors
 
 
-def _count_weights(base: BaseCheckpoint) -> int:
-    """Number of weights of the dense tensors."""
-    total = 0
+def _arithmetic(config: MoHLlamaConfig, base: BaseCheckpoint, routing: Mapping[str, torch.Tensor]) -> Arithmetic:
+    """Theoretical cost of the converted model beside its base's."""
+    dense = 0
     for shard in base.shards:
         with safe_open(shard, framework="np") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                if name not in base.routing_tensors:
-                    total += torch.Size(file.get_slice(name).get_shape()).numel()
-    return total
-
-
-def _plan_record(options: PlanOptions, config: MoHLlamaConfig) -> dict[str, Any]:
-    return {
-        "preset": options.preset,
-        "router_type": config.router_type,
-        "router_score": config.router_score,
-        "routing_granularity": config.routing_granularity,
-        "head_fallback": config.head_fallback,
-        "shared": options.shared,
-        "budgets": "uneven" if options.uneven else "even",
-        "num_attention_heads": config.num_attention_heads,
-        "shared_heads": config.shared_heads_per_layer,
-        "active_heads": config.active_heads_per_layer,
-    }
+            names = [name for name in file.keys() if name not in base.routing_tensors]  # noqa: SIM118 (not a dict)
+            dense += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    flops = {}
+    for length in LENGTHS:
+        of_base, of_moh = forward_flops(config, length, dense=True), forward_flops(config, length)
+        flops[str(length)] = ForwardFlops(dense=of_base, moh=of_moh, ratio=round(of_moh / of_base, 4))
+    return Arithmetic(
+        parameters=Parameters(dense=dense, moh=dense + sum(tensor.numel() for tensor in routing.values())),
+        forward_flops=flops,
+        assumes="what can be skipped of heads that are off is; keys, values and fallbacks are computed",
+    )
 
 
 def _calibration_record(
@@ -271,11 +259,11 @@ def _calibration_record(
     sources: Sequence[TokenizedSource],
     batches: Sequence[Batch],
     calibrated: Sequence[LayerCalibration],
-) -> dict[str, Any]:
-    by_drops = [{str(drops): float(f"{fit.cost:.4g}") for drops, fit in layer.fits.items()} for layer in calibrated]
-    return {
-        "mixture": options.calibration.name,
-        "sources": {source.name: round(source.weight, 6) for source in sources},
-        "tokens": sum(batch["input_ids"].numel() for batch in batches),
-        "estimated_kl_by_drops": by_drops,
-    }
+) -> Calibration:
+    costs = [{str(drops): float(f"{fit.cost:.4g}") for drops, fit in layer.fits.items()} for layer in calibrated]
+    return Calibration(
+        mixture=options.calibration.name,
+        sources={source.name: round(source.weight, 6) for source in sources},
+        tokens=sum(batch["input_ids"].numel() for batch in batches),
+        estimated_kl_by_drops=costs,
+    )

@@ -5,7 +5,6 @@ The base and its conversions are run side by side from disk, a layer at a time, 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from moh_llm.conversion.plan import paper_plan
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch, Comparison, LogitsOf, compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
+from moh_llm.records.conversion import AllHeadsActive, Figures, LayerFigures, Verification
 
 BASE, ALL_HEADS = "base", "all_heads_active"
 
@@ -35,8 +35,8 @@ class RandomRouter(MoHRouter):
 @torch.no_grad()
 def verify(
     base: LayerwiseModel, converted: LayerwiseModel, batches: Sequence[Batch], progress: bool = True
-) -> dict[str, Any]:
-    """The record that `conversion.json` keeps under "verification".
+) -> Verification:
+    """Compare a converted model with its base.
 
     Args:
         base: the dense base.
@@ -75,16 +75,17 @@ def verify(
             layers.append(_layer_figures(outputs, torch.cat(gates)))
             bar.update(tokens)
     found = _compare(base.head(), hidden, variants, batches)
-    return {
-        "dtype": str(base.dtype).removeprefix("torch."),
-        "all_heads_active": {"equals_base": True, "tokens": batches[0]["input_ids"].numel()},
-        "held_out_tokens": found["converted"].tokens,
-        "held_out_documents": found["converted"].documents,
-        "base_perplexity": found["converted"].reference_perplexity,
-        **{name: found[name].figures() for name in variants},
-        "paper_active_heads": paper.num_active_heads,
-        "layers": layers,
-    }
+    figures = {name: Figures(**comparison.figures()) for name, comparison in found.items()}
+    return Verification(
+        dtype=str(base.dtype).removeprefix("torch."),
+        all_heads_active=AllHeadsActive(equals_base=True, tokens=batches[0]["input_ids"].numel()),
+        held_out_tokens=found["converted"].tokens,
+        held_out_documents=found["converted"].documents,
+        base_perplexity=found["converted"].reference_perplexity,
+        **figures,
+        paper_active_heads=paper.num_active_heads,
+        layers=layers,
+    )
 
 
 def _run(
@@ -111,7 +112,7 @@ def _gates(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
-def _layer_figures(outputs: dict[str, list[torch.Tensor]], gates: torch.Tensor) -> dict[str, Any]:
+def _layer_figures(outputs: dict[str, list[torch.Tensor]], gates: torch.Tensor) -> LayerFigures:
     """Head load, and ||attention output - base's|| / ||base's|| over all tokens."""
     reference = torch.cat([output.float().flatten() for output in outputs[BASE]])
 
@@ -119,11 +120,11 @@ def _layer_figures(outputs: dict[str, list[torch.Tensor]], gates: torch.Tensor) 
         own = torch.cat([output.float().flatten() for output in outputs[name]])
         return ((own - reference).norm() / reference.norm().clamp_min(1e-12)).item()
 
-    return {
-        "attention_output_error": error("converted"),
-        "attention_output_error_paper": error("paper_router"),
-        "head_load": [round(load, 4) for load in gates.ne(0).double().mean(0).tolist()],
-    }
+    return LayerFigures(
+        attention_output_error=error("converted"),
+        attention_output_error_paper=error("paper_router"),
+        head_load=[round(load, 4) for load in gates.ne(0).double().mean(0).tolist()],
+    )
 
 
 def _compare(

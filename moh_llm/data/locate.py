@@ -10,10 +10,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import quote
 
-from moh_llm.addresses import reason, shown
 from moh_llm.data.mixture import Source
 from moh_llm.data.opening import special_kind
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, reason, shown
 
 MOST_ENTRIES = 4_000_000  # that a pattern with ** may look through, about ten seconds on a local disk
 _SYSTEM = tuple(map(Path, ("/dev", "/proc", "/sys")))

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from moh_llm.addresses import shown, shown_in, without_passwords
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, shown, shown_in, without_passwords
 from moh_llm.reading import check_path, expand_home, read_yaml
 
 # Text that every Python carries, so that everything runs with no download: see data/embedded.py.

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from moh_llm.addresses import shown
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, shown
 
 _CHUNK = 1 << 16  # bytes read at once; small, so that the position in the stored file tells something
 # Stored bytes that are decompressed at once. Four bytes can stand for a block of 128 KiB, so this makes 16 MiB at most.

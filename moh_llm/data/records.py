@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from moh_llm.addresses import reason
 from moh_llm.data.locate import SourceFile
 from moh_llm.data.mixture import Source
 from moh_llm.data.opening import is_corruption, open_binary
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, reason
 
 # Names under which public corpora keep a record's text, most common first.
 TEXT_FIELDS = ("text", "content", "raw_content", "document")

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moh_llm.addresses import without_passwords_in
 from moh_llm.data.embedded import SPLIT
 from moh_llm.data.locate import SourceFile, locate
 from moh_llm.data.mixture import Mixture, Source
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, without_passwords_in
 from moh_llm.files import write_json
 from moh_llm.reading import read_json
 

@@ -6,11 +6,11 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from moh_llm.devices import check_memory
 from moh_llm.errors import UserError
-from moh_llm.machine import check_memory
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
-from moh_llm.records.model import CONFIG, may_be_hub_id, read_config, read_weight_map
+from moh_llm.records.model import CONFIG, TOKENIZERS, may_be_hub_id, read_config, read_weight_map
 
 # Records that the other commands leave beside the weights.
 RECORDS = ("conversion.json", "lineage.json", "run.json")

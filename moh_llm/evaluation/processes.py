@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from moh_llm.devices import check_group, world_size
 from moh_llm.errors import UserError
-from moh_llm.launched import check_group, world_size
 
 T = TypeVar("T")
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moh_llm.addresses import reason
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, reason
 from moh_llm.hub import clean_process
 from moh_llm.hub.clean_process import encode, observe, observe_base
 

@@ -21,8 +21,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moh_llm.kernels.head_sparse_decoding import head_sparse_decoding
-from moh_llm.kernels.head_sparse_kernels import forward_kernel, key_gradient_kernel, query_gradient_kernel, triton
-from moh_llm.kernels.head_sparse_lists import Lists, all_positions, selected_positions
+from moh_llm.kernels.head_sparse_kernels import (
+    Lists,
+    all_positions,
+    forward_kernel,
+    key_gradient_kernel,
+    query_gradient_kernel,
+    selected_positions,
+    triton,
+)
 
 NAME = "moh_sparse"
 
@@ -144,7 +151,7 @@ class _SelectedAttention(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """Head outputs times their gate, and zero where that is zero, whatever stands there."""
+    """Head outputs times their gate; zero where the gate is zero, also for outputs that are not finite."""
 
     @staticmethod
     def forward(ctx, heads: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -257,5 +264,3 @@ def _padding(attention_mask: torch.Tensor | None = None, kv_length: int | None =
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _padding)
-
-__all__ = ["NAME", "head_sparse_attention", "what_lacks"]

@@ -135,6 +135,3 @@ def head_sparse_decoding(
     )
     join_kernel[(batch * heads,)](gate, outs, lses, out, P=parts, num_warps=1, **sizes)
     return out
-
-
-__all__ = ["head_sparse_decoding"]

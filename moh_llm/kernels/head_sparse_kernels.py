@@ -1,4 +1,4 @@
-"""The Triton kernels of `head_sparse`: attention of the queries that are listed for each head, and its gradients.
+"""The Triton kernels of `head_sparse`: lists of the queries of each head, attention of these, and its gradients.
 
 Shapes: B batch, T queries, S keys, H query heads, G heads of keys and values, D head size.
 
@@ -6,8 +6,11 @@ Lists are per batch row and head: `Rows` `[B, H, T]` holds the positions in orde
 how many there are, `Before` `[B, H, T]` how many stand before a position; `Gate` is `[B, T, H]`. A
 tile is `BM` entries of a list against blocks of `BN` keys. Blocks that all of a tile's queries see
 are computed without a mask, those before (packed documents) and behind (the causal edge) with one.
-Scores are kept in base 2: `scale` is scaling * log2(e).
+Scores are kept in base 2: `scale` is scaling * log2(e). Lists are made by one launch, and the host never reads how long
+they are, so that all of this works in a CUDA graph.
 """
+
+import torch
 
 try:
     import triton
@@ -15,8 +18,26 @@ try:
 except ImportError:
     triton = tl = dot = keys_at = forward_kernel = query_gradient_kernel = key_gradient_kernel = None
 
+Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # rows, counts, before
 
 if triton is not None:
+
+    @triton.jit(do_not_specialize=["T"])
+    def list_kernel(Gate, Rows, Counts, Before, T, H: tl.constexpr, BT: tl.constexpr):
+        bh = tl.program_id(0)
+        b, h = bh // H, bh % H
+        of_head = bh.to(tl.int64) * T
+        count = tl.load(Counts + bh)  # 0
+        for start in range(0, T, BT):
+            t = start + tl.arange(0, BT)
+            there = t < T
+            gate = tl.load(Gate + (b.to(tl.int64) * T + t) * H + h, mask=there, other=0.0)
+            selected = (gate != 0).to(tl.int32)
+            before = count + tl.cumsum(selected, 0) - selected
+            tl.store(Before + of_head + t, before, mask=there)
+            tl.store(Rows + of_head + before, t, mask=selected != 0)
+            count += tl.sum(selected, 0)
+        tl.store(Counts + bh, count)
 
     @triton.jit
     def dot(a, b, PRECISION: tl.constexpr):
@@ -295,4 +316,24 @@ if triton is not None:
         tl.store(DV + place, dv.to(DV.dtype.element_ty), mask=there)
 
 
-__all__ = ["dot", "forward_kernel", "key_gradient_kernel", "keys_at", "query_gradient_kernel", "tl", "triton"]
+def selected_positions(gate: torch.Tensor) -> Lists:
+    """Lists of the positions that selected each head, made on the device without waiting for it.
+
+    Args:
+        gate: `[B, T, H]`, zero where a head is off.
+
+    Returns:
+        `rows` int32 `[B, H, T]`, each list in order, then unused entries; `counts` int32 `[B, H]`; and
+        `before` int32 `[B, H, T]`, how many entries of the list stand before a position.
+    """
+    batch, length, heads = gate.shape
+    rows, before = torch.empty(2, batch, heads, length, device=gate.device, dtype=torch.int32)
+    counts = torch.zeros(batch, heads, device=gate.device, dtype=torch.int32)
+    list_kernel[(batch * heads,)](gate.contiguous(), rows, counts, before, length, H=heads, BT=2048, num_warps=8)
+    return rows, counts, before
+
+
+def all_positions(batch: int, length: int, heads: int, device: torch.device) -> Lists:
+    """The lists of heads that all positions selected."""
+    rows = torch.arange(length, device=device, dtype=torch.int32).expand(batch, heads, -1).contiguous()
+    return rows, torch.full((batch, heads), length, device=device, dtype=torch.int32), rows

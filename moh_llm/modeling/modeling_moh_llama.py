@@ -94,7 +94,7 @@ class MoHLlamaAttention(LlamaAttention):
         gates_itself = self.config._attn_implementation == HEAD_SPARSE
         if gates_itself:
             kwargs["head_gate"] = gate
-            if past_key_values is None:  # documents are told apart without a cache only
+            if past_key_values is None:  # documents are distinguished without a cache only
                 kwargs["is_first"] = is_first
             elif past_key_values.is_compileable:
                 raise ValueError(f"attn_implementation={HEAD_SPARSE!r} does not work with static caches; use 'sdpa'")

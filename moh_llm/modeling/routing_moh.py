@@ -87,11 +87,11 @@ def first_tokens(
     This is what transformers' masks make of the model's arguments: what a query sees counts, and not the number of
     its position. Where padding stands the answer may be either, since nothing reads it.
 
-    - A mask `[B, S]` of all keys: the first token of a row that is no padding. Documents are not told apart.
+    - A mask `[B, S]` of all keys: the first token of a row that is no padding. Documents are not distinguished.
     - A mask `[B, 1 or H, T, S]` (boolean, or added to the scores): a query that sees one key.
     - No mask and no cache: the first token of a row, and where positions do not go on by one. With a
       cache the first token of a row only.
-    - Flash attention tells documents apart in a batch of one row, with a cache, too, and in no other.
+    - Flash attention distinguishes documents in a batch of one row, with a cache, too, and in no other.
     - Attention that keeps keys itself (serving engines, `paged` caches, masks that are no tensors): position 0.
 
     `inputs` are ids or embeddings `[B, T, ...]`, `use_cache` says whether the call makes a cache where there is none.
@@ -115,8 +115,8 @@ def first_tokens(
         keys = keys - (attention_mask != 0).int().argmax(-1, keepdim=True).to(inputs.device)
     first = keys == 0
     is_flash = "flash" in implementation
-    tells_apart = inputs.shape[0] == 1 if is_flash else not (masked or use_cache or past_key_values is not None)
-    if tells_apart and position_ids is not None:
+    distinguishes = inputs.shape[0] == 1 if is_flash else not (masked or use_cache or past_key_values is not None)
+    if distinguishes and position_ids is not None:
         restarts = position_ids.diff(dim=-1) != 1
         first = first | torch.nn.functional.pad(restarts, (1, 0))
     return first

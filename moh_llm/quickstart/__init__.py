@@ -1,1 +1,1 @@
-"""The whole path on one small real model, with no download but from a package registry."""
+"""All steps on one small real model; the only download is from a package registry."""

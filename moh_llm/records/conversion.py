@@ -30,17 +30,39 @@ class Base(Record):
 
 
 class Plan(Record):
-    """Which heads are on, and by what rule."""
+    """Which heads are on, and by what rule: the options of the conversion and fields of the model's config.
 
-    preset: str | None = None
+    Attributes:
+        shared: "first" or "importance": how the shared heads were chosen.
+        budgets: "uneven" or "even".
+        shared_heads: per layer, ids of the shared heads.
+        active_heads: per layer, heads that each token has on.
+    """
+
+    preset: str | None
+    router_type: str
+    router_score: str
+    routing_granularity: str
+    head_fallback: str
+    shared: str
+    budgets: str
+    num_attention_heads: int
+    shared_heads: list[list[int]]
+    active_heads: list[int]
 
 
 class Calibration(Record):
-    """The text that router and fallbacks were fitted on; ``sources``: name -> share."""
+    """The text that router and fallbacks were fitted on.
+
+    Attributes:
+        sources: name -> share.
+        estimated_kl_by_drops: per layer, number of dropped heads -> estimated KL in nats per token.
+    """
 
     mixture: str
     sources: dict[str, float]
     tokens: int
+    estimated_kl_by_drops: list[dict[str, float]]
 
 
 class AllHeadsActive(Record):
@@ -61,6 +83,20 @@ class Figures(Record):
     top1_agreement: float
 
 
+class LayerFigures(Record):
+    """A layer against the base's on held-out text.
+
+    Attributes:
+        attention_output_error: ||attention output - base's|| / ||base's|| over all tokens.
+        attention_output_error_paper: the same of the paper's layer.
+        head_load: per head, the share of tokens that have it on.
+    """
+
+    attention_output_error: float
+    attention_output_error_paper: float
+    head_load: list[float]
+
+
 class Verification(Record):
     """What `moh_llm.conversion.verify.verify` found."""
 
@@ -73,6 +109,7 @@ class Verification(Record):
     paper_router: Figures
     random_heads: Figures
     paper_active_heads: int
+    layers: list[LayerFigures]
 
 
 class Parameters(Record):
@@ -82,22 +119,40 @@ class Parameters(Record):
     moh: int
 
 
+class ForwardFlops(Record):
+    """Theoretical FLOPs of a forward pass, of the base and of the converted model, and the second over the first."""
+
+    dense: int
+    moh: int
+    ratio: float
+
+
 class Arithmetic(Record):
-    """What the converted model costs."""
+    """What the converted model costs; ``forward_flops``: tokens of a sequence -> FLOPs, as ``assumes`` says."""
 
     parameters: Parameters
+    forward_flops: dict[str, ForwardFlops]
+    assumes: str
 
 
 class Conversion(Record):
-    """A conversion. A part is None where it was not carried out: a plan without fitting, no verification."""
+    """A conversion. A part is None where it was not carried out: a plan without fitting, no verification.
 
+    Attributes:
+        moh_llm: version of this package; ``versions``: of others.
+        seconds: how long it took.
+        peak_memory_mib: the most memory that the process held, in MiB.
+    """
+
+    moh_llm: str | None = None
+    versions: dict[str, str] | None = None
     base: Base
     plan: Plan | None = None
     calibration: Calibration | None = None
-    verification: Verification | None = None
     arithmetic: Arithmetic | None = None
-    moh_llm: str | None = None
-    versions: dict[str, str] | None = None
+    verification: Verification | None = None
+    seconds: float | None = None
+    peak_memory_mib: int | None = None
 
 
 def read_conversion(folder: Path) -> Conversion | None:

@@ -1,7 +1,7 @@
 """The lineage of a model: what was done to its weights, from the conversion on, in a file that travels with them.
 
 `lineage.json` lies in the model's folder. A conversion begins it, and each training run takes the one of the model
-that it begins with and adds an entry. Entries name weights by hashes, so that a change that no entry tells of shows.
+that it begins with and adds an entry. Entries identify weights by hashes, so that a change without an entry is found.
 No path of a machine is in it.
 """
 
@@ -17,7 +17,7 @@ from moh_llm.records.conversion import last_component
 from moh_llm.records.model import WeightHashes
 
 NAME = "lineage.json"
-# What figures of a run are against: the checkpoint that the conversion names or, where that cannot be had, the
+# What figures of a run are against: the checkpoint that the conversion names or, where that is not available, the
 # model that the run began with.
 ReferenceKind = Literal["base", "start"]
 REFERENCES: dict[ReferenceKind, str] = {"base": "the base", "start": "the model it began with, all heads on"}

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from moh_llm.conversion.families import moh_fields
+from moh_llm.conversion.base import moh_fields
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.devices import choose_device
 from moh_llm.errors import UserError

@@ -27,10 +27,9 @@ from accelerate.utils import (
     broadcast_object_list,
 )
 
-from moh_llm.devices import peak_flops
+from moh_llm.devices import check_group, peak_flops, world_size
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
-from moh_llm.launched import check_group, world_size
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.runs import TRACKERS

@@ -18,10 +18,9 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from moh_llm.devices import GPUS, find_gpu, peak_flops
+from moh_llm.devices import GPUS, check_memory, check_workers, find_gpu, memory_bytes, peak_flops
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
-from moh_llm.machine import check_memory, check_workers, memory_bytes
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion

@@ -56,7 +56,7 @@ class Reference:
 
     def record(self) -> dict[str, Any]:
         """What the run's record keeps."""
-        return {"kind": self.kind, "own": self.own, "base": self.base and self.base.identity()}
+        return {"kind": self.kind, "own": self.own, "base": self.base and self.base.identity().content()}
 
 
 @dataclass(frozen=True)

@@ -19,25 +19,12 @@ _spec.loader.exec_module(naive)
 PLANS = {
     "default conversion": {"converted": True},
     "paper": {"num_shared_heads": 2, "num_active_heads": 3, "router_type": "query_norm"},
-    "linear, explicit ids, one KV head": {
-        "num_shared_heads": [1, 2],
-        "num_active_heads": [2, 3],
-        "shared_heads": [[2], [3, 0]],
-        "router_type": "linear",
-        "num_key_value_heads": 1,
-    },
     "two_stage, weighted, explicit ids": {
         "num_shared_heads": 2,
         "num_active_heads": 3,
         "shared_heads": [[3, 0], [1, 2]],
         "router_type": "two_stage",
         "router_score": "weighted",
-    },
-    "two_stage, MHA": {
-        "num_shared_heads": 1,
-        "num_active_heads": 3,
-        "router_type": "two_stage",
-        "num_key_value_heads": 4,
     },
     "linear, weighted, no shared head": {
         "num_shared_heads": 0,
@@ -78,15 +65,6 @@ PLANS = {
         "router_score": "weighted",
         "routing_granularity": "kv_group",
     },
-    "five heads": {
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
-        "hidden_size": 40,
-        "num_shared_heads": 3,
-        "num_active_heads": 4,
-        "shared_heads": [[4, 1, 2], [0, 3, 1]],
-        "router_type": "query_norm",
-    },
 }
 POSITIONS = [[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6, 0]]
 
@@ -120,7 +98,7 @@ def plan(request: pytest.FixtureRequest) -> dict:
     ]
 )
 def unlike_plan(request: pytest.FixtureRequest) -> dict:
-    """Some of them, for what is put together of parts that are tested with all."""
+    """Some of the plans, for the record."""
     return PLANS[request.param]
 
 
@@ -185,16 +163,6 @@ def batches(batch: Batch) -> list[Batch]:
 
 
 @pytest.fixture
-def single_rows() -> Callable[[list[Batch]], list[Batch]]:
-    """The same text with one row a batch."""
-    return lambda batches: [
-        {name: tensor[row : row + 1] for name, tensor in batch.items()}
-        for batch in batches
-        for row in range(len(batch["input_ids"]))
-    ]
-
-
-@pytest.fixture
 def recompute() -> Callable[[MoHLlamaForCausalLM, list[Batch]], list[NaiveLayer]]:
     """Every layer by loops over tokens and heads, from its input (its norm's output) and its weights."""
 
@@ -207,13 +175,16 @@ def recompute() -> Callable[[MoHLlamaForCausalLM, list[Batch]], list[NaiveLayer]
                 if len(batch["input_ids"]):
                     inputs = _input_of(model, layer.input_layernorm, batch).numpy()
                     positions = batch["position_ids"].numpy()
-                    parts += [_row(model.config, weights, number, *row) for row in zip(inputs, positions, strict=True)]
+                    parts += [
+                        naive.heads_of(model.config, weights, number, *row)
+                        for row in zip(inputs, positions, strict=True)
+                    ]
             found.append(
                 NaiveLayer(
                     gates=np.concatenate([part.gates for part in parts]),
                     scores=[scores for part in parts for scores in part.scores],
                     patterns=[pattern for part in parts for pattern in part.patterns],
-                    heads=np.concatenate([part.heads for part in parts]),
+                    heads=np.concatenate([part.outputs for part in parts]),
                 )
             )
         return found
@@ -228,67 +199,3 @@ def _input_of(model: MoHLlamaForCausalLM, norm: torch.nn.Module, batch: Batch) -
     model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
     handle.remove()
     return kept[0]
-
-
-def _row(config: MoHLlamaConfig, weights: dict, layer: int, x: np.ndarray, positions: np.ndarray) -> NaiveLayer:
-    """One row `[T, C]` of packed documents."""
-    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    prefix = f"model.layers.{layer}.self_attn."
-    q, k, v = (
-        (x @ weights[f"{prefix}{name}_proj.weight"].T).reshape(len(x), count, size)
-        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-    )
-    gates = np.stack([naive.gates(config, weights, layer, x[t], q[t]) for t in range(len(x))])
-    routed = [head for head in range(heads) if head not in config.shared_heads_per_layer[layer]]
-    patterns, outputs = [], np.zeros((len(x), heads, size))
-    for t, position in enumerate(positions):
-        pattern = np.zeros((heads, len(x)))
-        for head in range(heads):
-            group, document = head // (heads // kv_heads), range(t - position, t + 1)
-            turned = _rotate(q[t, head], position, config)
-            scores = [turned @ _rotate(k[s, group], positions[s], config) / size**0.5 for s in document]
-            pattern[head, list(document)] = naive.softmax(np.array(scores))
-            outputs[t, head] = gates[t, head] * (pattern[head] @ v[:, group])
-            if gates[t, head] == 0 and config.head_fallback == "value":
-                name, row = f"{prefix}fallback.", routed.index(head)
-                share = weights[f"{name}own_value.weight"][row] @ x[t] + weights[f"{name}own_value.bias"][row]
-                fitted = weights[f"{name}bias"][row] + share * v[t, group]
-                outputs[t, head] = fitted if position else v[t, group]
-        patterns.append(pattern)
-    scores = [_scores(config, weights, layer, x[t], q[t]) for t in range(len(x))]
-    return NaiveLayer(gates, scores, patterns, outputs)
-
-
-def _rotate(vector: np.ndarray, position: int, config: MoHLlamaConfig) -> np.ndarray:
-    half = len(vector) // 2
-    angle = position / config.rope_parameters["rope_theta"] ** (np.arange(half) / half)
-    a, b = vector[:half], vector[half:]
-    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
-
-
-def _scores(config: MoHLlamaConfig, weights: dict, layer: int, x: np.ndarray, q: np.ndarray) -> list[float | None]:
-    """Real-valued scores of one token: Eq. 5 and 6, or the softmax over routed heads."""
-    shared = config.shared_heads_per_layer[layer]
-    routed = [head for head in range(config.num_attention_heads) if head not in shared]
-    scores: list[float | None] = [None] * config.num_attention_heads
-    if not routed:
-        return scores
-    prefix = f"model.layers.{layer}.self_attn.router."
-    group_size = (
-        config.num_attention_heads // config.num_key_value_heads if config.routing_granularity == "kv_group" else 1
-    )
-    if config.router_type == "query_norm":
-        norms = np.sqrt((q[routed] ** 2).sum(-1).reshape(-1, group_size).sum(-1))
-        logits = norms / norms.std(ddof=1)
-    else:
-        logits = weights[f"{prefix}routed.weight"] @ x + weights.get(f"{prefix}routed.bias", 0)
-    real = naive.softmax(logits)
-    if config.router_type == "two_stage":
-        stage = naive.softmax(weights[f"{prefix}stage.weight"] @ x)
-        real = stage[1] * real
-        own = naive.softmax(weights[f"{prefix}shared.weight"] @ x).repeat(group_size)
-        for head, score in zip(shared, own, strict=True):
-            scores[head] = stage[0] * score
-    for head, score in zip(routed, real.repeat(group_size), strict=True):
-        scores[head] = score
-    return scores

@@ -1,14 +1,15 @@
-"""Head load against counting gates one by one."""
+"""Head load against counting gates one by one; heads of a text's tokens against the loops, and tokens as strings."""
 
-import json
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from moh_llm.analysis.heads import head_load, head_load_by_text, load_balance
+from moh_llm.analysis.heads import head_load, load_balance, token_heads, token_strings
 from moh_llm.errors import UserError
+
+TEXT = "A mill,\n two boats"
 
 
 def test_load_is_that_of_a_count(make_moh, batches, recompute, plan) -> None:
@@ -27,12 +28,6 @@ def test_load_is_that_of_a_count(make_moh, batches, recompute, plan) -> None:
         else:
             entropy = sum(-n / sum(routed) * math.log(n / sum(routed)) for n in routed if n)
             assert found.balance[layer] == pytest.approx(entropy / math.log(len(routed)))
-    assert json.loads(json.dumps(asdict(found))) == asdict(found)
-
-
-def test_batches_do_not_matter(make_moh, batches, single_rows, unlike_plan) -> None:
-    model = make_moh(**unlike_plan)
-    assert head_load(model, batches) == head_load(model, single_rows(batches))
 
 
 def test_all_heads_on_is_a_load_of_one(make_moh, batches, plan) -> None:
@@ -45,41 +40,53 @@ def test_all_heads_on_is_a_load_of_one(make_moh, batches, plan) -> None:
     assert before.load != found.load and head_load(model, batches) == before
 
 
-def test_half_precision_is_counted_as_it_ran(make_moh, batches) -> None:
-    model = make_moh(dtype=torch.bfloat16, num_shared_heads=1, num_active_heads=2, shared_heads=[[1], [2]])
-    gates = [[], []]
-    handles = [
-        router.register_forward_hook(lambda module, args, output, kept=kept: kept.append(output[1].flatten(0, 1)))
-        for router, kept in zip(model.routers, gates, strict=True)
-    ]
-    found = head_load(model, batches)
-    for handle in handles:
-        handle.remove()
-    assert found.load == [torch.cat(kept).ne(0).double().mean(0).tolist() for kept in gates]
-
-
-def test_texts_side_by_side_in_the_last_routed_layer(make_moh, batches) -> None:
-    texts = {"one": batches[:1], "two": batches[1:]}
-    for shared, layer in (([1, 2], 1), ([1, 4], 0)):
-        model = make_moh(num_shared_heads=shared, num_active_heads=[2, max(3, shared[1])], router_type="linear")
-        found = head_load_by_text(model, texts)
-        assert found.layer == layer and found.tokens == {"one": 18, "two": 19}
-        assert found.shared_heads == list(range(shared[layer]))
-        for name, text in texts.items():
-            alone = head_load(model, text)
-            assert (found.load[name], found.balance[name]) == (alone.load[layer], alone.balance[layer])
-    assert found.load["one"] != found.load["two"]
-
-
-def test_texts_need_routed_heads_and_tokens(make_moh, batches) -> None:
-    with pytest.raises(UserError, match="no routed heads"):
-        head_load_by_text(make_moh(num_shared_heads=4, num_active_heads=4), {"one": batches})
-    with pytest.raises(UserError, match="no tokens"):
-        head_load_by_text(make_moh(), {"one": batches, "two": []})
-
-
 def test_balance_of_known_loads() -> None:
     assert load_balance([0.5, 0.5, 0.5, 0.5]) == pytest.approx(1)
     assert load_balance([1.0, 0.0, 1.0, 0.0]) == pytest.approx(math.log(2) / math.log(4))
     assert load_balance([1.0, 0.0, 0.0]) == 0
     assert load_balance([0.3]) is None and load_balance([]) is None and load_balance([0.0, 0.0]) is None
+
+
+@pytest.fixture
+def tokenizer(byte_tokenizer, tmp_path):
+    byte_tokenizer(tmp_path / "tokenizer")
+    return AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+
+
+def test_each_token_has_the_heads_of_the_loops(make_moh, recompute, tokenizer, plan) -> None:
+    model = make_moh(vocab_size=257, **plan)
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    batch = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}
+    wanted = [(layer.gates != 0).tolist() for layer in recompute(model, [batch])]
+    found = token_heads(model, tokenizer, TEXT, layers=[1, 0])
+    assert found.layers == [1, 0] and found.on == wanted[::-1]
+    assert found.tokens == [*"A mill,", "\\n", *" two boats"]
+    last = 0 if len(model.config.shared_heads_per_layer[1]) == 4 else 1
+    default = token_heads(model, tokenizer, TEXT)
+    assert default.layers == [last] and default.on == [wanted[last]]
+
+
+def test_parts_of_characters_go_by_their_names(tokenizer) -> None:
+    ids = tokenizer("a\u00e9b\u2028")["input_ids"]
+    strings = token_strings(tokenizer, ids)
+    assert strings[0] == "a" and strings[3] == "b"
+    assert strings[1:3] == tokenizer.convert_ids_to_tokens(ids[1:3])
+    assert all(string.isprintable() and string for string in strings)
+
+
+def test_spaces_of_a_tokenizer_that_drops_the_first_one(shared) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "checkpoints" / "stories260K-hf")
+    text = "Once upon a time, there was a cat.\nThe end"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    strings = token_strings(tokenizer, ids)
+    assert len(strings) == len(ids) < len(text)
+    assert "".join(strings).removeprefix(" ") == text.replace("\n", "\\n")
+
+
+def test_unknown_layers_and_empty_texts_are_refused(make_moh, tokenizer) -> None:
+    model = make_moh(vocab_size=257)
+    for layer in (2, -1):
+        with pytest.raises(UserError, match=f"layer={layer} must lie between 0 and 1"):
+            token_heads(model, tokenizer, TEXT, layers=[layer])
+    with pytest.raises(UserError, match="no tokens"):
+        token_heads(model, tokenizer, "")

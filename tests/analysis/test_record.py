@@ -10,12 +10,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from moh_llm.analysis import record as module
 from moh_llm.analysis.cost import flops_by_length
-from moh_llm.analysis.heads import head_load, head_load_by_text
-from moh_llm.analysis.rank import feature_rank
+from moh_llm.analysis.features import feature_rank, similarity_table
+from moh_llm.analysis.heads import head_load, token_heads
 from moh_llm.analysis.record import SENTENCE, analyse
-from moh_llm.analysis.scores import routing_scores, routing_scores_by_text
-from moh_llm.analysis.similarity import similarity_table
-from moh_llm.analysis.tokens import token_heads
+from moh_llm.analysis.scores import routing_scores
+from moh_llm.analysis.watch import last_routed_layer
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 
@@ -65,18 +64,24 @@ def test_parts_are_those_of_direct_calls(make_moh, unlike_plan, tokenizer, by_ha
     everything = [batch for text in batches.values() for batch in text]
     assert found["texts"] == TOKENS
     assert found["head_load"] == asdict(head_load(model, everything))
-    assert found["head_load_by_text"] == asdict(head_load_by_text(model, batches))
+    last, by_text = last_routed_layer(model), found["head_load_by_text"]
+    assert (by_text["layer"], by_text["tokens"]) == (last, TOKENS)
+    assert by_text["shared_heads"] == model.config.shared_heads_per_layer[last]
+    for name, text in batches.items():
+        load = head_load(model, text)
+        assert (by_text["load"][name], by_text["balance"][name]) == (load.load[last], load.balance[last])
     assert found["token_heads"] == {"text": "two boats", **asdict(token_heads(model, tokenizer, "two boats"))}
 
     few = [batch for documents in TEXTS.values() for batch in by_hand(documents, 40)]
-    assert found["similarity"] == {"tokens": 80, **asdict(similarity_table(model, few))}
+    table = {which: asdict(similarity) for which, similarity in similarity_table(model, few).items()}
+    assert found["similarity"] == {"tokens": 80, **table}
     assert found["feature_rank"] == asdict(feature_rank(model, everything))
 
-    by_text = routing_scores_by_text(model, batches)
-    assert found["routing_scores_by_text"]["layer"] == by_text.layer
-    assert list(found["routing_scores_by_text"]["texts"]) == list(TEXTS)
-    recorded = found["routing_scores"]["layers"] + list(found["routing_scores_by_text"]["texts"].values())
-    for layer, direct in zip(recorded, routing_scores(model, everything) + list(by_text.texts.values()), strict=True):
+    scores = found["routing_scores_by_text"]
+    assert scores["layer"] == last and list(scores["texts"]) == list(TEXTS)
+    recorded = found["routing_scores"]["layers"] + list(scores["texts"].values())
+    of_texts = [routing_scores(model, text)[last] for text in batches.values()]
+    for layer, direct in zip(recorded, routing_scores(model, everything) + of_texts, strict=True):
         for kind, distribution in asdict(direct).items():
             if distribution is not None:
                 fine = distribution.pop("histogram")

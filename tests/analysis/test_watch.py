@@ -1,8 +1,14 @@
 """The watched pass: what it hands over, and what it leaves behind."""
 
+from dataclasses import is_dataclass
+
 import pytest
 import torch
 
+from moh_llm.analysis import features
+from moh_llm.analysis.features import feature_rank, head_similarity
+from moh_llm.analysis.heads import head_load
+from moh_llm.analysis.scores import routing_scores
 from moh_llm.analysis.watch import attention_patterns, last_routed_layer, shared_heads, watch
 from moh_llm.errors import UserError
 
@@ -54,15 +60,6 @@ def test_the_attention_backend_and_hooks_are_put_back(make_moh, batch, before) -
         assert not module._forward_hooks and not module._forward_pre_hooks
 
 
-def test_the_decoder_alone_can_be_watched(make_moh, batch) -> None:
-    model = make_moh()
-    whole, decoder = [], []
-    watch(model, [batch], whole.append)
-    watch(model.model, [batch], decoder.append)
-    assert len(decoder) == 2
-    assert all(torch.equal(one.heads, other.heads) for one, other in zip(whole, decoder, strict=True))
-
-
 def test_text_without_tokens_is_refused(make_moh, batch) -> None:
     model = make_moh()
     for nothing in ([], [{name: tensor[:0] for name, tensor in batch.items()}]):
@@ -75,3 +72,23 @@ def test_the_last_layer_with_routed_heads(make_moh) -> None:
     assert last_routed_layer(make_moh(num_shared_heads=[1, 3], num_active_heads=[2, 3])) == 1
     with pytest.raises(UserError, match="no routed heads"):
         last_routed_layer(make_moh(num_shared_heads=4, num_active_heads=4))
+
+
+@pytest.mark.parametrize("function", [head_load, routing_scores, head_similarity, feature_rank])
+def test_batches_do_not_matter(make_moh, batches, function, monkeypatch) -> None:
+    model = make_moh(num_shared_heads=1, num_active_heads=2, router_type="two_stage")
+    found = _numbers(function(model, batches))
+    monkeypatch.setattr(features, "_ROWS", 4)
+    rows = [
+        {name: tensor[row : row + 1] for name, tensor in batch.items()}
+        for batch in batches
+        for row in range(len(batch["input_ids"]))
+    ]
+    assert _numbers(function(model, rows)) == pytest.approx(found, abs=1e-7)
+
+
+def _numbers(value) -> list:
+    """All numbers in a result, in order."""
+    if is_dataclass(value):
+        value = list(vars(value).values())
+    return [number for part in value for number in _numbers(part)] if isinstance(value, list) else [value]

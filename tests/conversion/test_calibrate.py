@@ -5,12 +5,13 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from moh_llm.conversion import calibrate as module
-from moh_llm.conversion.calibrate import CalibrationPlan, LayerCalibration, calibrate
+from moh_llm.conversion.calibrate import LayerCalibration, calibrate
 from moh_llm.conversion.fit import LayerFitter, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel
+from moh_llm.conversion.plan import PlanOptions
 from moh_llm.records.model import read_weight_map
 
-PLAN = CalibrationPlan(num_shared_heads=1, by_importance=True, drops=[1, 3], fallback=True)
+PLAN = PlanOptions(num_shared_heads=1, shared="importance")
 LENGTH = 96
 
 
@@ -118,7 +119,7 @@ def test_first_layer_comes_first_with_its_fits(run):
     for layer, sample in zip(found, samples[::-1], strict=True):
         fitter = LayerFitter(sample, 1, True)
         assert (layer.shared_heads, layer.importance) == (fitter.shared_heads, fitter.importance)
-        assert {n: fit.cost for n, fit in layer.fits.items()} == {n: fitter.fit(n).cost for n in (1, 3)}
+        assert {n: fit.cost for n, fit in layer.fits.items()} == {n: fitter.fit(n).cost for n in (1, 2, 3)}
     assert found[0].costs != found[1].costs
 
 
@@ -143,13 +144,13 @@ def test_the_same_seed_gives_the_same_fits(run, one_thread):
 
 def test_plan_is_followed(run):
     _, calibrated, _ = run
-    first = CalibrationPlan(num_shared_heads=2, by_importance=False, drops=[], fallback=False)
-    for layer in calibrated(make_batches(4), first):
+    for layer in calibrated(make_batches(4), PlanOptions(preset="paper")):
         assert (layer.shared_heads, layer.fits) == ([0, 1], {}) and len(layer.importance) == 4
-    for layer in calibrated(make_batches(4), CalibrationPlan(2, True, [2], False)):
+    for layer in calibrated(make_batches(4), PlanOptions(num_shared_heads=2, shared="importance", fallback="none")):
         assert layer.shared_heads == sorted(sorted(range(4), key=lambda head: -layer.importance[head])[:2])
         assert layer.fits[2].tensors.keys() == {"router.routed.weight", "router.routed.bias"}
-    for layer in calibrated(make_batches(4), CalibrationPlan(2, True, [2], True, group_size=2)):
+    groups = PlanOptions(num_shared_heads=2, shared="importance", routing_granularity="kv_group")
+    for layer in calibrated(make_batches(4), groups):
         assert layer.shared_heads in ([0, 1], [2, 3]) and len(layer.importance) == 2 and layer.costs.keys() == {2}
         assert layer.fits[2].tensors["router.routed.weight"].shape == (1, 32)
         assert layer.fits[2].tensors["fallback.bias"].shape == (2, 8)

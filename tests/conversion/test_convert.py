@@ -53,14 +53,14 @@ def test_default_conversion(make_llama, convert, read_tensors, tmp_path, layout,
 
 
 def test_what_the_record_says(make_llama, convert, read_tensors, river, tmp_path):
-    base = make_llama()
+    base = make_llama(num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
     assert convert(base, tmp_path / "moh") == 0
     record = record_of(tmp_path / "moh")
     assert record["base"]["name"] == str(base)
     assert record["seconds"] > 0 and record["peak_memory_mib"] > 0
     calibration = record["calibration"]
     assert calibration["tokens"] == 1024 and calibration["sources"] == {str(river): 1.0}
-    assert [list(costs) for costs in calibration["estimated_kl_by_drops"]] == [["1", "2", "3"]] * 2
+    assert [list(costs) for costs in calibration["estimated_kl_by_drops"]] == [list("1234567")] * 2
 
     cost = record["arithmetic"]
     assert list(cost["forward_flops"]) == ["2048", "8192", "32768"]
@@ -70,19 +70,12 @@ def test_what_the_record_says(make_llama, convert, read_tensors, river, tmp_path
 
     proof, plan = record["verification"], record["plan"]
     assert proof["all_heads_active"]["equals_base"] is True
-    assert proof["converted"]["kl"] > 0 and proof["paper_router"]["kl"] > 0 and proof["random_heads"]["kl"] > 0
+    assert 0 < proof["converted"]["kl"] < min(proof["paper_router"]["kl"], proof["random_heads"]["kl"])
     assert proof["converted"]["perplexity_ratio"] == proof["converted"]["perplexity"] / proof["base_perplexity"]
     for layer, active, shared in zip(proof["layers"], plan["active_heads"], plan["shared_heads"], strict=True):
-        assert layer["attention_output_error"] > 0 or active == 4
+        assert layer["attention_output_error"] > 0 or active == 8
         assert sum(layer["head_load"]) == pytest.approx(active, abs=1e-3)
         assert all(layer["head_load"][head] == 1 for head in shared)
-
-
-def test_calibrated_router_is_nearer_to_the_base_than_the_papers(make_llama, convert, tmp_path):
-    base = make_llama(num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
-    assert convert(base, tmp_path / "moh") == 0
-    proof = record_of(tmp_path / "moh")["verification"]
-    assert proof["converted"]["kl"] < min(proof["paper_router"]["kl"], proof["random_heads"]["kl"])
 
 
 def test_uneven_budgets_sum_to_the_asked_total(make_llama, convert, tmp_path):
@@ -133,14 +126,6 @@ def test_whole_groups(make_llama, convert, tmp_path, capsys, flags):
     assert proof["all_heads_active"]["equals_base"] is True and proof["paper_active_heads"] == 6
     assert proof["converted"]["kl"] < proof["random_heads"]["kl"]
     assert "`kv_group`: the heads that share one key-value head" in (tmp_path / "moh" / "README.md").read_text()
-
-
-def test_whole_groups_in_the_papers_layer(make_llama, convert, tmp_path):
-    base = make_llama(**GROUPS)
-    assert convert(base, tmp_path / "moh", "--routing-granularity", "kv_group", "--preset", "paper") == 0
-    config = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").config
-    assert (config.num_shared_heads, config.num_active_heads, config.router_type) == (4, 6, "query_norm")
-    assert (tmp_path / "moh" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
 
 
 def test_even_budgets_without_fallbacks(make_llama, convert, read_tensors, tmp_path):
@@ -271,18 +256,6 @@ for use in load, change:
     with torch.no_grad():
         expected = MoHLlamaForCausalLM.from_pretrained(output).eval()(torch.arange(1, 30)[None]).logits
     assert torch.equal(torch.load(tmp_path / "logits.pt", weights_only=True), expected)
-
-
-@pytest.mark.parametrize("router", ["linear", "query_norm"])
-def test_all_heads_on_gives_the_base(make_llama, convert, one_thread, tmp_path, router):
-    base = make_llama()
-    assert convert(base, tmp_path / "all", "--router", router, "--num-active-heads", "4") == 0
-    proof = record_of(tmp_path / "all")["verification"]
-    assert proof["converted"]["perplexity_ratio"] == 1 and proof["converted"]["kl"] == 0
-    ids = torch.arange(1, 30)[None]
-    with torch.no_grad():
-        moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "all").eval()
-        assert torch.equal(moh(ids).logits, LlamaForCausalLM.from_pretrained(base).eval()(ids).logits)
 
 
 def test_importance_and_dtype(make_llama, convert, tmp_path):

@@ -57,7 +57,9 @@ def wait_for(pattern: str, folder: Path, process: forks.Program) -> None:
 )
 def test_killed_and_run_again(make_llama, convert, river, tmp_path, sign, delay):
     base = make_llama(num_hidden_layers=8, num_attention_heads=8, hidden_size=128)
-    text = ["--calibration", str(river), "--calibration-tokens", "65536"]
+    (tmp_path / "moh").mkdir()
+    (tmp_path / "moh" / "mine.txt").write_text("keep me")
+    text = ["--overwrite", "--calibration", str(river), "--calibration-tokens", "65536"]
     command = ["convert", str(base), "--output", str(tmp_path / "moh"), *text]
     with child(f"import sys; from moh_llm.cli import main; sys.exit(main({command!r}))") as process:
         wait_for(sign, tmp_path, process)
@@ -65,43 +67,24 @@ def test_killed_and_run_again(make_llama, convert, river, tmp_path, sign, delay)
         assert process.poll() is None, "it ended before it could be killed"
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
-    assert not (tmp_path / "moh").exists()
-    left = sorted(path.suffix for path in tmp_path.iterdir())  # by the killed process
-    assert left == [".lock", ".tmp"]
-    assert convert(base, tmp_path / "moh") == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["moh"]
-    assert (tmp_path / "moh" / "conversion.json").exists()
-
-
-def test_overwriting_killed_keeps_the_old_folder(make_llama, convert, river, tmp_path):
-    base = make_llama(num_hidden_layers=8, num_attention_heads=8, hidden_size=128)
-    (tmp_path / "moh").mkdir()
-    (tmp_path / "moh" / "mine.txt").write_text("keep me")
-    text = ["--calibration", str(river), "--calibration-tokens", "65536"]
-    command = ["convert", str(base), "--output", str(tmp_path / "moh"), "--overwrite", *text]
-    with child(f"import sys; from moh_llm.cli import main; sys.exit(main({command!r}))") as process:
-        wait_for(".moh.*.tmp/hidden-states-0.safetensors", tmp_path, process)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
     assert [path.name for path in (tmp_path / "moh").iterdir()] == ["mine.txt"]
+    left = sorted(path.suffix for path in tmp_path.iterdir())  # by the killed process
+    assert left == ["", ".lock", ".tmp"]
+    assert convert(base, tmp_path / "moh", "--overwrite") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["moh"]
+    assert (tmp_path / "moh" / "conversion.json").exists() and not (tmp_path / "moh" / "mine.txt").exists()
 
 
-def test_leftovers_of_a_living_process_are_not_touched(tmp_path):
+def test_leftovers_of_others_are_not_touched(tmp_path, dead_process):
+    """Of a living process, another machine, another folder."""
     with child("import time; time.sleep(600)") as process:
-        theirs = tmp_path / f".moh.{HOST}.{process.pid}.tmp"
-        theirs.mkdir()
+        others = {f".moh.{HOST}.{process.pid}.tmp", f".moh.elsewhere.{dead_process}.tmp"}
+        others |= {f".moh2.{HOST}.{dead_process}.tmp", f".moh.{HOST}.x.tmp"}
+        for name in others:
+            (tmp_path / name).mkdir()
         with new_folder(tmp_path / "moh"):
-            assert theirs.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [theirs.name, "moh"]
-
-
-def test_leftovers_of_another_machine_or_folder_are_not_touched(tmp_path, dead_process):
-    others = {f".moh.elsewhere.{dead_process}.tmp", f".moh2.{HOST}.{dead_process}.tmp", f".moh.{HOST}.x.tmp"}
-    for name in others:
-        (tmp_path / name).mkdir()
-    with new_folder(tmp_path / "moh"):
-        pass
-    assert {path.name for path in tmp_path.iterdir()} == {*others, "moh"}
+            pass
+        assert {path.name for path in tmp_path.iterdir()} == {*others, "moh"}
 
 
 def test_leftovers_under_this_processs_own_number_are_cleared(tmp_path):

@@ -70,13 +70,6 @@ def test_a_new_plan_is_that_of_the_base(request, base, convert, read_tensors, on
     MoHLlamaForCausalLM.from_pretrained(tmp_path / "again")
 
 
-def test_a_router_without_weights_leaves_the_bases_file(base, moh, convert, tmp_path):
-    flags = ["--router", "query_norm", "--budgets", "even", "--fallback", "none"]
-    assert convert(moh, tmp_path / "again", *flags) == 0
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
-    assert [path.name for path in (tmp_path / "again").glob("*.safetensors*")] == ["model.safetensors"]
-
-
 def test_groups_are_forgotten_where_heads_are_asked_for(base, convert, read_tensors, one_thread, tmp_path):
     flags = ["--routing-granularity", "kv_group", "--num-shared-heads", "0", "--verify", "none"]
     assert convert(base, tmp_path / "groups", *flags) == 0

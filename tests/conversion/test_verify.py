@@ -13,9 +13,9 @@ from moh_llm.cli import main
 from moh_llm.conversion import convert as convert_module
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import paper_plan
-from moh_llm.conversion.verify import RandomRouter, by_paper_plan, compare_with_paper, routed_as, verify
+from moh_llm.conversion.verify import by_paper_plan, compare_with_paper, verify
 from moh_llm.errors import UserError
-from moh_llm.metrics import compare_to_reference, logits_of
+from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.records.model import read_weight_map
 
@@ -72,32 +72,6 @@ def test_one_changed_weight_is_found(folders, batches, tmp_path, one_thread, lay
         verify(layerwise(base), layerwise(tmp_path / "moh"), batches, progress=False)
 
 
-def test_figures_are_those_of_whole_models(folders, batches, one_thread):
-    base, moh = folders
-    proof = verify(layerwise(base), layerwise(moh), batches, progress=False)
-    assert (proof["dtype"], proof["all_heads_active"]) == ("float32", {"equals_base": True, "tokens": 64})
-
-    dense = LlamaForCausalLM.from_pretrained(base).eval()
-    converted = MoHLlamaForCausalLM.from_pretrained(moh).eval()
-    paper = MoHLlamaForCausalLM.from_pretrained(moh, config=paper_plan(converted.config)).eval()
-    chance = MoHLlamaForCausalLM.from_pretrained(moh).eval()
-    candidates = {"converted": converted, "paper_router": paper, "random_heads": chance}
-    with routed_as(chance, paper.config, RandomRouter):
-        runs = {name: logits_of(model) for name, model in candidates.items()}
-        found = compare_to_reference(runs, logits_of(dense), batches)
-    for name, comparison in found.items():
-        for figure, value in proof[name].items():
-            assert value == pytest.approx(getattr(comparison, figure), rel=1e-5), (name, figure)
-    assert len({proof[name]["kl"] for name in candidates}) == 3
-    assert proof["held_out_tokens"] == found["converted"].tokens == 3 * 30
-    assert proof["held_out_documents"] == found["converted"].documents == 6
-    assert proof["base_perplexity"] == pytest.approx(found["converted"].reference_perplexity)
-    assert proof["paper_active_heads"] == paper.config.num_active_heads
-
-    model, beside = compare_with_paper(converted, dense, batches)
-    assert (model.kl, beside.kl) == (found["converted"].kl, found["paper_router"].kl)
-
-
 def plain_figures(model, base, batches):
     """The figures of a model beside its base's by a loop over positions, in float64, sharing no code with the proof."""
     nats, reference, kl, agreement, count = 0.0, 0.0, 0.0, 0, 0
@@ -147,9 +121,14 @@ def test_figures_are_those_of_a_loop_over_positions(folders, batches, one_thread
     route_by_chance(chance, batches)
     for name, model in {"converted": converted, "paper_router": paper, "random_heads": chance}.items():
         expected, reference, count = plain_figures(model, dense, batches)
-        assert {figure: proof[name][figure] for figure in expected} == pytest.approx(expected, rel=1e-4), name
-        assert proof["base_perplexity"] == pytest.approx(reference, rel=1e-5)
-        assert proof["held_out_tokens"] == count == 3 * 30
+        figures = getattr(proof, name)
+        assert {figure: getattr(figures, figure) for figure in expected} == pytest.approx(expected, rel=1e-4), name
+        assert figures.kl_interval[0] < figures.kl < figures.kl_interval[1]
+        assert proof.base_perplexity == pytest.approx(reference, rel=1e-5)
+        assert (proof.held_out_tokens, proof.held_out_documents) == (count, 6) and count == 3 * 30
+    assert (proof.dtype, proof.all_heads_active.tokens, proof.paper_active_heads) == ("float32", 64, 3)
+    model, beside = compare_with_paper(converted, dense, batches)
+    assert (model.kl, beside.kl) == pytest.approx((proof.converted.kl, proof.paper_router.kl))
 
 
 @torch.no_grad()
@@ -166,12 +145,12 @@ def test_layer_figures(folders, batches, one_thread):
             layer.self_attn.register_forward_hook(lambda m, args, out, rows=rows: rows.append(out[0].flatten()))
         for batch in batches:
             logits_of(model)(batch)
-    for number, figures in enumerate(proof["layers"]):
+    for number, figures in enumerate(proof.layers):
         expected, own, paper = (torch.cat(outputs[name][number]).double() for name in ("base", "moh", "paper"))
-        assert figures["attention_output_error"] == pytest.approx(float((own - expected).norm() / expected.norm()))
+        assert figures.attention_output_error == pytest.approx(float((own - expected).norm() / expected.norm()))
         error = float((paper - expected).norm() / expected.norm())
-        assert figures["attention_output_error_paper"] == pytest.approx(error)
-        load = figures["head_load"]
+        assert figures.attention_output_error_paper == pytest.approx(error)
+        load = figures.head_load
         assert sum(load) == pytest.approx(config.active_heads_per_layer[number], abs=2e-4)
         assert all(load[head] == 1 for head in config.shared_heads_per_layer[number])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from moh_llm.conversion.families import MOH_FIELDS
+from moh_llm.conversion.base import MOH_FIELDS
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 
 

@@ -1,6 +1,7 @@
 """The MoH layer as plain loops in float64, written from the equations: the reference of the tests."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,8 +11,13 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum()
 
 
-def gates(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    """Gate of every head for one token: layer input `x` [C], `queries` [H, D] before rotary embedding."""
+def route(
+    config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, queries: np.ndarray
+) -> tuple[np.ndarray, list[float | None]]:
+    """Gate of every head for one token, and its score before selection (Eq. 5 and 6; None: it has none).
+
+    `x` is the layer's input [C], `queries` [H, D] are those before rotary embedding.
+    """
     heads = config.num_attention_heads
     shared = config.shared_heads_per_layer[layer]
     routed = [head for head in range(heads) if head not in shared]
@@ -19,40 +25,49 @@ def gates(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, que
     groups = [routed[first : first + size] for first in range(0, len(routed), size)]
     k = (config.active_heads_per_layer[layer] - len(shared)) // size
     prefix = f"model.layers.{layer}.self_attn.router."
-    gate = np.zeros(heads)
+    gate, scores = np.zeros(heads), [None] * heads
     gate[shared] = 1.0
     if not routed:
-        return gate
+        return gate, scores
     if config.router_type == "query_norm":
-        norms = np.array([math.sqrt(sum((queries[head] ** 2).sum() for head in group_size)) for group_size in groups])
+        norms = np.array([math.sqrt(sum((queries[head] ** 2).sum() for head in group)) for group in groups])
         logits = norms / norms.std(ddof=1) if len(groups) > 1 else norms
-    elif config.router_type == "linear":
-        logits = weights[prefix + "routed.weight"] @ x + weights[prefix + "routed.bias"]
     else:
-        logits = weights[prefix + "routed.weight"] @ x
-    scores = softmax(logits)
-    real = np.ones(heads)
+        logits = weights[prefix + "routed.weight"] @ x + weights.get(prefix + "routed.bias", 0)
+    of_routed, of_shared = softmax(logits), [None] * len(shared)
     if config.router_type == "two_stage":
         a1, a2 = softmax(weights[prefix + "stage.weight"] @ x)
-        real[shared] = a1 * softmax(weights[prefix + "shared.weight"] @ x).repeat(size)
-        scores = a2 * scores
-    real[routed] = scores.repeat(size)
+        of_shared = a1 * softmax(weights[prefix + "shared.weight"] @ x).repeat(size)
+        of_routed = a2 * of_routed
+    for head, score in zip([*shared, *routed], [*of_shared, *of_routed.repeat(size)], strict=True):
+        scores[head] = score
     chosen = [head for i in np.argsort(-logits, kind="stable")[:k] for head in groups[i]]
     for head in [*shared, *chosen]:
-        gate[head] = real[head] if config.router_score == "weighted" else 1.0
-    return gate
+        gate[head] = scores[head] if config.router_score == "weighted" and scores[head] is not None else 1.0
+    return gate, scores
 
 
-def attention(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray) -> np.ndarray:
-    """Causal MoH attention of one sequence: input [T, C] after the norm, output [T, C]. Eq. 4 by the letter."""
+class Heads(NamedTuple):
+    """What a layer's heads do on one row: `gates` [T, H], `scores` [T][H] as `route` gives them, attention
+    `patterns` [T, H, T], and `outputs` [T, H, D], what is projected."""
+
+    gates: np.ndarray
+    scores: list[list[float | None]]
+    patterns: np.ndarray
+    outputs: np.ndarray
+
+
+def heads_of(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, positions=None) -> Heads:
+    """The heads of one layer on one row: input [T, C] after the norm; documents begin where positions are 0."""
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     prefix = f"model.layers.{layer}.self_attn."
-    q = (x @ weights[prefix + "q_proj.weight"].T).reshape(len(x), heads, size)
-    k = (x @ weights[prefix + "k_proj.weight"].T).reshape(len(x), kv_heads, size)
-    v = (x @ weights[prefix + "v_proj.weight"].T).reshape(len(x), kv_heads, size)
-    out_weight = weights[prefix + "o_proj.weight"]
+    q, k, v = (
+        (x @ weights[f"{prefix}{name}_proj.weight"].T).reshape(len(x), count, size)
+        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    )
     theta = config.rope_parameters["rope_theta"]
     routed = [head for head in range(heads) if head not in config.shared_heads_per_layer[layer]]
+    positions = range(len(x)) if positions is None else positions
 
     def rotate(vector: np.ndarray, position: int) -> np.ndarray:
         half = size // 2
@@ -60,24 +75,29 @@ def attention(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray)
         a, b = vector[:half], vector[half:]
         return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
 
-    output = np.zeros_like(x)
-    for t in range(len(x)):
-        gate = gates(config, weights, layer, x[t], q[t])
+    found = [route(config, weights, layer, x[t], q[t]) for t in range(len(x))]
+    gates, scores = np.stack([gate for gate, _ in found]), [scores for _, scores in found]
+    patterns, outputs = np.zeros((len(x), heads, len(x))), np.zeros((len(x), heads, size))
+    for t, position in enumerate(positions):
+        document = range(t - position, t + 1)
         for head in range(heads):
-            group = head // (heads // kv_heads)
-            if gate[head] == 0:
-                if config.head_fallback == "value":
-                    row = routed.index(head)
-                    share = weights[prefix + "fallback.own_value.weight"][row] @ x[t]
-                    share += weights[prefix + "fallback.own_value.bias"][row]
-                    fallback = weights[prefix + "fallback.bias"][row] + share * v[t, group] if t else v[t, group]
-                    output[t] += out_weight[:, head * size : (head + 1) * size] @ fallback
-                continue
-            query = rotate(q[t, head], t)
-            scores = np.array([query @ rotate(k[s, group], s) / math.sqrt(size) for s in range(t + 1)])
-            head_output = softmax(scores) @ v[: t + 1, group]
-            output[t] += gate[head] * (out_weight[:, head * size : (head + 1) * size] @ head_output)
-    return output
+            group, query = head // (heads // kv_heads), rotate(q[t, head], position)
+            products = [query @ rotate(k[s, group], positions[s]) / math.sqrt(size) for s in document]
+            patterns[t, head, list(document)] = softmax(np.array(products))
+            outputs[t, head] = gates[t, head] * (patterns[t, head] @ v[:, group])
+            if gates[t, head] == 0 and config.head_fallback == "value":
+                row = routed.index(head)
+                share = weights[prefix + "fallback.own_value.weight"][row] @ x[t]
+                share += weights[prefix + "fallback.own_value.bias"][row]
+                fitted = weights[prefix + "fallback.bias"][row] + share * v[t, group]
+                outputs[t, head] = fitted if position else v[t, group]
+    return Heads(gates, scores, patterns, outputs)
+
+
+def attention(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray) -> np.ndarray:
+    """Causal MoH attention of one sequence: input [T, C] after the norm, output [T, C]. Eq. 4 by the letter."""
+    outputs = heads_of(config, weights, layer, x).outputs
+    return outputs.reshape(len(x), -1) @ weights[f"model.layers.{layer}.self_attn.o_proj.weight"].T
 
 
 def logits(config, weights: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ import torch
 
 from moh_llm.kernels.head_sparse import head_sparse_attention
 from moh_llm.kernels.head_sparse_decoding import head_sparse_decoding
-from moh_llm.kernels.head_sparse_lists import selected_positions
+from moh_llm.kernels.head_sparse_kernels import selected_positions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,7 +8,7 @@ import torch
 
 from moh_llm.kernels import head_sparse
 from moh_llm.kernels.head_sparse import head_sparse_attention
-from moh_llm.kernels.head_sparse_lists import all_positions, selected_positions
+from moh_llm.kernels.head_sparse_kernels import all_positions, selected_positions
 
 pytest.importorskip("triton")
 
@@ -127,19 +127,13 @@ def test_packed_documents_and_padding(seed):
     compare(drawn, first=first, key_mask=key_mask)
 
 
-def test_documents_start_around_the_ends_of_tiles():
-    starts = torch.tensor([31, 36, 40, 44, 48, 52, 56, 60])[:, None]
+def test_documents_and_lists_of_any_length():
+    starts = torch.tensor([31, 36, 40, 44, 48, 52, 56, 60])[:, None]  # around the ends of tiles
     drawn = draw(len(starts), 1, 1, 70, 70, 16, 0.9)
     compare(drawn, first=torch.where(torch.arange(70) >= starts, starts, 0).to(DEVICE, torch.int32))
-
-
-def test_the_first_key_that_a_query_sees_may_be_any():
     drawn = draw(1, 2, 1, 100, 100, 16, 0.7)
     first = torch.randint(0, 100, (1, 100), generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(DEVICE)
     compare(drawn, first=first)
-
-
-def test_heads_that_few_or_many_tokens_chose():
     drawn = list(draw(1, 4, 2, 70, 70, 32, 0.5))
     drawn[3][..., 0], drawn[3][..., 1], drawn[3][:, 1:, 2] = 0, 1, 0
     compare(drawn)
@@ -147,16 +141,6 @@ def test_heads_that_few_or_many_tokens_chose():
 
 def test_the_cheaper_gradient_leaves_out_heads_that_are_off():
     compare(draw(1, 4, 2, 50, 50, 32, 0.5), all_heads=False)
-
-
-def test_the_gradient_of_the_gate_is_set_on_the_model(make_pair, ids, monkeypatch):
-    _, sparse = both(make_pair, **PLANS[1])
-    seen, attend = [], head_sparse.head_sparse_attention
-    monkeypatch.setattr(head_sparse, "head_sparse_attention", lambda *a: seen.append(a[-1]) or attend(*a))
-    for kind in ("exact", "selected"):
-        sparse.set_sparse_gate_gradient(kind)
-        sparse(ids[:1].to(DEVICE), use_cache=False)
-    assert seen == [True, True, False, False]
 
 
 def test_what_nobody_selected_does_not_reach_the_output():
@@ -175,6 +159,16 @@ def both(make_pair, **plan):
     sparse = type(masked).from_pretrained(masked.config._name_or_path, attn_implementation="moh_sparse").eval()
     assert sparse.config._attn_implementation == "moh_sparse"
     return masked.to(DEVICE), sparse.to(DEVICE)
+
+
+def test_the_gradient_of_the_gate_is_set_on_the_model(make_pair, ids, monkeypatch):
+    _, sparse = both(make_pair, **PLANS[1])
+    seen, attend = [], head_sparse.head_sparse_attention
+    monkeypatch.setattr(head_sparse, "head_sparse_attention", lambda *a: seen.append(a[-1]) or attend(*a))
+    for kind in ("exact", "selected"):
+        sparse.set_sparse_gate_gradient(kind)
+        sparse(ids[:1].to(DEVICE), use_cache=False)
+    assert seen == [True, True, False, False]
 
 
 @pytest.mark.parametrize("plan", [*PLANS[:2], *(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS[2:])])

@@ -16,7 +16,6 @@ from triton import compile, next_power_of_2
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from moh_llm.kernels import head_sparse_decoding as decoding, head_sparse_kernels as kernels
-from moh_llm.kernels import head_sparse_lists as lists
 from moh_llm.kernels.head_sparse import tiles
 
 capability, shared_memory, size = map(int, sys.argv[1:])
@@ -26,10 +25,10 @@ types |= {name: "*i32" for name in ("Rows", "Counts", "First", "Before", "Whole"
 types |= {name: "*fp32" for name in ("Lse", "Delta", "Gate", "DGate", "Outs", "Lses")} | {"KeyMask": "*i8"}
 types |= {"scale": "fp32", "scaling": "fp32"}
 kinds = {"forward_kernel": "forward", "query_gradient_kernel": "queries", "key_gradient_kernel": "keys"}
-others = [(decoding, "part_kernel"), (decoding, "join_kernel"), (lists, "list_kernel")]
+others = [(decoding, "part_kernel"), (decoding, "join_kernel"), (kernels, "list_kernel")]
 for module, name in [(kernels, name) for name in kinds] + others:
     kernel = getattr(module, name)
-    if module is kernels:
+    if name in kinds:
         chosen = tiles(kinds[name], size, torch.bfloat16, shared_memory)
     else:
         chosen = {"BR": 16, "BN": decoding.BLOCK, "P": 32, "BT": 2048, "num_warps": 4, "num_stages": 3}

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from moh_llm.modeling import MoHLlamaConfig, MoHRouter, load_balancing_loss
-from moh_llm.modeling.routing_moh import select_top_k, straight_through
 
 
 def make_router(score: str, router_type: str = "linear", group_size: int = 1) -> MoHRouter:
@@ -15,15 +14,6 @@ def make_router(score: str, router_type: str = "linear", group_size: int = 1) ->
     )
     torch.manual_seed(0)
     return MoHRouter(config, 0).double()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_quantized_gate_is_exactly_zero_or_one(dtype):
-    soft = torch.rand(1000, 7, dtype=dtype, requires_grad=True)
-    hard = select_top_k(soft.detach(), 3)
-    gate = straight_through(hard, soft)
-    assert torch.equal(gate, hard)
-    assert (hard.sum(-1) == 3).all()
 
 
 @pytest.mark.parametrize("group_size", [1, 2], ids=["heads", "groups of 2"])
@@ -50,7 +40,7 @@ def test_straight_through_gradient_is_the_real_valued_scores_gradient(router_typ
 
     inputs = [x, queries, *router.parameters()]
     _, gate = router(x, queries)
-    assert set(gate.unique().tolist()) == {0.0, 1.0}
+    assert set(gate.unique().tolist()) == {0.0, 1.0} and (gate.sum(-1) == 4).all()
     got = torch.autograd.grad((gate * weight).sum(), inputs, allow_unused=True)
     by_group = weight.unflatten(-1, (-1, group_size)).sum(-1)
     expected = torch.autograd.grad((real_valued(x, queries) * by_group).sum(), inputs, allow_unused=True)
@@ -89,13 +79,6 @@ def test_balance_loss_is_the_equation(row_weights):
     weights = None if row_weights is None else torch.tensor(row_weights)
     got = load_balancing_loss(logits, (1, 2, 5), mask, weights)
     torch.testing.assert_close(got, expected)
-
-
-def test_balance_loss_of_even_load_is_k_over_r():
-    # Every token prefers another head, all to the same degree.
-    logits = torch.eye(4).repeat(1, 3, 1)
-    torch.testing.assert_close(load_balancing_loss([logits], [1]), torch.tensor(0.25))
-    assert load_balancing_loss([torch.zeros(1, 3, 0)], [0]) == 0  # no routed heads
 
 
 def test_router_logits_are_recorded_on_demand(make_pair, ids):
@@ -168,9 +151,9 @@ def test_active_groups_at_run_time(make_pair, ids):
     assert [router.top_k for router in moh.routers] == [2, 1]
 
 
-def test_scores_are_float32_in_a_bfloat16_model(make_pair, ids):
+def test_scores_are_float32_in_a_bfloat16_model_and_the_gate_is_exact(make_pair, ids):
     _, moh = make_pair(dtype=torch.bfloat16, num_shared_heads=1, num_active_heads=2, router_type="linear")
-    logits, gate = moh.routers[0](torch.randn(1, 9, 32).bfloat16(), torch.randn(1, 9, 4, 8).bfloat16())
-    assert logits.dtype == gate.dtype == torch.float32
+    logits, gate = moh.routers[0](torch.randn(1, 99, 32).bfloat16(), torch.randn(1, 99, 4, 8).bfloat16())
+    assert logits.dtype == gate.dtype == torch.float32 and set(gate.unique().tolist()) == {0.0, 1.0}
     with torch.no_grad():
         assert moh(ids).logits.dtype == torch.bfloat16

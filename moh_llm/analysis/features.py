@@ -1,6 +1,6 @@
-"""How alike the heads of a layer are (Tab. B).
+"""How alike the heads of a layer are (Tab. B), and the rank of their features (a figure of the rebuttal).
 
-Shapes: B batch, T tokens, H query heads, D head size.
+Shapes: B batch, T tokens, H query heads, D head size; N tokens of all batches, W = heads of one kind times head size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,9 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import normalize
 
-from moh_llm.analysis.watch import LayerPass, attention_patterns, watch
+from moh_llm.analysis.watch import LayerPass, attention_patterns, shared_heads, watch
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaPreTrainedModel
+
+ENERGY = 0.99  # share of the squared Frobenius norm that `Rank.energy` asks for
+_ROWS = 4096  # tokens whose features are held in float64 at once
 
 
 @dataclass(frozen=True)
@@ -31,16 +34,8 @@ class HeadSimilarity:
     mean_outputs: float | None
 
 
-@dataclass(frozen=True)
-class SimilarityTable:
-    """Tab. B of one model: `moh` as it is set, `all_heads` with every head on, its dense base."""
-
-    moh: HeadSimilarity
-    all_heads: HeadSimilarity
-
-
-def similarity_table(model: MoHLlamaPreTrainedModel, batches: Sequence[Batch]) -> SimilarityTable:
-    """Tab. B: similarity of heads in the MoH model and in its dense base.
+def similarity_table(model: MoHLlamaPreTrainedModel, batches: Sequence[Batch]) -> dict[str, HeadSimilarity]:
+    """Tab. B: similarity of heads in the model as it is set, "moh", and in its dense base, "all_heads".
 
     The base is the model with all heads on. With weighted scores heads keep their factor then, so
     that what later layers see is not quite a dense model's.
@@ -50,7 +45,7 @@ def similarity_table(model: MoHLlamaPreTrainedModel, batches: Sequence[Batch]) -
     """
     moh = head_similarity(model, batches)
     with model.all_heads_active():
-        return SimilarityTable(moh, head_similarity(model, batches))
+        return {"moh": moh, "all_heads": head_similarity(model, batches)}
 
 
 def head_similarity(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> HeadSimilarity:
@@ -107,3 +102,85 @@ def _ratios(sums: torch.Tensor) -> list[float | None]:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Rank of a feature matrix `[N, W]` with singular values s_1 >= s_2 >= ...
+
+    Attributes:
+        width: W, the most that either rank can be.
+        energy: how many singular values it takes for 99 % of the squared Frobenius norm.
+        numerical: how many exceed s_1 * W * eps, eps being float32's, 2**-23. W stands where numpy
+            has the larger of N and W, so that the threshold does not grow with the text.
+    """
+
+    width: int
+    energy: int
+    numerical: int
+
+
+@dataclass(frozen=True)
+class FeatureRank:
+    """Ranks of each layer's features, and their sums over layers.
+
+    Attributes:
+        tokens: N; no rank of a layer can be higher.
+        shared: per layer, of the shared heads; all zeros where there are none.
+        routed: likewise of the routed heads.
+        shared_sum: over layers.
+        routed_sum: over layers.
+    """
+
+    tokens: int
+    shared: list[Rank]
+    routed: list[Rank]
+    shared_sum: Rank
+    routed_sum: Rank
+
+
+def feature_rank(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> FeatureRank:
+    """Rank of shared and of routed heads' features in each layer (the rebuttal's figure), of the model as it is set.
+
+    Features are what enters the output projection, g_i H_i of Eq. 4, side by side `[N, W]`: a routed
+    head that is off gives zeros, or its fallback. Singular values come from the Gram matrix
+    `[W, W]` in float64, so that memory does not grow with the text.
+
+    Raises:
+        UserError: there are no tokens.
+    """
+    grams: dict[tuple[int, str], torch.Tensor] = {}
+
+    def take(seen: LayerPass) -> None:
+        for kind, ids in ("shared", shared_heads(seen.router)), ("routed", seen.router.routed_heads):
+            features, key = seen.heads[:, :, ids].flatten(0, 1).flatten(1), (seen.layer, kind)
+            if key not in grams:
+                width = features.shape[1]
+                grams[key] = features.new_zeros(width, width, dtype=torch.float64)
+            for rows in features.split(_ROWS):
+                rows = rows.double()
+                grams[key].addmm_(rows.T, rows)
+
+    tokens = watch(model, batches, take)
+    layers = range(len(model.routers))
+    shared = [_rank(grams[layer, "shared"]) for layer in layers]
+    routed = [_rank(grams[layer, "routed"]) for layer in layers]
+    return FeatureRank(tokens, shared, routed, _sum(shared), _sum(routed))
+
+
+def _rank(gram: torch.Tensor) -> Rank:
+    """Ranks of a matrix whose Gram matrix `[W, W]` this is; its eigenvalues are the squared singular values."""
+    width = len(gram)
+    squares = torch.linalg.eigvalsh(gram).clamp_min(0).flip(0)
+    if not width or not squares[0]:
+        return Rank(width, 0, 0)
+    reached = squares.cumsum(0)
+    return Rank(
+        width=width,
+        energy=int((reached < ENERGY * reached[-1]).sum()) + 1,
+        numerical=int((squares.sqrt() > squares[0].sqrt() * width * torch.finfo(torch.float32).eps).sum()),
+    )
+
+
+def _sum(ranks: Sequence[Rank]) -> Rank:
+    return Rank(*map(sum, zip(*((rank.width, rank.energy, rank.numerical) for rank in ranks), strict=True)))
