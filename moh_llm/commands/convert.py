@@ -112,10 +112,9 @@ def run(args: argparse.Namespace) -> int:
         write_local_card(args.output)
     _print_summary(record, args.output)
     if args.push_to_hub is not None:
-        from moh_llm.commands.publish import publish_and_print
-        from moh_llm.hub.publish import PublishOptions
+        from moh_llm.hub.publish import PublishOptions, publish
 
-        publish_and_print(PublishOptions(args.output, args.push_to_hub, licence=args.licence))
+        publish(PublishOptions(args.output, args.push_to_hub, licence=args.licence))
     return 0
 
 

@@ -83,12 +83,12 @@ def _train_and_publish(config: TrainConfig, hub: HubConfig, overwrite: bool) -> 
 
 
 def _publish(hub: HubConfig, run: Path, pushes: "MilestonePushes") -> None:
-    from moh_llm.commands.publish import publish_and_print
+    from moh_llm.hub.publish import publish
     from moh_llm.hub.pushes import command_line, run_options
 
     options, failure = run_options(hub, run), None
     try:
-        publish_and_print(options)
+        publish(options)
     except UserError as error:
         failure = str(error)
     lost = pushes.wait()

@@ -115,15 +115,21 @@ def _compare(seen: Path, local: Path) -> str | None:
     import torch
     from safetensors import safe_open
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
     from moh_llm.modeling import MoHLlamaForCausalLM
 
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         model = MoHLlamaForCausalLM.from_pretrained(local, dtype="auto")
         tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=False)
     # A stray adapter, damaged weights, a tokenizer with code of its own: each an error of its own kind.
     except Exception as error:
         return f"the local model does not load: {reason(error)[:400]}"
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     batch = encode(tokenizer, model.config.max_position_embeddings)
     ours = observe(model, batch, tokenizer.pad_token_id) | observe_base(model.model, batch)
     with safe_open(seen, framework="pt") as file:

@@ -158,7 +158,7 @@ def push(
     private: bool = False,
     revision: str | None = None,
     say: Callable[[str], None] = print,
-) -> str:
+) -> tuple[str, str]:
     """Make the repository and branch where they are absent, upload a folder, and compare what then lies there.
 
     An upload that broke off is resumed by the same call: what the Hub has is not sent again. Weights
@@ -174,7 +174,7 @@ def push(
         say: gets one line for each step.
 
     Returns:
-        The address of what was uploaded.
+        The address of what was uploaded, and the commit.
 
     Raises:
         UserError: the Hub refuses, the connection breaks, or the Hub holds something else afterwards.
@@ -190,7 +190,7 @@ def push(
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         size = sum(file.size for file in files)
         say(f"uploading {len(files)} files, {size / 1e6:,.1f} MB, to {url}")
-        api.upload_folder(
+        commit = api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
             revision=revision,
@@ -199,7 +199,7 @@ def push(
         )
         _compare(api, repo_id, revision, folder, files)
     say(f"{len(files)} files on the Hub are those of the folder")
-    return f"{url}/tree/{revision}" if revision else url
+    return (f"{url}/tree/{revision}" if revision else url), commit.oid
 
 
 def _compare(api: "HfApi", repo_id: str, revision: str | None, folder: Path, files: list[StagedFile]) -> None:

@@ -55,7 +55,7 @@ def test_other_code_is_refused_before_it_runs(folder, tmp_path, fake_hub, monkey
         assert main(["publish", str(folder), "--repo-id", "org/moh", *flags]) == 2
         told = capsys.readouterr()
         assert "pass --allow-other-code" in told.err and "Traceback" not in told.err
-        assert f"  {name}: " in told.out and "proof: not tried" in told.out
+        assert f"  {name}: " in told.out and "proof: not run" in told.out
         if name.endswith(".py"):
             assert f"{name}: has SHA-256 {sha256(folder / name)[:16]} and is not code of moh-llm" in told.out
     assert not marker.exists() and not fake_hub.requests

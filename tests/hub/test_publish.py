@@ -115,7 +115,7 @@ def test_a_failed_check_stops_it_before_the_proof(folder, fake_hub, monkeypatch,
     assert main(["publish", str(folder), "--repo-id", "org/moh"]) == 2
     told = capsys.readouterr()
     assert "optimizer.pt: is the state of a training run; move it out of the folder" in told.err
-    assert "proof: not tried" in told.out and not fake_hub.requests
+    assert "proof: not run" in told.out and not fake_hub.requests
 
 
 def test_force_leaves_behind_what_is_no_part_of_the_model(folder, fake_hub, proven):
@@ -138,7 +138,7 @@ def test_records_of_run_and_evaluation_go_along_without_local_paths(folder, prov
     monkeypatch.setattr("moh_llm.hub.publish.read_lineage", lambda folder, run: Lineage(folder, None, behind))
     done = publish(PublishOptions(folder, "org/moh", dry_run=True, evaluation=evaluation), say=lambda line: None)
     assert {"evaluation.json", "run.json"} < {file.name for file in done.files}
-    assert sorted(done.scrubbed) == ["evaluation.json", "run.json"] and done.stopped is None
+    assert sorted(done.scrubbed) == ["evaluation.json", "run.json"]
 
 
 def test_a_llama_takes_its_licence_and_notice_along(folder, fake_hub, proven):

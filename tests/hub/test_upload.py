@@ -1,5 +1,7 @@
 """Uploading, against a local server in place of the Hub."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from moh_llm.errors import UserError
@@ -13,7 +15,7 @@ def token(fake_hub) -> str:
 
 def _push(folder, token, **options):
     lines = []
-    url = push(folder, describe(folder), "org/moh", token, say=lines.append, **options)
+    url, _commit = push(folder, describe(folder), "org/moh", token, say=lines.append, **options)
     return url, lines
 
 
@@ -81,7 +83,7 @@ def test_private_is_private_or_refused(folder, fake_hub, token):
 def test_another_content_than_was_sent_is_found(folder, fake_hub, token, monkeypatch):
     _push(folder, token)
     fake_hub.branches["org/moh"]["main"]["README.md"] = b"another"
-    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda self, **options: None)
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda self, **options: SimpleNamespace(oid="1"))
     with pytest.raises(UserError, match=r"README.md in org/moh is not what was sent"):
         _push(folder, token)
     del fake_hub.branches["org/moh"]["main"]["config.json"], fake_hub.branches["org/moh"]["main"]["README.md"]
