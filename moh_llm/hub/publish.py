@@ -7,11 +7,11 @@ from pathlib import Path
 from moh_llm.errors import UserError
 from moh_llm.files import write_text
 from moh_llm.hub.card import build_card
-from moh_llm.hub.checks import CARD, Problem, check_files, check_secrets, list_files, other_code
+from moh_llm.hub.checks import CARD, Problem, check_files, check_secrets, list_files, other_code, scrub
 from moh_llm.hub.licences import Licence, check_name, find_licence, notice
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.proof import Proof, prove
-from moh_llm.hub.upload import Stage, StagedFile, check_repo_id, describe, find_token, push, staged
+from moh_llm.hub.upload import UploadedFile, check_repo_id, describe, find_token, push, upload_copy
 from moh_llm.model_config import read_config
 
 
@@ -63,7 +63,7 @@ class Publication:
     repo_id: str
     url: str | None
     commit: str | None
-    files: list[StagedFile]
+    files: list[UploadedFile]
     scrubbed: list[str]
     problems: list[Problem]
     proof: Proof
@@ -109,18 +109,18 @@ def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publ
     secrets = check_secrets(options.folder, files)
     lineage = read_lineage(options.folder, options.run)
     licence = find_licence(lineage, options.licence)
-    with staged(options.folder, files, _added(options, files, lineage, licence)) as stage:
+    with upload_copy(options.folder, files, _added(options, files, lineage, licence)) as (copy, scrubbed):
         say(f"checking {options.folder}")
-        _write_notice(stage, licence)
-        _write_card(stage, options, forced=[])
-        problems = list(dict.fromkeys(unlisted + secrets + check_files(stage.folder)))
-        others = other_code(stage.folder)
+        _write_notice(copy, licence)
+        _write_card(copy, options, forced=[])
+        problems = list(dict.fromkeys(unlisted + secrets + check_files(copy)))
+        others = other_code(copy)
         refused = [] if options.allow_other_code else others
         fault = _fault(refused + problems, options.force)
         proof = None
         if not refused and (fault is None or options.dry_run):
             say("loading it in a clean process, without moh_llm")
-            proof = prove(stage.folder, options.folder)
+            proof = prove(copy, options.folder)
             if proof.failure and not options.force:
                 fault = fault or f"the proof failed: {proof.failure}; fix it, or pass --force (the card then says so)"
         problems = others + problems
@@ -128,19 +128,21 @@ def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publ
             # Files that are not part of the model are not uploaded, so the card does not mention them.
             forced = [f"check: {problem.file} {problem.what}" for problem in problems if problem not in unlisted]
             forced += [f"proof: {proof.failure}"] if proof is not None and proof.failure else []
-            _write_card(stage, options, forced)
-        uploaded = describe(stage.folder)
-        for line in _report(uploaded, stage.scrubbed, problems, proof):
+            _write_card(copy, options, forced)
+        uploaded = describe(copy)
+        for line in _report(uploaded, scrubbed, problems, proof):
             say(line)
         if fault is not None or proof is None:
             raise UserError(f"{options.folder} {'would not be' if options.dry_run else 'is not'} published: {fault}")
+        url = commit = card = None
         if token is None:
-            card = _keep_card(stage, options.folder)
+            card = options.folder.resolve().with_name(f"{options.folder.resolve().name}.card.md")
+            write_text(card, (copy / CARD).read_text(encoding="utf-8"))
             say(f"nothing was sent; the card is {card}")
-            return Publication(options.repo_id, None, None, uploaded, stage.scrubbed, problems, proof, card)
-        url, commit = push(stage.folder, uploaded, options.repo_id, token, options.private, options.revision, say=say)
-        say(f"published: {url}")
-        return Publication(options.repo_id, url, commit, uploaded, stage.scrubbed, problems, proof)
+        else:
+            url, commit = push(copy, uploaded, options.repo_id, token, options.private, options.revision, say)
+            say(f"published: {url}")
+        return Publication(options.repo_id, url, commit, uploaded, scrubbed, problems, proof, card)
 
 
 def _check_model(folder: Path) -> None:
@@ -167,23 +169,25 @@ def _added(options: PublishOptions, files: list[str], lineage: Lineage, licence:
     return added
 
 
-def _write_notice(stage: Stage, licence: Licence) -> None:
+def _write_notice(copy: Path, licence: Licence) -> None:
     """Add the notice that the licence prescribes to NOTICE, unless it is there."""
-    wanted = notice(licence.id)
-    if wanted is None:
-        return
-    place = stage.folder / "NOTICE"
+    place, wanted = copy / "NOTICE", notice(licence.id)
     present = place.read_text(encoding="utf-8", errors="replace") if place.is_file() else ""
-    if " ".join(wanted.split()) not in " ".join(present.split()):
+    if wanted and " ".join(wanted.split()) not in " ".join(present.split()):
         write_text(place, f"{present.rstrip()}\n\n{wanted}".lstrip())
 
 
-def _write_card(stage: Stage, options: PublishOptions, forced: list[str]) -> None:
-    run, evaluation, licence, revision = options.run, options.evaluation, options.licence, options.revision
+def _write_card(copy: Path, options: PublishOptions, forced: list[str]) -> None:
     card = build_card(
-        options.folder, options.repo_id, run, evaluation, forced=forced, licence=licence, revision=revision
+        options.folder,
+        options.repo_id,
+        options.run,
+        options.evaluation,
+        forced=forced,
+        licence=options.licence,
+        revision=options.revision,
     )
-    stage.write_card(card)
+    write_text(copy / CARD, scrub(card))
 
 
 def _fault(problems: list[Problem], force: bool) -> str | None:
@@ -193,14 +197,7 @@ def _fault(problems: list[Problem], force: bool) -> str | None:
     return f"{stopping[0]}{more}" if stopping else None
 
 
-def _keep_card(stage: Stage, folder: Path) -> Path:
-    """Write the card of a dry run beside the model's folder."""
-    place = folder.resolve().with_name(f"{folder.resolve().name}.card.md")
-    write_text(place, (stage.folder / CARD).read_text(encoding="utf-8"))
-    return place
-
-
-def _report(files: list[StagedFile], scrubbed: list[str], problems: list[Problem], proof: Proof | None) -> list[str]:
+def _report(files: list[UploadedFile], scrubbed: list[str], problems: list[Problem], proof: Proof | None) -> list[str]:
     """The files and the results of checks and proof, as lines to print."""
     width, digits = max(len(file.name) for file in files), max(len(f"{file.size:,}") for file in files)
     lines = [f"{'file':<{width}}  {'bytes':>{digits}}  SHA-256"]
