@@ -208,14 +208,14 @@ def _write_card(config: "TrainConfig") -> None:
 def _publish_run(config: "TrainConfig", pushes: "MilestonePushes") -> None:
     """Publish the tuned model and wait for the milestones. Raises UserError for what is not published."""
     from moh_llm.errors import UserError
+    from moh_llm.hub.publish import publish
     from moh_llm.hub.pushes import command_line, run_options
-    from moh_llm.hub.show import publish_and_show
 
     assert config.hub is not None
     _write_card(config)
     options, failure = run_options(config.hub, Path(config.output_dir)), None
     try:
-        publish_and_show(options)
+        publish(options)
     except UserError as error:
         failure = str(error)
     lost = pushes.wait()
@@ -334,9 +334,9 @@ def publish(
         UserError: bad input, a check failed, or the Hub refused.
     """
     from moh_llm.hub.publish import PublishOptions
-    from moh_llm.hub.show import publish_and_show
+    from moh_llm.hub.publish import publish as publish_folder
 
-    return publish_and_show(
+    return publish_folder(
         PublishOptions(
             folder=Path(folder),
             repo_id=repo_id,

@@ -1,11 +1,11 @@
-"""``moh-llm publish DIR --repo-id ORG/NAME``: check a model, prove that it loads anywhere, upload it with its card."""
+"""``moh-llm publish DIR --repo-id ORG/NAME``: check a model, load it in a clean process, upload it with its card."""
 
 import argparse
 from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's flags."""
+    """Declare the command's flags, named after the fields of `moh_llm.hub.publish.PublishOptions`."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="model made by moh-llm convert or moh-llm train")
     parser.add_argument("--repo-id", required=True, metavar="ORG/NAME", help="repository on the Hub, made if absent")
     parser.add_argument("--private", action="store_true", help="make the repository private")
@@ -13,11 +13,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, metavar="RUN", dest="training_run", help="training run, for the card")
     parser.add_argument("--evaluation", type=Path, metavar="DIR", help="folder of moh-llm evaluate, for the card")
     parser.add_argument("--licence", metavar="ID", help="the Hub's id of the licence (default: the base's)")
-    parser.add_argument("--dry-run", action="store_true", help="do everything but send, and show what would be sent")
+    parser.add_argument("--dry-run", action="store_true", help="do everything except the upload")
     parser.add_argument(
         "--force",
         action="store_true",
-        help="publish in spite of failed checks or proof, and say so in the card; secrets never leave",
+        help="publish although a check or the proof fails, and say so in the card; secrets are never published",
     )
     parser.add_argument(
         "--allow-other-code",

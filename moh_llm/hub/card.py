@@ -11,11 +11,10 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.verdict import verdict, warnings
 from moh_llm.files import write_text
 from moh_llm.hub import sections
-from moh_llm.hub.checks import CARD
+from moh_llm.hub.checks import CARD, scrub
 from moh_llm.hub.evaluated import Evaluated, eval_results, find_evaluated
 from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licence, lacks_text, recorded_licences
 from moh_llm.hub.lineage import Lineage, is_hub_id, read_lineage
-from moh_llm.hub.texts import scrub
 from moh_llm.intervals import show_documents, show_interval, show_number
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.reading import read_json

@@ -1,59 +1,60 @@
-"""All checks of a folder's files before they leave. Nothing is loaded: the proof by loading is `moh_llm.hub.proof`."""
+"""Checks of a folder's files before their upload: which files, weights, code, secrets, local paths.
+
+Nothing is loaded or run here; `moh_llm.hub.proof` loads the model.
+"""
 
 import json
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import get_token
+
 import moh_llm
 from moh_llm.errors import UserError
 from moh_llm.files import sha256
-from moh_llm.hub.texts import find_paths, find_secrets
 from moh_llm.reading import read_json
 from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_weight_map
 
 CARD = "README.md"
 RECORDS = ("conversion.json", "lineage.json", "run.json", "evaluation.json")
 _NEEDED = ("config.json", "tokenizer_config.json")
+_VOCABULARIES = ("merges.txt", "tokenizer.json", "vocab.json", "vocab.txt")  # they hold every word, /home/a too
 _NAMES = {
     *RECORDS,
     *_NEEDED,
+    *_VOCABULARIES,
     CARD,
     INDEX_NAME,
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
-    "merges.txt",
     "special_tokens_map.json",
-    "tokenizer.json",
     "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
 }
-_VOCABULARIES = ("merges.txt", "tokenizer.json", "vocab.json", "vocab.txt")  # they hold every word, /home/a too
 _TEMPLATES = "additional_chat_templates"
 _PICKLED = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
 _OWN = Path(moh_llm.__file__).parent / "modeling"
-_AUTO_CLASSES = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 
 _CONVERT = "convert or save the model again"
-_REVOKE = "remove it, and have it revoked where it was issued"
 _OTHER_CODE = "save the model again with this version, or read the code and pass --allow-other-code"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason why a file must not be published as it is.
+    """One reason not to publish a file.
 
     Attributes:
         file: name relative to the model's folder.
         what: what is wrong; never holds a secret that was found.
-        fix: the way out.
-        forceable: whether ``--force`` may pass over it. A secret never leaves.
+        fix: how to fix it.
+        forceable: whether ``--force`` may ignore it.
     """
 
     file: str
@@ -66,31 +67,31 @@ class Problem:
 
 
 def check_files(folder: Path) -> list[Problem]:
-    """Everything that speaks against publishing a model's folder as it is.
+    """Check a model's folder.
 
-    Only files of `list_files` may be there, needed ones must be, shards must hold what the index says, the code must
-    need nothing but torch and transformers, and no text may hold a secret or a path of this machine.
+    Only files of `list_files` may be there, configs must be, shards must hold what the index says, the code may import
+    torch and transformers only, and no text may hold a secret or a path of this machine.
     """
     files, problems = list_files(folder)
     problems += [Problem(name, "is missing", _CONVERT) for name in _NEEDED if name not in files]
-    problems += [*_check_weights(folder), *_check_code(folder), *check_secrets(folder, files)]
+    problems += [*_check_weights(folder), *_check_imports(folder), *check_secrets(folder, files)]
     for name in filter(_is_text, files):
         text = "" if name in _VOCABULARIES else _read(folder / name)
         for number, line in enumerate(text.splitlines() if find_paths(text, folder) else [], 1):
             if find_paths(line, folder):
-                fix = "run the step that wrote it from relative paths" if name in RECORDS else "take it out"
+                fix = "run the step that wrote it from relative paths" if name in RECORDS else "remove it"
                 problems.append(Problem(name, f"line {number} holds a path of this machine", fix))
     return problems
 
 
 def check_secrets(folder: Path, files: list[str]) -> list[Problem]:
-    """One problem for each line of a text file that holds what looks like a secret."""
-    problems = []
+    """One problem for each line of a text file that seems to hold a secret."""
+    problems, fix = [], "remove it, and revoke it where it was issued"
     for name in filter(_is_text, files):
         text = _read(folder / name)
         for number, line in enumerate(text.splitlines() if find_secrets(text) else [], 1):
             for kind in find_secrets(line):
-                problems.append(Problem(name, f"line {number} looks like {kind}", _REVOKE, forceable=False))
+                problems.append(Problem(name, f"line {number} looks like {kind}", fix, forceable=False))
     return problems
 
 
@@ -108,23 +109,24 @@ def _read(path: Path) -> str:
 def list_files(folder: Path) -> tuple[list[str], list[Problem]]:
     """The files of a model's folder that are published, and one problem for each other one.
 
-    Hidden files and Python's caches stay behind without a word. Names are relative, with ``/``.
+    Hidden files and Python's caches are skipped. Names are relative, with ``/``.
     """
-    allowed = _NAMES | _weight_files(folder) | set(_module_files(folder))
+    allowed = _NAMES | _weight_files(folder)
     files, problems = [], []
     for path in _visible(folder):
         name = path.relative_to(folder).as_posix()
-        if not (name in allowed or name.startswith(LICENCE_NAMES) or path.match(f"{_TEMPLATES}/*.jinja")):
+        is_model_file = name in allowed or name.startswith(LICENCE_NAMES) or path.match(f"{_TEMPLATES}/*.jinja")
+        if not (is_model_file or (path.suffix == ".py" and path.is_file())):
             problems.append(_unwanted(path, name))
         elif path.is_file():
             files.append(name)
-        else:  # a link that leads nowhere
-            problems.append(Problem(name, "cannot be read as a file", "restore or remove it"))
+        else:
+            problems.append(Problem(name, "is not a file that can be read", "restore or remove it"))
     return files, problems
 
 
 def _visible(folder: Path) -> Iterator[Path]:
-    """Files, and folders that are not the one of templates, which are not looked into."""
+    """What lies in a folder, with the files of its folder of templates."""
     for path in sorted(folder.iterdir()):
         if path.name == _TEMPLATES and not path.is_symlink() and path.is_dir():
             yield from sorted(path.iterdir())
@@ -133,28 +135,22 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 
 def _weight_files(folder: Path) -> set[str]:
-    """The weight files that a reader of the folder would load."""
+    """The weight files that are loaded from the folder."""
     if not (folder / INDEX_NAME).is_file():
         return {SINGLE_NAME}
     try:
         return {str(name) for name in read_json(folder / INDEX_NAME)["weight_map"].values()}
     except (UserError, KeyError, TypeError, AttributeError):
-        return set()  # `_check_weights` says what is wrong with the index
+        return set()  # `_check_weights` reports what is wrong with the index
 
 
 def _unwanted(path: Path, name: str) -> Problem:
     if "optimizer" in name or "scheduler" in name or name == "checkpoints":
         what = "is the state of a training run"
-    elif path.is_dir():
-        what = "is a folder, which a model has none of"
     elif path.suffix in _PICKLED:
-        what = "is a pickle, which runs code where it is loaded"
+        what = "is a pickle, which runs code when it is loaded"
     elif path.suffix == ".safetensors":
         what = "holds weights that the index does not name"
-    elif path.suffix == ".py":
-        what = "is code that no auto_map entry needs"
-        if path.is_file():
-            what += f" (SHA-256 {sha256(path)[:16]})"
     else:
         what = "is not part of a model"
     return Problem(name, what, "move it out of the folder")
@@ -178,15 +174,15 @@ def _check_weights(folder: Path) -> Iterator[Problem]:
             names, metadata = list(file.keys()), json.dumps(file.metadata() or {})
         if find_secrets(metadata) or find_paths(metadata, folder):
             yield Problem(shard.name, "its metadata holds a secret or a local path", _CONVERT, forceable=False)
-        if astray := [name for name in names if weight_map.get(name) != shard.name]:
-            yield Problem(shard.name, f"holds {astray[0]}, which the index does not place there", _CONVERT)
+        if extra := [name for name in names if weight_map.get(name) != shard.name]:
+            yield Problem(shard.name, f"holds {extra[0]}, which the index does not place there", _CONVERT)
 
 
 # ---- code
 
 
 def other_code(folder: Path) -> list[Problem]:
-    """What loading the folder would run that is not this version's own code, by hash. Nothing is run to find out.
+    """The code in a folder that is not this version's own, by its hash. Nothing is run.
 
     Code is this version's when it has the bytes of the file of that name in `moh_llm.modeling`.
     """
@@ -221,33 +217,81 @@ def _auto_map(path: Path) -> Iterator[tuple[str, str]]:
                 yield str(wanted), str(reference)
 
 
-def _module_files(folder: Path) -> list[str]:
-    """The files that `auto_map` names and those that they import beside them, sorted; absent ones are left out."""
-    waiting = [f"{reference.partition('.')[0]}.py" for _, reference in _auto_map(folder / "config.json")]
-    found: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name not in found and (folder / name).is_file():
-            found.add(name)
-            # As transformers finds them when it loads remote code.
-            siblings = re.findall(r"^\s*from\s+\.(\S+)\s+import", _read(folder / name), re.MULTILINE)
-            waiting += [f"{module}.py" for module in siblings]
-    return sorted(found)
-
-
-def _check_code(folder: Path) -> Iterator[Problem]:
-    """What would make the code need more than torch and transformers; whether it loads is left to the proof."""
+def _check_imports(folder: Path) -> Iterator[Problem]:
+    """The packages other than torch and transformers that the code imports; the proof's process may have them."""
     from transformers.dynamic_module_utils import get_imports
 
-    auto_map = dict(_auto_map(folder / "config.json"))
-    for wanted in _AUTO_CLASSES:
-        if wanted not in auto_map:
-            yield Problem("config.json", f"auto_map has no {wanted}", _CONVERT)
-    for name in _module_files(folder):
+    for path in sorted(folder.glob("*.py")):
         try:
-            packages = set(get_imports(folder / name)) - {"torch", "transformers"} - sys.stdlib_module_names
+            packages = set(get_imports(path)) - {"torch", "transformers"} - sys.stdlib_module_names
         except (SyntaxError, ValueError):
-            yield Problem(name, "is not Python that parses", _CONVERT)
+            yield Problem(path.name, "is not valid Python", _CONVERT)
             continue
         for package in sorted(packages):
-            yield Problem(name, f"imports {package}", "whoever loads the model has torch and transformers only")
+            yield Problem(path.name, f"imports {package}", "a published model may import torch and transformers only")
+
+
+# ---- secrets and local paths in texts
+
+_SECRETS = {
+    "a Hugging Face token": re.compile(r"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}"),
+    "an AWS key": re.compile(r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b"),
+    "a GitHub token": re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{40,})"),
+    "an API key": re.compile(r"\bsk-(?=[A-Za-z0-9_-]*[0-9])[A-Za-z0-9_-]{20,}"),
+    "a private key": re.compile(r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY"),
+    "an authorization header": re.compile(
+        r"(?i)\bauthorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic)\s+[\w.~+/=-]{8,}"
+    ),
+    "a password in an address": re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s/:@\"'<>${]+:[^\s/@\"'<>${]{3,}@"),
+}
+_PART = r"[\w.@+%=,:~-]"
+_PATH = re.compile(rf"(?<![\w:/.<~}}-])(?:file://)?/{_PART}+(?:/+{_PART}+)+/?(?<![.,:])")
+
+
+def find_secrets(text: str) -> list[str]:
+    """The kinds of secrets that a text seems to hold, such as "a GitHub token"."""
+    own = get_token()
+    found = [kind for kind, pattern in _SECRETS.items() if pattern.search(text)]
+    return found or (["your Hugging Face token"] if own and own in text else [])
+
+
+def redact(text: str) -> str:
+    """The text with everything that looks like a secret replaced."""
+    for pattern in _SECRETS.values():
+        text = pattern.sub("[hidden]", text)
+    own = get_token()
+    return text.replace(own, "[hidden]") if own else text
+
+
+def find_paths(text: str, folder: Path) -> bool:
+    """Whether a text holds a path in somebody's home, or in the working, temporary or model's parent folder."""
+    places = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), folder.resolve().parent}
+    roots = "|".join(sorted(re.escape(str(place)) for place in places if len(place.parts) > 1))
+    return re.search(rf"(?<![\w:/.<~-])(?:file://)?(?:/(?:home|Users)/\w|(?:{roots})/[\w.])", text) is not None
+
+
+def scrub(text: str) -> str:
+    """The text with every absolute path of two or more components cut to its last one."""
+    if text.startswith("/") and "\n" not in text and os.path.exists(text):
+        return _last(text)  # it may have spaces
+    return _PATH.sub(lambda found: _last(found[0]), text)
+
+
+def scrub_json(value: Any) -> Any:
+    """A copy of what a JSON file holds with all its strings, keys too, as `scrub` gives them."""
+    if isinstance(value, list):
+        return [scrub_json(item) for item in value]
+    if isinstance(value, dict):
+        copied: dict[str, Any] = {}
+        for key, item in value.items():
+            name = scrub(key)  # two files of one name in different folders stay two entries
+            copied[f"{name} ({len(copied) + 1})" if name in copied else name] = scrub_json(item)
+        return copied
+    return scrub(value) if isinstance(value, str) else value
+
+
+def _last(path: str) -> str:
+    trimmed = path.rstrip("/")
+    # The last component of a home folder is a person's name.
+    is_home = trimmed == str(Path.home()) or re.fullmatch(r"(file://)?/(home|Users)/[^/]+", trimmed)
+    return "home" if is_home else trimmed.rpartition("/")[2]

@@ -1,7 +1,7 @@
-"""The licence that a model inherits from its base, and what Llama licences ask of whoever passes one on.
+"""The licence that a model inherits from its base, and the conditions of Llama licences for passing a model on.
 
-The duties are those of section 1.b of the licences' own texts: ``LICENSE`` in github.com/meta-llama/llama
-(Llama 2) and github.com/meta-llama/llama3, ``models/llama3_1/LICENSE`` to ``models/llama4/LICENSE`` in
+The conditions are those of section 1.b of ``LICENSE`` in github.com/meta-llama/llama (Llama 2) and
+github.com/meta-llama/llama3, and of ``models/llama3_1/LICENSE`` to ``models/llama4/LICENSE`` in
 github.com/meta-llama/llama-models.
 """
 
@@ -13,34 +13,30 @@ from pathlib import Path
 from moh_llm.errors import UserError
 from moh_llm.hub.lineage import Lineage, front_matter
 
-# https://huggingface.co/docs/hub/repositories-licenses. The Hub's validator would know them, but only an upload asks
-# it, and a wrong id must show before a model is trained. "unknown", which the Hub takes, says nothing and is left out.
-IDS = frozenset(
-    re.findall(
-        r"\S+",
-        "apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 "
-        "bigcode-openrail-m afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc "
-        "cc0-1.0 cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 "
-        "cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 "
-        "cdla-sharing-1.0 cdla-permissive-1.0 cdla-permissive-2.0 wtfpl ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 "
-        "eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 lgpl lgpl-2.1 lgpl-3.0 isc h-research intel-research lppl-1.3c "
-        "ms-pl apple-ascl apple-amlr mpl-2.0 odc-by odbl openmdw-1.0 openrail++ osl-3.0 postgresql ofl-1.1 ncsa "
-        "unlicense zlib pddl lgpl-lr deepfloyd-if-license fair-noncommercial-research-license llama2 llama3 "
-        "llama3.1 llama3.2 llama3.3 llama4 grok2-community gemma other",
-    )
-)
-# A licence's title stands at the top of its text.
-_TITLE = 400
+_LISTED = "https://huggingface.co/docs/hub/repositories-licenses"
+# The ids of `_LISTED`. huggingface_hub has no list: the Hub's validator checks ids during an upload, and a wrong id
+# must be reported before a model is trained. "unknown", which the Hub accepts, is left out.
+_IDS = """
+apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m
+afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0 cc-by-2.0 cc-by-2.5
+cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0
+cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-sharing-1.0 cdla-permissive-1.0
+cdla-permissive-2.0 wtfpl ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 lgpl
+lgpl-2.1 lgpl-3.0 isc h-research intel-research lppl-1.3c ms-pl apple-ascl apple-amlr mpl-2.0 odc-by odbl openmdw-1.0
+openrail++ osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl lgpl-lr deepfloyd-if-license
+fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 grok2-community gemma other
+"""
+IDS = frozenset(_IDS.split())
 
 
 @dataclass(frozen=True)
 class LlamaTerms:
-    """What a Llama licence asks of a model that is made from a Llama and passed on.
+    """The conditions of a Llama licence for passing on a model that is made from a Llama.
 
     Attributes:
-        model, title: how the licence calls the model and itself.
+        model, title: what the licence calls the model and itself.
         policy, text: addresses of the acceptable use policy (1.b.iv) and of the licence.
-        begins: what the model's name must begin with (last sentence of 1.b.i); None: anything.
+        begins: how the model's name must begin (last sentence of 1.b.i); None: no condition.
         closed: whether 1.b.v forbids to improve other language models with the model or its outputs.
     """
 
@@ -58,7 +54,7 @@ class LlamaTerms:
 
     @property
     def notice(self) -> str:
-        """The sentence that a text file "Notice" must hold (1.b.iii)."""
+        """The content of the text file "Notice" (1.b.iii)."""
         title, sign = (self.title, "©") if self.begins else (self.title.replace("Llama", "LLAMA"), "(c)")
         return f"{self.model} is licensed under the {title}, Copyright {sign} Meta Platforms, Inc. All Rights Reserved."
 
@@ -101,9 +97,9 @@ class Licence:
 
     Attributes:
         id: one of `IDS`.
-        source: what says so, in words that name no path; of several the one that is nearest to the base.
+        source: what says so, without a path; of several the one nearest to the base.
         name, link: of a licence whose id is "other".
-        file: its text; None where none lies with the model or its base.
+        file: its text; None if none lies with the model or its base.
     """
 
     id: str
@@ -114,38 +110,38 @@ class Licence:
 
 
 def recorded_licences(lineage: Lineage) -> list[Licence]:
-    """What files say of a model's licence, that of its base: nothing, or one licence, or several, a contradiction.
+    """The licences that files name for a model: none, one, or several that contradict each other.
 
-    They are the `license` of a ``README.md`` and the first lines of a ``LICENSE`` file, in the model's folder, in that
-    of the model that training began with, and in the base's, where that lies on this machine.
+    They are the `license` of a ``README.md`` and the first lines of a ``LICENSE`` file in the folders of the model, of
+    the model that training began with, and of the base, if it is on this machine.
     """
     found = [licence for whose, place in lineage.places for licence in _found_in(place, whose)]
     ids = dict.fromkeys(licence.id for licence in found)
-    return [_joined(chosen, [licence for licence in found if licence.id == chosen], lineage) for chosen in ids]
+    return [_merged(chosen, [licence for licence in found if licence.id == chosen], lineage) for chosen in ids]
 
 
 def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
-    """The licence of a model as it may be published, with its text where that must go along.
+    """The licence under which a model may be published, with its text if that must be published with it.
 
     Args:
         lineage: the model's.
-        given: the user's word, which settles what the files leave open.
+        given: the id that the user names, for a model whose files name none or several.
 
     Raises:
-        UserError: no licence is found, or several; ``given`` is no licence's id, or contradicts a Llama licence that
-            is found; a Llama's or an unlisted licence's text, which must go along, is nowhere.
+        UserError: no licence is found, or several; ``given`` is not an id of the Hub, or contradicts a Llama licence
+            that is found; the text of a Llama's or an unlisted licence is missing.
     """
     if given is not None and given not in IDS:
         near = difflib.get_close_matches(given.lower(), IDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "see https://huggingface.co/docs/hub/repositories-licenses"
+        hint = f"did you mean {near[0]!r}?" if near else f"see {_LISTED}"
         raise UserError(f"--licence {given} is no licence id of the Hub; {hint}")
     found = recorded_licences(lineage)
     same = [licence for licence in found if given in (None, licence.id)]
     llama = [licence for licence in found if licence.id in LLAMA]
     if llama and not same:
         raise UserError(
-            f"--licence {given} contradicts {llama[0].source}, which says {llama[0].id}: whoever passes a Llama on "
-            "passes its licence on; drop --licence"
+            f"--licence {given} contradicts {llama[0].source}, which says {llama[0].id}: a model made from a Llama "
+            "keeps its licence; drop --licence"
         )
     if len(same) > 1:
         raise UserError(
@@ -157,7 +153,7 @@ def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
             f"{lineage.folder}: the base's licence is not known (no `license` in a README.md, no LICENSE that is "
             "recognised, there or with the base); pass --licence ID, such as apache-2.0, llama3.2 or other"
         )
-    licence = same[0] if same else _joined(str(given), [], lineage)
+    licence = same[0] if same else _merged(str(given), [], lineage)
     if lacks_text(licence):
         place = lineage.folder / "LICENSE"
         if terms := LLAMA.get(licence.id):
@@ -170,10 +166,8 @@ def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
 
 
 def lacks_text(licence: Licence) -> bool:
-    """Whether a licence's text, which must go along with the model, is nowhere to be found."""
-    if licence.id in LLAMA:
-        return licence.file is None
-    return licence.id == "other" and licence.file is None and not licence.link
+    """Whether the text of a licence that must be published with the model is missing."""
+    return licence.file is None and (licence.id in LLAMA or (licence.id == "other" and not licence.link))
 
 
 def check_name(repo_id: str, licence: str) -> None:
@@ -186,15 +180,11 @@ def check_name(repo_id: str, licence: str) -> None:
         return
     owner, slash, name = repo_id.rpartition("/")
     pattern = re.escape(terms.begins).replace(r"\ ", "[-_.]?")
-    if re.match(pattern + r"(?!\d)", name):
-        return
-    # What is left of the name without a Llama's at its beginning; a size such as 8B is no version.
-    rest = re.sub(r"^(?:meta[-_.]?)?llama(?:[-_.]?\d(?:\.\d)?(?![\w.]))?[-_.]*", "", name, flags=re.IGNORECASE)
-    better = f"{owner}{slash}Llama-{licence.removeprefix('llama')}-{rest or 'MoH'}"
-    raise UserError(
-        f"--repo-id {repo_id}: the {terms.title} (section 1.b.i) asks that the model's name begin with "
-        f'"{terms.begins}"; rename it, for example to {better}'
-    )
+    if not re.match(pattern + r"(?!\d)", name):
+        raise UserError(
+            f"--repo-id {repo_id}: the {terms.title} (section 1.b.i) asks that the model's name begin with "
+            f'"{terms.begins}"; rename it, for example to {owner}{slash}{terms.begins.replace(" ", "-")}-{name}'
+        )
 
 
 def notice(licence: str) -> str | None:
@@ -203,15 +193,14 @@ def notice(licence: str) -> str | None:
 
 
 def duties(licence: Licence) -> list[str]:
-    """What the licence asks of whoever passes the model on, a sentence of Markdown each; empty for most licences."""
+    """The licence's conditions for passing the model on, a sentence of Markdown each; empty for most licences."""
     terms = LLAMA.get(licence.id)
     if terms is None:
         return []
     copy = f", `{licence.file.name}`" if licence.file else ""
     asked = [f"Pass on a copy of the [{terms.title}]({terms.text}){copy} (section 1.b.i)."]
-    if terms.shown:
-        asked.append(f'Display "{terms.shown}" prominently where the model is offered or documented (1.b.i).')
     if terms.begins:
+        asked.append(f'Display "{terms.shown}" prominently where the model is offered or documented (1.b.i).')
         asked.append(f'Begin the name of any model made with this one with "{terms.begins}" (1.b.i).')
     asked.append("Pass on the attribution that it prescribes, in a text file `NOTICE` (1.b.iii).")
     asked.append(f"Follow the [acceptable use policy]({terms.policy}) (1.b.iv).")
@@ -223,32 +212,26 @@ def duties(licence: Licence) -> list[str]:
     return asked
 
 
-def _joined(chosen: str, same: list[Licence], lineage: Lineage) -> Licence:
-    """One licence of all that files say of it, with a name and a link where the Hub wants them and its text is known.
-
-    ``same``: what each of the files says, the model's own first, the base's last.
-    """
+def _merged(chosen: str, same: list[Licence], lineage: Lineage) -> Licence:
+    """One licence of what several files say of it (``same``: the model's own first, the base's last)."""
     texts = [licence.file for licence in same if licence.file]
     if not texts and chosen not in LLAMA:  # a Llama's text must be recognised
         texts = [text for _, place in lineage.places for text in _texts(place) if _recognise(text) in (None, chosen)]
-    joined = Licence(
+    licence = Licence(
         chosen,
         same[-1].source if same else "whoever published the model",
         next((licence.name for licence in same if licence.name), None),
         next((licence.link for licence in same if licence.link), None),
         texts[0] if texts else None,
     )
-    if chosen != "other" or lacks_text(joined):
-        return joined
-    name, file = joined.name, joined.file
-    if not name and file:
-        title = file.read_text(encoding="utf-8", errors="replace").strip().partition("\n")[0]
-        name = "-".join(re.findall(r"[a-z0-9.]+", title.lower()))[:60] or "see-licence-file"
-    return replace(joined, name=name or "see-license-link", link=joined.link or (file.name if file else None))
+    if chosen == "other" and not lacks_text(licence):  # the Hub wants a name and a link
+        link = licence.link or (licence.file.name if licence.file else None)
+        return replace(licence, name=licence.name or "see-license-link", link=link)
+    return licence
 
 
 def _found_in(place: Path, whose: str) -> list[Licence]:
-    """What the card and the licence files of a folder say; ``whose`` folder it is."""
+    """The licences that the card and the licence files of a folder name; ``whose`` folder it is."""
     metadata, found = front_matter(place), []
     given = metadata.get("license")
     given = given[0] if isinstance(given, list) and len(given) == 1 else given
@@ -269,7 +252,7 @@ def _texts(place: Path) -> list[Path]:
 
 def _recognise(file: Path) -> str | None:
     """The licence whose title a file begins with."""
-    top = " ".join(file.read_text(encoding="utf-8", errors="replace")[:_TITLE].replace("*", " ").split())
+    top = " ".join(file.read_text(encoding="utf-8", errors="replace")[:400].replace("*", " ").split())
     if llama := re.search(r"\bLLAMA (\d(?:\.\d)?) COMMUNITY LICENSE", top, re.IGNORECASE):
         name = f"llama{llama[1]}"
         return name if name in LLAMA else None

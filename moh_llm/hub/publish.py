@@ -1,4 +1,4 @@
-"""Publishing a model: check its files, prove that they load anywhere, write the card, upload."""
+"""Publishing a model: check its files, load it in a clean process, write its card, upload it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,28 +7,29 @@ from pathlib import Path
 from moh_llm.errors import UserError
 from moh_llm.files import write_text
 from moh_llm.hub.card import build_card
-from moh_llm.hub.checks import CARD, Problem, check_files, check_secrets, list_files, other_code
+from moh_llm.hub.checks import CARD, Problem, check_files, check_secrets, list_files, other_code, scrub
 from moh_llm.hub.licences import Licence, check_name, find_licence, notice
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.proof import Proof, prove
-from moh_llm.hub.upload import Stage, StagedFile, check_repo_id, describe, find_token, push, staged
+from moh_llm.hub.upload import UploadedFile, check_repo_id, describe, find_token, push, upload_copy
 from moh_llm.records.model import read_config
 
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """One publication.
+    """What to publish, and where.
 
     Attributes:
-        folder: the model.
-        repo_id: ``ORG/NAME`` on the Hub.
-        private, revision: see `push`.
-        dry_run: do everything but send; nothing is asked of the Hub.
-        force: go on where a check or the proof fails, and say so in the card. A secret stops it all
-            the same; files that are no part of a model are left behind.
-        run: folder of the training run, for the card and its record.
-        evaluation: folder of an evaluation, for the card and its record.
-        licence: the Hub's id of the model's licence, where the card cannot tell it.
+        folder: the model's folder.
+        repo_id: ``ORG/NAME`` on the Hub; the repository is made if absent.
+        private: make the repository private; one that is public already is refused.
+        revision: branch to upload to, made if absent; None: ``main``.
+        dry_run: do everything except the upload; the Hub is not contacted.
+        force: publish although a check or the proof fails, and say so in the card. A secret stops the publication all
+            the same, and files that are not part of a model are left out.
+        run: folder of the training run that made the model; the card and `run.json` come from it.
+        evaluation: folder of an evaluation; the card and `evaluation.json` come from it.
+        licence: the Hub's id of the licence; None: the base's.
         allow_other_code: run and publish Python files that are not this version's own, and say so in the card.
     """
 
@@ -46,38 +47,40 @@ class PublishOptions:
 
 @dataclass(frozen=True)
 class Publication:
-    """What was published, or would be.
+    """What was published or, after a dry run, would be.
 
     Attributes:
-        files: all of it.
-        scrubbed: files in which paths of this machine were cut to their last component.
-        problems: what the checks found.
-        proof: how loading went; None where the checks stopped the publication before.
-        stopped: why nothing was sent, None where nothing speaks against it.
-        card: where the card of a dry run can be read.
-        url: where it lies, if it was sent.
+        repo_id: the repository.
+        url: its address, with the branch if one was named; None after a dry run.
+        commit: the commit of the upload; None after a dry run.
+        files: the uploaded files.
+        scrubbed: names of the files in which local paths were cut to their last component.
+        problems: what the checks found and `force` or `allow_other_code` let pass.
+        proof: the result of loading the files in a clean process.
+        card: after a dry run, where the card is.
     """
 
-    files: list[StagedFile]
+    repo_id: str
+    url: str | None
+    commit: str | None
+    files: list[UploadedFile]
     scrubbed: list[str]
     problems: list[Problem]
-    proof: Proof | None
-    stopped: str | None
+    proof: Proof
     card: Path | None = None
-    url: str | None = None
 
 
 def check_publishable(repo_id: str, lineage: Lineage, licence: str | None = None) -> None:
-    """Find out before a model is made what would keep it from being published, as far as this machine knows.
+    """Check, before a model is made, what would prevent its publication; the Hub is not contacted.
 
     Args:
-        repo_id: where it is to go.
-        lineage: of the model; its folder may be that of the model it will be made from.
-        licence: the user's word.
+        repo_id: the repository.
+        lineage: the model's; its folder may be that of the model that it will be made from.
+        licence: the licence that the user names.
 
     Raises:
-        UserError: no such repository can be, there is no token, the licence is not known or lacks its text, or it asks
-            for another name.
+        UserError: the repository's name is invalid or not one that the licence allows, there is no token, or the
+            licence or its text is not known.
     """
     check_repo_id(repo_id)
     find_token()
@@ -85,48 +88,61 @@ def check_publishable(repo_id: str, lineage: Lineage, licence: str | None = None
 
 
 def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publication:
-    """Check, prove and upload a model's folder, which itself stays as it is.
+    """Check a model's folder, load it in a clean process, and upload it with its card. The folder is not changed.
 
-    A dry run goes through checks and proof to the end, whatever they find. Code that is not this version's own is
-    never run, unless that is asked for: without, the proof is left out.
+    Code that is not this version's own is not run unless `allow_other_code` is set; without it the proof is skipped.
+    A dry run goes on to the proof after a failed check.
+
+    Args:
+        options: see there.
+        say: gets one line for each step and result.
 
     Raises:
-        UserError: no such model; the card cannot be made; no token; the upload fails.
+        UserError: a check or the proof failed, the folder holds no such model, the card cannot be made, there is no
+            token, or the upload fails. Nothing is uploaded in the first four cases.
     """
     check_repo_id(options.repo_id)
     _check_model(options.folder)
     token = None if options.dry_run else find_token()
     files, unlisted = list_files(options.folder)
-    # Before anything is rewritten, and in the card that lies there, which another one replaces.
-    first = unlisted + check_secrets(options.folder, files)
+    # Also in the card and in the paths that the copy below does not have.
+    secrets = check_secrets(options.folder, files)
     lineage = read_lineage(options.folder, options.run)
     licence = find_licence(lineage, options.licence)
-    with staged(options.folder, files, _added(options, files, lineage, licence)) as stage:
+    with upload_copy(options.folder, files, _added(options, files, lineage, licence)) as (copy, scrubbed):
         say(f"checking {options.folder}")
-        _write_notice(stage, licence)
-        _write_card(stage, options, forced=[])
-        problems = list(dict.fromkeys(first + check_files(stage.folder)))
-        others = other_code(stage.folder)
+        _write_notice(copy, licence)
+        _write_card(copy, options, forced=[])
+        problems = list(dict.fromkeys(unlisted + secrets + check_files(copy)))
+        others = other_code(copy)
         refused = [] if options.allow_other_code else others
-        stopped = _stop(refused + problems, None, options.force)
+        fault = _fault(refused + problems, options.force)
         proof = None
-        if not refused and (stopped is None or options.dry_run):
+        if not refused and (fault is None or options.dry_run):
             say("loading it in a clean process, without moh_llm")
-            proof = prove(stage.folder, options.folder)
-            stopped = stopped or _stop(problems, proof, options.force)
+            proof = prove(copy, options.folder)
+            if proof.failure and not options.force:
+                fault = fault or f"the proof failed: {proof.failure}; fix it, or pass --force (the card then says so)"
         problems = others + problems
         if options.force or (others and options.allow_other_code):
-            # What is no part of the model is left behind, so the card has nothing to say of it.
+            # Files that are not part of the model are not uploaded, so the card does not mention them.
             forced = [f"check: {problem.file} {problem.what}" for problem in problems if problem not in unlisted]
             forced += [f"proof: {proof.failure}"] if proof is not None and proof.failure else []
-            _write_card(stage, options, forced)
-        published = describe(stage.folder)
-        url, card = None, None
-        if options.dry_run:
-            card = _keep_card(stage, options.folder)
-        elif token is not None and stopped is None:
-            url = push(stage.folder, published, options.repo_id, token, options.private, options.revision, say=say)
-        return Publication(published, stage.scrubbed, problems, proof, stopped, card, url)
+            _write_card(copy, options, forced)
+        uploaded = describe(copy)
+        for line in _report(uploaded, scrubbed, problems, proof):
+            say(line)
+        if fault is not None or proof is None:
+            raise UserError(f"{options.folder} {'would not be' if options.dry_run else 'is not'} published: {fault}")
+        url = commit = card = None
+        if token is None:
+            card = options.folder.resolve().with_name(f"{options.folder.resolve().name}.card.md")
+            write_text(card, (copy / CARD).read_text(encoding="utf-8"))
+            say(f"nothing was sent; the card is {card}")
+        else:
+            url, commit = push(copy, uploaded, options.repo_id, token, options.private, options.revision, say)
+            say(f"published: {url}")
+        return Publication(options.repo_id, url, commit, uploaded, scrubbed, problems, proof, card)
 
 
 def _check_model(folder: Path) -> None:
@@ -140,7 +156,7 @@ def _check_model(folder: Path) -> None:
 
 
 def _added(options: PublishOptions, files: list[str], lineage: Lineage, licence: Licence) -> dict[str, Path]:
-    """What goes along with the model's own files, by the name that it gets: records, and the base's licence."""
+    """Files to upload beside the model's own, by the name that they get: records, and the base's licence."""
     added = {}
     if licence.file is not None and licence.file.name not in files:
         added[licence.file.name] = licence.file
@@ -153,38 +169,52 @@ def _added(options: PublishOptions, files: list[str], lineage: Lineage, licence:
     return added
 
 
-def _write_notice(stage: Stage, licence: Licence) -> None:
-    """Put the notice that the licence prescribes into NOTICE, unless it is there."""
-    wanted = notice(licence.id)
-    if wanted is None:
-        return
-    place = stage.folder / "NOTICE"
+def _write_notice(copy: Path, licence: Licence) -> None:
+    """Add the notice that the licence prescribes to NOTICE, unless it is there."""
+    place, wanted = copy / "NOTICE", notice(licence.id)
     present = place.read_text(encoding="utf-8", errors="replace") if place.is_file() else ""
-    if " ".join(wanted.split()) not in " ".join(present.split()):
+    if wanted and " ".join(wanted.split()) not in " ".join(present.split()):
         write_text(place, f"{present.rstrip()}\n\n{wanted}".lstrip())
 
 
-def _write_card(stage: Stage, options: PublishOptions, forced: list[str]) -> None:
-    run, evaluation, licence, revision = options.run, options.evaluation, options.licence, options.revision
+def _write_card(copy: Path, options: PublishOptions, forced: list[str]) -> None:
     card = build_card(
-        options.folder, options.repo_id, run, evaluation, forced=forced, licence=licence, revision=revision
+        options.folder,
+        options.repo_id,
+        options.run,
+        options.evaluation,
+        forced=forced,
+        licence=options.licence,
+        revision=options.revision,
     )
-    stage.write_card(card)
+    write_text(copy / CARD, scrub(card))
 
 
-def _stop(problems: list[Problem], proof: Proof | None, force: bool) -> str | None:
-    """Why nothing must be sent, None where nothing speaks against it."""
+def _fault(problems: list[Problem], force: bool) -> str | None:
+    """Why the checks refuse the publication; None if they do not."""
     stopping = [problem for problem in problems if not (force and problem.forceable)]
-    if stopping:
-        more = f" (and {len(stopping) - 1} more)" if len(stopping) > 1 else ""
-        return f"{stopping[0]}{more}"
-    if proof is not None and proof.failure and not force:
-        return f"the proof failed: {proof.failure}; put it right, or pass --force, which the card will tell"
-    return None
+    more = f" (and {len(stopping) - 1} more)" if len(stopping) > 1 else ""
+    return f"{stopping[0]}{more}" if stopping else None
 
 
-def _keep_card(stage: Stage, folder: Path) -> Path:
-    """Leave the card of a dry run beside the model's folder, which stays as it is."""
-    place = folder.resolve().with_name(f"{folder.resolve().name}.card.md")
-    write_text(place, (stage.folder / CARD).read_text(encoding="utf-8"))
-    return place
+def _report(files: list[UploadedFile], scrubbed: list[str], problems: list[Problem], proof: Proof | None) -> list[str]:
+    """The files and the results of checks and proof, as lines to print."""
+    width, digits = max(len(file.name) for file in files), max(len(f"{file.size:,}") for file in files)
+    lines = [f"{'file':<{width}}  {'bytes':>{digits}}  SHA-256"]
+    lines += [f"{file.name:<{width}}  {file.size:>{digits},}  {file.sha256[:12]}" for file in files]
+    if scrubbed:
+        lines.append(f"local paths cut to their last component: {', '.join(scrubbed)}")
+    lines.append(f"checks: {f'{len(problems)} failed' if problems else 'passed'}")
+    lines += [f"  {problem}" for problem in problems]
+    if proof is None:
+        return [*lines, "proof: not run, because a check failed"]
+    if proof.failure:
+        return [*lines, f"proof: FAILED, {proof.failure}"]
+    seen = proof.record
+    return [
+        *lines,
+        f"proof: in a clean process, the logits of {seen['texts']} texts ({seen['tokens']} tokens) and the generated "
+        f"tokens equal the local model's bit for bit ({seen['dtype']}, transformers "
+        f"{seen['versions']['transformers']}, {seen['seconds']} s)",
+        f"  generated: {seen['generated'][0]!r}",
+    ]

@@ -1,4 +1,4 @@
-"""Publishing what a training run makes: checked before it begins, in the background at milestones, and at its end."""
+"""Publishing what a training run makes: checks before it begins, milestones in the background, the model at its end."""
 
 import contextlib
 import os
@@ -6,17 +6,14 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import moh_llm
 from moh_llm.errors import UserError
+from moh_llm.hub.checks import redact
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.publish import PublishOptions, check_publishable
-from moh_llm.hub.texts import redact
 from moh_llm.training.config import HubConfig, TrainConfig
 from moh_llm.training.runs import check_converted
 
@@ -25,125 +22,122 @@ _SECONDS_TO_END = 5
 
 
 def check_hub(config: TrainConfig) -> None:
-    """Raise UserError for what would keep the run's model from being published; nothing is asked of the Hub."""
+    """Raise UserError for what would prevent publishing the run's model; the Hub is not contacted."""
     if config.hub is None:
         return
-    began_with = Path(config.model)
-    check_converted(began_with)
-    # What the tuned model will have on record: the conversion goes along, an earlier run does not.
-    lineage = Lineage(began_with, read_lineage(began_with).conversion, None)
+    start = Path(config.model)
+    check_converted(start)
+    # The tuned model inherits the conversion's record, not that of an earlier run.
+    lineage = Lineage(start, read_lineage(start).conversion, None)
     try:
         check_publishable(config.hub.repo_id, lineage, config.hub.licence)
     except UserError as error:
-        told = str(error)
-        for flag, name in (("--licence", "--hub.licence"), ("--repo-id", "--hub.repo_id")):
-            told = told.replace(flag, name)
-        raise UserError(told) from error
+        message = str(error).replace("--licence", "--hub.licence").replace("--repo-id", "--hub.repo_id")
+        raise UserError(message) from error
 
 
-def run_options(hub: HubConfig, run: Path) -> PublishOptions:
-    """How RUN/model is published: to the repository's main branch."""
-    return PublishOptions(run / "model", hub.repo_id, hub.private, run=run, licence=hub.licence)
-
-
-def milestone_options(hub: HubConfig, milestone: Path) -> PublishOptions:
-    """How the model of RUN/milestones/step-N is published: to a branch of that name."""
-    return replace(run_options(hub, milestone), revision=milestone.name)
+def run_options(hub: HubConfig, run: Path, revision: str | None = None) -> PublishOptions:
+    """How RUN/model is published; that of RUN/milestones/step-N goes to the branch step-N."""
+    return PublishOptions(run / "model", hub.repo_id, hub.private, revision, run=run, licence=hub.licence)
 
 
 def command_line(options: PublishOptions) -> str:
-    """The command that publishes by itself, to be pasted into a shell."""
-    return shlex.join(["moh-llm", *_arguments(options)])
+    """The `moh-llm publish` command for the options that training sets, quoted for a shell."""
+    words = ["moh-llm", "publish", str(options.folder), "--repo-id", options.repo_id]
+    for flag, value in (("--revision", options.revision), ("--run", options.run), ("--licence", options.licence)):
+        words += [] if value is None else [flag, str(value)]
+    return shlex.join(words + ["--private"] * options.private)
 
 
 class MilestonePushes:
-    """Publishes milestones one after the other, each by a ``moh-llm publish`` that training does not wait for.
+    """Publishes milestones one after the other, each by a `moh-llm publish` that training does not wait for.
 
-    It is a process, not a thread of this one: loading a model for the proof changes settings of torch and transformers
-    that training depends on, and a failure there must not end the training. What it prints goes to ``publish.log`` in
-    the milestone's folder, by which a later session knows what is published.
+    It is a process, because loading the model for the proof changes global settings of torch and transformers that
+    training depends on. The next one is started by the next `add` or by `wait`. Its output goes to ``publish.log`` in
+    the milestone's folder, by which a resumed run knows what is published.
 
     Args:
-        hub: where to.
+        hub: the repository.
         say: prints one line.
     """
 
     def __init__(self, hub: HubConfig, say: Callable[[str], None] = print):
         self._hub, self._say = hub, say
-        self._pool = ThreadPoolExecutor(1)  # a thread that starts the processes and waits for them
-        self._pushes: dict[Path, Future[str | None]] = {}  # why it failed, None where it did not
-        self._lock, self._closed = threading.Lock(), False
+        self._added: set[Path] = set()
+        self._waiting: list[Path] = []
         self._running: tuple[Path, subprocess.Popen[bytes]] | None = None
+        self._failures: dict[Path, str | None] = {}  # None: published
 
     def add(self, milestone: Path) -> None:
-        """Publish a milestone as soon as the others are through, if it is asked for and not done already."""
-        if self._hub.milestones and milestone not in self._pushes and not _is_published(milestone, self._hub):
+        """Publish a milestone after those before it, if the recipe asks for it and it is not published."""
+        if self._hub.milestones and milestone not in self._added and not _is_published(milestone, self._hub):
+            self._added.add(milestone)
             self._say(f"publishing {milestone.name} in the background, see {milestone / LOG}")
-            self._pushes[milestone] = self._pool.submit(self._publish, milestone)
+            self._waiting.append(milestone)
+        self._advance(wait=False)
 
     def wait(self) -> list[str]:
-        """Wait for all of them, say of each where it lies or why it does not; return the names of those that failed."""
-        if not all(push.done() for push in self._pushes.values()):
+        """Wait for all of them, report each, and return the names of those that failed."""
+        if self._running or self._waiting:
             self._say("waiting for milestones to be published")
-        failures = {milestone: push.result() for milestone, push in self._pushes.items()}
-        for milestone, failure in failures.items():
+        self._advance(wait=True)
+        for milestone, failure in self._failures.items():
             if failure is None:
                 self._say(f"{milestone.name} is {_last_line(milestone)}")
             else:
-                command = command_line(milestone_options(self._hub, milestone))
-                self._say(f"{milestone.name} is not published: {failure}; try again with `{command}`")
-        return [milestone.name for milestone, failure in failures.items() if failure is not None]
+                retry = command_line(run_options(self._hub, milestone, milestone.name))
+                self._say(f"{milestone.name} is not published: {failure}; try again with `{retry}`")
+        return [milestone.name for milestone, failure in self._failures.items() if failure is not None]
 
     def close(self) -> None:
-        """Break off what is under way; the run's next session begins it anew."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            self._closed = True
+        """Stop the process that is running; a resumed run publishes that milestone again."""
         if self._running and self._running[1].poll() is None:
             milestone, process = self._running
-            process.send_signal(signal.SIGINT)  # at which it tidies up
+            process.send_signal(signal.SIGINT)  # on which it removes its temporary files
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_SECONDS_TO_END)
             process.kill()
-            self._say(f"publishing {milestone.name} was broken off; the same command begins it anew")
-        self._pool.shutdown()
+            process.wait()
+            self._say(f"publishing {milestone.name} was interrupted; the same command publishes it again")
 
-    def _publish(self, milestone: Path) -> str | None:
-        """Why it failed, None where it did not."""
-        try:
-            with self._lock:
-                if self._closed:
-                    return "it was broken off"
-                self._running = milestone, _start(milestone_options(self._hub, milestone), milestone / LOG)
-        except OSError as error:  # which must not end the training
-            return f"it could not be started, {error.strerror}"
-        status = self._running[1].wait()
-        _, error_line, reason = (last := _last_line(milestone)).partition("error: ")
-        return None if status == 0 else reason if error_line else f"it ended with status {status} after {last!r}"
-
-
-def _arguments(options: PublishOptions) -> list[str]:
-    """The options that training sets, as arguments of ``moh-llm``."""
-    arguments = ["publish", str(options.folder), "--repo-id", options.repo_id]
-    given = {"--revision": options.revision, "--run": options.run, "--licence": options.licence}
-    for flag, value in given.items():
-        arguments += [] if value is None else [flag, str(value)]
-    return arguments + ["--private"] * options.private
+    def _advance(self, wait: bool) -> None:
+        """Record the process that ended and start the next one; with ``wait``, until all are done."""
+        while self._running or self._waiting:
+            if self._running:
+                milestone, process = self._running
+                if not wait and process.poll() is None:
+                    return
+                self._failures[milestone] = _failure(milestone, process.wait())
+                self._running = None
+            if self._waiting:
+                milestone = self._waiting.pop(0)
+                options = run_options(self._hub, milestone, milestone.name)
+                try:
+                    self._running = milestone, _start(options, milestone / LOG)
+                except OSError as error:  # which must not end the training
+                    self._failures[milestone] = f"its process could not be started, {error.strerror}"
 
 
 def _start(options: PublishOptions, log: Path) -> "subprocess.Popen[bytes]":
-    """``moh-llm publish`` in a process of its own, which finds this package wherever it was imported from."""
+    """`moh-llm publish` in its own process, which imports this package from where this one did."""
     root = str(Path(moh_llm.__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-u", "-m", "moh_llm.cli", *_arguments(options)]  # -u: errors come last in the log
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    arguments = shlex.split(command_line(options))[1:]
     with log.open("wb") as output:
         return subprocess.Popen(
-            command,
+            [sys.executable, "-u", "-m", "moh_llm.cli", *arguments],  # -u: errors come last in the log
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": path},
+            env=environment,
         )
+
+
+def _failure(milestone: Path, status: int) -> str | None:
+    """Why a process with this exit status did not publish a milestone; None if it did."""
+    last = _last_line(milestone)
+    reason = last.partition("error: ")[2] or f"it ended with status {status} after {last!r}"
+    return reason if status else None
 
 
 def _is_published(milestone: Path, hub: HubConfig) -> bool:
@@ -153,7 +147,7 @@ def _is_published(milestone: Path, hub: HubConfig) -> bool:
 
 
 def _last_line(milestone: Path) -> str:
-    """The last line of the log that is not empty, without secrets; empty where there is none."""
+    """The last line of the log that is not empty, without secrets; empty if there is none."""
     try:
         lines = (milestone / LOG).read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:

@@ -1,16 +1,29 @@
-"""What must not leave: files, tensors, code, secrets, paths."""
+"""What must not be published: files, tensors, code, secrets, local paths."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moh_llm.hub.checks import check_files
+from moh_llm.hub.checks import check_files, find_paths, find_secrets, redact, scrub, scrub_json
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.model import INDEX_NAME
 
-TOKEN = "hf_" + "Ab3dEf6hIj9kLm2nOp5q" + "Rs8tUv1wXy4zAb"
+# Put together here, so that the file itself holds no secret.
+LETTERS = "Ab3dEf6hIj9kLm2nOp5qRs8tUv1wXy4zAb7c"
+SECRETS = {
+    "a Hugging Face token": "hf_" + LETTERS[:34],
+    "an AWS key": "AKIA" + "ABCDEFGH12345678",
+    "a GitHub token": "ghp_" + LETTERS,
+    "an API key": "sk-" + "proj-" + LETTERS,
+    "a private key": "-----BEGIN RSA " + "PRIVATE KEY-----",
+    "an authorization header": "Authorization: " + "Bearer abcdefgh",
+    "a password in an address": "https://me:" + "hunter22@example.org/x",
+    "your Hugging Face token": "a token of another form",
+}
+TOKEN = SECRETS["a Hugging Face token"]
 
 
 def _edit(path, **fields):
@@ -34,12 +47,11 @@ def test_a_model_as_it_was_saved_has_no_problem(moh_model, make_model):
         ("pytorch_model.bin", "is a pickle"),
         ("checkpoints/step-000010/model.safetensors", "is the state of a training run"),
         ("adapter_model.safetensors", "holds weights that the index does not name"),
-        ("helper.py", "is code that no auto_map entry needs"),
         ("notes.md", "is not part of a model"),
-        ("report/report.html", "is a folder"),
+        ("report/report.html", "is not part of a model"),
     ],
 )
-def test_files_that_are_no_part_of_a_model(folder, name, says):
+def test_files_that_are_not_part_of_a_model(folder, name, says):
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(b"x")
     (problem,) = _found(folder)
@@ -55,69 +67,58 @@ def test_files_that_are_part_of_a_model_or_hidden(folder):
     assert _found(folder) == []
 
 
-def test_shards_hold_what_the_index_says(folder):
+def test_files_that_are_missing(folder):
+    (folder / "tokenizer_config.json").unlink()
+    assert _found(folder) == ["tokenizer_config.json: is missing; convert or save the model again"]
+    min(folder.glob("*.safetensors")).unlink()
+    assert any("which is not there" in problem for problem in _found(folder))
+
+
+def test_shards_hold_what_the_index_says_and_no_paths(folder):
     name = "model.norm.weight"
     index = json.loads((folder / INDEX_NAME).read_text())
     shard = folder / index["weight_map"].pop(name)
     (folder / INDEX_NAME).write_text(json.dumps(index))
     (problem,) = _found(folder)
     assert problem.startswith(f"{shard.name}: holds {name}, which the index does not place there; ")
-
     index["weight_map"][name] = shard.name
     (folder / INDEX_NAME).write_text(json.dumps(index))
-    save_file({key: tensor for key, tensor in load_file(shard).items() if key != name}, shard)
+    tensors = load_file(shard)
+    save_file(tensors, shard, metadata={"format": "pt", "made_in": "/Users/alice/out"})
+    (problem,) = _found(folder)
+    assert "its metadata holds a secret or a local path" in problem
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, shard)
     (problem,) = _found(folder)
     assert f"places {name} in {shard.name}, which does not hold it" in problem
 
 
-def test_a_shard_that_is_missing(folder):
-    min(folder.glob("*.safetensors")).unlink()
-    assert any("which is not there" in problem for problem in _found(folder))
-
-
-def test_metadata_of_weights_is_read(folder):
-    shard = min(folder.glob("*.safetensors"))
-    save_file(load_file(shard), shard, metadata={"format": "pt", "made_in": "/Users/alice/out"})
-    (problem,) = _found(folder)
-    assert "its metadata holds" in problem
-
-
-@pytest.mark.parametrize("name", ["AutoConfig", "AutoModel", "AutoModelForCausalLM"])
-def test_auto_map_names_all_three_classes(folder, name):
-    auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
-    _edit(folder / "config.json", auto_map={key: value for key, value in auto_map.items() if key != name})
-    assert f"auto_map has no {name}" in _found(folder)[0]
-
-
-def test_code_that_does_not_parse(folder):
-    (folder / "modeling_moh_llama.py").write_text("def broken(:\n")
-    assert "modeling_moh_llama.py: is not Python that parses; convert or save the model again" in _found(folder)
-
-
 @pytest.mark.parametrize(
-    "line",
-    ["import einops", "from moh_llm.files import sha256", "def f():\n    import numpy as np", "import os, yaml.x"],
+    ("line", "says"),
+    [
+        ("import einops", "imports einops"),
+        ("def f():\n    from moh_llm.files import sha256", "imports moh_llm"),
+        ("def broken(:", "is not valid Python; convert or save the model again"),
+    ],
 )
-def test_code_imports_nothing_but_torch_and_transformers(folder, line):
+def test_code_imports_torch_and_transformers_only(folder, line, says):
     with (folder / "routing_moh.py").open("a") as file:
         file.write(f"\n{line}\n")
     (problem,) = _found(folder)
-    assert problem.startswith("routing_moh.py: imports ")
+    assert problem.startswith(f"routing_moh.py: {says}")
 
 
 @pytest.mark.parametrize("name", ["config.json", "conversion.json", "README.md", "tokenizer.json", "routing_moh.py"])
-def test_a_secret_anywhere_is_found_told_and_not_repeated(folder, name):
+def test_a_secret_in_any_text_is_found_and_not_repeated(folder, name):
     place = folder / name
     if name == "conversion.json":
         place.write_text(json.dumps({"base": {"name": f"https://x/{TOKEN}"}}))
     elif name.endswith(".json"):
         _edit(place, planted=TOKEN)
     else:
-        place.write_text(place.read_text() + f"\n# {TOKEN}\n")
-    problems = check_files(folder)
-    assert [problem.file for problem in problems] == [name]
-    assert not problems[0].forceable
-    assert "a Hugging Face token" in str(problems[0]) and TOKEN not in str(problems[0])
+        place.write_text(f"{place.read_text()}\n# {TOKEN}\n")
+    problems = [problem for problem in check_files(folder) if not problem.forceable]
+    assert len(problems) == 1 and problems[0].file == name
+    assert "looks like a Hugging Face token; " in str(problems[0]) and TOKEN not in str(problems[0])
 
 
 def test_paths_of_this_machine_are_found(folder):
@@ -128,6 +129,56 @@ def test_paths_of_this_machine_are_found(folder):
     assert found == ["README.md", "config.json", "conversion.json"] and len(_found(folder)) == 3
 
 
-def test_a_folder_without_a_tokenizer(folder):
-    (folder / "tokenizer_config.json").unlink()
-    assert _found(folder) == ["tokenizer_config.json: is missing; convert or save the model again"]
+# ---- texts
+
+
+@pytest.mark.parametrize("kind", SECRETS)
+def test_secrets_are_found_within_a_text(kind, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", SECRETS["your Hugging Face token"])
+    text = f"first line\nsee {SECRETS[kind]} and more"
+    assert find_secrets(text) == [kind] and SECRETS[kind] not in redact(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "HF_TOKEN=hf_... moh-llm publish DIR",
+        "task-conditional-language-modelling-for-risk-management",
+        "4c40deff31468b07f765aa675d784fa20a2426093f1b2990a4ecf7234e96e284",
+        "https://huggingface.co/org/name@main",
+    ],
+)
+def test_texts_that_only_look_like_secrets_stay(text):
+    assert find_secrets(text) == [] and redact(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "scrubbed"),
+    [
+        ("moh-llm evaluate /tmp/x/moh --base=/data/base/ -o a/b", "moh-llm evaluate moh --base=base -o a/b"),
+        ("the mixture `/mnt/disk/mixtures/web.yaml`, twice. /a/b.", "the mixture `web.yaml`, twice. b."),
+        ("file:///home/alice/x/y.txt", "y.txt"),
+        ("/home/alice", "home"),
+        (str(Path.home()), "home"),
+    ],
+)
+def test_paths_are_cut_to_their_last_component(text, scrubbed):
+    assert scrub(text) == scrubbed
+
+
+@pytest.mark.parametrize("text", ["https://x.org/a/b", "data/web.yaml", "</tmp></tool>", "1/2, ${X}/a/b", "~/.a/b"])
+def test_texts_that_hold_no_path_of_this_machine(text, tmp_path):
+    assert scrub(text) == text and not find_paths(text, tmp_path)
+
+
+def test_paths_of_this_machine_are_those_in_its_folders(tmp_path):
+    below = [tmp_path / "x", Path.cwd() / "x", "/home/alice", f"file://{tmp_path}/x", Path("/Users/alice/x")]
+    assert all(find_paths(f"made in {path}, once", tmp_path / "model") for path in below)
+    assert not find_paths("post to /v1/chat/completions, see /usr/share/doc", tmp_path / "model")
+
+
+def test_records_are_scrubbed_at_every_depth(tmp_path):
+    place = tmp_path / "my models" / "moh"
+    place.mkdir(parents=True)
+    content = {"base": {"name": str(place)}, "n": [1, "/tmp/a/b"], "sources": {"/tmp/a/x": 0.25, "/tmp/b/x": 0.75}}
+    assert scrub_json(content) == {"base": {"name": "moh"}, "n": [1, "b"], "sources": {"x": 0.25, "x (2)": 0.75}}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moh_llm.hub import clean_process
+from moh_llm.hub import proof
 from moh_llm.hub.proof import _compare, _fault
 from moh_llm.modeling import MoHLlamaConfig
 
@@ -36,7 +36,7 @@ def test_the_oldest_gives_what_the_newest_gives(make_model, tmp_path, monkeypatc
         request = {"folder": str(folder), "threads": 1}
         request |= {"tensors": str(tmp_path / f"{name}.safetensors"), "record": str(tmp_path / f"{name}.json")}
         (tmp_path / f"{name}.request.json").write_text(json.dumps(request))
-    command = [sys.executable, "-c", RUN, str(OLDEST), clean_process.__file__]
+    command = [sys.executable, "-c", RUN, str(OLDEST), proof.__file__]
     command += [str(tmp_path / f"{name}.request.json") for name in folders]
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     done = subprocess.run(["env", "-u", "PYTHONPATH", *command], cwd=tmp_path, capture_output=True, text=True)

@@ -1,7 +1,6 @@
-"""Code that is not this version's own: shown by hash, run for the proof only where that is asked for, else never."""
+"""Code that is not this version's own: shown by its hash, run only where that is allowed."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _change(folder: Path, how: str, code: str) -> str:
-    """Put other code into a folder; returns the file that is to be named."""
+    """Put other code into a folder; returns the file that the error must name."""
     if how == "of the model":
         _append(folder / "modeling_moh_llama.py", code)
         return "modeling_moh_llama.py"
@@ -33,14 +32,12 @@ def _change(folder: Path, how: str, code: str) -> str:
         return "routing_moh.py"
     if how == "new":
         _append(folder / "helper.py", code)
-        _append(folder / "routing_moh.py", "from .helper import pathlib\n")
         return "helper.py"
     if how == "elsewhere":
         auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
         elsewhere = {"AutoConfig": "someone/model--configuration_moh_llama.MoHLlamaConfig"}
         _edit(folder / "config.json", auto_map=auto_map | elsewhere)
         return "config.json"
-    _append(folder / "tokenization_own.py", code)
     pair = [None, "tokenization_own.Own"]
     _edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": pair} if how == "of the tokenizer" else pair)
     return "tokenizer_config.json"
@@ -53,38 +50,28 @@ def test_other_code_is_refused_before_it_runs(folder, tmp_path, fake_hub, monkey
     name = _change(folder, how, CODE.format(marker=str(marker)))
     for flags in (["--force"], ["--dry-run"]) if how == "of the model" else ([],):
         assert main(["publish", str(folder), "--repo-id", "org/moh", *flags]) == 2
-        told = capsys.readouterr()
-        assert "pass --allow-other-code" in told.err and "Traceback" not in told.err
-        assert f"  {name}: " in told.out and "proof: not tried" in told.out
+        printed = capsys.readouterr()
+        assert "pass --allow-other-code" in printed.err and "Traceback" not in printed.err
+        assert f"  {name}: " in printed.out and "proof: not run" in printed.out
         if name.endswith(".py"):
-            assert f"{name}: has SHA-256 {sha256(folder / name)[:16]} and is not code of moh-llm" in told.out
+            assert f"{name}: has SHA-256 {sha256(folder / name)[:16]} and is not code of moh-llm" in printed.out
     assert not marker.exists() and not fake_hub.requests
 
 
-def test_other_code_is_published_where_that_is_asked_for(folder, fake_hub, proven, capsys):
+def test_other_code_is_published_where_that_is_allowed(folder, fake_hub, proven, capsys):
     _change(folder, "of the model", "# read and found good\n")
     digest = sha256(folder / "modeling_moh_llama.py")[:16]
     assert main(["publish", str(folder), "--repo-id", "org/moh", "--allow-other-code"]) == 0
-    told = capsys.readouterr().out
-    assert digest in told and "bit for bit" in told
+    printed = capsys.readouterr().out
+    assert digest in printed and "bit for bit" in printed
     sent = fake_hub.branches["org/moh"]["main"]
     assert sent["modeling_moh_llama.py"] == (folder / "modeling_moh_llama.py").read_bytes()
     assert digest in (card := sent["README.md"].decode()) and "--allow-other-code" in card
 
 
-def test_an_extra_file_is_told_by_its_hash_and_left_behind(folder, fake_hub, proven, capsys):
-    (folder / "notes.py").write_text("raise SystemExit\n")
-    (folder / "custom_generate").mkdir()
-    (folder / "custom_generate" / "generate.py").write_text("raise SystemExit\n")
-    assert main(["publish", str(folder), "--repo-id", "org/moh"]) == 2
-    assert f"needs (SHA-256 {sha256(folder / 'notes.py')[:16]})" in capsys.readouterr().out
-    assert main(["publish", str(folder), "--repo-id", "org/moh", "--force"]) == 0
-    assert not {name for name in fake_hub.branches["org/moh"]["main"] if "notes" in name or "generate.py" in name}
-
-
 @pytest.fixture
 def hostile(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model whose every file of code, its tokenizer's too, leaves `tmp_path/it ran`; whoever asks is told yes."""
+    """A model whose every file of code leaves `tmp_path/it ran`; every question is answered with yes."""
     code = CODE.format(marker=str(tmp_path / "it ran"))
     for path in folder.glob("*.py"):
         path.write_text(code + path.read_text())
@@ -103,7 +90,7 @@ def _ran(tmp_path: Path) -> bool:
     return (tmp_path / "it ran").exists() or any(name.startswith("transformers_modules.") for name in sys.modules)
 
 
-def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path):
+def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path, capsys):
     from moh_llm.data.tokenizer import TextTokenizer
     from moh_llm.evaluation.head_analysis import _chooses
     from moh_llm.evaluation.language_model import load_model
@@ -117,60 +104,25 @@ def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path):
     assert type(load_network(hostile, torch.float32)) is MoHLlamaForCausalLM
     assert _chooses(str(hostile))
     assert type(load_model(str(hostile), 1, "float32", "cpu", Team(), None).model) is MoHLlamaForCausalLM
-    assert not _ran(tmp_path)
-
-
-def test_a_tokenizer_that_needs_code_of_its_own_is_refused(hostile, convert, tmp_path, capsys):
-    from moh_llm.data.tokenizer import TextTokenizer
-    from moh_llm.training.from_scratch import _open_tokenizer
-    from moh_llm.training.networks import load_tokenizer
-
+    # Nor where the tokenizer is nothing without its code.
     _edit(hostile / "tokenizer_config.json", tokenizer_class="Own")
     for load in (TextTokenizer.load, load_tokenizer, _open_tokenizer):
         with pytest.raises(UserError, match="contains custom code"):
             load(str(hostile))
-    assert convert(hostile, tmp_path / "again") == 2 and "has no tokenizer that loads" in capsys.readouterr().err
+    assert convert(hostile, tmp_path / "third") == 2 and "has no tokenizer that loads" in capsys.readouterr().err
     assert not _ran(tmp_path)
 
 
-def test_a_stray_adapter_is_told(folder, monkeypatch, capsys):
+def test_an_adapter_in_the_folder_is_reported(folder, monkeypatch, capsys):
     from moh_llm.training.networks import load_network
 
     monkeypatch.setattr("moh_llm.hub.proof._run_clean", lambda folder, scratch: ({"classes": {}, "loading": {}}, None))
     for content in ('{"peft_type": "LORA", "base_model_name_or_path": "x", "target_modules": ["q_proj"]}', "[]", "{"):
         (folder / "adapter_config.json").write_text(content)
         assert main(["publish", str(folder), "--repo-id", "org/moh", "--dry-run"]) == 2
-        told = capsys.readouterr()
-        assert "adapter_config.json: is not part of a model; move it out" in told.err and "Traceback" not in told.err
-        assert "proof: FAILED, the local model does not load: " in told.out
+        printed = capsys.readouterr()
+        assert "adapter_config.json: is not part of a model; move it out" in printed.err
+        assert "Traceback" not in printed.err
+        assert "proof: FAILED, the local model does not load: " in printed.out
         with pytest.raises(UserError, match="holds an adapter"):
             load_network(folder, torch.float32)
-
-
-@pytest.mark.parametrize("step", ["check_files", "other_code", "prove"])
-def test_a_folder_that_is_removed_meanwhile_is_told(folder, fake_hub, proven, monkeypatch, capsys, step):
-    import moh_llm.hub.publish as publishing
-
-    plain = getattr(publishing, step)
-
-    def spoil(*args: object) -> object:
-        for path in folder.parent.glob(".moh.*.tmp"):
-            shutil.rmtree(path)
-        return plain(*args)
-
-    monkeypatch.setattr(publishing, step, spoil)
-    assert main(["publish", str(folder), "--repo-id", "org/moh"]) == 2
-    told = capsys.readouterr().err
-    assert "was removed by something else; start again" in told and not fake_hub.requests
-    assert len(told.splitlines()) == 1 and not list(folder.parent.glob(".moh.*"))
-
-
-def test_so_is_that_of_the_proof(folder, fake_hub, monkeypatch, capsys):
-    def spoil(folder: Path, scratch: Path) -> tuple[dict, None]:
-        shutil.rmtree(scratch)
-        return {"classes": {}, "loading": {}}, None
-
-    monkeypatch.setattr("moh_llm.hub.proof._run_clean", spoil)
-    assert main(["publish", str(folder), "--repo-id", "org/moh"]) == 2
-    assert "error: the proof cannot use its temporary folder in " in capsys.readouterr().err
-    assert not fake_hub.requests

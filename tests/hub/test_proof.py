@@ -7,9 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from moh_llm.hub import clean_process
-from moh_llm.hub.clean_process import encode, observe
-from moh_llm.hub.proof import prove
+from moh_llm.hub.proof import encode, observe, prove
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.records.model import INDEX_NAME
 
@@ -63,7 +61,7 @@ def test_one_changed_weight_is_found(folder, moh_model, forked_proof):
 
 def test_what_is_observed_shows_every_matrix_of_the_default_layer(moh_model, monkeypatch):
     """And not what moves no bit of it: a router by too little to switch a head, a token that no text holds."""
-    monkeypatch.setattr(clean_process, "NEW_TOKENS", 2)  # the most of an observation's time; logits show the weights
+    monkeypatch.setattr("moh_llm.hub.proof.NEW_TOKENS", 2)  # the most of an observation's time; logits show the weights
     model, tokenizer = MoHLlamaForCausalLM.from_pretrained(moh_model), AutoTokenizer.from_pretrained(moh_model)
     batch = encode(tokenizer, model.config.max_position_embeddings)
     before = observe(model, batch, tokenizer.pad_token_id)
