@@ -1,13 +1,11 @@
 """Log-likelihoods of requests that begin alike: what they share is computed once.
 
-Each of a subject's few-shot prompts begins with the same examples. lm-eval computes them anew for every prompt; here
-inputs are sorted by their tokens, so that those which begin alike stand side by side, and a cache of keys and values
-goes with them: cut back to what the next inputs share with it, never computed twice.
-
-Inputs that share a prefix go through the model as a batch behind it, padded on the right. A batch takes one more as
-long as this adds fewer tokens than a pass of its own is worth; on a CPU, where a pass costs little more than its
-tokens, most batches are of one. Passes of other shapes round otherwise than lm-eval's do. One thing more differs: where
-requests have the same input but continuations of different lengths, lm-eval scores the shorter one at wrong positions.
+Each of a subject's few-shot prompts begins with the same examples, which lm-eval computes anew for every prompt. Here
+inputs are sorted by their tokens, and a cache of keys and values goes with them: cut back to what the next inputs share
+with it, never computed twice. Inputs that share a prefix go through the model as a batch behind it, padded on the
+right. A batch takes one more as long as this adds fewer tokens than a pass of its own is worth; on a CPU most batches
+are of one. Passes of other shapes round differently than lm-eval's do. One thing more differs: where requests have the
+same input but continuations of different lengths, lm-eval scores the shorter one at wrong positions.
 """
 
 import copy
@@ -150,7 +148,7 @@ def _build_inputs(requests: list[Request], max_length: int) -> list[Input]:
             )
         length = len(context) + len(continuation)
         if length > max_length + 1:
-            # lm-eval's own words under its own name: that is what is listened for.
+            # lm-eval's own message under its own name, which `scoring` looks for.
             logging.getLogger("lm_eval.models.huggingface").warning(
                 f"Combined length of context ({len(context)}) and continuation ({len(continuation)}) exceeds model's "
                 f"maximum length ({max_length}). Truncating {length - max_length + 1} tokens from the left."

@@ -1,14 +1,12 @@
-"""Fetching a suite's data: from local servers in place of the Hub and of the addresses of converted datasets."""
+"""Fetching a suite's data: from local folders in place of the Hub and of the addresses of converted datasets."""
 
 import csv
-import functools
 import hashlib
-import http.server
 import io
 import json
-import threading
+import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,46 +71,39 @@ def cmmlu_zip() -> bytes:
     return held.getvalue()
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    asked: list[str] = []  # noqa: RUF012
-
-    def log_message(self, *_: object) -> None: ...
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        super().do_GET()
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder and the address that it is served at."""
+def served(tmp_path: Path) -> Path:
+    """A folder in place of the addresses of converted datasets."""
     folder = tmp_path / "served"
     folder.mkdir()
-    Quiet.asked.clear()
-    serve = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
-    threading.Thread(target=serve.serve_forever, args=[0.01], daemon=True).start()  # asks so often for its end
-    yield folder, f"http://127.0.0.1:{serve.server_port}"
-    serve.shutdown()
+    for name, content in {"Test.txt": LOGIQA.encode(), "cmmlu.zip": cmmlu_zip()}.items():
+        (folder / name).write_bytes(content)
+    return folder
 
 
 @pytest.fixture
-def sources(server: tuple[Path, str]) -> dict[str, Any]:
-    """Sources as the package has them, at the server's addresses."""
-    folder, address = server
-    contents = {"Test.txt": LOGIQA.encode(), "cmmlu.zip": cmmlu_zip()}
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    files = {
-        name: {"address": f"{address}/{name}", "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in contents.items()
-    }
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are downloaded from here on."""
+    asked, real = [], urllib.request.urlopen
+
+    def urlopen(address: str, timeout: float) -> Any:
+        asked.append(address.rsplit("/", 1)[-1])
+        return real(address, timeout=timeout)
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    return asked
+
+
+@pytest.fixture
+def sources(served: Path) -> dict[str, Any]:
+    """Sources as the package has them, at the folder's addresses."""
+    text, archive = (
+        {"address": file.as_uri(), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        for file in (served / "Test.txt", served / "cmmlu.zip")
+    )
     return {
-        "EleutherAI/logiqa": {"converter": "logiqa", "revision": "LOGI", "files": {"test": files["Test.txt"]}},
-        "haonan-li/cmmlu": {
-            "converter": "cmmlu",
-            "revision": "CMM",
-            "files": {"dev": files["cmmlu.zip"], "test": files["cmmlu.zip"]},
-        },
+        "EleutherAI/logiqa": {"converter": "logiqa", "revision": "LOGI", "files": {"test": text}},
+        "haonan-li/cmmlu": {"converter": "cmmlu", "revision": "CMM", "files": {"dev": archive, "test": archive}},
     }
 
 
@@ -171,7 +162,7 @@ def run(suite: str, sources: dict[str, Any], hub: list[Any], monkeypatch: pytest
 
 
 def test_fetched_data_is_what_the_tasks_read(
-    run: Run, suite: str, tmp_path: Path, hub: list[Any], capsys: pytest.CaptureFixture[str]
+    run: Run, suite: str, tmp_path: Path, hub: list[Any], downloads: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "data"
     assert run(data) == 0
@@ -181,7 +172,7 @@ def test_fetched_data_is_what_the_tasks_read(
         ("allenai/ai2_arc",),
         ("allenai/ai2_arc", "ARC-Easy", ["test"], "NOW"),
     ]
-    assert sorted(Quiet.asked) == ["/Test.txt", "/cmmlu.zip"]
+    assert sorted(downloads) == ["Test.txt", "cmmlu.zip"]
     first = rows(data / "EleutherAI__logiqa" / "logiqa" / "test.jsonl")[0]
     assert first == {
         "label": "b",
@@ -218,40 +209,36 @@ def test_fetched_data_is_what_the_tasks_read(
     assert "agronomy dev 0" in prompts[1] and prompts[1].endswith("\u7b54\u6848\uff1a")
 
 
-def test_what_is_whole_is_kept(run: Run, tmp_path: Path, hub: list[Any]) -> None:
+def test_what_is_whole_is_kept(run: Run, suite: str, tmp_path: Path, hub: list[Any], downloads: list[str]) -> None:
     data = tmp_path / "data"
     assert run(data) == 0
     before = {file: file.read_bytes() for file in data.rglob("*.*")}
     hub.clear()
-    Quiet.asked.clear()
+    downloads.clear()
     assert run(data) == 0
-    assert (hub, Quiet.asked) == ([], [])
+    assert (hub, downloads) == ([], [])
     (data / "haonan-li__cmmlu" / "arts" / "dev.jsonl").write_text("{}\n")
     (data / "allenai__sciq" / "default" / "train.jsonl").unlink()
     assert run(data) == 0
-    assert hub == [("allenai/sciq", None, ["train"], "SCIQ")] and Quiet.asked == ["/cmmlu.zip"]
+    assert hub == [("allenai/sciq", None, ["train"], "SCIQ")] and downloads == ["cmmlu.zip"]
     assert {file: file.read_bytes() for file in data.rglob("*.*")} == before
-
-
-def test_another_commit_is_fetched_again(run: Run, suite: str, tmp_path: Path, hub: list[Any]) -> None:
-    assert run(tmp_path / "data") == 0
     hub.clear()
     Path(suite).write_text(SUITE.replace("revision: SCIQ", "revision: LATER"))
-    assert run(tmp_path / "data") == 0
+    assert run(data) == 0
     assert hub == [("allenai/sciq", None, ["test", "train"], "LATER")]
 
 
-def test_what_cannot_be_had_is_named_and_the_rest_is_kept(
-    run: Run, server: tuple[Path, str], suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_fetched_is_named_and_the_rest_is_kept(
+    run: Run, served: Path, suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (server[0] / "Test.txt").write_text(LOGIQA + "more")
-    (server[0] / "cmmlu.zip").unlink()
+    (served / "Test.txt").write_text(LOGIQA + "more")
+    (served / "cmmlu.zip").unlink()
     data = tmp_path / "data"
     assert run(data) == 1
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3
     assert "EleutherAI/logiqa logiqa: " in said[0] and "is not the file that the suite goes with: SHA-256 " in said[0]
-    assert "haonan-li/cmmlu agronomy: " in said[1] and "404" in said[1]
+    assert "haonan-li/cmmlu agronomy: " in said[1] and "No such file" in said[1]
     assert (data / "allenai__sciq" / "default" / "test.jsonl").is_file()
     with pytest.raises(UserError, match=r"lacks LogiQA \(EleutherAI__logiqa/logiqa/test.jsonl\), CMMLU \(.* 3 more\);"):
         check_data(load_suite(suite), data)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moh_llm.evaluation import head_analysis
 from moh_llm.evaluation.head_analysis import analyse_models, prompts
 from moh_llm.evaluation.suite import SUITES, load_suite
 
@@ -151,49 +152,39 @@ def test_models_without_a_choice_are_passed_over(tiny_llama: Path, tiny_moh: Pat
     assert said == []
 
 
-def test_text_that_cannot_be_read_is_named(tiny_llama: Path, tiny_moh: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    models = {"base": str(tiny_llama), "model": str(tiny_moh)}
-    found = analyse_models(models, load_suite("paper"), tmp_path / "nowhere", "cpu", "auto", said.append)
-    assert list(found) == ["model"] and "nowhere is not a folder" in found["model"]["error"]
-    assert said[-1] == f"analysis of model failed: {found['model']['error']}"
-
-
-def test_whatever_is_raised_loses_one_models_analysis(tiny_moh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a model chooses, the benchmarks' text, the analysis: nothing that fails there ends the run."""
-    from moh_llm.evaluation import head_analysis
-
-    error = Exception("bad")  # of no kind that could be named
+@pytest.mark.parametrize("failing", ["one", "config", "text", "no text", "data"])
+def test_whatever_fails_loses_that_analysis_only(
+    tiny_moh: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """The analysis of one model, whether a model chooses, the benchmarks' text: nothing that fails ends the run."""
 
     def fail(*_: Any) -> Any:
-        raise error
+        raise Exception("bad")  # of no kind that could be named
 
-    def analyse(failing: str) -> dict[str, Any]:
-        def act(*arguments: Any, **_: Any) -> Any:
-            return fail() if failing in arguments else {"texts": {}}
-
-        with monkeypatch.context() as patch:
-            patch.setattr(head_analysis, "_analyse", act)
-            if failing == "text":
-                patch.setattr(head_analysis, "load_tasks", fail)
-            if failing == "config":
-                whole = head_analysis._chooses
-                patch.setattr(head_analysis, "_chooses", lambda model: fail() if model == "nowhere" else whole(model))
-            models = {"one": "nowhere" if failing == "config" else str(tiny_moh), "two": str(tiny_moh)}
-            return analyse_models(models, load_suite("smoke"), None, "cpu", "auto", lambda line: None)
-
-    failed, whole = {"error": f"{type(error).__name__}: {error}"}, {"texts": {}}
-    assert list(analyse("one").items()) == [("one", failed), ("two", whole)]
-    assert list(analyse("config").items()) == [("one", failed), ("two", whole)]
-    assert analyse("text") == {"one": failed, "two": failed}
-
-
-def test_no_text_at_all_is_an_error(tiny_moh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moh_llm.evaluation import head_analysis
-
-    monkeypatch.setattr(head_analysis, "prompts", lambda *_, **__: {})
-    found = analyse_models({"model": str(tiny_moh)}, load_suite("smoke"), None, "cpu", "auto", lambda line: None)
-    assert found == {"model": {"error": "no benchmark's text can be built; the lines above say why"}}
+    models = {"one": str(tiny_moh), "two": str(tiny_moh), "dense": str(tiny_llama)}
+    analyse = {"one": fail, "two": lambda *_: {"texts": {}}}
+    monkeypatch.setattr(head_analysis, "_analyse", lambda label, *_: analyse[label if failing == "one" else "two"]())
+    if failing == "config":
+        models["one"] = str(tmp_path)
+    if failing == "text":
+        monkeypatch.setattr(head_analysis, "load_tasks", fail)
+    if failing == "no text":
+        monkeypatch.setattr(head_analysis, "prompts", lambda *_, **__: {})
+    suite, data = load_suite("paper" if failing == "data" else "smoke"), tmp_path / "nowhere"
+    said: list[str] = []
+    found = analyse_models(models, suite, data, "cpu", "auto", said.append)
+    errors = {label: record["error"] for label, record in found.items() if "error" in record}
+    expected = {
+        "one": "Exception: bad",
+        "config": "Unrecognized model",
+        "text": "Exception: bad",
+        "no text": "no benchmark's text can be built; the lines above say why",
+        "data": "nowhere is not a folder",
+    }[failing]
+    assert list(found) == ["one", "two"] and "dense" not in found
+    assert list(errors) == (["one"] if failing in ("one", "config") else ["one", "two"])
+    assert all(expected in error and "\n" not in error for error in errors.values())
+    assert f"analysis of one failed: {errors['one']}" in said
 
 
 def test_a_failed_analysis_is_named_and_loses_nothing(
