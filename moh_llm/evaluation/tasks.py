@@ -10,14 +10,11 @@ import functools
 import hashlib
 import json
 import logging
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moh_llm import __version__
 from moh_llm.errors import UserError
 from moh_llm.evaluation.chance import chances_of, lacks_choices
 from moh_llm.evaluation.statistics import Strata
@@ -64,16 +61,6 @@ def require_lm_eval() -> None:
         if error.name != "lm_eval":
             raise
         raise UserError('evaluation needs lm-eval: pip install "moh-llm[eval]"') from error
-
-
-def installed_versions() -> dict[str, str]:
-    """The versions that scores depend on."""
-    names = {"torch": "torch", "transformers": "transformers", "lm_eval": "lm-eval", "datasets": "datasets"}
-    return {
-        "moh_llm": __version__,
-        **{name: metadata.version(package) for name, package in names.items()},
-        "python": platform.python_version(),
-    }
 
 
 def check_data(suite: Suite, data_dir: Path | None) -> None:
