@@ -151,8 +151,8 @@ def _is_result(path: Path) -> bool:
 
 
 def _differences(old: Key, new: Key) -> list[str]:
-    """What differs between two keys, in words."""
-    words = {
+    """What differs between two keys."""
+    reasons = {
         "model": "the model's files differ",
         "benchmark": "the benchmark is defined otherwise",
         "definition": "the files of its task differ",
@@ -162,8 +162,8 @@ def _differences(old: Key, new: Key) -> list[str]:
     for name, value in new.items():
         if old.get(name) == value:
             continue
-        if isinstance(value, dict) and name not in words:
+        if isinstance(value, dict) and name not in reasons:
             different += [f"{k} was {old[name].get(k)}, is {v}" for k, v in value.items() if old[name].get(k) != v]
         else:
-            different.append(words.get(name) or f"{name} was {old.get(name)}, is {value}")
+            different.append(reasons.get(name) or f"{name} was {old.get(name)}, is {value}")
     return different
