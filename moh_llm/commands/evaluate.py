@@ -15,63 +15,43 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    parser.add_argument("model", metavar="MODEL", nargs="+", help="folders or Hub ids of the models to score")
-    parser.add_argument("--base", metavar="BASE", help="folder or Hub id of the base, scored in the same run")
-    parser.add_argument(
-        "--suite",
-        default="paper",
-        help="paper, paper_stage1, scratch, smoke, or a YAML file (default: paper)",
-    )
-    parser.add_argument(
-        "--data-dir",
-        type=Path,
-        metavar="DIR",
-        help="local data, <dataset, / as __>/<config>/<split>.jsonl (default: the Hub)",
-    )
-    parser.add_argument(
-        "--limit", type=_positive, metavar="N", help="score only N items of each task, to try things out"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="+", help="folders or Hub ids of the models to score")
+    add("--base", metavar="BASE", help="folder or Hub id of the base, scored in the same run")
+    suites = "paper, paper_stage1, scratch, smoke, or a YAML file (default: paper)"
+    add("--suite", default="paper", help=suites)
+    layout = "local data, <dataset, / as __>/<config>/<split>.jsonl (default: the Hub)"
+    add("--data-dir", type=Path, metavar="DIR", help=layout)
+    add("--limit", type=_positive, metavar="N", help="score only N items of each task, to try things out")
+    add(
         "--batch-size",
         type=_batch_size,
         default=8,
         metavar="N",
-        help='sequences in a pass, on each process; "auto" picks it for each benchmark from its longest prompt and '
-        "the free memory (default: 8)",
+        help='sequences in a forward pass, on each process; "auto" chooses it for each benchmark from its longest '
+        "prompt and the free memory (default: 8)",
     )
-    parser.add_argument(
+    add(
         "--dtype",
         default="auto",
         choices=["auto", "float32", "bfloat16", "float16"],
         help="dtype that every model is run in (default: auto, the widest dtype that one of them is stored in, so that "
         "no model's weights are rounded; a bfloat16 base beside a float32 model takes twice the memory)",
     )
-    parser.add_argument("--device", help="torch device, such as cuda:1 or cpu (default: the GPU if there is one)")
-    parser.add_argument(
+    add("--device", help="torch device, such as cuda:1 or cpu (default: the GPU if there is one)")
+    add(
         "--share-prefixes",
         action="store_true",
-        help="compute what prompts begin with in common, such as the examples of MMLU, once and not for every prompt; "
-        "scores may differ by rounding: in float32 they are equal in practice, in bfloat16 close choices may flip",
+        help="compute what prompts begin with in common, such as the examples of MMLU, only once; scores may differ "
+        "by rounding: in float32 they are equal in practice, in bfloat16 close choices may flip",
     )
-    parser.add_argument(
-        "--log-samples",
-        action="store_true",
-        help="write every item's prompt, responses and score to samples/MODEL/BENCHMARK.jsonl in the output",
-    )
-    parser.add_argument(
-        "--no-analysis",
-        dest="analysis",
-        action="store_false",
-        help="scores only: leave out what the heads did on the benchmarks' text",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("out/report"),
-        metavar="DIR",
-        help="where the report goes (default: out/report)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it is not empty")
+    samples = "write every item's prompt, responses and score to samples/MODEL/BENCHMARK.jsonl in the output"
+    add("--log-samples", action="store_true", help=samples)
+    scores_only = "scores only: leave out what the heads did on the benchmarks' text"
+    add("--no-analysis", dest="analysis", action="store_false", help=scores_only)
+    place = "where the report goes (default: out/report)"
+    add("--output", type=Path, default=Path("out/report"), metavar="DIR", help=place)
+    add("--overwrite", action="store_true", help="replace the output folder if it is not empty")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.suite import SCRIPT_DATASETS, Suite, data_file
-from moh_llm.evaluation.tasks import quiet_data
+from moh_llm.evaluation.tasks import one_line, quiet_data
 from moh_llm.files import sha256
 from moh_llm.reading import read_yaml
 from moh_llm.records.base import Record
@@ -175,7 +175,7 @@ def _current_commit(dataset: str) -> str:
     try:
         return HfApi().dataset_info(dataset).sha or ""
     except HfHubHTTPError as error:
-        raise _Refused(" ".join(str(error).split())[:200]) from error
+        raise _Refused(one_line(error)) from error
     except Exception as error:  # of whichever library carries the request
         raise UserError(f"the Hub cannot be reached ({error}); run this where there is a network") from error
 
@@ -192,7 +192,7 @@ def _from_hub(item: _Wanted, splits: list[str], revision: str) -> dict[str, tupl
         # All others would wait for the network as long as this one did.
         raise UserError(f"the Hub cannot be reached ({error}); run this where there is a network") from error
     except (OSError, ValueError, RuntimeError, KeyError, datasets.exceptions.DatasetsError) as error:
-        raise _Refused(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+        raise _Refused(one_line(error)) from error
     return {split: (rows, f"hub:{item.dataset}@{revision}") for split, rows in zip(splits, loaded, strict=True)}
 
 
@@ -252,7 +252,7 @@ def _convert_cmmlu(file: Path, config: str, split: str) -> Rows:
 
 
 def _wrong_counts(suite: Suite, folder: Path, held: _Held) -> list[str]:
-    """Benchmarks whose number of items is not the suite's; those that are not all there are passed over."""
+    """Benchmarks whose number of items is not the suite's; benchmarks that lack a file are left out."""
     problems = []
     for benchmark in suite.benchmarks:
         # Several readings of the same items share a file.

@@ -12,7 +12,7 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.models import register_moh
 from moh_llm.evaluation.scoring import SEEDS
 from moh_llm.evaluation.suite import Suite
-from moh_llm.evaluation.tasks import Loaded, load_tasks
+from moh_llm.evaluation.tasks import Loaded, load_tasks, one_line
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -33,7 +33,7 @@ def analyse_models(
     """Analyse each of ``models`` (label to path or Hub id) that chooses among its heads, one in memory at a time.
 
     Args:
-        models: others, dense ones and those with every head on, are passed over.
+        models: dense models and those with every head on are left out.
         suite: the benchmarks whose text is read.
         data_dir: as `runner.score` takes it.
         device: the torch device; this process works alone.
@@ -60,7 +60,7 @@ def analyse_models(
         except Exception as error:
             if not isinstance(error, UserError):
                 traceback.print_exception(error)  # it may be a bug
-            found[label] = {"error": str(error) if isinstance(error, UserError) else _in_words(error)}
+            found[label] = {"error": str(error) if isinstance(error, UserError) else one_line(error)}
             say(f"analysis of {label} failed: {found[label]['error']}")
     return found
 
@@ -86,7 +86,7 @@ def prompts(
         try:
             by_task = [_of_task(task, count) for task, count in zip(one.tasks, counts, strict=True) if count]
         except Exception as error:  # functions and templates of tasks may raise anything
-            say(f"the text of {one.benchmark.name} is left out: {_in_words(error)}")
+            say(f"the text of {one.benchmark.name} is left out: {one_line(error)}")
             continue
         texts[one.benchmark.name] = [text for turn in zip_longest(*by_task) for text in turn if text is not None]
     return texts
@@ -147,9 +147,5 @@ def _analyse(
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         network = MoHLlamaForCausalLM.from_pretrained(model, dtype=dtype, use_safetensors=True).to(device)
     except (OSError, ValueError) as error:
-        raise UserError(f"{model} cannot be loaded: {_in_words(error)}") from error
+        raise UserError(f"{model} cannot be loaded: {one_line(error)}") from error
     return analyse(network, tokenizer, texts, say=lambda stage: say(f"analysis of {label}: {stage}"))
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -82,7 +82,7 @@ def check_model(model: str) -> None:
 
 
 def check_batch_size(model: str, batch_size: int) -> None:
-    """Raise UserError for more sequences in a pass than the device holds 16-bit logits of one token of."""
+    """Raise UserError for a batch whose 16-bit logits of one token alone exceed the memory."""
     folder = Path(model)
     vocabulary = read_config(folder).get("vocab_size") if (folder / CONFIG).is_file() else None
     if vocabulary is None:

@@ -8,11 +8,10 @@ from pathlib import Path
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.margin import average_margin, compare_with_base, kept_share, plain_mean
 from moh_llm.evaluation.models import describe_model, other_base
-from moh_llm.evaluation.result_cache import ResultCache, file_name
+from moh_llm.evaluation.result_cache import ResultCache, file_name, installed_versions
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import SEEDS, Score
 from moh_llm.evaluation.suite import Benchmark, Suite
-from moh_llm.evaluation.tasks import installed_versions
 from moh_llm.records.evaluation import (
     VERSION,
     Average,

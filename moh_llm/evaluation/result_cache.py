@@ -12,15 +12,18 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import platform
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from moh_llm import __version__
 from moh_llm.errors import UserError
 from moh_llm.evaluation.scoring import SEEDS, Sample, Score
-from moh_llm.evaluation.tasks import Loaded, installed_versions
+from moh_llm.evaluation.tasks import Loaded
 from moh_llm.files import write_json, write_text
 from moh_llm.reading import read_json
 
@@ -35,6 +38,16 @@ class CachedResult(BaseModel, extra="forbid"):
     context: int
     """Longest input of the model, in tokens."""
     hardware: str
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions that scores depend on."""
+    names = {"torch": "torch", "transformers": "transformers", "lm_eval": "lm-eval", "datasets": "datasets"}
+    return {
+        "moh_llm": __version__,
+        **{name: metadata.version(package) for name, package in names.items()},
+        "python": platform.python_version(),
+    }
 
 
 def make_key(
@@ -138,8 +151,8 @@ def _is_result(path: Path) -> bool:
 
 
 def _differences(old: Key, new: Key) -> list[str]:
-    """What differs between two keys, in words."""
-    words = {
+    """What differs between two keys."""
+    reasons = {
         "model": "the model's files differ",
         "benchmark": "the benchmark is defined otherwise",
         "definition": "the files of its task differ",
@@ -149,8 +162,8 @@ def _differences(old: Key, new: Key) -> list[str]:
     for name, value in new.items():
         if old.get(name) == value:
             continue
-        if isinstance(value, dict) and name not in words:
+        if isinstance(value, dict) and name not in reasons:
             different += [f"{k} was {old[name].get(k)}, is {v}" for k, v in value.items() if old[name].get(k) != v]
         else:
-            different.append(words.get(name) or f"{name} was {old.get(name)}, is {value}")
+            different.append(reasons.get(name) or f"{name} was {old.get(name)}, is {value}")
     return different

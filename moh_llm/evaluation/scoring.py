@@ -39,7 +39,7 @@ class Score:
     truncated: bool
     """Whether some prompt was longer than the model's context and lost its beginning."""
     batch_size: int
-    """Sequences in a pass, on each process."""
+    """Sequences in a forward pass, on each process."""
 
     @property
     def items(self) -> int:

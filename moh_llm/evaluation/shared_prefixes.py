@@ -126,7 +126,7 @@ def plan(inputs: list[Input], batch_size: int, pass_tokens: int) -> Iterator[Ste
             shared, held = kept, len(first.tokens)
         else:
             kept = min(kept, shared)
-            # A pass for the prefix alone must pay, be it with the inputs that follow.
+            # A forward pass for the prefix alone must save tokens, also those of the inputs that follow.
             users = end
             while (users - start - 1) * (shared - kept) <= pass_tokens and alike[users - 1] >= shared > kept:
                 users += 1

@@ -10,14 +10,11 @@ import functools
 import hashlib
 import json
 import logging
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moh_llm import __version__
 from moh_llm.errors import UserError
 from moh_llm.evaluation.chance import chances_of, lacks_choices
 from moh_llm.evaluation.statistics import Strata
@@ -64,16 +61,6 @@ def require_lm_eval() -> None:
         if error.name != "lm_eval":
             raise
         raise UserError('evaluation needs lm-eval: pip install "moh-llm[eval]"') from error
-
-
-def installed_versions() -> dict[str, str]:
-    """The versions that scores depend on."""
-    names = {"torch": "torch", "transformers": "transformers", "lm_eval": "lm-eval", "datasets": "datasets"}
-    return {
-        "moh_llm": __version__,
-        **{name: metadata.version(package) for name, package in names.items()},
-        "python": platform.python_version(),
-    }
 
 
 def check_data(suite: Suite, data_dir: Path | None) -> None:
@@ -136,9 +123,9 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
                 failures.append(f"{benchmark.name} ({error})")
             except ConnectionError as error:
                 # All others would wait for the network as long as this one did.
-                raise UserError(f"{_in_words(error)}; {_TAKE_FILES}") from error
+                raise UserError(f"{one_line(error)}; {_TAKE_FILES}") from error
             except Exception as error:  # templates and functions of tasks read rows here, and may raise anything
-                failures.append(f"{benchmark.name} ({benchmark.dataset}: {_in_words(error)})")
+                failures.append(f"{benchmark.name} ({benchmark.dataset}: {one_line(error)})")
     if unknown:
         raise UserError(f"suite {suite.name} asks for what its tasks do not have; fix the suite: {', '.join(unknown)}")
     if failures:
@@ -214,7 +201,7 @@ def _read(file: Path) -> "Dataset":
         # `datasets` would take longer to compute a fingerprint of its own than this takes to read the file.
         return Dataset(InMemoryTable.from_pydict(columns), fingerprint=sha256(file)[:16])
     except (pyarrow.ArrowException, TypeError, ValueError) as error:
-        raise UserError(f"{where}: values of one field have different types: {_in_words(error)}") from error
+        raise UserError(f"{where}: values of one field have different types: {one_line(error)}") from error
 
 
 def _hash_data(folder: Path | None, benchmark: Benchmark, tasks: "list[ConfigurableTask]") -> str:
@@ -293,7 +280,7 @@ def _bad_row(task: "ConfigurableTask", rows: Any, config: Any) -> str | None:
         try:
             problem = _unscorable(task, row, config)
         except Exception as error:  # templates and functions of tasks may raise anything
-            problem = _in_words(error)
+            problem = one_line(error)
         if problem:
             return f"row {number}: {problem}"
     return None
@@ -348,5 +335,6 @@ def quiet_data() -> Iterator[None]:
         datasets.enable_progress_bars()
 
 
-def _in_words(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """The kind of an error and the beginning of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -7,7 +7,7 @@ This module is above `moh_llm.evaluation`, which scores, because it also writes 
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -33,11 +33,11 @@ from moh_llm.reporting.runs import read_runs
 class EvaluationOptions:
     """What to score, how, and where the report goes."""
 
-    models: list[str]
+    models: Sequence[str | Path]
     """Folders or Hub ids of the models to score."""
     output: Path
     """The report's folder."""
-    base: str | None = None
+    base: str | Path | None = None
     """Folder or Hub id of the base, scored in the same run."""
     suite: str = "paper"
     """Name of one of the package's suites, or path of a YAML file."""
@@ -150,7 +150,8 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = _say) -> E
 def _check(options: EvaluationOptions) -> tuple[Suite, dict[str, str]]:
     """The suite, and the models by label. Refuses what can be refused before anything slow begins."""
     suite = load_suite(options.suite)
-    models = label_models(options.models, options.base)
+    base = None if options.base is None else str(options.base)
+    models = label_models([str(model) for model in options.models], base)
     reads = [path for path in (*models.values(), options.data_dir) if path]
     check_output_folder(options.output, options.overwrite, reads)
     check_data(suite, options.data_dir)

@@ -135,7 +135,7 @@ def test_only_what_fits_is_taken_up(
     assert scored == everything and "model: Facts is scored anew: its items were not logged" in said
 
     with monkeypatch.context() as patch:
-        patch.setattr("moh_llm.evaluation.tasks.__version__", "9")
+        patch.setattr("moh_llm.evaluation.result_cache.__version__", "9")
         scored, said = again()
     assert scored == everything and f"scored anew: moh_llm was {__version__}, is 9" in said
 

@@ -172,16 +172,17 @@ def test_a_failed_benchmark_does_not_lose_the_others(
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
-def test_cut_prompts_are_reported(
-    tiny_llama: Path, tmp_path: Path, run_evaluate: Evaluate, capsys: pytest.CaptureFixture[str]
-) -> None:
-    short = shutil.copytree(tiny_llama, tmp_path / "short")
+def test_cut_prompts_are_reported_by_the_function_behind_the_command(tiny_llama: Path, tmp_path: Path) -> None:
+    from moh_llm.reporting.evaluate import EvaluationOptions, evaluate
+
+    short, output = shutil.copytree(tiny_llama, tmp_path / "short"), tmp_path / "report"
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
-    words = [short, "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output", tmp_path / "report"]
-    assert run_evaluate(*words) == 0
+    evaluation = evaluate(EvaluationOptions([short], output, suite="smoke", limit=1, device="cpu"), say=print)
+    assert (evaluation.folder, evaluation.partial, evaluation.failed_benchmarks) == (output, None, [])
+    assert [row["model"]["truncated"] for row in evaluation.record["benchmarks"]] == [False, True, False]
     warning = "Prompts longer than model's context of 200 tokens lost their beginning in Stories"
-    assert warning in capsys.readouterr().out
+    assert warning in (output / "report.md").read_text(encoding="utf-8")
 
 
 def test_what_can_be_refused_is_refused_first(tiny_llama: Path, tmp_path: Path, run_evaluate: Evaluate) -> None:

@@ -192,4 +192,4 @@ def test_a_suites_scores_stay_and_runs_are_told_apart(
     assert [report.pop("share_prefixes") for report in reports] == [False, True]
     assert reports[0] == reports[1]
     pages = [(tmp_path / name / "report.md").read_text(encoding="utf-8") for name in ("plain", "shared")]
-    assert ["| prefixes shared | True |" in page for page in pages] == [False, True]
+    assert ["| prefixes shared | yes |" in page for page in pages] == [False, True]
