@@ -11,7 +11,6 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
 from moh_llm.kernels import NAME as HEAD_SPARSE
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaPreTrainedModel
@@ -30,11 +29,7 @@ def flops_by_length(config: MoHLlamaConfig, lengths: Sequence[int]) -> list[Cost
     """Theoretical FLOPs of a forward pass over one text of each length, with the config's active heads (Tab. 7).
 
     `moh_llm.flops.forward_flops` says what is counted; of heads that are off only what cannot be skipped.
-
-    Raises:
-        UserError: a length below 1.
     """
-    _check(lengths)
     return [Cost(n, forward_flops(config, n), forward_flops(config, n, dense=True)) for n in lengths]
 
 
@@ -50,13 +45,7 @@ def seconds_by_length(model: MoHLlamaForCausalLM, lengths: Sequence[int], repeat
         model: as it is set, in evaluation mode, where it lies.
         lengths: in tokens, which are drawn at random.
         repeats: turns that count.
-
-    Raises:
-        UserError: a length or `repeats` below 1.
     """
-    _check(lengths)
-    if repeats < 1:
-        raise UserError(f"repeats={repeats} must be at least 1")
     draw = torch.Generator().manual_seed(0)
     costs = []
     for length in lengths:
@@ -97,21 +86,10 @@ def dense_attention(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
                 attention.forward = forward
 
 
-def _check(lengths: Sequence[int]) -> None:
-    for length in lengths:
-        if length < 1:
-            raise UserError(f"length={length} must be at least 1 token")
-
-
 def _seconds(model: MoHLlamaForCausalLM, ids: torch.Tensor) -> float:
-    _wait(ids.device)
+    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None  # a GPU computes on after a call returns
+    wait()
     start = time.perf_counter()
     model(input_ids=ids, use_cache=False)
-    _wait(ids.device)
+    wait()
     return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    """A GPU's work goes on after a call returns."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from moh_llm.analysis.watch import LayerPass, last_routed_layer, shared_heads, watch
-from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaPreTrainedModel
 
@@ -77,7 +76,7 @@ class TokenHeads:
 
     Attributes:
         tokens: the tokens as printable strings.
-        layers: numbers of the layers looked at.
+        layers: numbers of the layers.
         on: for each of these layers and each token, whether each head is on; heads in the model's order.
     """
 
@@ -86,39 +85,28 @@ class TokenHeads:
     on: list[list[list[bool]]]
 
 
-def token_heads(
-    model: MoHLlamaPreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    layers: Sequence[int] | None = None,
-) -> TokenHeads:
-    """The heads that each token of one text has on.
+def token_heads(model: MoHLlamaPreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> TokenHeads:
+    """The heads that each token of one text has on in the last layer that has routed heads.
 
     Args:
         model: a MoH model in evaluation mode.
         tokenizer: its tokenizer; its special tokens are added, and shown.
         text: read in one pass.
-        layers: numbers of the layers to look at; None: the last one that has routed heads.
 
     Raises:
-        UserError: a layer that the model does not have, no routed heads where `layers` is None, or
-            a text without tokens.
+        UserError: no layer has routed heads, or the text has no tokens.
     """
-    chosen = [last_routed_layer(model)] if layers is None else list(layers)
-    count = len(model.routers)
-    for layer in chosen:
-        if not 0 <= layer < count:
-            raise UserError(f"layer={layer} must lie between 0 and {count - 1}, the model's last layer")
+    last = last_routed_layer(model)
     ids = tokenizer(text)["input_ids"]
-    on: dict[int, list[list[bool]]] = {}
+    on: list[list[list[bool]]] = []
 
     def take(seen: LayerPass) -> None:
-        if seen.layer in chosen:
-            on[seen.layer] = seen.on[0].tolist()
+        if seen.layer == last:
+            on.append(seen.on[0].tolist())
 
     batch = {"input_ids": torch.tensor([ids], dtype=torch.int64), "position_ids": torch.arange(len(ids))[None]}
     watch(model, [batch], take)
-    return TokenHeads(token_strings(tokenizer, ids), chosen, [on[layer] for layer in chosen])
+    return TokenHeads(token_strings(tokenizer, ids), [last], on)
 
 
 def token_strings(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:

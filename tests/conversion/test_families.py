@@ -78,25 +78,6 @@ def test_all_heads_on_is_the_base(converted, ids, one_thread):
     assert not torch.equal(logits_of(moh, ids), expected)
 
 
-def test_every_tensor_of_the_base_is_felt(converted, ids, one_thread):
-    """Else the test above could not tell that one was lost."""
-    moh = MoHLlamaForCausalLM.from_pretrained(converted.output)
-    with moh.all_heads_active():
-        before = logits_of(moh, ids)
-        dense = {
-            name: value for name, value in moh.named_parameters() if "router" not in name and "fallback" not in name
-        }
-        for name, parameter in dense.items():
-            kept = parameter.detach().clone()
-            with torch.no_grad():
-                # A constant added to all keys of a head changes nothing after softmax, noise does not cancel.
-                parameter += 0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-            changed = not torch.equal(logits_of(moh, ids), before)
-            with torch.no_grad():
-                parameter.copy_(kept)
-            assert changed, name
-
-
 def test_the_way_back(converted, read_tensors, ids, tmp_path, one_thread):
     assert main(["convert", str(converted.output), "--to-dense", "--output", str(tmp_path / "dense")]) == 0
     original, restored = read_tensors(converted.base), read_tensors(tmp_path / "dense")
