@@ -180,7 +180,7 @@ def test_cut_prompts_are_reported_by_the_function_behind_the_command(tiny_llama:
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
     evaluation = evaluate(EvaluationOptions([short], output, suite="smoke", limit=1, device="cpu"), say=print)
     assert (evaluation.folder, evaluation.partial, evaluation.failed_benchmarks) == (output, None, [])
-    assert [row["model"]["truncated"] for row in evaluation.record["benchmarks"]] == [False, True, False]
+    assert [row.scores["model"].truncated for row in evaluation.record.benchmarks] == [False, True, False]
     warning = "Prompts longer than model's context of 200 tokens lost their beginning in Stories"
     assert warning in (output / "report.md").read_text(encoding="utf-8")
 
