@@ -20,8 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moh_llm.conversion.convert import BATCH, WINDOW
-from moh_llm.conversion.verify import compare_with_paper
+from moh_llm.conversion.verify import by_paper_plan
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_figure, show_interval
+from moh_llm.metrics import compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
 
 
@@ -54,7 +55,8 @@ def main() -> int:
 
     rows, found = [], []
     for text, batches in texts.items():
-        model_row, paper = compare_with_paper(model, base, batches)
+        candidates = {"model": logits_of(model), "paper": by_paper_plan(model)}
+        model_row, paper = compare_to_reference(candidates, logits_of(base), batches).values()
         found.append(model_row.sums)
         overlap = held_out.overlap(batches, read) if read else None
         rows.append(

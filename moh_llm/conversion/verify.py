@@ -177,13 +177,3 @@ def by_paper_plan(model: MoHLlamaForCausalLM) -> LogitsOf:
             return logits_of(model)(batch)
 
     return run
-
-
-def compare_with_paper(
-    model: MoHLlamaForCausalLM, base: nn.Module, batches: Sequence[Batch]
-) -> tuple[Comparison, Comparison]:
-    """The converted model, and its weights as the paper's layer, against the base."""
-    candidates = {"model": logits_of(model), "paper": by_paper_plan(model)}
-    with tqdm(batches, desc="compare", unit="batch", leave=False) as bar:
-        found = compare_to_reference(candidates, logits_of(base), bar)
-    return found["model"], found["paper"]

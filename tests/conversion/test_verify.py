@@ -13,9 +13,9 @@ from moh_llm.cli import main
 from moh_llm.conversion import convert as convert_module
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import paper_plan
-from moh_llm.conversion.verify import compare_with_paper, verify
+from moh_llm.conversion.verify import by_paper_plan, verify
 from moh_llm.errors import UserError
-from moh_llm.metrics import logits_of
+from moh_llm.metrics import compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.records.model import read_weight_map
 
@@ -127,8 +127,9 @@ def test_figures_are_those_of_a_loop_over_positions(folders, batches, one_thread
         assert proof.base_perplexity == pytest.approx(reference, rel=1e-5)
         assert (proof.held_out_tokens, proof.held_out_documents) == (count, 6) and count == 3 * 30
     assert (proof.dtype, proof.all_heads_active.tokens, proof.paper_active_heads) == ("float32", 64, 3)
-    model, beside = compare_with_paper(converted, dense, batches)
-    assert (model.kl, beside.kl) == pytest.approx((proof.converted.kl, proof.paper_router.kl))
+    beside = compare_to_reference({"paper": by_paper_plan(converted)}, logits_of(dense), batches)["paper"]
+    assert beside.kl == pytest.approx(proof.paper_router.kl)
+    assert converted.routers[0].router_type == "linear"  # its own routers are back
 
 
 @torch.no_grad()
