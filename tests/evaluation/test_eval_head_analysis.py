@@ -219,6 +219,7 @@ def test_a_failed_analysis_is_named_and_loses_nothing(
     said = capsys.readouterr()
     assert "the analysis of one failed, its scores stand: RuntimeError: out of memory\n" in said.out
     assert "the same command with --overwrite repeats the analysis only" in said.out
+    assert said.err.count("analysis: reading the benchmarks' text") == 1  # for both models
 
     assert run_evaluate(*words, "--overwrite") == 0
     assert capsys.readouterr().err.count("(from an earlier run)") == 6
