@@ -8,8 +8,7 @@ from transformers import AutoTokenizer
 
 from moh_llm.cli import main
 from moh_llm.data.mixture import load_mixture
-from moh_llm.data.receipt import make_receipt
-from moh_llm.data.stream import BlockStream
+from moh_llm.data.stream import SequenceStream, make_receipt
 from moh_llm.data.tokenize import tokenize_mixture
 from moh_llm.data.tokens import cache_folder, open_tokens, tokens_for
 from moh_llm.errors import UserError
@@ -74,8 +73,8 @@ def test_few_documents_still_leave_some_held_out(corpus, tokenizer, tmp_path):
 
 def test_the_receipt_counts_what_was_read(corpus, tokenizer, tmp_path):
     tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
-    stream = BlockStream(open_tokens(tmp_path / "out"), 64, seed=1)
-    blocks = 4 * stream.blocks_per_epoch(0)
+    stream = SequenceStream(open_tokens(tmp_path / "out"), 64, seed=1)
+    blocks = 4 * stream.sequences_per_epoch(0)
     receipt = make_receipt(stream, blocks)
     chosen = [stream.locate(number)[0] for number in range(blocks)]
     for number, (source, entry) in enumerate(zip(stream.sources, receipt.values(), strict=True)):
