@@ -30,11 +30,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from moh_llm.data.locate import locate
 from moh_llm.data.mixture import load_mixture
 from moh_llm.data.records import Reading, read_documents
-from moh_llm.data.shards import Shard, TokenizedSource, TokenStream
+from moh_llm.data.shards import Shard, TokenizedSource, TokenStream, open_tokens
 from moh_llm.data.stream import SequenceStream
 from moh_llm.data.tokenize import available_cores, tokenize_mixture
 from moh_llm.data.tokenizer import TextTokenizer
-from moh_llm.data.tokens import open_tokens
 
 LENGTH, BATCH = 512, 4
 DOCUMENT = 1000  # tokens of each document of a sparse corpus

@@ -28,7 +28,7 @@ from moh_llm.addresses import shown, shown_in, without_passwords
 from moh_llm.errors import UserError
 from moh_llm.reading import check_path, expand_home, read_yaml
 
-# Text that every Python carries, so that everything runs with no download: see data/embedded.py.
+# Text that every Python carries, so that everything runs with no download: see data/opening.py.
 BUILTIN_SOURCES = ("python_topics", "python_docstrings", "python_sources")
 FORMATS = ("jsonl", "parquet", "text")
 _LOCATIONS = ("files", "hub", "urls", "url_list", "builtin")
@@ -249,7 +249,3 @@ def _check_keys(record: dict[str, Any], known: tuple[str, ...], where: str) -> N
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
             raise UserError(f"{where}: unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -14,9 +14,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from moh_llm.data.shards import TokenizedSource
+from moh_llm.data.shards import TokenizedSource, tokens_for
 from moh_llm.data.stream import SequenceStream, StepBatches, make_receipt, step_loader
-from moh_llm.data.tokens import tokens_for
 from moh_llm.data.windows import validation_batches
 from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder

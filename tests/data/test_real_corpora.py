@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from moh_llm.data.mixture import load_mixture
+from moh_llm.data.shards import open_tokens
 from moh_llm.data.stream import SequenceStream
 from moh_llm.data.tokenize import tokenize_mixture
-from moh_llm.data.tokens import open_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 TAB_D = {

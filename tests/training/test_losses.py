@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from moh_llm.data.mixture import load_mixture
 from moh_llm.data.sample import sample_mixture
+from moh_llm.data.shards import tokens_for
 from moh_llm.data.stream import SequenceStream
-from moh_llm.data.tokens import tokens_for
 from moh_llm.data.windows import validation_batches
 from moh_llm.metrics import compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
