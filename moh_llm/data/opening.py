@@ -157,7 +157,7 @@ def embedded_documents(name: str) -> Iterator[tuple[str, str]]:
     """Group and text of the documents of a built-in source, in a fixed order; none is empty.
 
     Args:
-        name: one of `moh_llm.data.mixture.BUILTIN_SOURCES`.
+        name: that of a source's `builtin`.
     """
     return ((group, text) for group, text in _BUILTIN[name]() if text.strip())
 
