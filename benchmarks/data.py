@@ -30,11 +30,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from moh_llm.data.locate import locate
 from moh_llm.data.mixture import load_mixture
 from moh_llm.data.records import Reading, read_documents
-from moh_llm.data.shards import Shard, TokenizedSource, TokenStream
-from moh_llm.data.stream import BlockStream
+from moh_llm.data.shards import Shard, TokenizedSource, TokenStream, open_tokens
+from moh_llm.data.stream import SequenceStream
 from moh_llm.data.tokenize import available_cores, tokenize_mixture
 from moh_llm.data.tokenizer import TextTokenizer
-from moh_llm.data.tokens import open_tokens
 
 LENGTH, BATCH = 512, 4
 DOCUMENT = 1000  # tokens of each document of a sparse corpus
@@ -121,7 +120,7 @@ def tokenising(mixture_file: str, tokenizer: TextTokenizer, scratch: Path, round
 
 def shares(folder: Path, count: int = 10_000) -> None:
     """Planned and realised shares of the first blocks, and the largest difference on the way, in blocks."""
-    blocks = BlockStream(open_tokens(folder), LENGTH, seed=0)
+    blocks = SequenceStream(open_tokens(folder), LENGTH, seed=0)
     planned, worst = np.array([source.weight for source in blocks.sources]), np.zeros(len(blocks.sources))
     found = np.zeros(len(blocks.sources), dtype=int)
     for number in range(count):
@@ -134,7 +133,7 @@ def shares(folder: Path, count: int = 10_000) -> None:
 
 def stream(folder: Path, rounds: int) -> None:
     """Batches in one process, against a training step's appetite."""
-    blocks, rates = BlockStream(open_tokens(folder), LENGTH, seed=0), []
+    blocks, rates = SequenceStream(open_tokens(folder), LENGTH, seed=0), []
     for number in range(rounds):
         began = time.perf_counter()
         for first in range(number * 2000, (number + 1) * 2000, BATCH):
@@ -177,7 +176,9 @@ def probe(folder: Path, number: int) -> None:
     """Open, read the first batch at block `number`, then 1,000 blocks all over; print seconds and memory."""
     before = memory()["RssAnon"]
     began = time.perf_counter()
-    blocks = BlockStream(open_tokens(folder) if (folder / "mixture.json").exists() else open_sparse(folder), LENGTH, 0)
+    blocks = SequenceStream(
+        open_tokens(folder) if (folder / "mixture.json").exists() else open_sparse(folder), LENGTH, 0
+    )
     blocks.batch(number, BATCH)
     seconds = time.perf_counter() - began
     blocks.batch(number, 1000)

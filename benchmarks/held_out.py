@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from moh_llm.data.mixture import mixture_from_arguments, mixture_from_files
 from moh_llm.data.overlap import NGRAM, NGrams, Overlap, numbered
-from moh_llm.data.sample import sample_mixture, source_documents
+from moh_llm.data.records import source_documents
+from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import Shard, TokenStream
 from moh_llm.data.tokenizer import TextTokenizer, is_held_out
 from moh_llm.data.windows import fixed_batches

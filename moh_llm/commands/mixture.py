@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from moh_llm.data.mixture import load_mixture
-    from moh_llm.data.tokens import open_tokens
+    from moh_llm.data.shards import open_tokens
 
     budget = parse_tokens(args.tokens)
     notes: list[str] = []
@@ -77,10 +77,8 @@ def parse_tokens(text: str) -> int:
 
 def _estimates(mixture, tokenizer_name: str | None) -> tuple[dict[str, tuple[int | None, bool]], list[str]]:
     """Per source its training tokens and whether they are exact; and what could not be found out."""
-    from pathlib import Path
-
-    from moh_llm.data.estimate import estimate_source
-    from moh_llm.data.tasks import make_tasks
+    from moh_llm.data.locate import locate
+    from moh_llm.data.sample import estimate_source
     from moh_llm.data.tokenizer import TextTokenizer
 
     if tokenizer_name is None:
@@ -90,7 +88,7 @@ def _estimates(mixture, tokenizer_name: str | None) -> tuple[dict[str, tuple[int
     notes = []
     for source in mixture.sources:
         try:
-            estimate = estimate_source(make_tasks(type(mixture)("", (source,)), Path()), tokenizer)
+            estimate = estimate_source(source, locate(source), tokenizer)
         except UserError as error:
             notes.append(str(error))
             continue

@@ -66,15 +66,15 @@ def run(args: argparse.Namespace) -> int:
     if record is None:
         print(f"handed to Slurm; the last job writes {args.output}/mixture.json")
         return 0
-    for name, source in record["sources"].items():
-        left_out = "".join(f", {source[kind]:,} {kind}" for kind in ("filtered", "bad") if source[kind])
+    for name, source in record.sources.items():
+        left_out = "".join(f", {count:,} {kind}" for kind in ("filtered", "bad") if (count := getattr(source, kind)))
         print(
-            f"{name}: {source['tokens']:,} tokens of {source['documents']:,} documents, "
-            f"{source['tokens_per_byte']:.3f} tokens per byte{left_out}"
+            f"{name}: {source.tokens:,} tokens of {source.documents:,} documents, "
+            f"{source.tokens_per_byte:.3f} tokens per byte{left_out}"
         )
-        for example in source["bad_examples"]:
+        for example in source.bad_examples:
             print(f"  left out: {example}")
-    print(f"{args.output}: {record['tokens']:,} tokens in {record['seconds']:.1f} s")
+    print(f"{args.output}: {record.tokens:,} tokens in {record.seconds:.1f} s")
     return 0
 
 
@@ -82,10 +82,9 @@ def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from moh_llm.data.estimate import estimate_source
-    from moh_llm.data.tasks import make_tasks, prepare_sources
+    from moh_llm.data.sample import estimate_source
+    from moh_llm.data.tasks import is_done, make_tasks, prepare_sources
     from moh_llm.data.tokenize import count_workers
-    from moh_llm.data.write import is_done
 
     tasks = make_tasks(mixture, output)
     prepare_sources(tasks, tokenizer.sha256, mixture.validation_share, args.overwrite, write=False)
@@ -95,7 +94,7 @@ def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     total = seconds = 0.0
     for source in mixture.sources:
         own = [task for task in tasks if task.source.name == source.name]
-        found = estimate_source(own, tokenizer)
+        found = estimate_source(source, [file for task in own for file in task.files], tokenizer)
         sizes = [task.bytes for task in own]
         size = "?" if None in sizes else f"{sum(s or 0 for s in sizes) / 1e6:,.1f}"
         done = sum(is_done(task) for task in own)

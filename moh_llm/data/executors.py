@@ -17,9 +17,8 @@ from datatrove.utils.stats import PipelineStats
 from loguru import logger
 from tokenizers import Tokenizer
 
-from moh_llm.data.tasks import Task
+from moh_llm.data.tasks import Task, write_task
 from moh_llm.data.tokenizer import TextTokenizer
-from moh_llm.data.write import write_task
 from moh_llm.errors import UserError
 
 

@@ -4,15 +4,18 @@ import fnmatch
 import glob
 import itertools
 import os
+import platform
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import quote
 
 from moh_llm.data.mixture import Source
-from moh_llm.data.opening import special_kind
-from moh_llm.errors import UserError, reason, shown
+from moh_llm.data.opening import SPLIT, special_kind
+from moh_llm.errors import UserError, reason, shown, without_passwords_in
+from moh_llm.records.tokens import SourceIdentity, TextRecord
 
 MOST_ENTRIES = 4_000_000  # that a pattern with ** may look through, about ten seconds on a local disk
 _SYSTEM = tuple(map(Path, ("/dev", "/proc", "/sys")))
@@ -39,6 +42,10 @@ class SourceFile:
         """The path as it may be shown and recorded: without user, password and query."""
         return shown(self.path)
 
+    def record(self) -> TextRecord:
+        """What a record holds of it."""
+        return TextRecord(file=self.name, bytes=self.size, modified=self.modified)
+
 
 def locate(source: Source) -> list[SourceFile]:
     """The source's files, sorted within each pattern; none for a built-in source.
@@ -59,6 +66,21 @@ def locate(source: Source) -> list[SourceFile]:
     if source.url_list is not None:
         return [SourceFile(url) for url in _listed(source)]
     return []
+
+
+def source_identity(
+    source: Source, files: Sequence[SourceFile], tokenizer: str, validation_share: float
+) -> SourceIdentity:
+    """All that decides a source's shards: text, tokenizer (its hash), what is kept and held out."""
+    builtin = {"builtin": source.builtin or "", "python": platform.python_version(), "split": SPLIT}
+    return SourceIdentity(
+        tokenizer=tokenizer,
+        validation_share=validation_share,
+        format=source.format,
+        text_field=source.text_field,
+        filters=without_passwords_in(source.filters),  # as they are recorded, since the two are compared
+        text=builtin if source.builtin else [file.record() for file in files],
+    )
 
 
 def _local(pattern: str, where: str) -> list[SourceFile]:

@@ -3,7 +3,7 @@
 A mixture file is YAML::
 
     name: mine
-    validation_share: 0.01          # of each source's documents, chosen by a hash of the document
+    validation_share: 0.01          # of each source's documents, a hash of the document chooses them
     sources:
       web:
         weight: 3                   # share of tokens; weights are normalised
@@ -18,32 +18,72 @@ import glob
 import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from moh_llm.errors import UserError, shown, shown_in, without_passwords
 from moh_llm.reading import check_path, expand_home, read_yaml
 
-# Text that every Python carries, so that everything runs with no download: see data/embedded.py.
-BUILTIN_SOURCES = ("python_topics", "python_docstrings", "python_sources")
-FORMATS = ("jsonl", "parquet", "text")
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _LOCATIONS = ("files", "hub", "urls", "url_list", "builtin")
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "multiple_argument_values")  # pydantic's types of error
+_Made = TypeVar("_Made")
 
 
-@dataclass(frozen=True)
+def _check_filter(accepted: Any) -> Any:
+    """Raise ValueError for what is no filter: a value, a list of values, or a range."""
+    if isinstance(accepted, dict):
+        if not accepted or not accepted.keys() <= {"min", "max"}:
+            raise ValueError("a range has the keys min and max, or one of them")
+        low, high = accepted.get("min", -math.inf), accepted.get("max", math.inf)
+        if not all(map(_is_number, accepted.values())) or low > high:
+            raise ValueError("min and max must be finite numbers, the first not above the second")
+    elif accepted is None or accepted == []:
+        raise ValueError("no value is given, so no record would be kept")
+    elif not all(isinstance(v, str) or _is_number(v) for v in (accepted if isinstance(accepted, list) else [accepted])):
+        raise ValueError("a value must be a text, a finite number, true or false")
+    return accepted
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and -1e300 < value < 1e300
+
+
+def _check_address(address: str) -> str:
+    try:
+        urlsplit(address)
+    except ValueError as error:
+        raise ValueError(f"{shown(address)} is not an address: {error}") from error
+    return address
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_Texts = Annotated[tuple[_Text, ...], BeforeValidator(_listed)]
+_Address = Annotated[_Text, AfterValidator(_check_address)]
+
+
+@checked_dataclass(frozen=True, config=_STRICT)
 class Source:
-    """One source: `weight` is its share of the tokens; one of five fields says where it lies.
+    """One source: `weight` is its share of the tokens; one of five fields gives its location.
 
     Attributes:
         files: local paths or globs.
         hub: a Hub dataset's id; `data_files` are paths or globs in it, at `revision`.
         urls: the files' addresses.
         url_list: path or address of a text with one address a line; `match` is a glob that keeps some.
-        builtin: one of `BUILTIN_SOURCES`.
-        format: one of `FORMATS`; None: by the files' endings.
+        builtin: text that every Python carries, so that everything runs with no download: see data/opening.py.
+        format: of the files; None: by their endings.
         text_field: dotted name of the field that holds the text; None: a known name.
         filters: dotted field name -> the value, the values (list), or the range (``{min:, max:}``)
             of the records to keep.
@@ -51,19 +91,19 @@ class Source:
     """
 
     name: str
-    weight: float
-    files: tuple[str, ...] = ()
-    hub: str | None = None
-    data_files: tuple[str, ...] = ()
-    revision: str | None = None
-    urls: tuple[str, ...] = ()
-    url_list: str | None = None
-    match: str | None = None
-    builtin: str | None = None
-    format: str | None = None
-    text_field: str | None = None
-    filters: dict[str, Any] = field(default_factory=dict)
-    max_epochs: float | None = None
+    weight: Annotated[float, Field(gt=0, lt=1e100)]
+    files: _Texts = ()
+    hub: _Text | None = None
+    data_files: _Texts = ()
+    revision: _Text | None = None
+    urls: Annotated[tuple[_Address, ...], BeforeValidator(_listed)] = ()
+    url_list: _Address | None = None
+    match: _Text | None = None
+    builtin: Literal["python_topics", "python_docstrings", "python_sources"] | None = None
+    format: Literal["jsonl", "parquet", "text"] | None = None
+    text_field: _Text | None = None
+    filters: dict[str, Annotated[Any, AfterValidator(_check_filter)]] = field(default_factory=dict)
+    max_epochs: Annotated[float, Field(gt=0, lt=1e9)] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,11 +137,20 @@ EMBEDDED = Mixture(
 )
 
 
+class _File(BaseModel):
+    """A mixture file, the values of its sources not yet checked."""
+
+    model_config = _STRICT
+    name: str | None = None
+    validation_share: float = Field(default=Mixture.validation_share, gt=0, lt=1)
+    sources: dict[Any, dict[str, Any]] = Field(min_length=1)
+
+
 def load_mixture(path_or_name: str | Path) -> Mixture:
     """Read a mixture file, or the built-in mixture ``embedded``. Weights are normalised to sum to 1.
 
     Local paths are relative to the mixture file, and ``$NAME`` in them is replaced by the environment
-    variable. Whether the files exist is asked when they are needed (`locate`).
+    variable. Whether the files exist is checked when they are needed (`locate`).
 
     Raises:
         UserError: the file is missing or not YAML, a key is unknown, or a value cannot be used.
@@ -110,20 +159,12 @@ def load_mixture(path_or_name: str | Path) -> Mixture:
     if not path.is_file() and str(path_or_name) == EMBEDDED.name:
         return EMBEDDED
     try:
-        record = read_yaml(path)
+        content = read_yaml(path)
     except UserError as error:
         raise UserError(f"mixture {error}" + ("" if path.exists() else "; name a YAML file, or 'embedded'")) from error
-    if not isinstance(record, dict):
-        raise UserError(f"mixture {path} must be a map with the keys name, sources and validation_share")
-    _check_keys(record, ("name", "sources", "validation_share"), f"mixture {path}")
-    share = record.get("validation_share", Mixture.validation_share)
-    if not _is_number(share) or not 0 < share < 1:
-        raise UserError(f"mixture {path}: validation_share={share} must lie between 0 and 1")
-    sources = record.get("sources")
-    if not isinstance(sources, dict) or not sources:
-        raise UserError(f"mixture {path}: sources must name at least one source")
-    parsed = [_source(str(name), values, path) for name, values in sources.items()]
-    return _normalised(str(record.get("name") or path.stem), parsed, float(share))
+    file = _made(lambda: _File.model_validate(content), f"mixture {path}", _File.model_fields)
+    sources = [_source(str(name), values, path) for name, values in file.sources.items()]
+    return _normalised(file.name or path.stem, sources, file.validation_share)
 
 
 def mixture_from_files(files: Sequence[str], validation_share: float = Mixture.validation_share) -> Mixture:
@@ -139,76 +180,43 @@ def mixture_from_arguments(arguments: Sequence[str]) -> Mixture:
     return mixture_from_files(arguments)
 
 
-def _source(name: str, values: Any, path: Path) -> Source:
+def _made(make: Callable[[], _Made], where: str, known: Sequence[str]) -> _Made:
+    """What ``make`` gives; a fault that pydantic finds, an unknown key first, becomes a UserError of one line."""
+    try:
+        return make()
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+    fault = next((fault for fault in faults if fault["type"] in _UNKNOWN), faults[0])
+    key, kind = ".".join(map(str, fault["loc"])), fault["type"]
+    if kind in _UNKNOWN:
+        close = difflib.get_close_matches(key, known, n=1)
+        raise UserError(f"{where}: unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    if kind == "missing":
+        raise UserError(f"{where}: {key} is missing")
+    if not key:
+        raise UserError(f"{where} must be a map with the keys {', '.join(known)}")
+    given = shown_in(repr(fault["input"]))
+    given = given if len(given) <= 60 else f"{given[:57]}..."
+    message = fault["ctx"]["error"] if kind == "value_error" else fault["msg"]
+    raise UserError(f"{where}: {key}={given}: {message}")
+
+
+def _source(name: str, values: dict[str, Any], path: Path) -> Source:
     where = f"mixture {path}, source {name}"
-    if not isinstance(values, dict):
-        raise UserError(f"{where}: must be a map with weight and one of {', '.join(_LOCATIONS)}")
-    _check_keys(values, tuple(f.name for f in fields(Source) if f.name != "name"), where)
-    values = {key: value for key, value in values.items() if value is not None}  # a key left blank
-    if not _is_number(values.get("weight")) or not 0 < values["weight"] < 1e100:
-        raise UserError(f"{where}: weight={values.get('weight')} must be a positive number")
-    if sum(key in values for key in _LOCATIONS) != 1:
+    values = {key: value for key, value in values.items() if value is not None}  # without keys left blank
+    source = _made(lambda: Source(name, **values), where, [f.name for f in fields(Source) if f.name != "name"])
+    if sum(bool(getattr(source, key)) for key in _LOCATIONS) != 1:
         raise UserError(f"{where}: give exactly one of {', '.join(_LOCATIONS)}")
     for key, needs in (("data_files", "hub"), ("revision", "hub"), ("match", "url_list")):
-        if key in values and needs not in values:
+        if getattr(source, key) and not getattr(source, needs):
             raise UserError(f"{where}: {key} goes with {needs}, which is not given")
-    found: dict[str, Any] = {"weight": float(values["weight"])}
-    for key in ("files", "data_files", "urls"):
-        if key in values:
-            found[key] = _texts(values[key], f"{where}: {key}")
-    for key in ("hub", "revision", "url_list", "match", "builtin", "format", "text_field"):
-        if key in values:
-            (found[key],) = _texts(values[key], f"{where}: {key}", several=False)
-    if "files" in found:
-        found["files"] = tuple(_expanded(pattern, path.parent, where) for pattern in found["files"])
-    if "url_list" in found and "://" not in found["url_list"]:
-        found["url_list"] = _expanded(found["url_list"], path.parent, where)
-    for address in (*found.get("urls", ()), found.get("url_list", "")):
-        _check_address(address, where)
-    if "hub" in found and "data_files" not in found:
-        raise UserError(f"{where}: hub={found['hub']} needs data_files, for example data/*.parquet")
-    if found.get("builtin", BUILTIN_SOURCES[0]) not in BUILTIN_SOURCES:
-        raise UserError(f"{where}: builtin={found['builtin']} must be one of {', '.join(BUILTIN_SOURCES)}")
-    if found.get("format", FORMATS[0]) not in FORMATS:
-        raise UserError(f"{where}: format={found['format']} must be one of {', '.join(FORMATS)}")
-    if (epochs := values.get("max_epochs")) is not None:
-        if not _is_number(epochs) or not 0 < epochs < 1e9:
-            raise UserError(f"{where}: max_epochs={shown_in(str(epochs)[:40])} must be above 0 and below 1e9")
-        found["max_epochs"] = float(epochs)
-    found["filters"] = _filters(values.get("filters", {}), where)
-    return Source(name, **found)
-
-
-def _filters(filters: Any, where: str) -> dict[str, Any]:
-    if not isinstance(filters, dict):
-        raise UserError(f"{where}: filters must map a field's name to a value, a list of values or {{min:, max:}}")
-    for name, accepted in filters.items():
-        if isinstance(accepted, dict):
-            _check_keys(accepted, ("min", "max"), f"{where}, filter {name}")
-            low, high = accepted.get("min", -math.inf), accepted.get("max", math.inf)
-            if not accepted or not (_is_number(low) and _is_number(high) and low <= high):
-                raise UserError(f"{where}, filter {name}: min and max must be numbers, the first not above the second")
-            if not all(map(_is_finite, accepted.values())):
-                raise UserError(f"{where}, filter {name}: min and max must be finite; leave out what is not meant")
-        elif accepted is None or accepted == []:
-            raise UserError(f"{where}, filter {name}: no value is given, so nothing would be kept")
-        elif not all(map(_is_finite, accepted if isinstance(accepted, list) else [accepted])):
-            raise UserError(f"{where}, filter {name}: a value must be a text, a finite number, true or false")
-    return {str(name): accepted for name, accepted in filters.items()}
-
-
-def _texts(value: Any, where: str, several: bool = True) -> tuple[str, ...]:
-    values = value if several and isinstance(value, list) else [value]
-    if not values or not all(isinstance(text, str) and text for text in values):
-        raise UserError(f"{where}={shown_in(str(value))} must be a text" + (" or a list of texts" if several else ""))
-    return tuple(values)
-
-
-def _check_address(address: str, where: str) -> None:
-    try:
-        urlsplit(address)
-    except ValueError as error:
-        raise UserError(f"{where}: {shown(address)} is not an address: {error}") from error
+    if source.hub and not source.data_files:
+        raise UserError(f"{where}: hub={source.hub} needs data_files, for example data/*.parquet")
+    url_list = source.url_list
+    if url_list and "://" not in url_list:
+        url_list = _expanded(url_list, path.parent, where)
+    files = tuple(_expanded(pattern, path.parent, where) for pattern in source.files)
+    return replace(source, files=files, url_list=url_list)
 
 
 def _expanded(pattern: str, root: Path, where: str) -> str:
@@ -228,27 +236,11 @@ def _normalised(name: str, sources: Sequence[Source], validation_share: float) -
     total = math.fsum(source.weight for source in sources)
     # A name is shown and recorded; on the command line a file's name is what was typed.
     shares = [
-        Source(**{**vars(source), "name": without_passwords(source.name), "weight": source.weight / total})
+        replace(
+            source,
+            name=without_passwords(source.name),
+            weight=max(source.weight / total, sys.float_info.min),  # no share is so small that it is 0
+        )
         for source in sources
     ]
     return Mixture(without_passwords(name), tuple(shares), validation_share, total)
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether a filter's value is one that JSON can hold, and no list or map."""
-    return isinstance(value, str | bool) or (_is_number(value) and -1e300 < value < 1e300)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_keys(record: dict[str, Any], known: tuple[str, ...], where: str) -> None:
-    for key in record:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            raise UserError(f"{where}: unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from moh_llm.data.locate import SourceFile
+from moh_llm.data.locate import SourceFile, locate
 from moh_llm.data.mixture import Source
-from moh_llm.data.opening import is_corruption, open_binary
+from moh_llm.data.opening import embedded_documents, is_corruption, open_binary
 from moh_llm.errors import UserError, reason
 
 # Names under which public corpora keep a record's text, most common first.
@@ -30,10 +30,14 @@ _BATCH_ROWS = 16  # of parquet that are held at once
 
 @dataclass
 class Reading:
-    """What reading a source's files met with, and what to do with a bad record: stop, with advice, or skip."""
+    """Counts of reading a source's files, and what to do with a bad record: stop, with advice, or skip.
+
+    `stored` is the number of stored bytes read so far, over all files.
+    """
 
     skip_bad: bool = False
     advice: str = "mend it, or pass --on-bad-record skip to leave such records out"
+    stored: int = field(default=0, compare=False)
     documents: int = 0
     bytes: int = 0
     empty: int = 0
@@ -50,16 +54,39 @@ class Reading:
             self.examples.append(message)
 
 
-def read_documents(
-    file: SourceFile, source: Source, reading: Reading, position: Callable[[int], None] | None = None
-) -> Iterator[str]:
+def source_documents(
+    source: Source, files: Sequence[SourceFile] | None = None, reading: Reading | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield group and text of a source's documents in their order, without empty and filtered ones.
+
+    A document of a file is a group of its own: its group is its text.
+
+    Args:
+        source: what to read.
+        files: those of its files to read; None: all.
+        reading: counts; None: a bad record stops the reading.
+
+    Raises:
+        UserError: text that cannot be read.
+    """
+    reading = reading or Reading(advice="mend it, or leave the file out")
+    if source.builtin is not None:
+        for group, text in embedded_documents(source.builtin):
+            reading.documents += 1
+            reading.bytes += len(text.encode())
+            yield group, text
+    for file in locate(source) if files is None else files:
+        for text in read_documents(file, source, reading):
+            yield text, text
+
+
+def read_documents(file: SourceFile, source: Source, reading: Reading) -> Iterator[str]:
     """Yield the file's documents in their order; empty and filtered ones are left out and counted.
 
     Args:
         file: what to read.
         source: gives format, text field and filters.
         reading: counts, and says what happens at a bad record.
-        position: told with each record how many stored bytes were read.
 
     Memory is bounded by `RECORD_BYTES` and, for parquet, by its pages; a longer record is a bad one.
 
@@ -69,14 +96,13 @@ def read_documents(
     """
     kind = source.format or _format_of(file)
     reader = {"jsonl": _json_lines, "parquet": _parquet_rows, "text": _whole_text}[kind]
-    number = 0  # of the last record that was read
+    before, number = reading.stored, 0  # the number is that of the last record that was read
     try:
         with open_binary(file.path, seekable=kind == "parquet") as (raw, plain):
             records = _Records(file, source, reading, raw.tell)
             for at, text in reader(plain, records):
                 number = at
-                if position is not None:
-                    position(records.tell())
+                reading.stored = before + records.tell()
                 if text is None:
                     continue
                 if not text.strip():
@@ -88,6 +114,7 @@ def read_documents(
                 yield text
             if not number:
                 reading.fault(f"{file.name} is empty")
+        reading.stored = before + file.size if file.size is not None else reading.stored
     except (UserError, GeneratorExit):
         raise
     # zstandard's, pyarrow's and the transports' errors share no base below Exception.
@@ -103,7 +130,8 @@ def read_documents(
 
 
 def _encodable(text: str) -> tuple[str, int]:
-    """The text and its bytes; what UTF-8 cannot hold (half a surrogate pair, from JSON) becomes a question mark."""
+    """The text and its number of bytes; half a surrogate pair (from JSON), which UTF-8 cannot hold, becomes a question
+    mark."""
     try:
         return text, len(text.encode())
     except UnicodeEncodeError:
@@ -199,11 +227,11 @@ def _parquet_rows(plain: IO[bytes], records: _Records) -> Iterator[tuple[int, st
     wanted = [*records.source.filters, *records.candidates()]
     columns = [name for name in present if name in wanted or any(w.split(".")[0] == name for w in wanted)]
     number = 0
-    # Reading ahead, by pyarrow, says nothing of where we are; rows do.
+    # pyarrow reads ahead, so the file's position says little; the number of rows is right.
     records.tell = lambda: size * number // max(1, rows)
     for group in range(table.num_row_groups):
         described = table.metadata.row_group(group)
-        if _mean_size(described, columns) > RECORD_BYTES:  # told without reading it
+        if _mean_size(described, columns) > RECORD_BYTES:  # known without reading it
             first, number = number + 1, number + described.num_rows
             span = f"row {number}" if first == number else f"rows {first} to {number}, in the mean"
             records.too_long(f"{records.file.name}, {span}", described.num_rows)

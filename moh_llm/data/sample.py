@@ -1,21 +1,23 @@
-"""The first tokens of a mixture, in memory: what conversion calibrates and proves with."""
+"""The beginning of a mixture: its first tokens, for conversion, and an estimate of how many there are in all."""
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from moh_llm.data.embedded import embedded_documents
-from moh_llm.data.locate import locate
+from moh_llm.data.locate import SourceFile
 from moh_llm.data.mixture import Mixture, Source
-from moh_llm.data.records import Reading, read_documents
+from moh_llm.data.records import Reading, source_documents
 from moh_llm.data.shards import Shard, TokenizedSource, TokenStream, split_tail
 from moh_llm.data.tokenizer import TextTokenizer, is_held_out
 from moh_llm.errors import UserError
 
-_SLACK = 1024  # so that a share rounded up to whole windows is there, too
+_SLACK = 1024  # tokens more than a share, so that a share rounded up to full windows is there, too
+_SAMPLE = 2 << 20  # bytes of text that an estimate tokenises
 
 
 def sample_mixture(
@@ -65,14 +67,54 @@ def _sample_source(
     return TokenizedSource(source.name, source.weight, train, validation, source.max_epochs)
 
 
-def source_documents(source: Source) -> Iterator[tuple[str, str]]:
-    """Group and text of a source's documents in their order, empty ones left out.
+@dataclass(frozen=True)
+class Estimate:
+    """Of one source: tokens in all, and the tokenizer's seconds on all cores of this machine.
+
+    Both are None where the stored size is not known (files on a server that was not asked).
+    """
+
+    tokens: int | None
+    seconds: float | None
+
+
+def estimate_source(source: Source, files: Sequence[SourceFile], tokenizer: TextTokenizer) -> Estimate:
+    """Tokenise the first 2 MiB of a source's text and scale by its stored bytes.
+
+    Compressed files are read in pieces, so that the number is off by some percent even where the
+    rest of the source is like its beginning.
+
+    Args:
+        source: the source.
+        files: those that lie there (`locate`).
+        tokenizer: what text is tokenised with.
 
     Raises:
-        UserError: text that cannot be read.
+        UserError: the beginning cannot be read.
     """
-    if source.builtin is not None:
-        yield from embedded_documents(source.builtin)
-    for file in locate(source):
-        for text in read_documents(file, source, Reading(advice="mend it, or leave the file out")):
-            yield text, text
+    sample: list[str] = []
+    sampled = stored = 0
+    ended = True
+    reading = Reading(skip_bad=True)  # tokenising itself reports bad records
+    for _, text in source_documents(source, files, reading):
+        if sampled < _SAMPLE:
+            sample.append(text)
+            sampled, stored = reading.bytes, reading.stored
+        elif files:  # only built-in text, which is short, is read to its end
+            ended = False
+            break
+    if not sample:
+        raise UserError(f"source {source.name} holds no text")
+    began = time.perf_counter()
+    tokens = sum(len(ids) for _, ids in tokenizer.encode(sample))
+    seconds = time.perf_counter() - began
+    if not files:
+        scale = reading.bytes / sampled
+    elif ended:
+        scale = 1.0
+    else:
+        sizes = [file.size for file in files]
+        if None in sizes or not stored:
+            return Estimate(None, None)
+        scale = sum(size or 0 for size in sizes) / stored
+    return Estimate(round(tokens * scale), seconds * scale)

@@ -1,17 +1,30 @@
-"""Tokens where they lie: shards in files, mapped into memory as they are read, or arrays.
+"""Tokens of a mixture: shards in files, mapped into memory as they are read, or arrays; opening them for training.
 
 A shard is what datatrove's tokenizer writes: ``X.ds``, little-endian uint16 or uint32 token ids;
 ``X.ds.index``, uint64, where each document ends, in tokens; ``X.ds.metadata``.
 """
 
-from collections.abc import Sequence
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from moh_llm.data.locate import locate, source_identity
+from moh_llm.data.mixture import EMBEDDED, Mixture, load_mixture
+from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
+from moh_llm.locking import lock_folder
+from moh_llm.records.tokens import SPLITS, TokensRecord, index_of
+
+# More text than this is not tokenised by training itself: it takes minutes, and the user is to choose its folder.
+ON_THE_FLY_BYTES = 1 << 30
 
 
 class Shard:
@@ -44,16 +57,6 @@ class Shard:
     def __getstate__(self) -> dict:
         # A worker process maps the file anew.
         return self.__dict__ | ({"_arrays": None} if self.path else {})
-
-    def check(self) -> None:
-        """Raise UserError unless the files are there, of the sizes that were recorded."""
-        assert self.path is not None and self.dtype is not None
-        sizes = {self.path: self.length * self.dtype.itemsize, index_of(self.path): self.documents * 8}
-        for path, size in sizes.items():
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                what = "is missing" if found is None else f"has {found} bytes, {size} were written"
-                raise UserError(f"token shard {path} {what}; tokenise again (moh-llm tokenize mends the folder)")
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens `start` to `stop`, and where among them documents begin, as offsets from `start`."""
@@ -140,6 +143,131 @@ def split_tail(stream: TokenStream, share: float) -> tuple[TokenStream, TokenStr
     return stream.part(0, cut), stream.part(cut, len(stream))
 
 
-def index_of(path: Path) -> Path:
-    """The index beside a shard."""
-    return path.with_name(path.name + ".index")
+class Tokens(NamedTuple):
+    """A mixture's name, the folder of its shards, and its sources."""
+
+    name: str
+    folder: str
+    sources: list[TokenizedSource]
+
+
+def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None]) -> Tokens:
+    """The tokens of what a recipe's ``data.mixture`` names.
+
+    Args:
+        mixture: a folder that ``moh-llm tokenize`` made, or a mixture file or name, whose text is
+            then tokenised into the cache, if it is not there yet.
+        tokenizer: the model's Hugging Face tokenizer.
+        say: prints one line.
+
+    Raises:
+        UserError: the tokens are of another tokenizer, or the text cannot be read or is too much.
+    """
+    wanted = TextTokenizer.of(tokenizer)
+    if Path(mixture).is_dir() and mixture != EMBEDDED.name:
+        sources = open_tokens(Path(mixture), tokenizer=wanted)
+        return Tokens(TokensRecord.of_folder(Path(mixture)).name, mixture, sources)
+    spec = load_mixture(mixture)
+    say(spec.describe())
+    folder = cache_folder(spec, wanted)
+    if not _is_finished(folder):
+        from moh_llm.data.tokenize import tokenize_mixture
+
+        say(f"tokenising its text into {folder}")
+        with lock_folder(folder, wait=True):
+            if not _is_finished(folder):  # by another process, meanwhile
+                # A killed run's leftovers are of the same text: the folder's name says so.
+                tokenize_mixture(spec, wanted, folder)
+    return Tokens(spec.name, str(folder), open_tokens(folder, spec, wanted))
+
+
+def open_tokens(
+    folder: Path, mixture: Mixture | None = None, tokenizer: TextTokenizer | None = None
+) -> list[TokenizedSource]:
+    """The sources of a folder that `tokenize_mixture` finished.
+
+    Where the hash held nothing of a source out, or all of it (one long document, say), the end of
+    the source is held out instead.
+
+    Args:
+        folder: the folder.
+        mixture: gives weights and bounds of epochs; None: the recorded ones.
+        tokenizer: which one the tokens must be of; None: any.
+
+    Raises:
+        UserError: the folder is not finished, a shard is missing or cut short, or the tokens are
+            of another tokenizer.
+    """
+    record = TokensRecord.of_folder(folder)
+    made_by = record.tokenizer
+    if tokenizer is not None and made_by.sha256 != tokenizer.sha256:
+        raise UserError(
+            f"the tokens in {folder} were made with tokenizer {made_by.name} ({made_by.sha256[:12]}), "
+            f"not with {tokenizer.name} ({tokenizer.sha256[:12]}); tokenise the mixture with the latter"
+        )
+    shares = {name: (entry.weight, entry.max_epochs) for name, entry in record.sources.items()}
+    if mixture is not None:
+        shares = {source.name: (source.weight, source.max_epochs) for source in mixture.sources}
+    return [_open_source(folder, name, weight, epochs, record) for name, (weight, epochs) in shares.items()]
+
+
+def cache_folder(mixture: Mixture, tokenizer: TextTokenizer) -> Path:
+    """Where a mixture's tokens are cached: the same for the same text, tokenizer and settings, whatever the weights.
+
+    ``$MOH_LLM_CACHE``, by default ``moh_llm`` in the Hugging Face cache.
+
+    Raises:
+        UserError: the text is not there, or too much for training to tokenise it.
+    """
+    from huggingface_hub.constants import HF_HOME
+
+    identity, total = {}, 0
+    for source in mixture.sources:
+        files = locate(source)
+        if source.builtin is None and any(file.size is None or "://" in file.path for file in files):
+            raise UserError(f"source {source.name} is read over the network; {_tokenize_first(mixture)}")
+        total += sum(file.size or 0 for file in files)
+        own = source_identity(source, files, tokenizer.sha256, mixture.validation_share)
+        identity[source.name] = own.content()
+    if total > ON_THE_FLY_BYTES:
+        raise UserError(f"mixture {mixture.name} has {total / 2**30:.1f} GiB of text; {_tokenize_first(mixture)}")
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    root = Path(os.environ.get("MOH_LLM_CACHE") or Path(HF_HOME) / "moh_llm")
+    return root / "tokens" / f"{re.sub(r'[^A-Za-z0-9_-]', '-', mixture.name)}-{key}"
+
+
+def _tokenize_first(mixture: Mixture) -> str:
+    return (
+        f"tokenise it first (moh-llm tokenize MIXTURE --tokenizer MODEL --output FOLDER) and train with "
+        f"data.mixture=FOLDER instead of {mixture.name}"
+    )
+
+
+def _is_finished(folder: Path) -> bool:
+    try:
+        return bool(open_tokens(folder))
+    except UserError:
+        return False
+
+
+def _open_source(
+    folder: Path, name: str, weight: float, max_epochs: float | None, record: TokensRecord
+) -> TokenizedSource:
+    if name not in record.sources:
+        raise UserError(f"{folder} holds no tokens of source {name}; tokenise the mixture again")
+    entries = record.sources[name].shards
+    dtype = np.dtype(record.tokenizer.dtype).newbyteorder("<")
+    streams = []
+    for split in SPLITS:
+        shards = []
+        for entry in entries.get(split, []):
+            path = folder / name / entry.file
+            if fault := entry.fault(path):
+                raise UserError(f"{fault}; give the same moh-llm tokenize command again, which repairs the folder")
+            shards.append(Shard(entry.tokens, path, dtype, entry.documents))
+        streams.append(TokenStream.of(shards))
+    train, validation = streams
+    if not len(train) or not len(validation):
+        train, validation = split_tail(train if len(train) else validation, record.validation_share)
+    digest = hashlib.sha256("".join(entry.sha256 for split in SPLITS for entry in entries.get(split, [])).encode())
+    return TokenizedSource(name, weight, train, validation, max_epochs, digest.hexdigest())

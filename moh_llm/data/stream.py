@@ -1,14 +1,15 @@
-"""Token streams to batches, in an order that is a pure function of (seed, mixture, block number).
+"""Token streams to batches, in an order that is a pure function of (seed, mixture, sequence number).
 
-The unit is a block of L tokens of one source. Block number i belongs to a source chosen so that
-realised token shares follow the weights at every moment, and to one block of that source chosen
-by a permutation per epoch that needs no table. One integer is therefore the whole data state:
-step s of B blocks reads blocks (s - 1) * B onwards, however many processes and workers share them.
+The unit is a sequence of L tokens of one source. Sequence i comes from a source chosen so that the
+token shares follow the weights after every sequence, and is one sequence of that source, chosen by a
+permutation per epoch that needs no table. One integer is therefore the full state of the data: step s
+of B sequences reads sequences (s - 1) * B onwards, on any number of processes and workers.
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -17,29 +18,29 @@ from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.windows import stack, window
 from moh_llm.errors import UserError
 
-_ONE = 1 << 60  # weights are fixed-point numbers, so that counting is exact at any block number
+_ONE = 1 << 60  # weights are fixed-point numbers, so that counting is exact at any number
 
 
-class BlockStream:
-    """An endless, randomly addressable stream of training blocks.
+class SequenceStream:
+    """An endless stream of training sequences with random access.
 
     Args:
         sources: tokenised sources; weights are shares of tokens.
-        block_length: L, tokens per block.
+        sequence_length: L, tokens per sequence.
         seed: chooses the permutations.
 
     Raises:
-        UserError: a source has fewer training tokens than one block.
+        UserError: a source has fewer training tokens than one sequence.
     """
 
-    def __init__(self, sources: Sequence[TokenizedSource], block_length: int, seed: int):
+    def __init__(self, sources: Sequence[TokenizedSource], sequence_length: int, seed: int):
         for source in sources:
-            if len(source.train) < block_length:
+            if len(source.train) < sequence_length:
                 raise UserError(
-                    f"source {source.name} has {len(source.train)} training tokens, fewer than one block of "
-                    f"{block_length}; add text or shorten the block"
+                    f"source {source.name} has {len(source.train)} training tokens, fewer than one sequence of "
+                    f"{sequence_length}; add text or lower the sequence length"
                 )
-        self.sources, self.block_length, self.seed = list(sources), block_length, seed
+        self.sources, self.sequence_length, self.seed = list(sources), sequence_length, seed
         # Source s against all later ones: the share that s takes of what earlier ones leave.
         weights = [Fraction(source.weight) for source in sources]
         rest = [sum(weights[number:]) for number in range(len(weights))]
@@ -47,68 +48,87 @@ class BlockStream:
         self._shares[-1] = _ONE
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Global block number -> (source, how many blocks that source gave before).
+        """Global sequence number -> (source, how many sequences that source gave before).
 
-        Each source in turn takes its share of the blocks that are left, evenly spaced:
-        of the first n it takes floor(n * share + 1/2). A source's count is therefore off its
-        weight's share by at most half a block for itself and half for each source before it.
+        Each source in turn takes its share of the sequences that are left, evenly spaced: of the
+        first n it takes floor(n * share + 1/2). A source's count therefore differs from its weight's
+        share by at most half a sequence for itself and half for each source before it.
         """
         for source, share in enumerate(self._shares):
             before, after = _taken(number, share), _taken(number + 1, share)
             if after > before:
                 return source, before
             number -= before
-        raise AssertionError("the last source takes every block that is left")
+        raise AssertionError("the last source takes every sequence that is left")
 
-    def counts(self, blocks: int) -> list[int]:
-        """How many of the first `blocks` blocks each source gives."""
+    def counts(self, sequences: int) -> list[int]:
+        """How many of the first `sequences` sequences each source gives."""
         found = []
         for share in self._shares:
-            found.append(_taken(blocks, share))
-            blocks -= found[-1]
+            found.append(_taken(sequences, share))
+            sequences -= found[-1]
         return found
 
-    def blocks_per_epoch(self, source: int) -> int:
-        """Blocks that the source has; what is left over at its end is not read."""
-        return len(self.sources[source].train) // self.block_length
+    def sequences_per_epoch(self, source: int) -> int:
+        """Sequences that the source has; the rest at its end, shorter than one, is not read."""
+        return len(self.sources[source].train) // self.sequence_length
 
-    def check_epochs(self, blocks: int) -> None:
-        """Raise UserError if the first `blocks` blocks go through a source more often than it allows."""
-        for number, (source, count) in enumerate(zip(self.sources, self.counts(blocks), strict=True)):
-            has = self.blocks_per_epoch(number)
+    def check_epochs(self, sequences: int) -> None:
+        """Raise UserError if the first `sequences` sequences go through a source more often than it allows."""
+        for number, (source, count) in enumerate(zip(self.sources, self.counts(sequences), strict=True)):
+            has = self.sequences_per_epoch(number)
             if source.max_epochs is not None and count > source.max_epochs * has:
                 raise UserError(
-                    f"source {source.name} would be read {count / has:.2f} times ({count:,} blocks of "
-                    f"{self.block_length} tokens; it has {has:,}), more than its max_epochs={source.max_epochs:g}; "
-                    "train for fewer tokens, lower its weight, add text to it or raise max_epochs"
+                    f"source {source.name} would be read {count / has:.2f} times ({count:,} sequences of "
+                    f"{self.sequence_length} tokens; it has {has:,}), more than its max_epochs={source.max_epochs:g}; "
+                    "train for fewer tokens, lower its weight, add text or raise max_epochs"
                 )
 
     def batch(self, first: int, count: int) -> dict[str, torch.Tensor]:
-        """Blocks `first` to `first + count - 1` as int64 tensors `[count, L]`.
+        """Sequences `first` to `first + count - 1` as int64 tensors `[count, L]`.
 
         `input_ids`; `position_ids`, which restart with each document; `labels`, equal to the ids
         but -100 at a document's first token, which nothing before it predicts.
         """
-        blocks = []
+        sequences = []
         for number in range(first, first + count):
             source, index = self.locate(number)
-            epoch, position = divmod(index, self.blocks_per_epoch(source))
+            epoch, position = divmod(index, self.sequences_per_epoch(source))
             key = f"{self.seed}/{self.sources[source].name}/{epoch}"
-            block = permute(position, self.blocks_per_epoch(source), key)
-            blocks.append(window(self.sources[source].train, block * self.block_length, self.block_length))
-        return stack(blocks, self.block_length)
+            start = permute(position, self.sequences_per_epoch(source), key) * self.sequence_length
+            sequences.append(window(self.sources[source].train, start, self.sequence_length))
+        return stack(sequences, self.sequence_length)
+
+
+def make_receipt(stream: SequenceStream, sequences: int) -> dict[str, dict[str, Any]]:
+    """Per source, what the first `sequences` sequences hold.
+
+    `weight` planned share, `tokens` and `share` read, `epochs` passes through the source,
+    `repeated_tokens` those read for a second or later time.
+    """
+    receipt = {}
+    for number, (source, count) in enumerate(zip(stream.sources, stream.counts(sequences), strict=True)):
+        has = stream.sequences_per_epoch(number)
+        receipt[source.name] = {
+            "weight": round(source.weight, 6),
+            "tokens": count * stream.sequence_length,
+            "share": round(count / sequences, 6) if sequences else 0.0,
+            "epochs": round(count / has, 4),
+            "repeated_tokens": max(0, count - has) * stream.sequence_length,
+        }
+    return receipt
 
 
 class StepBatches(Dataset):
-    """Map from a step's number (from 1) to this process's part of its blocks, as in `BlockStream.batch`.
+    """Map from a step's number (from 1) to this process's part of its sequences, as in `SequenceStream.batch`.
 
     Args:
-        stream: the blocks.
-        batch_size: blocks of a step, over all processes.
-        rank, world_size: this process, and how many there are; it takes consecutive blocks.
+        stream: the sequences.
+        batch_size: sequences of a step, over all processes.
+        rank, world_size: this process, and how many there are; it takes consecutive sequences.
     """
 
-    def __init__(self, stream: BlockStream, batch_size: int, rank: int = 0, world_size: int = 1):
+    def __init__(self, stream: SequenceStream, batch_size: int, rank: int = 0, world_size: int = 1):
         self.stream, self.batch_size = stream, batch_size
         self.first = batch_size * rank // world_size
         self.count = batch_size * (rank + 1) // world_size - self.first
@@ -140,6 +160,6 @@ def permute(index: int, size: int, key: str) -> int:
             return index
 
 
-def _taken(blocks: int, share: int) -> int:
-    """How many of the first `blocks` blocks a share (in units of 1 / `_ONE`) takes."""
-    return (blocks * share + _ONE // 2) // _ONE
+def _taken(sequences: int, share: int) -> int:
+    """How many of the first `sequences` sequences a share (in units of 1 / `_ONE`) takes."""
+    return (sequences * share + _ONE // 2) // _ONE

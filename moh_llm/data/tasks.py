@@ -1,4 +1,4 @@
-"""What tokenising a mixture consists of: per source the files, cut into tasks, a shard of each split per task.
+"""Tokenising a mixture as tasks: some files of a source each, which become a shard of each split, all or nothing.
 
 OUTPUT/mixture.json             the record: see `moh_llm.data.tokenize`
        tokenizer.json           the tokenizer, as `tokenizers` reads it
@@ -8,25 +8,26 @@ OUTPUT/mixture.json             the record: see `moh_llm.data.tokenize`
 """
 
 import contextlib
-import platform
+import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from moh_llm.data.embedded import SPLIT
-from moh_llm.data.locate import SourceFile, locate
+from moh_llm.data.locate import SourceFile, locate, source_identity
 from moh_llm.data.mixture import Mixture, Source
-from moh_llm.errors import UserError, without_passwords_in
-from moh_llm.files import write_json
-from moh_llm.reading import read_json
+from moh_llm.data.records import Reading, source_documents
+from moh_llm.data.tokenizer import TextTokenizer, is_held_out
+from moh_llm.errors import UserError
+from moh_llm.files import scratch_folder, sha256, write_text
+from moh_llm.records.tokens import SPLITS, SourceIdentity, Split, SplitRecord, TaskRecord
 
-SPLITS = ("train", "validation")
-RECORD, TOKENIZER = "mixture.json", "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 # Small files share a task, so that a million of them do not become a million shards.
 _TASK_BYTES = 8 << 20
+_PROGRESS_SECONDS = 0.5  # between two notes of how far a task is
 
 
 @dataclass(frozen=True)
@@ -97,21 +98,6 @@ def _tasks_of(source: Source, output: Path) -> Iterator[Task]:
     yield Task(source, number, tuple(group), folder)
 
 
-def source_identity(source: Source, files: Sequence[SourceFile], tokenizer: str, validation_share: float) -> Any:
-    """All that decides a source's shards, as JSON: text, tokenizer (its hash), what is kept and held out."""
-    text: Any = [{"file": file.name, "bytes": file.size, "modified": file.modified} for file in files]
-    if source.builtin is not None:
-        text = {"builtin": source.builtin, "python": platform.python_version(), "split": SPLIT}
-    return {
-        "tokenizer": tokenizer,
-        "validation_share": validation_share,
-        "format": source.format,
-        "text_field": source.text_field,
-        "filters": without_passwords_in(source.filters),  # as they are recorded, since the two are compared
-        "text": text,
-    }
-
-
 def prepare_sources(
     tasks: Sequence[Task], tokenizer: str, validation_share: float, overwrite: bool, write: bool = True
 ) -> None:
@@ -131,62 +117,138 @@ def prepare_sources(
         own = [task for task in tasks if task.folder == folder]
         identity = source_identity(own[0].source, [f for t in own for f in t.files], tokenizer, validation_share)
         path = folder / "source.json"
-        if path.exists() and (difference := _difference(read_json(path), identity)):
+        if path.exists() and (difference := _difference(path, identity)):
             if not overwrite:
                 raise UserError(
                     f"{folder} holds tokens made from something else: {difference}; restore it, name another "
                     "--output, or pass --overwrite to tokenise this source anew"
                 )
             if write:
-                with _told(f"cannot remove {folder}"):
+                with _refusals(f"cannot remove {folder}"):
                     shutil.rmtree(folder)
         elif folder.exists() and not path.exists():
             raise UserError(f"{folder} is in the way and holds no source.json; name another --output")
         if write:
-            _make(folder, path, identity)
-            with _told(f"cannot write {folder}"):
+            with _refusals(f"cannot make {folder}"):
+                (folder / "tasks").mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                identity.write(path)
+            with _refusals(f"cannot write {folder}"):
                 for task in own:
                     task.error.unlink(missing_ok=True)
                     task.progress.unlink(missing_ok=True)
 
 
-def _make(folder: Path, path: Path, identity: Any) -> None:
-    with _told(f"cannot make {folder}"):
-        (folder / "tasks").mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        write_json(path, identity)
-
-
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Say what the disk refuses in one line."""
+def _refusals(what: str) -> Iterator[None]:
+    """Report an error of the disk in one line."""
     try:
         yield
     except OSError as error:
         raise UserError(f"{what}: {error.strerror}; name another --output") from error
 
 
-def _difference(recorded: Any, wanted: Any) -> str | None:
-    """The first thing in which two identities differ, in words."""
+def _difference(path: Path, wanted: SourceIdentity) -> str | None:
+    """The first thing in which the identity at ``path`` differs, in words."""
+    try:
+        recorded = SourceIdentity.read(path)
+    except UserError as error:
+        return str(error)
     if recorded == wanted:
         return None
-    if not isinstance(recorded, dict) or recorded.keys() != wanted.keys():
-        return "source.json is not of this version"
-    if recorded["tokenizer"] != wanted["tokenizer"]:
-        return f"the tokenizer (its hash was {recorded['tokenizer'][:12]}, now {wanted['tokenizer'][:12]})"
+    if recorded.tokenizer != wanted.tokenizer:
+        return f"the tokenizer (its hash was {recorded.tokenizer[:12]}, now {wanted.tokenizer[:12]})"
     for name in ("validation_share", "format", "text_field", "filters"):
-        if recorded[name] != wanted[name]:
-            return f"{name} was {recorded[name]}, now {wanted[name]}"
-    if isinstance(recorded["text"], dict) or isinstance(wanted["text"], dict):
-        return f"the text was {recorded['text']}, now {wanted['text']}"
-    before, now = ({file["file"]: file for file in each["text"]} for each in (recorded, wanted))
-    for name, file in before.items():
-        if name not in now:
-            return f"{name} is gone"
-        if file != now[name]:
-            return (
-                f"{name} changed ({file['bytes']} bytes of {file['modified']}, "
-                f"now {now[name]['bytes']} of {now[name]['modified']})"
+        before, now = getattr(recorded, name), getattr(wanted, name)
+        if before != now:
+            return f"{name} was {before}, now {now}"
+    if isinstance(recorded.text, dict) or isinstance(wanted.text, dict):
+        return f"the text was {recorded.text}, now {wanted.text}"
+    found = {file.file: file for file in wanted.text}
+    for file in recorded.text:
+        if file.file not in found:
+            return f"{file.file} is gone"
+        if file != (now := found.pop(file.file)):
+            return f"{file.file} changed ({file.bytes} bytes of {file.modified}, now {now.bytes} of {now.modified})"
+    return f"{next(iter(found))} is new" if found else "the order of the files"
+
+
+def is_done(task: Task) -> bool:
+    """Whether the task's record and the shards that it names are there, in full size."""
+    try:
+        splits = TaskRecord.read(task.record).splits
+    except UserError:
+        return False
+    return not any(entry.fault(task.shard(split)) for split, entry in splits.items())
+
+
+def write_task(task: Task, tokenizer: TextTokenizer, validation_share: float, skip_bad: bool) -> None:
+    """Tokenise a task's documents, unless that is done.
+
+    Documents keep their order; a hash decides the split of each. The shards come into place by
+    renaming, the record of the task last, so that a task that was stopped is done again, with the
+    same bytes.
+
+    Raises:
+        UserError: unreadable text (see `read_documents`) or an error of the disk. The message is
+            also left in the task's ``.error`` file, for a job on another machine.
+    """
+    if is_done(task):
+        return
+    try:
+        _write(task, tokenizer, validation_share, skip_bad)
+    except UserError as error:
+        write_text(task.error, str(error))
+        raise
+    finally:
+        task.progress.unlink(missing_ok=True)
+
+
+def _write(task: Task, tokenizer: TextTokenizer, validation_share: float, skip_bad: bool) -> None:
+    from datatrove.pipeline.tokens.tokenizer import TokenizedFile
+
+    started = noted = time.perf_counter()
+    reading, tokens = Reading(skip_bad), 0
+    splits: dict[Split, SplitRecord] = {}
+    with scratch_folder(task.record.with_suffix("")) as scratch:
+        shards = {
+            split: TokenizedFile(
+                str(scratch),
+                task.shard(split).name,
+                tokenizer_name_or_path=tokenizer.name,
+                save_final_metadata=True,
+                token_size=tokenizer.dtype.itemsize,
             )
-    new = next((name for name in now if name not in before), None)
-    return f"{new} is new" if new else "the order of the files"
+            for split in SPLITS
+        }
+        documents = source_documents(task.source, task.files, reading)
+        for group, ids in tokenizer.encode_grouped(documents, ahead=2):
+            shards[SPLITS[is_held_out(group, validation_share)]].write_bytes(ids.tobytes())
+            tokens += len(ids)
+            if time.perf_counter() - noted > _PROGRESS_SECONDS:
+                noted = time.perf_counter()
+                task.progress.write_text(f"{reading.stored} {tokens}")
+        for split, shard in shards.items():
+            shard.close()
+            if len(shard):
+                path = scratch / shard.filename
+                splits[split] = SplitRecord(
+                    documents=len(shard.doc_ends),
+                    tokens=len(shard),
+                    bytes=path.stat().st_size,
+                    sha256=sha256(path),
+                )
+                for file in sorted(scratch.glob(f"{shard.filename}*")):
+                    os.replace(file, task.folder / file.name)
+    TaskRecord(
+        files=[file.name for file in task.files],
+        documents=reading.documents,
+        bytes=reading.bytes,
+        tokens=tokens,
+        empty=reading.empty,
+        filtered=reading.filtered,
+        bad=reading.bad,
+        bad_examples=reading.examples,
+        seconds=round(time.perf_counter() - started, 3),
+        splits=splits,
+    ).write(task.record)

@@ -14,6 +14,7 @@ from tokenizers import Encoding, Tokenizer
 
 from moh_llm.errors import UserError
 from moh_llm.reading import read_json
+from moh_llm.records.tokens import TokenizerRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,15 +104,15 @@ class TextTokenizer:
         canonical = json.dumps([json.loads(self.backend.to_str()), self.end], sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
-    def describe(self) -> dict[str, Any]:
+    def record(self) -> TokenizerRecord:
         """What identifies it, for records."""
-        return {
-            "name": self.name,
-            "sha256": self.sha256,
-            "vocab_size": self.vocab_size,
-            "end_of_document": self.end,
-            "dtype": self.dtype.name,
-        }
+        return TokenizerRecord(
+            name=self.name,
+            sha256=self.sha256,
+            vocab_size=self.vocab_size,
+            end_of_document=self.end,
+            dtype=self.dtype.name,
+        )
 
     def encode(self, documents: Iterable[str], ahead: int = 0) -> Iterator[tuple[str, np.ndarray]]:
         """Yield each document with its token ids, of `dtype`, closed by `end`.

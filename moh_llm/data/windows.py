@@ -21,11 +21,12 @@ def window(stream: TokenStream, start: int, length: int) -> tuple[np.ndarray, np
     return ids, positions, labels
 
 
-def stack(blocks: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], length: int) -> dict[str, torch.Tensor]:
+def stack(sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], length: int) -> dict[str, torch.Tensor]:
+    """What `window` gives of several sequences, as int64 tensors `[B, length]`."""
     names = ("input_ids", "position_ids", "labels")
-    if not blocks:  # of a step that has fewer blocks than there are processes
+    if not sequences:  # of a step that has fewer sequences than there are processes
         return {name: torch.zeros(0, length, dtype=torch.int64) for name in names}
-    parts = zip(*blocks, strict=True)
+    parts = zip(*sequences, strict=True)
     return {name: torch.from_numpy(np.stack(part)) for name, part in zip(names, parts, strict=True)}
 
 
@@ -33,7 +34,7 @@ def flattened(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | int]:
     """A batch `[B, L]` as one row `[1, B * L]`, with the cumulative lengths that varlen attention takes.
 
     `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `[documents + 1]`, say where documents begin and end,
-    `max_length_q` and `max_length_k` how long the longest is. A document cut by a block's end
+    `max_length_q` and `max_length_k` how long the longest is. A document cut by a sequence's end
     counts as two: the second part does not see the first, as in the batch of rows.
     """
     row = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
@@ -55,7 +56,7 @@ def fixed_batches(
     """The first windows of `length` tokens of each stream, up to its share of `tokens`, as batches.
 
     A stream that is too short gives what it has; at least one window is taken where there is one.
-    Batches are those of `BlockStream.batch`, with `documents`: each token's document, numbered over
+    Batches are those of `SequenceStream.batch`, with `documents`: each token's document, numbered over
     all streams, so that a document that spans windows or batches is known as one. The last batch may
     have fewer rows.
     """
@@ -76,7 +77,7 @@ def fixed_batches(
 
 
 def validation_batches(
-    sources: Sequence[TokenizedSource], block_length: int, max_tokens: int, batch_size: int
+    sources: Sequence[TokenizedSource], sequence_length: int, max_tokens: int, batch_size: int
 ) -> list[dict[str, torch.Tensor]]:
     """Held-out windows of all sources by weight, `max_tokens` in all: the same ones in every run.
 
@@ -84,11 +85,11 @@ def validation_batches(
         UserError: no source has held-out text for one window.
     """
     batches = fixed_batches(
-        [s.validation for s in sources], [s.weight for s in sources], block_length, max_tokens, batch_size
+        [s.validation for s in sources], [s.weight for s in sources], sequence_length, max_tokens, batch_size
     )
     if not batches:
         held_out = sum(len(source.validation) for source in sources)
         raise UserError(
-            f"the held-out text has {held_out} tokens, fewer than one window of {block_length}; give more text"
+            f"the held-out text has {held_out} tokens, fewer than one window of {sequence_length}; give more text"
         )
     return batches

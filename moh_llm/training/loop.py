@@ -14,10 +14,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from moh_llm.data.receipt import make_receipt
-from moh_llm.data.shards import TokenizedSource
-from moh_llm.data.stream import BlockStream, StepBatches, step_loader
-from moh_llm.data.tokens import tokens_for
+from moh_llm.data.shards import TokenizedSource, tokens_for
+from moh_llm.data.stream import SequenceStream, StepBatches, make_receipt, step_loader
 from moh_llm.data.windows import validation_batches
 from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder
@@ -117,7 +115,7 @@ def _train(
     tokenizer = networks.load_tokenizer(Path(config.model))
     with accelerator.main_process_first():
         _, token_folder, sources = tokens_for(config.data.mixture, tokenizer, say)
-    stream = BlockStream(sources, config.data.sequence_length, config.seed)
+    stream = SequenceStream(sources, config.data.sequence_length, config.seed)
     stream.check_epochs(config.max_steps * config.data.batch_size)
     held_out = validation_batches(
         sources, config.data.sequence_length, config.evaluation.max_tokens, config.evaluation.batch_size

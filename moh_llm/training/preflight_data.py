@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from moh_llm.data.estimate import estimate_source
+from moh_llm.data.locate import locate
 from moh_llm.data.mixture import EMBEDDED, Mixture, Source, load_mixture
-from moh_llm.data.receipt import make_receipt
-from moh_llm.data.shards import TokenizedSource
-from moh_llm.data.stream import BlockStream
-from moh_llm.data.tasks import make_tasks
+from moh_llm.data.sample import estimate_source
+from moh_llm.data.shards import TokenizedSource, cache_folder, open_tokens
+from moh_llm.data.stream import SequenceStream, make_receipt
 from moh_llm.data.tokenizer import TextTokenizer
-from moh_llm.data.tokens import cache_folder, open_tokens
 from moh_llm.errors import UserError
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.networks import load_tokenizer
@@ -55,7 +53,7 @@ def check_data(config: TrainConfig) -> Iterator[Finding]:
 def _check_tokens(config: TrainConfig, sources: list[TokenizedSource]) -> Iterator[Finding]:
     """Of shards, whose numbers are exact. Raises UserError for a source that is shorter than a sequence."""
     length, sequences = config.data.sequence_length, config.max_steps * config.data.batch_size
-    stream = BlockStream(sources, length, config.seed)
+    stream = SequenceStream(sources, length, config.seed)
     for source, (name, entry) in zip(sources, make_receipt(stream, sequences).items(), strict=True):
         text = f"{name}: {entry['tokens']:,} tokens to be read of {len(source.train):,}"
         yield _judged(text, entry["epochs"], source.max_epochs)
@@ -89,7 +87,7 @@ def _check_mixture(config: TrainConfig, mixture: Mixture, tokenizer: TextTokeniz
 
 def _check_source(config: TrainConfig, source: Source, held_out: float, tokenizer: TextTokenizer) -> Finding:
     """Of one source's text. Raises UserError where it cannot be read."""
-    estimate = estimate_source(make_tasks(Mixture("", (source,)), Path()), tokenizer)
+    estimate = estimate_source(source, locate(source), tokenizer)
     if estimate.tokens is None:
         return Finding(
             "warning", "data", f"{source.name}: how much text there is cannot be told before it is tokenised"

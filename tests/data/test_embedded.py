@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 
-from moh_llm.data.embedded import docstrings, embedded_documents
 from moh_llm.data.mixture import EMBEDDED
+from moh_llm.data.opening import docstrings, embedded_documents
 from moh_llm.data.overlap import NGrams, Numbered
 from moh_llm.data.tokenizer import is_held_out
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from moh_llm.data.mixture import load_mixture
+from moh_llm.data.shards import open_tokens
 from moh_llm.data.tokenize import tokenize_mixture
-from moh_llm.data.tokens import open_tokens
 from moh_llm.errors import UserError
 
 SBATCH = """#!/bin/bash

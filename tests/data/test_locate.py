@@ -188,10 +188,11 @@ def test_what_is_said_of_a_bad_list_holds_no_secrets(site):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 @pytest.mark.parametrize("how", ["ranges", "plain", "stream"])
 def test_files_on_a_server(site, how, name):
-    positions: list[int] = []
-    file = SourceFile(f"{site}/{how}/{name}")
-    assert list(read_documents(file, Source("web", 1.0), Reading(), positions.append)) == DOCUMENTS
-    assert positions == sorted(positions) and positions[-1] == len(packed(name))
+    reading = Reading()
+    found = read_documents(SourceFile(f"{site}/{how}/{name}"), Source("web", 1.0), reading)
+    positions, documents = zip(*((reading.stored, text) for text in found), strict=True)
+    assert list(documents) == DOCUMENTS
+    assert list(positions) == sorted(positions) and positions[-1] == len(packed(name))
 
 
 @pytest.mark.parametrize("query", ["?key=x", "?file=v1.txt", "?key=x.gz"])

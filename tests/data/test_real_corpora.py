@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from moh_llm.data.mixture import load_mixture
-from moh_llm.data.stream import BlockStream
+from moh_llm.data.shards import open_tokens
+from moh_llm.data.stream import SequenceStream
 from moh_llm.data.tokenize import tokenize_mixture
-from moh_llm.data.tokens import open_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 TAB_D = {
@@ -29,7 +29,7 @@ def test_shares_of_tab_d_hold_in_the_tokens_read(shared, tokenizer, tmp_path, mo
     tokenize_mixture(load_mixture(ROOT / "data_mixtures" / "paper_local.yaml"), tokenizer, tmp_path / "tokens")
     sources = open_tokens(tmp_path / "tokens")
     assert {source.name: round(100 * source.weight, 6) for source in sources} == TAB_D
-    blocks = BlockStream(sources, 128, seed=11)
+    blocks = SequenceStream(sources, 128, seed=11)
     counts = np.zeros(len(sources), dtype=int)
     for number in range(10_000):
         source, _ = blocks.locate(number)

@@ -290,9 +290,9 @@ def test_position(tmp_path, name):
     pack = {"gz": gzip.compress, "zst": zstandard.compress, "parquet": lambda _: parquet(columns, rows=400)}
     data = pack.get(name.rsplit(".", 1)[1], bytes)(data)
     (tmp_path / name).write_bytes(data)
-    positions: list[int] = []
-    file, source = SourceFile(f"{tmp_path}/{name}"), Source("web", 1.0, filters={"id": "1"})
-    assert list(read_documents(file, source, Reading(), positions.append)) == texts[1::2]
-    assert len(positions) == 8000 and positions == sorted(positions)  # told of filtered records, too
+    reading, source = Reading(), Source("web", 1.0, filters={"id": "1"})
+    found = read_documents(SourceFile(f"{tmp_path}/{name}"), source, reading)
+    positions, documents = zip(*((reading.stored, text) for text in found), strict=True)
+    assert list(documents) == texts[1::2] and list(positions) == sorted(positions)
     assert 0.95 * len(data) < positions[-1] <= len(data)
     assert positions[0] < 0.2 * len(data) or name == "a.parquet"  # which is read ahead

@@ -9,9 +9,9 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from moh_llm.data.embedded import embedded_documents
 from moh_llm.data.locate import locate
 from moh_llm.data.mixture import EMBEDDED, Mixture, Source, mixture_from_files
+from moh_llm.data.opening import embedded_documents
 from moh_llm.data.records import Reading, read_documents
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenStream

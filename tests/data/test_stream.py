@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moh_llm.data.shards import Shard, TokenizedSource, TokenStream
-from moh_llm.data.stream import BlockStream, StepBatches, permute, step_loader
+from moh_llm.data.stream import SequenceStream, StepBatches, permute, step_loader
 from moh_llm.errors import UserError
 
 TAB_D = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]
@@ -21,10 +21,10 @@ def source(name: str, weight: float, length: int = 1000, base: int = 0, **fields
     return TokenizedSource(name, weight, tokens(length, base), tokens(length // 10, base), **fields)
 
 
-def blocks_of(weights, block_length: int = 10, seed: int = 0, length: int = 1000) -> BlockStream:
+def blocks_of(weights, block_length: int = 10, seed: int = 0, length: int = 1000) -> SequenceStream:
     total = sum(weights)
     sources = [source(str(i), w / total, length, base=10_000 * i) for i, w in enumerate(weights)]
-    return BlockStream(sources, block_length, seed)
+    return SequenceStream(sources, block_length, seed)
 
 
 @settings(max_examples=60, deadline=None)
@@ -70,8 +70,8 @@ def test_every_epoch_reads_each_block_once_in_another_order():
 
 
 def test_a_source_keeps_its_order_when_another_one_goes():
-    both = BlockStream([source("a", 0.5), source("b", 0.5, base=5000)], 10, seed=0)
-    alone = BlockStream([source("b", 1.0, base=5000)], 10, seed=0)
+    both = SequenceStream([source("a", 0.5), source("b", 0.5, base=5000)], 10, seed=0)
+    alone = SequenceStream([source("b", 1.0, base=5000)], 10, seed=0)
     of_b = [row for row in both.batch(0, 40)["input_ids"][:, 0].tolist() if row >= 5000]
     assert of_b == alone.batch(0, 20)["input_ids"][:, 0].tolist()
 
@@ -123,13 +123,13 @@ def test_reading_ahead_leaves_the_random_state_alone():
 
 
 def test_too_little_text_is_refused():
-    with pytest.raises(UserError, match="source a has 5 training tokens, fewer than one block of 10"):
-        BlockStream([source("a", 1.0, length=5)], 10, seed=0)
+    with pytest.raises(UserError, match="source a has 5 training tokens, fewer than one sequence of 10"):
+        SequenceStream([source("a", 1.0, length=5)], 10, seed=0)
 
 
 def test_more_epochs_than_allowed_are_refused_with_the_numbers():
-    stream = BlockStream([source("a", 0.5, max_epochs=2), source("b", 0.5)], 10, seed=0)
+    stream = SequenceStream([source("a", 0.5, max_epochs=2), source("b", 0.5)], 10, seed=0)
     stream.check_epochs(400)  # 200 blocks of each, which has 100
-    refusal = r"source a would be read 2\.01 times \(201 blocks .* it has 100\).*max_epochs=2"
+    refusal = r"source a would be read 2\.01 times \(201 sequences .* it has 100\).*max_epochs=2"
     with pytest.raises(UserError, match=refusal):
         stream.check_epochs(402)

@@ -11,16 +11,17 @@ import forks
 import numpy as np
 import pytest
 
-from moh_llm.data.embedded import embedded_documents
 from moh_llm.data.locate import locate
 from moh_llm.data.mixture import EMBEDDED, load_mixture
+from moh_llm.data.opening import embedded_documents
 from moh_llm.data.records import Reading, read_documents
 from moh_llm.data.sample import sample_mixture
+from moh_llm.data.shards import open_tokens
 from moh_llm.data.tasks import make_tasks
 from moh_llm.data.tokenize import tokenize_mixture
 from moh_llm.data.tokenizer import TextTokenizer, is_held_out
-from moh_llm.data.tokens import open_tokens
 from moh_llm.errors import UserError
+from moh_llm.records.tokens import TokensRecord
 
 NEW = '{"text": "new"}\n'
 
@@ -32,7 +33,7 @@ def hidden(folder: Path) -> list[Path]:
 def test_shards_hold_the_documents_in_order_and_the_record_counts_them(corpus, tokenizer, tmp_path):
     mixture = load_mixture(corpus)
     record = tokenize_mixture(mixture, tokenizer, tmp_path / "out", workers=1)
-    assert record == json.loads((tmp_path / "out" / "mixture.json").read_text())
+    assert record == TokensRecord.of_folder(tmp_path / "out")
     for source, opened in zip(mixture.sources, open_tokens(tmp_path / "out"), strict=True):
         reading = Reading()
         texts = [text for file in locate(source) for text in read_documents(file, source, reading)]
@@ -41,14 +42,14 @@ def test_shards_hold_the_documents_in_order_and_the_record_counts_them(corpus, t
             found = [tokenizer.backend.decode(part[:-1]) for part in np.split(ids, begins[1:])]
             assert found == [text for text in texts if is_held_out(text, 0.1) == held_out]
             assert all(part[-1] == tokenizer.end for part in np.split(ids, begins[1:]))
-        entry = record["sources"][source.name]
-        assert entry["documents"] == len(texts) and entry["bytes"] == sum(len(text) for text in texts)
-        assert entry["tokens"] == len(opened.train) + len(opened.validation) == entry["bytes"] + len(texts)
-        assert entry["tokens_per_byte"] == round(entry["tokens"] / entry["bytes"], 5)
-        assert [file["bytes"] for file in entry["text"]] == [file.size for file in locate(source)]
-        assert entry["weight"] == opened.weight == source.weight and entry["filtered"] == reading.filtered
-    assert record["sources"]["chosen"]["filtered"] == 67
-    assert record["tokenizer"]["sha256"] == tokenizer.sha256 and record["sources"]["packed"]["max_epochs"] == 2
+        entry = record.sources[source.name]
+        assert entry.documents == len(texts) and entry.bytes == sum(len(text) for text in texts)
+        assert entry.tokens == len(opened.train) + len(opened.validation) == entry.bytes + len(texts)
+        assert entry.tokens_per_byte == round(entry.tokens / entry.bytes, 5)
+        assert [file.bytes for file in entry.text] == [file.size for file in locate(source)]
+        assert entry.weight == opened.weight == source.weight and entry.filtered == reading.filtered
+    assert record.sources["chosen"].filtered == 67
+    assert record.tokenizer.sha256 == tokenizer.sha256 and record.sources["packed"].max_epochs == 2
 
 
 def test_the_beginning_is_what_conversion_reads(corpus, tokenizer, tmp_path):
@@ -182,9 +183,9 @@ def test_a_bad_record_stops_or_is_counted(corpus, tokenizer, tmp_path, monkeypat
     with pytest.raises(UserError, match="is not finished"):
         open_tokens(tmp_path / "out")
     record = tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=workers, skip_bad=True)
-    plain = record["sources"]["plain"]
-    assert (plain["bad"], plain["documents"]) == (2, 300)
-    assert [example.split(", line ")[1][:3] for example in plain["bad_examples"]] == ["151", "152"]
+    plain = record.sources["plain"]
+    assert (plain.bad, plain.documents) == (2, 300)
+    assert [example.split(", line ")[1][:3] for example in plain.bad_examples] == ["151", "152"]
 
 
 def test_a_source_without_text_is_refused(corpus, tokenizer, tmp_path):
@@ -213,8 +214,8 @@ def test_an_output_that_holds_something_else_is_left_alone(corpus, tokenizer, tm
 
 def test_embedded_text(tokenizer, tmp_path):
     topics = replace(EMBEDDED, sources=tuple(source for source in EMBEDDED.sources if source.name == "python_topics"))
-    record = tokenize_mixture(topics, tokenizer, tmp_path / "out")["sources"]["python_topics"]
-    assert record["tokens"] > 100_000 and record["text"] == []
-    documents = sum(shard["documents"] for shard in record["shards"]["validation"])
+    record = tokenize_mixture(topics, tokenizer, tmp_path / "out").sources["python_topics"]
+    assert record.tokens > 100_000 and record.text == []
+    documents = sum(shard.documents for shard in record.shards["validation"])
     held_out = sum(is_held_out(group, EMBEDDED.validation_share) for group, _ in embedded_documents("python_topics"))
     assert documents == held_out > 0  # by group, not by text

@@ -8,10 +8,9 @@ from transformers import AutoTokenizer
 
 from moh_llm.cli import main
 from moh_llm.data.mixture import load_mixture
-from moh_llm.data.receipt import make_receipt
-from moh_llm.data.stream import BlockStream
+from moh_llm.data.shards import cache_folder, open_tokens, tokens_for
+from moh_llm.data.stream import SequenceStream, make_receipt
 from moh_llm.data.tokenize import tokenize_mixture
-from moh_llm.data.tokens import cache_folder, open_tokens, tokens_for
 from moh_llm.errors import UserError
 
 
@@ -39,7 +38,7 @@ def test_text_is_tokenised_once_into_the_cache(corpus, tokenizer, model_tokenize
 
 
 def test_much_text_is_not_tokenised_on_the_way(corpus, tokenizer, monkeypatch, tmp_path):
-    monkeypatch.setattr("moh_llm.data.tokens.ON_THE_FLY_BYTES", 1000)
+    monkeypatch.setattr("moh_llm.data.shards.ON_THE_FLY_BYTES", 1000)
     with pytest.raises(UserError, match=r"has 0\.0 GiB of text; tokenise it first \(moh-llm tokenize"):
         cache_folder(load_mixture(corpus), tokenizer)
     corpus.write_text("sources: {a: {weight: 1, urls: 'https://example.org/a.jsonl'}}")
@@ -52,9 +51,13 @@ def test_much_text_is_not_tokenised_on_the_way(corpus, tokenizer, monkeypatch, t
     [
         (lambda f: (f / "mixture.json").unlink(), r"holds no mixture\.json; name a folder that"),
         (lambda f: (f / "mixture.json").write_text("{"), r"mixture\.json cannot be read as JSON"),
-        (lambda f: (f / "mixture.json").write_text('{"status": "finished"}'), "is not a record of this version"),
+        (
+            lambda f: (f / "mixture.json").write_text('{"status": "finished"}'),
+            r"lacks name; tokenise the text",
+        ),
         (lambda f: (f / "plain" / "train-00000.ds").unlink(), r"plain/train-00000\.ds is missing"),
         (lambda f: (f / "plain" / "train-00000.ds").write_bytes(b"abc"), r"plain/train-00000\.ds has 3 bytes"),
+        (lambda f: (f / "plain" / "train-00000.ds.index").write_bytes(b"abc"), r"\.ds\.index has 3 bytes, \d+ were wr"),
     ],
 )
 def test_damaged_tokens_are_refused(corpus, tokenizer, tmp_path, change, message):
@@ -74,8 +77,8 @@ def test_few_documents_still_leave_some_held_out(corpus, tokenizer, tmp_path):
 
 def test_the_receipt_counts_what_was_read(corpus, tokenizer, tmp_path):
     tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
-    stream = BlockStream(open_tokens(tmp_path / "out"), 64, seed=1)
-    blocks = 4 * stream.blocks_per_epoch(0)
+    stream = SequenceStream(open_tokens(tmp_path / "out"), 64, seed=1)
+    blocks = 4 * stream.sequences_per_epoch(0)
     receipt = make_receipt(stream, blocks)
     chosen = [stream.locate(number)[0] for number in range(blocks)]
     for number, (source, entry) in enumerate(zip(stream.sources, receipt.values(), strict=True)):

@@ -62,8 +62,6 @@ def test_shards_are_one_row(lengths, start, length):
 def test_files_read_as_arrays_do_and_travel_unopened(tmp_path):
     first, second = documents(7, 2, 11), [piece + 20 for piece in documents(5, 4)]
     shards = [write(tmp_path, first, "a.ds"), write(tmp_path, second, "b.ds")]
-    for shard in shards:
-        shard.check()
     stored, held = TokenStream.of(shards), TokenStream.of([Shard.of(first + second)])
     for start, length in ((0, 29), (5, 8), (18, 6), (20, 9), (28, 1)):
         for a, b in zip(stored.read(start, length), held.read(start, length), strict=True):
@@ -71,19 +69,6 @@ def test_files_read_as_arrays_do_and_travel_unopened(tmp_path):
     copy = pickle.loads(pickle.dumps(stored))
     assert copy.shards[0]._arrays is None
     assert np.array_equal(copy.read(3, 20)[0], held.read(3, 20)[0])
-
-
-@pytest.mark.parametrize("name", ["a.ds", "a.ds.index"])
-def test_a_shard_that_was_cut_or_lost_is_named(tmp_path, name):
-    shard = write(tmp_path, documents(7, 2), "a.ds")
-    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-2])
-    with pytest.raises(UserError, match=rf"{name} has \d+ bytes, 1[68] were written; tokenise again"):
-        shard.check()
-    (tmp_path / name).unlink()
-    with pytest.raises(UserError, match=rf"{name} is missing"):
-        shard.check()
-    with pytest.raises(UserError, match="cannot be read"):
-        shard.read(0, 3)
 
 
 def test_the_tail_is_held_out():

@@ -225,9 +225,9 @@ def test_recipes_that_cannot_be_carried_out(
     [
         ({"max_epochs": float("inf")}, "max_epochs"),
         ({"max_epochs": 10**400}, "max_epochs"),
-        ({"filters": {"day": float("nan")}}, "filter day"),
-        ({"filters": {"day": {"min": float("inf")}}}, "filter day"),
-        ({"filters": {"day": [{"a": 1}]}}, "filter day"),
+        ({"filters": {"day": float("nan")}}, "filters.day"),
+        ({"filters": {"day": {"min": float("inf")}}}, "filters.day"),
+        ({"filters": {"day": [{"a": 1}]}}, "filters.day"),
         ({"files": "~nobody-here/x.jsonl"}, "no home folder"),
         ({"files": "a" * 5000}, "too long"),
     ],

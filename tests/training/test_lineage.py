@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from moh_llm.cli import main
-from moh_llm.data.tokens import tokens_for
+from moh_llm.data.shards import tokens_for
 from moh_llm.data.windows import validation_batches
 from moh_llm.hub.card import build_card
 from moh_llm.metrics import compare_to_reference, logits_of

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from moh_llm.data.mixture import load_mixture
 from moh_llm.data.sample import sample_mixture
-from moh_llm.data.stream import BlockStream
-from moh_llm.data.tokens import tokens_for
+from moh_llm.data.shards import tokens_for
+from moh_llm.data.stream import SequenceStream
 from moh_llm.data.windows import validation_batches
 from moh_llm.metrics import compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
@@ -72,7 +72,9 @@ def test_layer_matching_pulls_the_layers_to_the_bases(configure) -> None:
 
 def student_and_batch(config, blocks: int):
     sources = tokens_for(config.data.mixture, networks.load_tokenizer(config.model), print).sources
-    return networks.make_student(config).train(), BlockStream(sources, config.data.sequence_length, 0).batch(0, blocks)
+    return networks.make_student(config).train(), SequenceStream(sources, config.data.sequence_length, 0).batch(
+        0, blocks
+    )
 
 
 def gradients_of(config, model, batch, beta: float):

@@ -173,7 +173,7 @@ def test_text_that_training_would_refuse_is_a_fault(make, mixture_file, tmp_path
     content["sources"]["two"] = {"weight": 0.3, "urls": ["https://example.org/a.jsonl"]}
     missing.write_text(yaml.safe_dump(content))
     assert "is read over the network" in fault(missing)
-    monkeypatch.setattr("moh_llm.data.tokens.ON_THE_FLY_BYTES", 1000)
+    monkeypatch.setattr("moh_llm.data.shards.ON_THE_FLY_BYTES", 1000)
     assert "tokenise it first" in fault(mixture_file)
 
 

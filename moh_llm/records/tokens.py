@@ -1,0 +1,145 @@
+"""The records of tokenized text: what a folder of token shards holds, and what each of its tasks wrote."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from moh_llm.errors import UserError
+from moh_llm.reading import read_json
+from moh_llm.records.base import Record
+
+RECORD = "mixture.json"
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+
+
+class TokenizerRecord(Record):
+    """The tokenizer of some tokens: `end_of_document` is the id that closes documents, `dtype` that of stored ids."""
+
+    name: str
+    sha256: str
+    vocab_size: int
+    end_of_document: int | None
+    dtype: Literal["uint16", "uint32"]
+
+
+class TextRecord(Record):
+    """A file of text: `modified` is its time of modification, or the Hub's hash of its content."""
+
+    file: str
+    bytes: int | None
+    modified: str | None
+
+
+class SourceIdentity(Record):
+    """`SOURCE/source.json`: everything that decides the bytes of a source's shards.
+
+    Attributes:
+        tokenizer: hash of the tokenizer.
+        text: the files, or what identifies built-in text.
+    """
+
+    tokenizer: str
+    validation_share: float
+    format: str | None
+    text_field: str | None
+    filters: dict[str, Any]
+    text: list[TextRecord] | dict[str, str]
+
+
+class SplitRecord(Record):
+    """One shard: its documents and tokens, and the size and hash of its file of tokens."""
+
+    documents: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    bytes: int = Field(ge=0)
+    sha256: str
+
+    def fault(self, path: Path) -> str | None:
+        """What is wrong with the sizes of the shard's files, tokens at ``path`` and their index; None if nothing."""
+        for file, size in ((path, self.bytes), (index_of(path), 8 * self.documents)):
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                what = "is missing" if found is None else f"has {found} bytes, {size} were written"
+                return f"token shard {file} {what}"
+        return None
+
+
+class ShardRecord(SplitRecord):
+    """One shard with the name of its file in the source's folder."""
+
+    file: str
+
+
+class Counts(Record):
+    """What was read: documents, their tokens and bytes of text, and the records that were left out."""
+
+    documents: int
+    bytes: int
+    tokens: int
+    empty: int
+    filtered: int
+    bad: int
+    bad_examples: list[str]
+    seconds: float
+
+
+class TaskRecord(Counts):
+    """`SOURCE/tasks/NUMBER.json`: the files that a task read, and its shards; a split without documents has none."""
+
+    files: list[str]
+    splits: dict[Split, SplitRecord]
+
+
+class SourceRecord(Counts):
+    """A source in `mixture.json`, with those fields of `moh_llm.data.mixture.Source` that were given."""
+
+    weight: float = Field(gt=0)
+    max_epochs: float | None = None
+    tokens_per_byte: float
+    text: list[TextRecord]
+    shards: dict[Split, list[ShardRecord]]
+
+
+class TokensRecord(Record):
+    """`mixture.json` of a folder of tokens; it is written last.
+
+    Attributes:
+        tokens: of all sources.
+        seconds: of tokenizing; None where a cluster did it.
+    """
+
+    status: Literal["finished"] = "finished"
+    name: str
+    validation_share: float = Field(gt=0, lt=1)
+    tokenizer: TokenizerRecord
+    tokens: int
+    sources: dict[str, SourceRecord]
+    seconds: float | None
+    written: str
+    moh_llm: str
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "TokensRecord":
+        """The record of a folder of tokens.
+
+        Raises:
+            UserError: there is none, tokenizing did not finish, or the record is malformed or of another version.
+        """
+        path = folder / RECORD
+        if not path.is_file():
+            raise UserError(f"{folder} holds no {RECORD}; name a folder that moh-llm tokenize made, or a mixture file")
+        content = read_json(path)
+        if not isinstance(content, dict) or content.get("status") != "finished":
+            raise UserError(f"{folder} is not finished; give the same moh-llm tokenize command again")
+        try:
+            return cls.of(content, str(path))
+        except UserError as error:
+            again = f"moh-llm tokenize MIXTURE --tokenizer MODEL --output {folder}"
+            raise UserError(f"{error}; tokenise the text again ({again})") from error
+
+
+def index_of(path: Path) -> Path:
+    """The index of a shard: where each document ends, in tokens."""
+    return path.with_name(path.name + ".index")
