@@ -23,9 +23,73 @@ class ModelMark(Record):
 
 
 class ReferenceMark(Record):
-    """What a run is compared with; the rest is for readers."""
+    """What a run is compared with (`moh_llm.training.reference.Reference`)."""
 
     kind: ReferenceKind
+    own: bool | None = None
+    base: dict[str, Any] | None = None
+
+
+class DenseScores(Record):
+    """Scores of the model with all heads on: how far training moved its dense part from the reference."""
+
+    perplexity: float
+    kl: float
+    kl_interval: list[float] | None
+    top1_agreement: float
+
+
+class Scores(Record):
+    """Scores on held-out text; those against the reference only where it is at hand.
+
+    Attributes:
+        tokens, documents: predicted tokens, and the documents that they are of.
+        perplexity, reference_perplexity: the model's and the reference's.
+        reference: which model the reference is.
+        kl: KL to the reference in nats per token.
+        ratio_interval, kl_interval: 95 % intervals over documents; None for one document.
+        top1_agreement: share of tokens whose most likely prediction is the reference's.
+        floor: KL of the untrained model with all heads on.
+        dtype: that both were scored in, of the saved model.
+        all_heads: of the saved model.
+    """
+
+    tokens: int
+    documents: int
+    perplexity: float
+    reference: ReferenceKind | None = None
+    reference_perplexity: float | None = None
+    ratio_interval: list[float] | None = None
+    kl: float | None = None
+    kl_interval: list[float] | None = None
+    top1_agreement: float | None = None
+    floor: float | None = None
+    dtype: str | None = None
+    all_heads: DenseScores | None = None
+
+
+class Routing(Record):
+    """What the routers do on held-out text, by layer.
+
+    Attributes:
+        load: share of tokens that select each routed head.
+        entropy: of the mean softmax score, over its maximum; None below two routed groups.
+        dead_heads: how many heads no token selects.
+        changed: share of tokens with other heads than when training began; None before.
+    """
+
+    load: list[list[float]]
+    entropy: list[float | None]
+    dead_heads: list[int]
+    changed: list[float] | None
+
+
+class Timing(Record):
+    """How long a step took; ``mfu`` is the share of the devices' peak FLOP/s, where that is known."""
+
+    seconds: float
+    tokens_per_second: float
+    mfu: float | None = None
 
 
 class RunRecord(Record):
@@ -37,6 +101,9 @@ class RunRecord(Record):
         model: what the run began with.
         data: what identifies the tokens, once they were opened.
         reference: what its figures are against; null where there is nothing.
+        steps, tokens, seconds: what was trained, of a finished run.
+        data_read: the receipt of what was read, by source.
+        evaluation: scores of the saved model.
         model_files: the files of ``OUTPUT/model`` by name, of a finished run.
     """
 
@@ -45,17 +112,27 @@ class RunRecord(Record):
     model: ModelMark
     data: dict[str, Any] | None = None
     reference: ReferenceMark | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    data_read: dict[str, Any] | None = None
+    evaluation: Scores | None = None
     model_files: dict[str, FileMark] | None = None
 
 
 class LogLine(Record):
-    """A line of `OUTPUT/log.jsonl`: a step, or the scores before the first one (step 0, without a loss)."""
+    """A line of `OUTPUT/log.jsonl`: a step, or the scores before the first one (step 0, without a loss).
+
+    Losses, rates and the gradient's norm are further numbers of a step; None where they are not finite.
+    """
 
     step: int = Field(ge=0)
     loss: float | None = None
     dropped: str | None = None
-    validation: dict[str, Any] | None = None
-    routing: dict[str, Any] | None = None
+    timing: Timing | None = None
+    tokens_of_source: dict[str, int] | None = None
+    validation: Scores | None = None
+    routing: Routing | None = None
 
     @model_validator(mode="after")
     def _check_loss(self) -> Self:

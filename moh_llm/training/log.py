@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moh_llm.errors import UserError
 from moh_llm.intervals import show_documents, show_figure
 from moh_llm.records.lineage import REFERENCES
+from moh_llm.records.run import LogLine, Routing, Scores, Timing
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import StepLosses
 
@@ -33,57 +34,60 @@ def step_line(
     heads: list[int],
     began: float,
     peak_rate: float | None,
-) -> dict[str, Any]:
+) -> LogLine:
     """One line of the log. All but ``timing`` is the same however often the run was interrupted.
 
     Numbers that are not finite are None. ``peak_rate`` is the tokens/s that the devices would reach
     at their peak, if it is known; the share of it that was reached is the model FLOPs utilisation.
     """
     seconds = time.perf_counter() - began
-    extra = {"kl": losses.task} if config.objective.kind == "distillation" else {}
-    if config.objective.layer_coefficient:
-        extra["layer_distance"] = losses.layers
-    line = {
-        "step": step,
-        "loss": losses.total(beta, config.objective.layer_coefficient),
-        **extra,
+    objective = config.objective
+    numbers = {"loss": losses.total(beta, objective.layer_coefficient)}
+    if objective.has_teacher:
+        numbers["kl"] = losses.task
+    if objective.layer_coefficient:
+        numbers["layer_distance"] = losses.layers
+    numbers |= {
         "cross_entropy": losses.cross_entropy,
         "balance_loss": losses.balance,
         "learning_rate": rates[0],
         "router_learning_rate": rates[1],
         "gradient_norm": gradient_norm,
-        "tokens": step * config.tokens_per_step,
-        "active_heads": sum(heads) / len(heads),
     }
-    finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
+    line = LogLine.model_construct(
+        step=step,
+        **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
+        tokens=step * config.tokens_per_step,
+        active_heads=sum(heads) / len(heads),
+    )
     rate = config.tokens_per_step / seconds
-    timing = {"seconds": round(seconds, 4), "tokens_per_second": round(rate, 1)}
+    line.timing = Timing(seconds=round(seconds, 4), tokens_per_second=round(rate, 1))
     if peak_rate is not None:
-        timing["mfu"] = round(rate / peak_rate, 4)
-    return finite | {"timing": timing}
+        line.timing.mfu = round(rate / peak_rate, 4)
+    return line
 
 
-def show_scores(scores: dict[str, Any]) -> str:
+def show_scores(scores: Scores) -> str:
     """Scores on held-out text as part of a sentence."""
-    documents = show_documents(scores["documents"])
-    text = f"perplexity {scores['perplexity']:.3f} on {scores['tokens']} held-out tokens of {documents}"
-    if "kl" in scores:
-        kl = show_figure(scores["kl"], scores["kl_interval"], ".4f")
-        text += f"; {REFERENCES[scores['reference']]}: {scores['reference_perplexity']:.3f}, KL to it {kl}"
-    if "all_heads" in scores:
-        text += f", with all heads on {scores['all_heads']['kl']:.4f}"
-    if scores.get("floor") is not None:
-        text += f", floor {scores['floor']:.2g}"
+    text = (
+        f"perplexity {scores.perplexity:.3f} on {scores.tokens} held-out tokens of {show_documents(scores.documents)}"
+    )
+    if scores.reference is not None:
+        kl = show_figure(scores.kl, scores.kl_interval, ".4f")
+        text += f"; {REFERENCES[scores.reference]}: {scores.reference_perplexity:.3f}, KL to it {kl}"
+    if scores.all_heads is not None:
+        text += f", with all heads on {scores.all_heads.kl:.4f}"
+    if scores.floor is not None:
+        text += f", floor {scores.floor:.2g}"
     return text
 
 
-def show_health(routing: dict[str, Any]) -> str:
-    """Router health (`moh_llm.training.health`) likewise, to follow scores."""
+def _show_health(routing: Routing) -> str:
     text = ""
-    if dead := sum(routing["dead_heads"]):
+    if dead := sum(routing.dead_heads):
         text += f", {dead} dead heads"
-    if routing["changed"]:
-        text += f", {100 * sum(routing['changed']) / len(routing['changed']):.1f} % of routings changed"
+    if routing.changed:
+        text += f", {100 * sum(routing.changed) / len(routing.changed):.1f} % of routings changed"
     return text
 
 
@@ -132,33 +136,32 @@ class ProgressLine:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def step(self, line: dict[str, Any]) -> None:
-        """Show a line of the log (see `moh_llm.training.log`)."""
-        step = line["step"]
-        if "dropped" in line:
-            self.say(f"step {step} was dropped: {line['dropped']}")
-        if "validation" in line:
-            self.say(f"step {step}: {show_scores(line['validation'])}{show_health(line['routing'])}")
-        if "timing" not in line:
+    def step(self, line: LogLine) -> None:
+        """Show a line of the log."""
+        step = line.step
+        if line.dropped is not None:
+            self._say(f"step {step} was dropped: {line.dropped}")
+        if line.validation is not None and line.routing is not None:
+            self._say(f"step {step}: {show_scores(line.validation)}{_show_health(line.routing)}")
+        if line.timing is None:
             return
-        state = self._state(line)
+        numbers = line.content()
+        parts = [
+            f"{short} {numbers[name]:{form}}" for name, (short, form) in _SHOWN.items() if numbers.get(name) is not None
+        ]
+        parts.append(f"{line.timing.tokens_per_second:.0f} tokens/s")
+        if line.timing.mfu is not None:
+            parts.append(f"MFU {100 * line.timing.mfu:.1f} %")
+        state = "  ".join(parts)
         self._bar.update(self._task, completed=step, state=state)
         now = time.monotonic()
         if self._console.is_terminal or (now - self._shown < _QUIET_SECONDS and step < self._total):
             return
         self._shown = now
         left = (now - self._began) / (step - self._first) * (self._total - step)
-        self.say(f"step {step}/{self._total}  {state}  {left:.0f} s left")
+        self._say(f"step {step}/{self._total}  {state}  {left:.0f} s left")
 
-    def _state(self, line: dict[str, Any]) -> str:
-        parts = [f"{short} {line[name]:{form}}" for name, (short, form) in _SHOWN.items() if line.get(name) is not None]
-        parts.append(f"{line['timing']['tokens_per_second']:.0f} tokens/s")
-        if "mfu" in line["timing"]:
-            parts.append(f"MFU {100 * line['timing']['mfu']:.1f} %")
-        return "  ".join(parts)
-
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
+    def _say(self, text: str) -> None:
         self._console.print(text, markup=False)
 
 
@@ -191,14 +194,16 @@ def start_trackers(accelerator: Accelerator, config: TrainConfig, done: int) -> 
     accelerator.init_trackers(PROJECT, recipe, {name: settings.get(name, {}) for name in config.report_to})
 
 
-def track(accelerator: Accelerator, line: dict[str, Any]) -> None:
+def track(accelerator: Accelerator, line: LogLine) -> None:
     """Send the numbers of a line of the log to the trackers, per layer where there are layers."""
     if not accelerator.trackers:
         return
-    values = {key: value for key, value in line.items() if key not in ("step", "routing")}
-    values["routing"] = {key: list_ for key, list_ in (line.get("routing") or {}).items() if key != "load"}
-    numbers = {key: value for key, value in _flat(values) if isinstance(value, (int, float))}
-    accelerator.log(numbers, step=line["step"])
+    numbers = {
+        name: value
+        for name, value in _flat(line.content())
+        if isinstance(value, (int, float)) and name != "step" and not name.startswith("routing/load")
+    }
+    accelerator.log(numbers, step=line.step)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
@@ -19,18 +18,18 @@ from moh_llm.data.stream import SequenceStream, StepBatches, make_receipt, step_
 from moh_llm.data.windows import validation_batches
 from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder
+from moh_llm.records.run import LogLine, RunRecord
 from moh_llm.training import networks
 from moh_llm.training.checkpoints import (
+    full_weights,
     keep_milestone,
     load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
-    saved_milestones,
 )
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.divergence import DivergenceWatch
-from moh_llm.training.full_tensors import full_weights
 from moh_llm.training.log import ProgressLine, check_trackers, show_scores, start_trackers, step_line, track
+from moh_llm.training.optimizer import annealed_heads, make_optimizer, set_learning_rates
 from moh_llm.training.parallel import (
     Interruption,
     end_distribution,
@@ -43,9 +42,9 @@ from moh_llm.training.parallel import (
 )
 from moh_llm.training.preflight import check_machine
 from moh_llm.training.reference import agreed_starting_point
-from moh_llm.training.runs import Run, mark_files
-from moh_llm.training.schedules import annealed_heads
-from moh_llm.training.step import TrainingStep, accumulate_gradients, evaluate, measure_floor, score_saved
+from moh_llm.training.runs import Run, find_fault, mark_files
+from moh_llm.training.scoring import evaluate, measure_floor, score_saved
+from moh_llm.training.step import DivergenceWatch, TrainingStep, accumulate_gradients
 
 
 def train(
@@ -53,15 +52,15 @@ def train(
     overwrite: bool = False,
     say: Callable[[str], None] = print,
     on_milestone: Callable[[Path], None] = lambda folder: None,
-    on_finish: Callable[[dict[str, Any]], None] = lambda record: None,
-) -> dict[str, Any]:
+    on_finish: Callable[[RunRecord], None] = lambda record: None,
+) -> RunRecord:
     """Carry out a run, or what is left of it, and return its record (`OUTPUT/run.json`).
 
     Args:
         config: the recipe.
         overwrite: start anew where ``config.output_dir`` holds a run.
         say: prints one line.
-        on_milestone: gets, on the main process, the folder of each milestone that lies there at the start, and of each
+        on_milestone: gets, on the main process, the folder of each milestone that is there at the start, and of each
             that is saved (`moh_llm.training.checkpoints`); training goes on when it returns.
         on_finish: gets, on the main process, the record of a run that is finished, or was before, while nobody else can
             write to its folder.
@@ -76,7 +75,7 @@ def train(
         # Not before the processes found each other: where the first one is refused, the others must hear of it.
         from_main(accelerator, lambda: held.enter_context(lock_folder(Path(config.output_dir))))
         record = _train(config, accelerator, overwrite, say, on_milestone)
-        if accelerator.is_main_process and record["status"] == "finished":
+        if accelerator.is_main_process and record.status == "finished":
             on_finish(record)
         return record
 
@@ -87,44 +86,42 @@ def _train(
     overwrite: bool,
     say: Callable[[str], None],
     on_milestone: Callable[[Path], None],
-) -> dict[str, Any]:
+) -> RunRecord:
     main = accelerator.is_main_process
-    if not main:
-        say = _silent
+    say = say if main else lambda _: None
     with accelerator.main_process_first():
         run = Run(config, overwrite and main, writes=main)
     if main:
-        for milestone in saved_milestones(run):
+        for milestone in sorted(run.milestones.glob("step-*")):
             on_milestone(milestone)
-    if run.finished and not from_main(accelerator, lambda: _reopen(run, say)):
+    if run.record.status == "finished" and not from_main(accelerator, lambda: _reopen(run, say)):
         say(f"{run.folder} holds this run, finished after {config.max_steps} steps; nothing to do")
         end_distribution(accelerator)
         accelerator.end_training()
         return run.record
-
-    if main:
-        check_machine(config, accelerator.num_processes)
+    from_main(accelerator, lambda: check_machine(config, accelerator.num_processes))
 
     # ---- what it begins with
-    starting_point = agreed_starting_point(config, accelerator, run.record.get("reference"))
+    starting_point = agreed_starting_point(config, accelerator, run.record.reference and run.record.reference.kind)
     reference = starting_point.reference
     if reference is not None:
-        say(reference.sentence(teaches=config.objective.kind == "distillation"))
+        say(f"{'teacher' if config.objective.has_teacher else 'compared with'}: {reference.described}")
 
     # ---- data
+    data = config.data
     tokenizer = networks.load_tokenizer(Path(config.model))
     with accelerator.main_process_first():
-        _, token_folder, sources = tokens_for(config.data.mixture, tokenizer, say)
-    stream = SequenceStream(sources, config.data.sequence_length, config.seed)
-    stream.check_epochs(config.max_steps * config.data.batch_size)
+        _, token_folder, sources = tokens_for(data.mixture, tokenizer, say)
+    stream = SequenceStream(sources, data.sequence_length, config.seed)
+    stream.check_epochs(config.max_steps * data.batch_size)
     held_out = validation_batches(
-        sources, config.data.sequence_length, config.evaluation.max_tokens, config.evaluation.batch_size
+        sources, data.sequence_length, config.evaluation.max_tokens, config.evaluation.batch_size
     )
 
     # ---- networks
     seed_networks(config)
     student = networks.make_student(config)
-    teacher = networks.make_teacher(config, reference, student, accelerator.device)
+    teacher = networks.make_teacher(config, reference, accelerator.device)
     beta = config.objective.balance_coefficient
     if beta is None:
         beta = student.config.router_aux_loss_coef
@@ -133,7 +130,7 @@ def _train(
         "total": sum(networks.full_shape(weight).numel() for weight in student.parameters()),
     }
     step_module = TrainingStep(student, teacher, config.objective, reference)
-    model, optimizer = accelerator.prepare(step_module, networks.make_optimizer(student, config))
+    model, optimizer = accelerator.prepare(step_module, make_optimizer(student, config))
     model.train()
     weights = networks.trained_weights(accelerator.unwrap_model(model).student)
     network = accelerator.unwrap_model(model).network
@@ -142,23 +139,28 @@ def _train(
     fastest = peak_rate(accelerator, config, network.config)
 
     # ---- where to begin
-    facts = {"device": str(accelerator.device), "processes": accelerator.num_processes, "parameters": counts}
-    facts["reference"] = None if reference is None else reference.record()
-    run.begin(describe_data(sources), {"tokens_in": token_folder} | facts)
+    run.begin(
+        describe_data(sources),
+        tokens_in=token_folder,
+        device=str(accelerator.device),
+        processes=accelerator.num_processes,
+        parameters=counts,
+        reference=reference and reference.mark(),
+    )
     done, updates, seconds = 0, 0, 0.0
     with accelerator.main_process_first():
         found = newest_checkpoint(run.checkpoints, say)
     # What the routers do before any step is what later changes are measured by, on resume too.
-    start_scores, start_routing, floor = {}, None, None
+    start_scores, start_routing, floor = None, None, None
     if config.evaluation.eval_steps:
         floor = measure_floor(accelerator, model, held_out)
         start_scores, start_routing = evaluate(accelerator, model, held_out)
-    if floor is not None:
-        start_scores["floor"] = floor
+        if floor is not None:
+            start_scores.floor = floor
     if found:
         folder, state = found
         updates = load_checkpoint(folder, accelerator, model, optimizer, weights)
-        done, seconds = state["step"], state["seconds"]
+        done, seconds = state.step, state.seconds
         say(f"resumed from {folder}, {config.max_steps - done} steps to go")
     keep = partial(keep_milestone, config, run, accelerator, tokenizer, starting_point, on_milestone)
     reduce = partial(sum_over_processes, accelerator)
@@ -168,45 +170,57 @@ def _train(
     start_trackers(accelerator, config, done)
     say(
         f"{counts['trained']:,} of {counts['total']:,} weights are trained on {accelerator.num_processes} x "
-        f"{accelerator.device.type}; {config.max_steps} steps x {config.data.batch_size} sequences x "
-        f"{config.data.sequence_length} tokens = {config.max_steps * config.tokens_per_step:,} tokens, "
+        f"{accelerator.device.type}; {config.max_steps} steps x {data.batch_size} sequences x "
+        f"{data.sequence_length} tokens = {config.max_steps * config.tokens_per_step:,} tokens, "
         f"{accelerator.gradient_accumulation_steps} micro-batches per step"
     )
 
     # ---- steps
     steps = range(done + 1, config.max_steps + 1)
-    part = StepBatches(stream, config.data.batch_size, accelerator.process_index, accelerator.num_processes)
-    batches = step_loader(part, steps, config.data.dataloader_num_workers)
+    part = StepBatches(stream, data.batch_size, accelerator.process_index, accelerator.num_processes)
+    batches = step_loader(part, steps, data.dataloader_num_workers)
     line_of_progress = ProgressLine(done, config.max_steps) if main else contextlib.nullcontext()
     with line_of_progress as progress, Interruption(accelerator) as interruption:
+
+        def report(line: LogLine) -> None:
+            run.log(line)
+            track(accelerator, line)
+            if progress:
+                progress.step(line)
+
         if start_routing is not None and not found:
-            line = {"step": 0, "validation": start_scores, "routing": start_routing.health(None, reduce)}
-            _report(line, run, accelerator, progress)
+            report(LogLine(step=0, validation=start_scores, routing=start_routing.health(None, reduce)))
         for step, batch in zip(steps, batches, strict=True):
             began = time.perf_counter()
             seed_step(config, step, accelerator)
-            rates = networks.set_learning_rates(optimizer, config, step - 1)
+            rates = set_learning_rates(optimizer, config, step - 1)
             heads = annealed_heads(budgets, all_heads, step - 1, config.schedule.anneal_steps, group_size)
             network.set_active_heads(heads)
             losses, norm = accumulate_gradients(accelerator, model, batch, config, beta)
-            # Judged before the weights are touched (DeepSpeed has touched them): checkpoints are of good steps only.
+            # Judged before the weights are updated (DeepSpeed has updated them): checkpoints are of good steps only.
             fault = watch.judge(step, losses.total(beta, config.objective.layer_coefficient), norm)
             if fault is None:
                 optimizer.step()
                 updates += 1
             elif config.divergence.action == "roll_back":
-                updates = _roll_back(run, step, fault, say, (accelerator, model, optimizer, weights))
+                newest = newest_checkpoint(run.checkpoints, say)
+                if newest is None:
+                    raise UserError(
+                        f"step {step}: {fault}, and there is no checkpoint yet to go back to; lower "
+                        "optimizer.learning_rate or checkpoint.save_steps and pass --overwrite"
+                    )
+                updates = load_checkpoint(newest[0], accelerator, model, optimizer, weights)
             optimizer.zero_grad()
             line = step_line(step, losses, beta, rates, norm, config, heads, began, fastest)
             if fault is not None:
-                line["dropped"] = fault
-            receipt = make_receipt(stream, step * config.data.batch_size)
-            line["tokens_of_source"] = {name: entry["tokens"] for name, entry in receipt.items()}
-            seconds += line["timing"]["seconds"]
+                line.dropped = fault
+            receipt = make_receipt(stream, step * data.batch_size)
+            line.tokens_of_source = {name: entry["tokens"] for name, entry in receipt.items()}
+            seconds += line.timing.seconds
             if config.evaluation.eval_steps and step % config.evaluation.eval_steps == 0:
-                line["validation"], routing = evaluate(accelerator, model, held_out)
-                line["routing"] = routing.health(start_routing, reduce)
-            _report(line, run, accelerator, progress)
+                line.validation, routing = evaluate(accelerator, model, held_out)
+                line.routing = routing.health(start_routing, reduce)
+            report(line)
             stop = interruption.asked() and step < config.max_steps
             if stop or step % config.checkpoint.save_steps == 0 or step == config.max_steps:
                 facts = {"updates": updates, "seconds": round(seconds, 3), "data": receipt}
@@ -220,64 +234,46 @@ def _train(
                 return run.record
 
     # ---- the tuned model
-    receipt = make_receipt(stream, config.max_steps * config.data.batch_size)
+    receipt = make_receipt(stream, config.max_steps * data.batch_size)
     tuned = full_weights(accelerator, weights)
     del model, step_module, student, network, optimizer, weights, teacher
     end_distribution(accelerator)
-    tokens = config.max_steps * config.tokens_per_step
-    facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(seconds, 3), "data_read": receipt}
-    files: dict[str, Any] = {}
+    tokens, files, scores = config.max_steps * config.tokens_per_step, {}, None
     if main:
         networks.save_network(config, tuned, tokenizer, run.model, starting_point, config.max_steps)
         files = mark_files(run.model)
-        facts["evaluation"] = score_saved(config, run.model, accelerator.device, held_out, reference)
+        scores = score_saved(config, run.model, accelerator.device, held_out, reference)
         if floor is not None:
-            facts["evaluation"]["floor"] = floor
-        say(f"{run.model}: {show_scores(facts['evaluation'])}")
+            scores.floor = floor
+        say(f"{run.model}: {show_scores(scores)}")
         say(f"{config.max_steps} steps, {tokens:,} tokens, {seconds:.0f} s of training")
-    run.finish(facts, files)
+    facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(seconds, 3), "data_read": receipt}
+    run.finish(files, **facts, evaluation=scores)
     accelerator.end_training()
     return run.record
 
 
 def _reopen(run: Run, say: Callable[[str], None]) -> bool:
-    """Whether a run that its record calls finished has to be finished anew, because its model is not whole.
+    """Whether a run that its record calls finished has to be finished anew, because its model is damaged.
 
     Raises:
         UserError: and no checkpoint is left to do it from.
     """
-    fault = run.model_fault()
+    fault = f"{run.folder / 'run.json'} does not say which files it has"
+    if run.record.model_files is not None:
+        fault = find_fault(run.model, run.record.model_files)
     if fault is None:
         return False
     if newest_checkpoint(run.checkpoints, say) is None:
         raise UserError(
-            f"{run.model} is not whole ({fault}), and {run.checkpoints} holds no checkpoint to make it from; "
+            f"{run.model} is damaged ({fault}), and {run.checkpoints} holds no checkpoint to make it from; "
             "restore it, or pass --overwrite to start anew"
         )
-    say(f"{run.model} is not whole ({fault}); it is made anew from the last checkpoint")
+    say(f"{run.model} is damaged ({fault}); it is made anew from the last checkpoint")
     return True
 
 
-def _report(line: dict[str, Any], run: Run, accelerator: Accelerator, progress: ProgressLine | None) -> None:
-    """Write a line of the log, and show it."""
-    run.log(line)
-    track(accelerator, line)
-    if progress:
-        progress.step(line)
-
-
-def _roll_back(run: Run, step: int, fault: str, say: Callable[[str], None], prepared: tuple[Any, ...]) -> int:
-    """Put the newest checkpoint's weights and moments back; return the updates that they have seen."""
-    found = newest_checkpoint(run.checkpoints, say)
-    if found is None:
-        raise UserError(
-            f"step {step}: {fault}, and there is no checkpoint yet to go back to; lower optimizer.learning_rate or "
-            "checkpoint.save_steps and pass --overwrite"
-        )
-    return load_checkpoint(found[0], *prepared)
-
-
-def describe_data(sources: list[TokenizedSource]) -> dict[str, Any]:
+def describe_data(sources: list[TokenizedSource]) -> dict[str, object]:
     """What identifies the training text: per source its weight, number of tokens and the hash of its shards."""
     return {
         source.name: {
@@ -288,7 +284,3 @@ def describe_data(sources: list[TokenizedSource]) -> dict[str, Any]:
         }
         for source in sources
     }
-
-
-def _silent(_: str) -> None:
-    """What processes other than the main one say."""

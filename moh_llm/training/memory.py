@@ -248,7 +248,7 @@ def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision)
     states = tokens * model.hidden_size
     positions = chunk_positions(model.vocab_size)
     chunk, earlier = min(tokens, positions) * model.vocab_size, tokens > positions
-    trained, teacher = config.lora is None, has_teacher(config)
+    trained, teacher = config.lora is None, config.objective.has_teacher
     gradient = 4 * head if trained else 0  # of the head's weight; each chunk makes one and adds it to the first
     fixed = 2 * s * states + (precision.teacher * states if teacher else 0)
     if precision.casts:
@@ -259,18 +259,13 @@ def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision)
     return fixed + max(softmax, product, gradient + s * (head + states) if trained else 0)
 
 
-def has_teacher(config: TrainConfig) -> bool:
-    """Whether a teacher takes part: a network of its own or, under LoRA, the student without its adapters."""
-    return config.objective.kind == "distillation"
-
-
 def copies_teacher(config: TrainConfig) -> bool:
     """Whether the teacher is a network of its own.
 
     Under LoRA it is where the model was tuned before, as its lineage tells: without adapters the student is not its
     base then.
     """
-    return has_teacher(config) and (config.lora is None or bool(read_chain(Path(config.model)).runs))
+    return config.objective.has_teacher and (config.lora is None or bool(read_chain(Path(config.model)).runs))
 
 
 def _count(module: nn.Module) -> int:

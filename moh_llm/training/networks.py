@@ -1,4 +1,4 @@
-"""The networks of a run: the student, its adapters and parameter groups, the teacher, the saved model."""
+"""The networks of a run: the student, its adapters, the teacher, the saved model."""
 
 import shutil
 from pathlib import Path
@@ -9,18 +9,14 @@ from transformers import PreTrainedTokenizerBase
 
 from moh_llm.conversion.base import moh_fields
 from moh_llm.data.tokenizer import open_tokenizer
-from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.files import new_folder
-from moh_llm.kernels import NAME as HEAD_SPARSE
-from moh_llm.kernels import what_lacks
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.model import check_tensors, hash_weights, licence_texts, read_config, read_weight_map
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.reference import Reference, StartingPoint
-from moh_llm.training.schedules import learning_rates
 
 
 def load_network(folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None = None) -> MoHLlamaForCausalLM:
@@ -44,15 +40,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return open_tokenizer(folder, read_config(Path(folder)).get("vocab_size"))
 
 
-def check_attention(config: TrainConfig) -> None:
-    """Raise UserError for an attention implementation that does not run here."""
-    if config.attn_implementation == HEAD_SPARSE and (lacking := what_lacks(choose_device())):
-        raise UserError(f"attn_implementation={HEAD_SPARSE} needs {lacking}; set it to sdpa")
-
-
 def make_student(config: TrainConfig) -> torch.nn.Module:
     """The network that is trained, with adapters if the recipe has any; master weights are float32 always."""
-    check_attention(config)
     network = load_network(Path(config.model), torch.float32)
     network.set_attn_implementation(config.attn_implementation)
     if config.gradient_checkpointing:
@@ -120,67 +109,14 @@ def full_shape(weight: torch.nn.Parameter) -> torch.Size:
     return torch.Size(getattr(weight, "ds_shape", weight.shape))
 
 
-def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
-    """Whether weight decay acts on a parameter: on matrices, and never on biases and norms, whatever their shape.
-
-    Names are read from their ends, since wrappers (DDP, FSDP, peft) put others before and between.
-    """
-    *modules, kind = name.split(".")
-    if kind == "bias" or any(module.endswith("norm") for module in modules):
-        return False
-    return len(full_shape(weight)) >= 2
-
-
-def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over up to four groups: base or router, decayed or not (see `is_decayed`)."""
-    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
-    for name, weight in trained_weights(network).items():
-        groups.setdefault((is_routing_weight(name), is_decayed(name, weight)), []).append(weight)
-    settings = config.optimizer
-    return torch.optim.AdamW(
-        [
-            {"params": weights, "router": router, "weight_decay": settings.weight_decay if decayed else 0.0}
-            for (router, decayed), weights in sorted(groups.items(), key=lambda item: item[0])
-        ],
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.epsilon,
-        fused=True,  # one pass over weights, gradients and moments: a fifth of the time on CPU
-    )
-
-
-def set_learning_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> tuple[float, float]:
-    """Give every group the rate of the step after ``step`` steps; return `learning_rates`."""
-    rate, router_rate = learning_rates(config, step)
-    for group in optimizer.param_groups:
-        group["lr"] = router_rate if group["router"] else rate
-    return rate, router_rate
-
-
-def make_teacher(
-    config: TrainConfig, reference: Reference | None, student: torch.nn.Module, device: torch.device
-) -> MoHLlamaForCausalLM | None:
+def make_teacher(config: TrainConfig, reference: Reference | None, device: torch.device) -> MoHLlamaForCausalLM | None:
     """A frozen copy of the reference; None where none is needed.
 
-    Under LoRA, where the model that the run began with is the reference with all heads on, the student itself is it
-    without its adapters, at no memory.
-
-    Raises:
-        UserError: distillation of a model with weighted scores, whose all-heads-on form is not
-            its base, or of one whose heads are all on anyway.
+    Under LoRA, where the model that the run began with is the reference with all heads on, the student without its
+    adapters is the reference, at no memory.
     """
-    if config.objective.kind != "distillation":
+    if not config.objective.has_teacher or reference is None:
         return None
-    if all(active == student.config.num_attention_heads for active in student.config.active_heads_per_layer):
-        raise UserError(
-            f"model={config.model} has every head on: distillation has no head to make up for; "
-            "set objective.kind to cross_entropy"
-        )
-    if reference is None:
-        raise UserError(
-            f"model={config.model} has router_score={student.config.router_score}: with all heads on it is not "
-            "its dense form, so there is no teacher; convert with quantised scores or set objective.kind cross_entropy"
-        )
     return None if config.lora is not None and reference.own else load_reference(config, reference, device)
 
 

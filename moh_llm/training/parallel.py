@@ -37,6 +37,18 @@ from moh_llm.training.runs import TRACKERS
 T = TypeVar("T")
 
 
+def count_micro_batches(config: TrainConfig, processes: int) -> int:
+    """Micro-batches of a step on each process. Raises UserError where they are not a whole number."""
+    data = config.data
+    count, rest = divmod(data.batch_size, data.micro_batch_size * processes)
+    if rest:
+        raise UserError(
+            f"data.batch_size={data.batch_size} must be a multiple of data.micro_batch_size="
+            f"{data.micro_batch_size} x {processes} processes; change one of them"
+        )
+    return count
+
+
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator of a run, set up from the environment that the launcher made.
 
@@ -46,14 +58,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     """
     # An earlier run in this process may have used another precision, and the state is a singleton.
     AcceleratorState._reset_state()
-    world = world_size()
-    per_micro_batch = config.data.micro_batch_size * world
-    if config.data.batch_size % per_micro_batch:
-        raise UserError(
-            f"data.batch_size={config.data.batch_size} must be a multiple of data.micro_batch_size="
-            f"{config.data.micro_batch_size} x {world} processes"
-        )
-    micro_batches = config.data.batch_size // per_micro_batch
+    micro_batches = count_micro_batches(config, world_size())
     kwargs: dict[str, Any] = {}
     if _asked_for("DEEPSPEED"):
         if config.divergence.action == "skip":
@@ -132,14 +137,9 @@ def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConf
     peak = peak_flops(torch.cuda.get_device_name(accelerator.device))
     if peak is None:
         return None
-    length, teacher = config.data.sequence_length, config.objective.kind == "distillation"
-    flops = training_flops(model, length, teacher, recompute=False, frozen=config.lora is not None)
+    length = config.data.sequence_length
+    flops = training_flops(model, length, config.objective.has_teacher, recompute=False, frozen=config.lora is not None)
     return accelerator.num_processes * peak * length / flops
-
-
-def loss_scale(accelerator: Accelerator) -> int:
-    """What a loss is multiplied by so that its gradient is summed over micro-batches and processes, not averaged."""
-    return accelerator.gradient_accumulation_steps * accelerator.num_processes
 
 
 def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, limit: float | None) -> float:
@@ -147,12 +147,6 @@ def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, limit: floa
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     norm = accelerator.clip_grad_norm_(weights, limit if limit is not None else float("inf"))
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def deepspeed_norm(model: torch.nn.Module) -> float:
-    """The norm of the gradient that DeepSpeed's last step used."""
-    norm = model.get_global_grad_norm()
-    return float(norm) if norm is not None else 0.0
 
 
 def seed_step(config: TrainConfig, step: int, accelerator: Accelerator) -> None:

@@ -5,10 +5,9 @@ Each check gives findings of one line. No weights are read, so that the checks t
 """
 
 import configparser
-import json
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,23 +17,24 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from moh_llm.devices import GPUS, check_memory, check_workers, find_gpu, memory_bytes, peak_flops
+from moh_llm.devices import GPUS, check_memory, check_workers, choose_device, find_gpu, memory_bytes, peak_flops
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
+from moh_llm.kernels import NAME as HEAD_SPARSE
+from moh_llm.kernels import what_lacks
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
 from moh_llm.records.model import check_tensors, read_weight_map
-from moh_llm.training.config import TrainConfig, changed_keys
-from moh_llm.training.memory import Memory, Sizes, estimate_memory, has_teacher
-from moh_llm.training.networks import check_attention
+from moh_llm.training.config import TrainConfig
+from moh_llm.training.memory import Memory, Sizes, estimate_memory
+from moh_llm.training.parallel import count_micro_batches
 from moh_llm.training.preflight_data import Finding, check_data
 from moh_llm.training.reference import expected_reference
-from moh_llm.training.runs import PACKAGES, check_converted
+from moh_llm.training.runs import PACKAGES, check_converted, read_run
 
 # Share of a GPU's peak that training is taken to reach, when days are estimated.
 UTILISATION = 0.4
-# Above this share of the memory an estimate is no comfort.
+# Above this share of the memory the estimate is too near to the limit.
 _TIGHT = 0.9
 _GIB = 1 << 30
 _BYTES_PER_TOKEN = 24  # of a step's batch: input, position, label
@@ -96,21 +96,29 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
     """
     if strategy == "one" and processes > 1:
         raise UserError(f"--processes {processes} needs a --strategy that divides the work, for example ddp")
-    device = find_device(gpu, processes)
-    findings = [
-        *check_versions(strategy),
-        *check_device(config, device, processes, gpu),
-        *check_batch(config, processes),
-        *check_output(config),
-    ]
+    device, findings = find_device(gpu, processes), [*check_versions(strategy)]
+
+    def check(name: str, function: Callable[..., Finding | None], *arguments: Any) -> None:
+        try:
+            found = function(*arguments)
+        except UserError as error:
+            found = Finding("fault", name, str(error))
+        findings.extend([found] if found else [])
+
+    check("devices", check_device, config, device, processes, gpu)
+    check("batch", check_batch, config, processes)
+    check("output", check_output, config)
     try:
         model = read_model_config(config)
         sizes = Sizes.of(config, model)
     except UserError as error:
         return Diagnosis([*findings, Finding("fault", "model", str(error))], None, None)
     memory = estimate_memory(config, model, sizes, strategy, processes)
-    findings += [*check_model(config, model), *check_teacher(config), *check_data(config)]
-    findings += [*check_disk(config, model, sizes), *check_estimate(memory, device)]
+    check("model", check_model, config, model)
+    check("teacher", check_teacher, config)
+    findings += check_data(config)
+    check("disk", check_disk, config, model, sizes)
+    check("memory", check_estimate, memory, device)
     return Diagnosis(findings, memory, make_plan(config, model, device, processes))
 
 
@@ -157,38 +165,32 @@ def check_versions(strategy: str) -> Iterator[Finding]:
         yield Finding("ok", "versions", ", ".join(have))
 
 
-def check_device(config: TrainConfig, device: Device, processes: int, gpu: str | None) -> Iterator[Finding]:
+def check_device(config: TrainConfig, device: Device, processes: int, gpu: str | None) -> Finding:
     """The devices, and whether they compute in the precision that the recipe asks for."""
     text = f"{processes} x {device.name}, {device.memory / _GIB:.1f} GiB each"
     if gpu is not None:
-        yield Finding("ok", "devices", f"{text}, as named; not looked for here")
-    elif not torch.cuda.is_available():
-        yield Finding("warning", "devices", f"{text}: torch finds no CUDA device here")
-    elif config.mixed_precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        yield Finding("fault", "devices", f"{device.name} has no bfloat16; set mixed_precision to no")
-    elif processes > (here := torch.cuda.device_count()):
-        yield Finding("warning", "devices", f"{text}; this machine has {here}, the others have to be elsewhere")
-    else:
-        yield Finding("ok", "devices", text)
+        return Finding("ok", "devices", f"{text}, as given by --gpu")
+    if not torch.cuda.is_available():
+        return Finding("warning", "devices", f"{text}: PyTorch finds no CUDA device here")
+    if config.mixed_precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return Finding("fault", "devices", f"{device.name} has no bfloat16; set mixed_precision to no")
+    if processes > (here := torch.cuda.device_count()):
+        return Finding("warning", "devices", f"{text}: this machine has {here}, the others must be elsewhere")
+    return Finding("ok", "devices", text)
 
 
-def check_batch(config: TrainConfig, processes: int) -> Iterator[Finding]:
-    """Whether the sequences of a step can be dealt out evenly, as `make_accelerator` asks."""
-    data = config.data
-    text = f"data.batch_size={data.batch_size} is"
-    rule = f"data.micro_batch_size={data.micro_batch_size} x {processes} processes"
-    micro_batches, rest = divmod(data.batch_size, data.micro_batch_size * processes)
-    if rest:
-        yield Finding("fault", "batch", f"{text} no multiple of {rule}; change one of them")
-    else:
-        yield Finding("ok", "batch", f"{text} {rule} x {micro_batches} micro-batches")
+def check_batch(config: TrainConfig, processes: int) -> Finding:
+    """Whether each process gets the same number of micro-batches."""
+    data, count = config.data, count_micro_batches(config, processes)
+    parts = f"data.micro_batch_size={data.micro_batch_size} x {processes} processes x {count} micro-batches"
+    return Finding("ok", "batch", f"data.batch_size={data.batch_size} is {parts}")
 
 
-def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Iterator[Finding]:
-    """Whether checkpoints (12 bytes for each trained weight) and models find room where the output lies.
+def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Finding:
+    """Whether the disk of the output has room for checkpoints (12 bytes for each trained weight) and models.
 
-    At most there are the newest `save_total_limit`, the milestones, and the one being written; those that
-    an earlier start of the run left are already paid for.
+    At most there are the newest `save_total_limit`, the milestones, and the one being written, less those that an
+    earlier start of the run left.
     """
     keep, folder = config.checkpoint, Path(config.output_dir)
     made = -(-config.max_steps // keep.save_steps)
@@ -207,68 +209,48 @@ def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Iter
         f"{free / _GIB:.1f} GiB are free"
     )
     if checkpoints + saved - min(there, checkpoints) > free:
-        yield Finding("fault", "disk", f"{text}; free some, lower checkpoint.save_total_limit or change --output_dir")
-    else:
-        yield Finding("ok", "disk", text)
+        text += "; free some space, lower checkpoint.save_total_limit or change --output_dir"
+        return Finding("fault", "disk", text)
+    return Finding("ok", "disk", text)
 
 
-def check_estimate(memory: Memory, device: Device) -> Iterator[Finding]:
+def check_estimate(memory: Memory, device: Device) -> Finding:
     """Whether the estimate fits into the device."""
     share = memory.total / device.memory
     text = f"about {memory.total / _GIB:.2f} of {device.memory / _GIB:.1f} GiB for each process"
+    if share <= _TIGHT:
+        return Finding("ok", "memory", text)
     remedy = "lower data.micro_batch_size, set gradient_checkpointing, or divide more (--strategy, --processes)"
     if share > 1:
-        yield Finding("fault", "memory", f"{text}; {remedy}")
-    elif share > _TIGHT:
-        yield Finding("warning", "memory", f"{text}, which leaves little for what is not estimated; {remedy}")
-    else:
-        yield Finding("ok", "memory", text)
+        return Finding("fault", "memory", f"{text}; {remedy}")
+    return Finding("warning", "memory", f"{text}, which leaves little for what is not estimated; {remedy}")
 
 
 def make_plan(config: TrainConfig, model: MoHLlamaConfig, device: Device, processes: int) -> Plan:
     """Steps, tokens, FLOPs of forward and backward passes (scoring is left out), and days on such devices."""
     length, sequences = config.data.sequence_length, config.max_steps * config.data.batch_size
     flops = sequences * training_flops(
-        model, length, has_teacher(config), config.gradient_checkpointing, frozen=config.lora is not None
+        model, length, config.objective.has_teacher, config.gradient_checkpointing, frozen=config.lora is not None
     )
-    days, assumes = None, f"no peak is known of {device.name}"
+    days, assumes = None, f"the peak of {device.name} is not known"
     if device.peak is not None and config.mixed_precision != "bf16":
-        assumes = "peaks are known of bfloat16 only, and mixed_precision is no"
+        assumes = "only bfloat16 peaks are known, and mixed_precision is no"
     elif device.peak is not None:
         days = flops / (processes * device.peak * UTILISATION) / 86400
         assumes = f"{processes} x {device.name} at {UTILISATION:.0%} of {device.peak / 1e12:g} TFLOP/s, an assumption"
     return Plan(config.max_steps, config.max_steps * config.tokens_per_step, flops, days, assumes)
 
 
-def check_output(config: TrainConfig) -> Iterator[Finding]:
+def check_output(config: TrainConfig) -> Finding:
     """What the same `moh-llm train` command would do about the output that is there."""
-    folder, anew = Path(config.output_dir), "name another folder or train with --overwrite"
-    path = folder / "run.json"
-    if folder.exists() and not folder.is_dir():
-        yield Finding("fault", "output", f"output_dir={folder} is a file; name a folder")
-        return
-    if not path.exists():
-        if folder.exists() and any(folder.iterdir()):
-            yield Finding("fault", "output", f"{folder} is not empty and holds no run.json to resume; {anew}")
-        else:
-            yield Finding("ok", "output", f"{folder} is new")
-        return
-    try:
-        record = read_json(path)
-        changed = changed_keys(record["config"], json.loads(json.dumps(asdict(config))))
-        finished = record["status"] == "finished"
-    except (UserError, KeyError, TypeError, AttributeError):
-        yield Finding("fault", "output", f"{path} is not the record of a training run; name another folder")
-        return
+    folder, record = Path(config.output_dir), read_run(config)
+    if record is None:
+        return Finding("ok", "output", f"{folder} is new")
+    if record.status == "finished":
+        return Finding("warning", "output", f"{folder} holds this run, finished; there would be nothing to do")
     checkpoints = sorted(found.name for found in (folder / "checkpoints").glob("step-*"))
-    if changed:
-        text = f"{folder} holds a run with another recipe; different: {', '.join(changed)}; {anew}"
-        yield Finding("fault", "output", text)
-    elif finished:
-        yield Finding("warning", "output", f"{folder} holds this run, finished; there would be nothing to do")
-    else:
-        where = f"after {checkpoints[-1]}" if checkpoints else "from its start, as it has no checkpoint"
-        yield Finding("ok", "output", f"{folder} holds this run; it would go on {where}")
+    where = f"after {checkpoints[-1]}" if checkpoints else "from its start, as it has no checkpoint"
+    return Finding("ok", "output", f"{folder} holds this run; it would resume {where}")
 
 
 def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
@@ -283,45 +265,39 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
         model = MoHLlamaConfig.from_pretrained(folder)
     except (ValueError, TypeError) as error:
         raise UserError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}") from error
-    if has_teacher(config) and set(model.active_heads_per_layer) == {model.num_attention_heads}:
+    if config.objective.has_teacher and set(model.active_heads_per_layer) == {model.num_attention_heads}:
         raise UserError(
             f"model={folder} has every head on: distillation has no head to make up for; "
             "set objective.kind to cross_entropy"
         )
-    if has_teacher(config) and model.router_score != "quantized":
+    if config.objective.has_teacher and model.router_score != "quantized":
         raise UserError(
             f"model={folder} has router_score={model.router_score}: with all heads on it is not its dense form, so "
             "there is no teacher; convert with quantised scores or set objective.kind cross_entropy"
         )
-    check_attention(config)
+    if config.attn_implementation == HEAD_SPARSE and (lacking := what_lacks(choose_device())):
+        raise UserError(f"attn_implementation={HEAD_SPARSE} needs {lacking}; set it to sdpa")
     return model
 
 
-def check_model(config: TrainConfig, model: MoHLlamaConfig) -> Iterator[Finding]:
+def check_model(config: TrainConfig, model: MoHLlamaConfig) -> Finding:
     """Whether every file of the weights is there, as long as its header says, and every weight in one of them."""
     folder = Path(config.model)
-    try:
-        files, held = read_weight_map(folder)
-        check_tensors(str(folder), files, model)
-    except UserError as error:
-        yield Finding("fault", "model", str(error))
-        return
+    files, held = read_weight_map(folder)
+    check_tensors(str(folder), files, model)
     size = sum(file.stat().st_size for file in files)
-    yield Finding("ok", "model", f"{folder}: {len(held)} tensors in {len(files)} files, {size / 2**30:.2f} GiB")
+    return Finding("ok", "model", f"{folder}: {len(held)} tensors in {len(files)} files, {size / _GIB:.2f} GiB")
 
 
-def check_teacher(config: TrainConfig) -> Iterator[Finding]:
+def check_teacher(config: TrainConfig) -> Finding | None:
     """Whether the run would be against its base."""
-    try:
-        reference = expected_reference(config)
-        named = read_conversion(Path(config.model)) is not None
-    except UserError as error:
-        yield Finding("fault", "teacher", str(error))
-        return
-    if reference is not None:
-        by_lineage = reference.kind == "base" and reference.own
-        text = "the base, by the model's lineage; training compares hashes" if by_lineage else reference.described
-        yield Finding("warning" if named and reference.kind == "start" else "ok", "teacher", text)
+    reference = expected_reference(config)
+    if reference is None:
+        return None
+    if reference.kind == "base" and reference.own:
+        return Finding("ok", "teacher", "the base, by the model's lineage; training compares hashes")
+    lost = reference.kind == "start" and read_conversion(Path(config.model)) is not None
+    return Finding("warning" if lost else "ok", "teacher", reference.described)
 
 
 def check_machine(config: TrainConfig, processes: int) -> None:

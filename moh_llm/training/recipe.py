@@ -64,8 +64,7 @@ def recipe_keys(config: type = TrainConfig, prefix: str = "") -> dict[str, Key]:
     """All keys of a recipe by dotted name, groups before their members, in the order of `config`."""
     hints, keys = get_type_hints(config), {}
     for entry in fields(config):
-        default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
-        found = Key(hints[entry.name], entry.metadata["meaning"], default)
+        found = Key(hints[entry.name], entry.metadata["meaning"], entry.default)
         keys[prefix + entry.name] = found
         if is_dataclass(found.type):
             keys |= recipe_keys(found.type, f"{prefix}{entry.name}.")

@@ -7,7 +7,6 @@ with, all heads on; then no figure of the run is called one of the base.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
@@ -24,6 +23,7 @@ from moh_llm.records.lineage import (
     read_chain,
 )
 from moh_llm.records.model import WeightHashes, hash_weights
+from moh_llm.records.run import ReferenceMark
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.parallel import from_main, loading_full_models
 
@@ -45,18 +45,14 @@ class Reference:
     base: BaseCheckpoint | None = None
     source: str = ""
 
-    def sentence(self, teaches: bool) -> str:
-        """What a run says of it."""
-        return f"{'teacher' if teaches else 'compared with'}: {self.described}"
-
     @property
     def described(self) -> str:
         """What it is, and where it comes from."""
         return REFERENCES[self.kind] + (self.source and f", {self.source}")
 
-    def record(self) -> dict[str, Any]:
+    def mark(self) -> ReferenceMark:
         """What the run's record keeps."""
-        return {"kind": self.kind, "own": self.own, "base": self.base and self.base.identity().content()}
+        return ReferenceMark(kind=self.kind, own=self.own, base=self.base and self.base.identity().content())
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class StartingPoint:
 
     def chain_after(self, config: TrainConfig, steps: int, made: WeightHashes) -> Chain:
         """The lineage of the model that the run has made after so many steps."""
-        taught = self.reference if config.objective.kind == "distillation" else None
+        taught = self.reference if config.objective.has_teacher else None
         return self.chain.with_entry(
             RunEntry(
                 kind="run",
@@ -93,12 +89,12 @@ class StartingPoint:
         )
 
 
-def find_starting_point(config: TrainConfig, recorded: dict[str, Any] | None = None) -> StartingPoint:
+def find_starting_point(config: TrainConfig, recorded: ReferenceKind | None = None) -> StartingPoint:
     """Read what the run begins with, all its weights among it, and find its reference.
 
     Args:
         config: the recipe.
-        recorded: what `Reference.record` gave when the run was begun: a resumed run keeps its reference.
+        recorded: of the reference that the run was begun with: a resumed run keeps it.
 
     Raises:
         UserError: ``config.base`` is not the checkpoint that the conversion names; the run was begun with another
@@ -106,7 +102,7 @@ def find_starting_point(config: TrainConfig, recorded: dict[str, Any] | None = N
     """
     folder = Path(config.model)
     weights, conversion = hash_weights(folder), read_conversion(folder)
-    reference = _find_reference(config, conversion, weights, (recorded or {}).get("kind"))
+    reference = _find_reference(config, conversion, weights, recorded)
     return StartingPoint(weights, read_chain(folder), reference)
 
 
@@ -119,9 +115,9 @@ def expected_reference(config: TrainConfig) -> Reference | None:
 
 
 def agreed_starting_point(
-    config: TrainConfig, accelerator: Accelerator, recorded: dict[str, Any] | None = None
+    config: TrainConfig, accelerator: Accelerator, recorded: ReferenceKind | None = None
 ) -> StartingPoint:
-    """`find_starting_point` on the main process; the others take its word, so that none finds another reference.
+    """`find_starting_point` on the main process, for all of them, so that none finds another reference.
 
     Where the base is to be loaded, each looks for its files itself: they may lie elsewhere on another machine.
     """
@@ -143,7 +139,7 @@ def _find_reference(
             raise UserError(
                 f"base={config.base}: model={config.model} holds no record of a conversion that names a base; drop base"
             )
-        compares = config.objective.kind == "distillation" and not weighted
+        compares = config.objective.has_teacher and not weighted
         return Reference("start", own=True) if compares else None
     given = None
     if config.base is not None:

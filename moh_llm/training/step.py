@@ -1,4 +1,4 @@
-"""One training step: the losses of a micro-batch, the gradient of a step, and scores on held-out text.
+"""One training step: the losses of a micro-batch, the gradient of a step, and whether the step counts.
 
 `TrainingStep` is the module that is distributed over processes. Everything that touches a weight happens inside its
 `forward`, student and teacher, so that each strategy (DDP, ZeRO, FSDP2) finds its weights where its hooks look for
@@ -8,8 +8,10 @@ Shapes: B sequences, L positions, C hidden size, N positions with a target, U ro
 """
 
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,12 +19,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from moh_llm.intervals import SUMMED
-from moh_llm.metrics import Batch, Comparison
+from moh_llm.errors import UserError
+from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaForCausalLM
-from moh_llm.training import networks
-from moh_llm.training.config import ObjectiveConfig, TrainConfig
-from moh_llm.training.health import RoutingCounts
+from moh_llm.records.run import LogLine
+from moh_llm.training.config import DivergenceConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.losses import (
     IGNORED,
     StepLosses,
@@ -32,7 +33,7 @@ from moh_llm.training.losses import (
     next_token_targets,
     token_losses,
 )
-from moh_llm.training.parallel import clip_gradients, deepspeed_norm, loss_scale, sum_over_processes
+from moh_llm.training.parallel import clip_gradients, sum_over_processes
 from moh_llm.training.reference import Reference
 
 
@@ -97,7 +98,7 @@ class TrainingStep(nn.Module):
         matching = self.objective.layer_coefficient > 0 and not compare
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "output_hidden_states": matching}
         # The teacher goes first: it may be the same network with other heads on.
-        wanted = compare or self.objective.kind == "distillation"
+        wanted = compare or self.objective.has_teacher
         reference, other_layers = (
             self._reference(inputs, counted) if wanted and self.has_teacher else ((None, None), ())
         )
@@ -166,7 +167,9 @@ def accumulate_gradients(
     targets = next_token_targets(batch["labels"])
     predicted = (targets != IGNORED).sum().to(accelerator.device)
     tokens = max(1, int(sum_over_processes(accelerator, predicted)))
-    sequences, scale = config.data.batch_size, loss_scale(accelerator)
+    sequences = config.data.batch_size
+    # Gradients are then summed over micro-batches and processes, not averaged.
+    scale = accelerator.gradient_accumulation_steps * accelerator.num_processes
     weight = config.objective.layer_coefficient
     sums = torch.zeros(4, device=accelerator.device)
     for rows in torch.arange(len(targets)).split(config.data.micro_batch_size):
@@ -177,87 +180,66 @@ def accumulate_gradients(
             accelerator.backward(scale * ((task + weight * layers) / tokens + beta * balance / sequences))
             sums += found.detach() / sums.new_tensor([tokens, tokens, sequences, tokens])
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        norm = deepspeed_norm(model)
+        norm = float(model.get_global_grad_norm() or 0.0)
     else:
         norm = clip_gradients(accelerator, model, config.optimizer.max_grad_norm)
     return StepLosses(*sum_over_processes(accelerator, sums).tolist()), norm
 
 
-@torch.no_grad()
-def evaluate(
-    accelerator: Accelerator | None, model: torch.nn.Module, batches: list[Batch], all_heads: bool = False
-) -> tuple[dict[str, Any], RoutingCounts]:
-    """Score held-out sequences with the model's own head budgets, or with all heads on.
+class DivergenceWatch:
+    """Judges each step by those before it.
 
-    The processes share the sequences; without an accelerator this one scores all of them.
+    All it knows is in the log, so a resumed run judges as an unbroken one would.
 
-    Returns:
-        Perplexity, the numbers of tokens and documents and, where the reference is at hand, which one it is, its
-        perplexity, KL to it in nats per token, equal top-1, and 95 % intervals over documents (None for one document)
-        of KL and of the ratio of perplexities; and what the routers did on this process's part.
+    Args:
+        config: the recipe's group.
+        log: lines of the steps already made.
     """
-    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    step = accelerator.unwrap_model(model) if accelerator else model
-    step.network.set_active_heads(step.network.config.num_attention_heads if all_heads else None)
-    top_k = [router.top_k for router in step.network.routers]
-    device = next(model.parameters()).device
-    mine = range(rank, len(batches), world)
-    rounds = -(-len(batches) // world)
-    # Every process knows all documents, so that their sums only have to be added up.
-    documents = 1 + max(int(batch["documents"].max()) for batch in batches)
-    sums = torch.zeros(documents, len(SUMMED), dtype=torch.float64, device=device)
-    routing = RoutingCounts(step.network.config.heads_per_group)
-    model.eval()
-    for number in range(rounds):
-        # Every process takes part in every micro-batch: some strategies gather weights in each.
-        batch = batches[mine[number] if number < len(mine) else 0]
-        targets = next_token_targets(batch["labels"])
-        inputs = (batch["input_ids"], batch["position_ids"], targets)
-        found, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
-        counts = number < len(mine)
-        if counts:
-            own = batch["documents"][targets != IGNORED].to(device)
-            sums.index_add_(0, own, torch.cat([torch.ones_like(found[:, :1]), found], 1))
-        routing.add([logits if counts else logits[:0] for logits in router_logits], top_k)
-    model.train()
-    sums = sum_over_processes(accelerator, sums) if accelerator else sums
-    found = Comparison(sums[sums[:, 0] > 0].cpu().numpy())
-    scores: dict[str, Any] = {"tokens": found.tokens, "documents": found.documents, "perplexity": found.perplexity}
-    if step.has_teacher:
-        figures = found.figures()
-        del figures["perplexity_ratio"]
-        scores |= {"reference": step.reference.kind, "reference_perplexity": found.reference_perplexity} | figures
-    return scores, routing
 
+    def __init__(self, config: DivergenceConfig, log: Iterable[LogLine]):
+        self._config = config
+        self._recent: deque[float] = deque(maxlen=config.window)
+        self._in_a_row = 0
+        for line in log:
+            if line.step > 0:
+                self._note(line.loss, line.dropped)
 
-def measure_floor(accelerator: Accelerator, model: torch.nn.Module, batches: list[Batch]) -> float | None:
-    """KL of the untrained student with all heads on to its reference, on held-out sequences, in nats per token.
+    def judge(self, step: int, loss: float, gradient_norm: float) -> str | None:
+        """Why the step is to be dropped, None where it is good.
 
-    Student and reference then have the same dense weights, so this is what their precisions alone leave (under mixed
-    precision the student's residual stream is float32, the reference's bfloat16): no KL of the run means less.
-    None where the reference is not at hand, and where the student begins with other dense weights, as a model tuned
-    before does against its base: its KL with all heads on is no floor.
-    """
-    step = accelerator.unwrap_model(model)
-    if not (step.has_teacher and step.reference.own):
+        Raises:
+            UserError: the recipe says to stop, or too many steps in a row were dropped.
+        """
+        reason = self._fault(loss, gradient_norm)
+        self._note(loss, reason)
+        if reason is None:
+            return None
+        if self._config.action == "stop":
+            raise UserError(
+                f"step {step}: {reason}; lower optimizer.learning_rate or set divergence.action to skip or roll_back, "
+                "and pass --overwrite; checkpoints are of the steps before"
+            )
+        if self._in_a_row >= self._config.most_in_a_row:
+            raise UserError(
+                f"step {step}: {reason}, and so for {self._in_a_row} steps in a row (divergence.most_in_a_row); "
+                "lower optimizer.learning_rate and pass --overwrite"
+            )
+        return reason
+
+    def _fault(self, loss: float, gradient_norm: float) -> str | None:
+        if not math.isfinite(loss):
+            return "the loss is not finite"
+        if not math.isfinite(gradient_norm):
+            return "the gradient is not finite"
+        factor = self._config.spike_factor
+        if factor is None or len(self._recent) < self._config.window:
+            return None
+        usual = statistics.median(self._recent)
+        if loss > factor * usual:
+            return f"the loss jumped to {loss:.4g} from a median of {usual:.4g}"
         return None
-    return evaluate(accelerator, model, batches, all_heads=True)[0]["kl"]
 
-
-def score_saved(
-    config: TrainConfig, folder: Path, device: torch.device, batches: list[Batch], reference: Reference | None
-) -> dict[str, Any]:
-    """Score a saved model, as it stands on disk, against the reference, both in the reference's dtype.
-
-    Without a reference only perplexity is given, else also, under ``all_heads``, how far the saved model with all
-    heads on is from it.
-    """
-    dtype = networks.reference_dtype(config)
-    other = None if reference is None else networks.load_reference(config, reference, device)
-    saved = networks.load_network(folder, dtype).to(device)
-    step = TrainingStep(saved, other, config.objective, reference)
-    scores = evaluate(None, step, batches)[0] | {"dtype": str(dtype).removeprefix("torch.")}
-    if reference is not None:
-        dense = evaluate(None, step, batches, all_heads=True)[0]
-        scores["all_heads"] = {key: dense[key] for key in ("perplexity", "kl", "kl_interval", "top1_agreement")}
-    return scores
+    def _note(self, loss: float | None, dropped: str | None) -> None:
+        if dropped is None and loss is not None:
+            self._recent.append(loss)
+        self._in_a_row = 0 if dropped is None else self._in_a_row + 1

@@ -69,9 +69,9 @@ PATCHES = (
     ),
     Patch(
         "a checkpoint forgets the first moment",
-        "moh_llm/training/full_tensors.py",
-        '        state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in MOMENTS}\n',
-        '        state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in MOMENTS}\n'
+        "moh_llm/training/checkpoints.py",
+        '        state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in ADAMW_MOMENTS}\n',
+        '        state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in ADAMW_MOMENTS}\n'
         '        state["exp_avg"].zero_()\n',
         ("tests/training/test_checkpoints.py",),
     ),
@@ -98,7 +98,7 @@ PATCHES = (
     ),
     Patch(
         "the fallback's bias is decayed",
-        "moh_llm/training/networks.py",
+        "moh_llm/training/optimizer.py",
         '    if kind == "bias" or any(',
         "    if any(",
         (NETWORKS,),

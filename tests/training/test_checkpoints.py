@@ -63,7 +63,7 @@ def test_the_newest_is_found(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path / "none", said.append) is None
     save(tmp_path, 5, 10)
     found = newest_checkpoint(tmp_path, said.append)
-    assert found is not None and found[0].name == "step-000010" and found[1]["step"] == 10
+    assert found is not None and found[0].name == "step-000010" and found[1].step == 10
     assert said == []
 
 

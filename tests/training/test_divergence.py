@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from moh_llm.errors import UserError
+from moh_llm.records.run import LogLine
 from moh_llm.training import loop
 from moh_llm.training.config import DivergenceConfig
-from moh_llm.training.divergence import DivergenceWatch
 from moh_llm.training.losses import StepLosses
 from moh_llm.training.parallel import make_accelerator
+from moh_llm.training.step import DivergenceWatch
 
 SKIP = DivergenceConfig(action="skip", spike_factor=2.0, window=3, most_in_a_row=2)
 
@@ -49,10 +50,10 @@ def test_too_many_in_a_row_end_the_run() -> None:
 
 def test_the_log_brings_the_memory_back() -> None:
     losses = [1.0, 1.1, 1.2, 5.0, 1.3, 9.0]
-    whole, lines = DivergenceWatch(SKIP, []), [{"step": 0, "validation": {}}]
+    whole, lines = DivergenceWatch(SKIP, []), [LogLine(step=0)]
     for step, loss in enumerate(losses, start=1):
         reason = whole.judge(step, loss, 1.0)
-        lines.append({"step": step, "loss": loss} | ({"dropped": reason} if reason else {}))
+        lines.append(LogLine(step=step, loss=loss, dropped=reason))
         resumed = DivergenceWatch(SKIP, lines)
         assert list(resumed._recent) == list(whole._recent) and resumed._in_a_row == whole._in_a_row
 

@@ -71,7 +71,7 @@ def test_a_model_that_is_not_whole_is_made_anew(finished, run, recipe, capsys, d
     damage(run)
     assert main(["train", str(recipe), *SHORT]) == 0
     said = capsys.readouterr().out
-    assert f"{run / 'model'} is not whole (" in said and "is made anew from the last checkpoint" in said
+    assert f"{run / 'model'} is damaged (" in said and "is made anew from the last checkpoint" in said
     assert "step-000002, 0 steps to go" in said and "nothing to do" not in said
     assert model_files(run) == model_files(finished)
     assert main(["train", str(recipe), *SHORT]) == 0
@@ -206,7 +206,7 @@ def test_a_line_of_the_log_that_is_no_json_is_named_unless_a_kill_cut_it_short(r
     config = load_config(recipe, SHORT)
     whole = (run / "log.jsonl").read_text()
     (run / "log.jsonl").write_text(whole + '{"step": 2, "lo')
-    assert [line["step"] for line in Run(config).trim_log(2)] == [1, 2]
+    assert [line.step for line in Run(config).trim_log(2)] == [1, 2]
     assert (run / "log.jsonl").read_text().count("\n") == 2
     (run / "log.jsonl").write_text("{\n" + whole)
     with pytest.raises(UserError, match=r"log.jsonl line 1 cannot be read as JSON: .*pass --overwrite"):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moh_llm.training.health import RoutingCounts
+from moh_llm.training.scoring import RoutingCounts
 
 TOP_K = [1, 2, 0, 0]
 
@@ -31,16 +31,16 @@ def test_load_entropy_and_dead_heads_are_those_of_a_loop() -> None:
         heads = logits.shape[1]
         picked = choices(logits, k)
         load = [sum(head in token for token in picked) / 14 for head in range(heads)]
-        assert found["load"][layer] == pytest.approx(load, abs=1e-6)
-        assert found["dead_heads"][layer] == load.count(0)
+        assert found.load[layer] == pytest.approx(load, abs=1e-6)
+        assert found.dead_heads[layer] == load.count(0)
         if heads:
             mean = [
                 sum(math.exp(row[h]) / sum(map(math.exp, row)) for row in logits.tolist()) / 14 for h in range(heads)
             ]
             wanted = -sum(p * math.log(p) for p in mean) / math.log(heads)
-            assert found["entropy"][layer] == pytest.approx(wanted, abs=1e-5)
-    assert found["load"][3] == [] and found["entropy"][3] is None and found["changed"] is None
-    assert found["dead_heads"] == [0, 0, 2, 0]
+            assert found.entropy[layer] == pytest.approx(wanted, abs=1e-5)
+    assert found.load[3] == [] and found.entropy[3] is None and found.changed is None
+    assert found.dead_heads == [0, 0, 2, 0]
 
 
 def test_groups_are_shown_as_their_heads() -> None:
@@ -48,9 +48,9 @@ def test_groups_are_shown_as_their_heads() -> None:
     for one in (counts, by_group):
         one.add(some_logits(0), TOP_K)
     of_groups, found = (one.health(None, lambda tensor: tensor) for one in (counts, by_group))
-    assert found["load"] == [[share for share in layer for _ in range(3)] for layer in of_groups["load"]]
-    assert found["dead_heads"] == [3 * dead for dead in of_groups["dead_heads"]]
-    assert found["entropy"] == of_groups["entropy"]
+    assert found.load == [[share for share in layer for _ in range(3)] for layer in of_groups.load]
+    assert found.dead_heads == [3 * dead for dead in of_groups.dead_heads]
+    assert found.entropy == of_groups.entropy
 
 
 def test_changed_is_the_share_of_tokens_with_other_heads() -> None:
@@ -63,7 +63,7 @@ def test_changed_is_the_share_of_tokens_with_other_heads() -> None:
     for old, new, k in zip(before, after, TOP_K, strict=True):
         pairs = zip(choices(old, k), choices(new, k), strict=True)
         wanted.append(sum(mine != other for mine, other in pairs) / 7)
-    found = now.health(start, lambda tensor: tensor)["changed"]
+    found = now.health(start, lambda tensor: tensor).changed
     assert found == pytest.approx(wanted, abs=1e-6)
     assert found[0] > 0 and 0 < found[1] <= 3 / 7 and found[2:] == [0, 0]
 

@@ -166,14 +166,14 @@ def test_both_twins_learn_from_scratch(initialise, configure, architecture: str)
     config = configure(model=str(folder), max_steps=20, **scratch, **{"optimizer.learning_rate": 3e-3})
     record = train(config)
     # Random weights are no base to compare with.
-    assert set(record["evaluation"]) == {"tokens", "documents", "perplexity", "dtype"}
+    assert record.evaluation.model_fields_set == {"tokens", "documents", "perplexity", "dtype"}
     sections = check_card(build_card(Path(config.output_dir) / "model", None))
     assert "were drawn at random" in sections["Base model and licence"] and "| 20 of 20, each" in sections["Training"]
     log = [json.loads(line) for line in (Path(config.output_dir) / "log.jsonl").read_text().splitlines()]
-    assert record["status"] == "finished" and record["parameters"]["trained"] == record["parameters"]["total"]
+    assert record.status == "finished" and record.parameters["trained"] == record.parameters["total"]
     assert log[-1]["cross_entropy"] < 0.8 * log[1]["cross_entropy"]
     assert log[-1]["validation"]["perplexity"] < 0.5 * log[0]["validation"]["perplexity"]
-    assert record["evaluation"]["perplexity"] == pytest.approx(log[-1]["validation"]["perplexity"], rel=1e-4)
+    assert record.evaluation.perplexity == pytest.approx(log[-1]["validation"]["perplexity"], rel=1e-4)
     for line in log[1:]:
         assert "kl" not in line
         assert line["loss"] == pytest.approx(line["cross_entropy"] + 0.01 * line["balance_loss"])

@@ -11,13 +11,14 @@ import torch
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.run import LogLine, Routing, Scores
 from moh_llm.training import log as log_module
 from moh_llm.training import loop, parallel
-from moh_llm.training.log import ProgressLine, check_trackers, show_health, step_line
+from moh_llm.training.log import ProgressLine, check_trackers, step_line
 from moh_llm.training.losses import StepLosses
 
 
-def a_line(configure, peak_rate: float | None = None, kl: float = 0.5) -> dict:
+def a_line(configure, peak_rate: float | None = None, kl: float = 0.5) -> LogLine:
     config = configure(**{"objective.layer_coefficient": 2.0})
     losses = StepLosses(task=kl, cross_entropy=3.0, balance=0.8, layers=0.25)
     began = time.perf_counter() - 2.0
@@ -26,24 +27,21 @@ def a_line(configure, peak_rate: float | None = None, kl: float = 0.5) -> dict:
 
 def test_a_line_holds_every_part_of_the_loss(configure) -> None:
     line = a_line(configure)
-    assert line["loss"] == pytest.approx(0.5 + 0.1 * 0.8 + 2.0 * 0.25)
-    assert (line["kl"], line["layer_distance"], line["tokens"], line["active_heads"]) == (0.5, 0.25, 4 * 128, 1.5)
-    assert line["timing"]["tokens_per_second"] == pytest.approx(64, rel=0.05) and "mfu" not in line["timing"]
-    assert a_line(configure, peak_rate=640.0)["timing"]["mfu"] == pytest.approx(0.1, rel=0.05)
-    assert a_line(configure, kl=float("nan"))["kl"] is None
+    assert line.loss == pytest.approx(0.5 + 0.1 * 0.8 + 2.0 * 0.25)
+    assert (line.kl, line.layer_distance, line.tokens, line.active_heads) == (0.5, 0.25, 4 * 128, 1.5)
+    assert line.timing.tokens_per_second == pytest.approx(64, rel=0.05) and "mfu" not in line.timing.content()
+    assert a_line(configure, peak_rate=640.0).timing.mfu == pytest.approx(0.1, rel=0.05)
+    assert a_line(configure, kl=float("nan")).kl is None
 
 
 def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
     with ProgressLine(3, 10) as progress:
         progress.step(a_line(configure, peak_rate=640.0))
-        progress.step(
-            {
-                "step": 5,
-                "validation": {"tokens": 9, "documents": 2, "perplexity": 2.0},
-                "routing": {"dead_heads": [1, 2]} | {"changed": [0.5, 0.25]},
-            }
-        )
-        progress.step(a_line(configure) | {"dropped": "the loss is not finite"})
+        routing = Routing(load=[], entropy=[], dead_heads=[1, 2], changed=[0.5, 0.25])
+        progress.step(LogLine(step=5, validation=Scores(tokens=9, documents=2, perplexity=2.0), routing=routing))
+        dropped = a_line(configure)
+        dropped.dropped = "the loss is not finite"
+        progress.step(dropped)
     said = capsys.readouterr().out
     for part in (
         "step 4/10  loss 1.0800  ce 3.0000  kl 0.5000  layers 0.2500  balance 0.800  lr 1.0e-04",
@@ -55,10 +53,6 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
         "perplexity 2.000 on 9 held-out tokens of 2 documents, 3 dead heads, 37.5 % of routings changed",
     ):
         assert part in said, part
-
-
-def test_health_says_nothing_where_all_is_well() -> None:
-    assert show_health({"dead_heads": [0, 0], "changed": None}) == ""
 
 
 def test_the_peak_rate_is_the_devices_over_a_tokens_flops(configure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from moh_llm.training.loop import train
 from moh_llm.training.losses import balance_loss_sum, comparison_values, layer_distance_sum, token_losses
 from moh_llm.training.parallel import make_accelerator
 from moh_llm.training.reference import Reference
-from moh_llm.training.step import TrainingStep, accumulate_gradients, evaluate
+from moh_llm.training.scoring import evaluate
+from moh_llm.training.step import TrainingStep, accumulate_gradients
 
 
 @pytest.mark.parametrize("group_size", [1, 2], ids=["heads", "groups"])
@@ -80,7 +81,7 @@ def student_and_batch(config, blocks: int):
 def gradients_of(config, model, batch, beta: float):
     """The step's losses and the gradient's norm; gradients are not clipped."""
     accelerator = make_accelerator(config)
-    teacher = networks.make_teacher(config, Reference("start", own=True), model, accelerator.device)
+    teacher = networks.make_teacher(config, Reference("start", own=True), accelerator.device)
     step = TrainingStep(model, teacher, config.objective).train()
     return accumulate_gradients(accelerator, accelerator.prepare(step), batch, config, beta)
 
@@ -228,9 +229,9 @@ def test_scores_are_those_of_the_comparison(model_folder: Path, mixture_file: Pa
     batches = validation_batches(sources, 32, 512, 2)
     wanted = compare_to_reference({"": logits_of(student)}, logits_of(teacher), batches)[""]
     scores, _ = evaluate(None, TrainingStep(student, teacher, ObjectiveConfig(), Reference("start", own=True)), batches)
-    assert (scores["tokens"], scores["documents"]) == (wanted.tokens, wanted.documents)
+    assert (scores.tokens, scores.documents) == (wanted.tokens, wanted.documents)
     assert wanted.documents > 4 and wanted.kl > 0
     for key in ("perplexity", "reference_perplexity", "kl", "top1_agreement", "ratio_interval", "kl_interval"):
-        assert scores[key] == pytest.approx(getattr(wanted, key), rel=1e-4), key
+        assert getattr(scores, key) == pytest.approx(getattr(wanted, key), rel=1e-4), key
     alone, _ = evaluate(None, TrainingStep(student, None, ObjectiveConfig(kind="cross_entropy")), batches)
-    assert alone == {key: scores[key] for key in ("tokens", "documents", "perplexity")}
+    assert alone.content() == {key: getattr(scores, key) for key in ("tokens", "documents", "perplexity")}

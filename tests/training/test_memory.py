@@ -233,7 +233,7 @@ import torch
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import DataConfig, TrainConfig
 from moh_llm.training.memory import Sizes, estimate_memory
-from moh_llm.training.networks import make_optimizer
+from moh_llm.training.optimizer import make_optimizer
 from moh_llm.training.parallel import make_accelerator
 from moh_llm.training.step import accumulate_gradients
 from moh_llm.training.step import TrainingStep

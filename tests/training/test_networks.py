@@ -10,6 +10,7 @@ from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.training import networks
+from moh_llm.training.optimizer import make_optimizer, set_learning_rates
 from moh_llm.training.reference import Reference, StartingPoint, find_starting_point
 from moh_llm.training.step import TrainingStep
 
@@ -60,7 +61,7 @@ def base_states(step: TrainingStep, batch: dict[str, torch.Tensor]) -> torch.Ten
 def test_the_lora_teacher_is_the_base_exactly(configure, model_folder: Path) -> None:
     config, network, model = changed_lora_student(configure)
     batch = some_batch()
-    assert networks.make_teacher(config, OWN, model, torch.device("cpu")) is None
+    assert networks.make_teacher(config, OWN, torch.device("cpu")) is None
     step = TrainingStep(model, None, config.objective, OWN).train()
     dense = dense_logits(model_folder, batch)
     assert step.has_teacher
@@ -78,7 +79,7 @@ def test_the_frozen_teacher_is_the_base_exactly(configure, model_folder: Path) -
         for weight in model.parameters():
             weight.mul_(1.5)
     batch = some_batch()
-    teacher = networks.make_teacher(config, OWN, model, torch.device("cpu"))
+    teacher = networks.make_teacher(config, OWN, torch.device("cpu"))
     step = TrainingStep(model, teacher, config.objective, OWN).train()
     assert not teacher.training and not any(weight.requires_grad for weight in teacher.parameters())
     torch.testing.assert_close(base_states(step, batch), dense_logits(model_folder, batch), rtol=0, atol=1e-6)
@@ -135,7 +136,7 @@ def test_decay_acts_on_matrices_and_never_on_biases_and_norms(configure, make_mo
     config = configure(model=str(folder), **{"lora.rank": 2} if wrap is wrapped_lora else {})
     model = networks.load_network(folder, torch.float32)
     model = wrap(model, config) if wrap else model
-    optimizer = networks.make_optimizer(model, config)
+    optimizer = make_optimizer(model, config)
     decay = {id(weight): group["weight_decay"] for group in optimizer.param_groups for weight in group["params"]}
     owners = {"bias": set(), "norm": set(), "matrix": set()}
     for name, weight in networks.trained_weights(model).items():
@@ -158,8 +159,8 @@ def test_decay_acts_on_matrices_and_never_on_biases_and_norms(configure, make_mo
 def test_routers_have_their_rate(configure) -> None:
     config = configure()
     model = networks.load_network(config.model, torch.float32)
-    optimizer = networks.make_optimizer(model, config)
-    networks.set_learning_rates(optimizer, config, 1)
+    optimizer = make_optimizer(model, config)
+    set_learning_rates(optimizer, config, 1)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
     routers = {id(weight) for name, weight in model.named_parameters() if is_routing_weight(name)}
     for group in optimizer.param_groups:
@@ -197,13 +198,3 @@ def test_an_unknown_lora_target_is_refused(configure) -> None:
     config = configure(**{"lora.target_modules": ["q_proj", "query"]})
     with pytest.raises(UserError, match=r"no 'query'; it has down_proj, gate_proj, k_proj"):
         networks.add_lora(networks.load_network(config.model, torch.float32), config.lora)
-
-
-def test_weighted_scores_have_no_teacher(configure) -> None:
-    config = configure()
-    model = networks.load_network(config.model, torch.float32)
-    model.config.router_score = "weighted"
-    with pytest.raises(UserError, match="router_score=weighted"):
-        networks.make_teacher(config, None, model, torch.device("cpu"))
-    cross_entropy = configure(**{"objective.kind": "cross_entropy"})
-    assert networks.make_teacher(cross_entropy, None, model, torch.device("cpu")) is None

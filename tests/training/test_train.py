@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training import networks
+from moh_llm.training import preflight
 from moh_llm.training.loop import train
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +37,9 @@ def test_distillation_brings_the_model_nearer_to_its_base(configure, request, co
     assert len(log) == 140
     start, end = (sum(line["kl"] for line in part) / 4 for part in (log[:4], log[-4:]))
     assert end < 0.6 * start
-    assert record["status"] == "finished" and record["tokens"] == 140 * 4 * 32
-    assert record["evaluation"]["kl"] < 0.6 * first["validation"]["kl"]  # held-out text
-    assert record["evaluation"]["reference_perplexity"] > 1
+    assert record.status == "finished" and record.tokens == 140 * 4 * 32
+    assert record.evaluation.kl < 0.6 * first["validation"]["kl"]  # held-out text
+    assert record.evaluation.reference_perplexity > 1
 
 
 def test_cross_entropy_learns_the_text(configure) -> None:
@@ -59,9 +59,9 @@ def test_a_lora_run_ends_in_a_merged_model(configure) -> None:
     assert log[-1]["validation"]["kl"] < log[0]["validation"]["kl"]
     saved = load_file(Path(config.output_dir) / "model" / "model.safetensors")
     assert not any("lora" in name for name in saved)
-    assert record["parameters"]["trained"] < record["parameters"]["total"]
+    assert record.parameters["trained"] < record.parameters["total"]
     # What was scored is what was saved.
-    assert record["evaluation"]["kl"] == pytest.approx(log[-1]["validation"]["kl"], rel=1e-3)
+    assert record.evaluation.kl == pytest.approx(log[-1]["validation"]["kl"], rel=1e-3)
 
 
 def test_mixed_precision_keeps_float32_weights(configure) -> None:
@@ -93,7 +93,7 @@ def test_skipping_heads_that_are_off_trains_alike(configure, tmp_path) -> None:
 
 
 def test_kernels_that_do_not_run_here_are_refused(configure, monkeypatch) -> None:
-    monkeypatch.setattr(networks, "what_lacks", lambda device: "a CUDA device")
+    monkeypatch.setattr(preflight, "what_lacks", lambda device: "a CUDA device")
     with pytest.raises(UserError, match="attn_implementation=moh_sparse needs a CUDA device; set it to sdpa"):
         train(configure(attn_implementation="moh_sparse"))
 
@@ -244,7 +244,7 @@ def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Pat
 def test_two_runs_in_one_process_may_differ_in_precision(configure, tmp_path):
     for precision in ("no", "bf16"):
         config = configure(max_steps=1, output_dir=str(tmp_path / precision), mixed_precision=precision)
-        assert train(config)["status"] == "finished"
+        assert train(config).status == "finished"
 
 
 def test_overwriting_a_run_keeps_the_model_that_is_read(configure, recipe, capsys):

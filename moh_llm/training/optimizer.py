@@ -1,9 +1,53 @@
-"""Learning rate and head budgets as pure functions of the step, so that a resumed run needs no state of them."""
+"""AdamW, its parameter groups and rates, and head budgets.
+
+Rates and budgets are functions of the step alone, so that a resumed run needs no state of them.
+"""
 
 import math
 from collections.abc import Sequence
 
+import torch
+
+from moh_llm.modeling import is_routing_weight
 from moh_llm.training.config import TrainConfig
+from moh_llm.training.networks import full_shape, trained_weights
+
+
+def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
+    """Whether weight decay acts on a parameter: on matrices, and never on biases and norms, whatever their shape.
+
+    Names are read from their ends, since wrappers (DDP, FSDP, peft) put others before and between.
+    """
+    *modules, kind = name.split(".")
+    if kind == "bias" or any(module.endswith("norm") for module in modules):
+        return False
+    return len(full_shape(weight)) >= 2
+
+
+def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over up to four groups: base or router, decayed or not (see `is_decayed`)."""
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for name, weight in trained_weights(network).items():
+        groups.setdefault((is_routing_weight(name), is_decayed(name, weight)), []).append(weight)
+    settings = config.optimizer
+    return torch.optim.AdamW(
+        [
+            {"params": weights, "router": router, "weight_decay": settings.weight_decay if decayed else 0.0}
+            for (router, decayed), weights in sorted(groups.items(), key=lambda item: item[0])
+        ],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.epsilon,
+        fused=True,  # one pass over weights, gradients and moments: a fifth of the time on CPU
+    )
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> tuple[float, float]:
+    """Give every group the rate of the step after ``step`` steps; return `learning_rates`."""
+    rate, router_rate = learning_rates(config, step)
+    for group in optimizer.param_groups:
+        group["lr"] = router_rate if group["router"] else rate
+    return rate, router_rate
 
 
 def warmup_cosine(step: int, warmup: int, total: int, start: float, highest: float, final: float) -> float:

@@ -1,0 +1,179 @@
+"""Scores on held-out text during training and of the saved model, and what the routers do on that text.
+
+Shapes: N predicted positions, U routed groups of a layer (heads or key-value groups; 0 where all heads are shared).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from moh_llm.intervals import SUMMED
+from moh_llm.metrics import Batch, Comparison
+from moh_llm.modeling.routing_moh import select_top_k
+from moh_llm.records.run import DenseScores, Routing, Scores
+from moh_llm.training import networks
+from moh_llm.training.config import TrainConfig
+from moh_llm.training.losses import IGNORED, next_token_targets
+from moh_llm.training.parallel import sum_over_processes
+from moh_llm.training.reference import Reference
+from moh_llm.training.step import TrainingStep
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+class RoutingCounts:
+    """What the routers of a network did on some text, a batch at a time.
+
+    Args:
+        group_size: heads of a routed group.
+    """
+
+    def __init__(self, group_size: int = 1) -> None:
+        self._group_size = group_size
+        self._tokens = 0
+        self._selected: list[torch.Tensor] = []  # per layer, tokens that select each group, [U]
+        self._scores: list[torch.Tensor] = []  # per layer, sums of softmax scores, [U]
+        self._choices: list[list[torch.Tensor]] = []  # per batch and layer, which each token selects, bool [N, U]
+
+    def add(self, router_logits: Sequence[torch.Tensor], top_k: Sequence[int]) -> None:
+        """Count a batch.
+
+        Args:
+            router_logits: per layer `[N, U]`.
+            top_k: per layer, how many routed groups a token selects.
+        """
+        choices = [select_top_k(logits, k).bool() for logits, k in zip(router_logits, top_k, strict=True)]
+        selected = [choice.sum(0).double() for choice in choices]
+        scores = [logits.softmax(-1).sum(0).double() for logits in router_logits]
+        self._tokens += len(router_logits[0])
+        self._selected = _added(self._selected, selected)
+        self._scores = _added(self._scores, scores)
+        self._choices.append([choice.cpu() for choice in choices])
+
+    def health(self, start: "RoutingCounts | None", reduce: Reduce) -> Routing:
+        """Each layer's load, entropy, dead heads and changes.
+
+        Args:
+            start: counts of the same text, in the same batches, by the network that training began with.
+            reduce: sums a tensor over the processes, each of which counted a part of the text.
+        """
+        device = self._selected[0].device
+        tokens = reduce(torch.tensor(self._tokens, dtype=torch.float64, device=device))
+        load = [(reduce(selected) / tokens).repeat_interleave(self._group_size) for selected in self._selected]
+        changed: list[float] | None = None
+        if start is not None:
+            moved = [self._moved(start, layer) for layer in range(len(load))]
+            shares = reduce(torch.tensor(moved, dtype=torch.float64, device=device)) / tokens
+            changed = [round(share, 6) for share in shares.tolist()]
+        return Routing(
+            load=[[round(share, 6) for share in layer.tolist()] for layer in load],
+            entropy=[_entropy(reduce(scores) / tokens) for scores in self._scores],
+            dead_heads=[int((layer == 0).sum()) for layer in load],
+            changed=changed,
+        )
+
+    def _moved(self, start: "RoutingCounts", layer: int) -> int:
+        pairs = zip(self._choices, start._choices, strict=True)
+        return sum(int((mine[layer] != other[layer]).any(-1).sum()) for mine, other in pairs)
+
+
+def _added(sums: list[torch.Tensor], more: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [mine + other for mine, other in zip(sums, more, strict=True)] if sums else more
+
+
+def _entropy(mean_scores: torch.Tensor) -> float | None:
+    if len(mean_scores) < 2:
+        return None
+    return round(float(torch.special.entr(mean_scores).sum()) / math.log(len(mean_scores)), 6)
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator | None, model: torch.nn.Module, batches: list[Batch], all_heads: bool = False
+) -> tuple[Scores, RoutingCounts]:
+    """Score held-out sequences with the model's own head budgets, or with all heads on.
+
+    The processes share the sequences; without an accelerator this one scores all of them.
+
+    Returns:
+        The scores, against the reference too where it is at hand, and what the routers did on this process's part.
+    """
+    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+    step = accelerator.unwrap_model(model) if accelerator else model
+    step.network.set_active_heads(step.network.config.num_attention_heads if all_heads else None)
+    top_k = [router.top_k for router in step.network.routers]
+    device = next(model.parameters()).device
+    mine = range(rank, len(batches), world)
+    rounds = -(-len(batches) // world)
+    # Every process knows all documents, so that their sums only have to be added up.
+    documents = 1 + max(int(batch["documents"].max()) for batch in batches)
+    sums = torch.zeros(documents, len(SUMMED), dtype=torch.float64, device=device)
+    routing = RoutingCounts(step.network.config.heads_per_group)
+    model.eval()
+    for number in range(rounds):
+        # Every process takes part in every micro-batch: some strategies gather weights in each.
+        batch = batches[mine[number] if number < len(mine) else 0]
+        targets = next_token_targets(batch["labels"])
+        inputs = (batch["input_ids"], batch["position_ids"], targets)
+        found, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
+        counts = number < len(mine)
+        if counts:
+            own = batch["documents"][targets != IGNORED].to(device)
+            sums.index_add_(0, own, torch.cat([torch.ones_like(found[:, :1]), found], 1))
+        routing.add([logits if counts else logits[:0] for logits in router_logits], top_k)
+    model.train()
+    sums = sum_over_processes(accelerator, sums) if accelerator else sums
+    found = Comparison(sums[sums[:, 0] > 0].cpu().numpy())
+    scores = Scores(tokens=found.tokens, documents=found.documents, perplexity=found.perplexity)
+    if step.has_teacher:
+        scores.reference, scores.reference_perplexity = step.reference.kind, found.reference_perplexity
+        scores.kl, scores.top1_agreement = found.kl, found.top1_agreement
+        scores.ratio_interval, scores.kl_interval = as_list(found.ratio_interval), as_list(found.kl_interval)
+    return scores, routing
+
+
+def measure_floor(accelerator: Accelerator, model: torch.nn.Module, batches: list[Batch]) -> float | None:
+    """KL of the untrained student with all heads on to its reference, on held-out sequences, in nats per token.
+
+    Student and reference then have the same dense weights, so this is what their precisions alone leave (under mixed
+    precision the student's residual stream is float32, the reference's bfloat16): no KL of the run means less.
+    None where the reference is not at hand, and where the student begins with other dense weights, as a model tuned
+    before does against its base: its KL with all heads on is no floor.
+    """
+    step = accelerator.unwrap_model(model)
+    if not (step.has_teacher and step.reference.own):
+        return None
+    return evaluate(accelerator, model, batches, all_heads=True)[0].kl
+
+
+def score_saved(
+    config: TrainConfig, folder: Path, device: torch.device, batches: list[Batch], reference: Reference | None
+) -> Scores:
+    """Score a saved model, as it is on disk, against the reference, both in the reference's dtype.
+
+    Without a reference only perplexity is given, else also, under ``all_heads``, how far the saved model with all
+    heads on is from it.
+    """
+    dtype = networks.reference_dtype(config)
+    other = None if reference is None else networks.load_reference(config, reference, device)
+    saved = networks.load_network(folder, dtype).to(device)
+    step = TrainingStep(saved, other, config.objective, reference)
+    scores = evaluate(None, step, batches)[0]
+    scores.dtype = str(dtype).removeprefix("torch.")
+    if reference is not None:
+        dense = evaluate(None, step, batches, all_heads=True)[0]
+        scores.all_heads = DenseScores(
+            perplexity=dense.perplexity,
+            kl=dense.kl,
+            kl_interval=dense.kl_interval,
+            top1_agreement=dense.top1_agreement,
+        )
+    return scores
+
+
+def as_list(interval: tuple[float, float] | None) -> list[float] | None:
+    """An interval as records have it."""
+    return None if interval is None else list(interval)
