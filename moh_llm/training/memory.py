@@ -11,15 +11,12 @@ trained, and B of its base; c is 2 under `mixed_precision: bf16`, else 4:
     zero3   cP/N (+ 4t/N)    cB/N      ct/N        8t/N      a bucket, gathered weights
     fsdp2   4P/N             cB/N      4t/N        8t/N      gathered weights and their gradients
 
-DeepSpeed computes with weights in the precision asked for and keeps a float32 copy of the trained
-ones, divided (under ZeRO-3 only where that is another precision). The others hold float32 weights,
-which one process and DDP cast as they go (autocast) and FSDP2 as it gathers them. There is a
-teacher only in distillation; with LoRA only where the model was tuned before (`copies_teacher`).
+DeepSpeed keeps a float32 copy of the trained weights, divided (under ZeRO-3 only if it computes in another precision).
+One process and DDP cast float32 weights as they go (autocast), FSDP2 as it gathers them. There is a teacher only in
+distillation; with LoRA only if the model was tuned before (`copies_teacher`).
 
-To this come activations, and what is needed for a moment only: `activation_bytes`, `loss_bytes`,
-`estimate_memory`. It is an estimate: the allocator's fragments, kernels' workspaces, the libraries'
-own memory (on a GPU about 1 GiB) and the copies that CPUs make where numbers of two
-precisions are added are not in it.
+Activations and temporary tensors are added. The allocator's fragments, kernels' workspaces, the libraries' own memory
+(on a GPU about 1 GiB) and copies that CPUs make to add numbers of two precisions are not estimated.
 """
 
 from dataclasses import dataclass
@@ -42,10 +39,8 @@ _BUCKET, _GATHERED = 500_000_000, 1_000_000_000
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of weights, tied ones once.
-
-    `student` and `trained` with adapters; `base` without; `layer` in the largest decoder layer;
-    `ends` outside of the layers; `linear` in the layers' linear maps, which autocast makes copies of.
+    """Numbers of weights, tied ones once: `student` and `trained` with adapters, `base` without; `layer` in the largest
+    decoder layer, `ends` outside of the layers, `linear` in the layers' linear maps, which autocast copies.
     """
 
     student: int
@@ -70,11 +65,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process by part.
-
-    `temporary` is the most that comes on top of all others for a moment, and `moment` what that
-    is: the loss, a layer's backward pass, or AdamW's step (when activations are gone).
-    """
+    """Bytes of one process by part. `temporary` is the most on top of the others, at `moment`."""
 
     weights: int
     teacher: int
@@ -118,17 +109,10 @@ class Precision:
 
 
 def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, strategy: str, processes: int) -> Memory:
-    """The memory of each process.
+    """The memory of each of ``processes``, for one of `STRATEGIES` and the config and sizes of ``config.model``.
 
     The highest point is at the loss, in a layer's backward pass, or in AdamW's step, which on GPUs
     makes a float32 copy of all that it updates.
-
-    Args:
-        config: the recipe.
-        model: the config of ``config.model``.
-        sizes: its numbers of weights.
-        strategy: one of `STRATEGIES`.
-        processes: how many there are.
     """
     precision = Precision.of(config, strategy)
     zero, sharded, c = strategy.startswith("zero"), strategy in ("zero3", "fsdp2"), precision.products
@@ -164,14 +148,12 @@ def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, st
 
 
 def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, precision: Precision) -> tuple[int, int]:
-    """What the forward pass of a micro-batch keeps, and what a layer's backward pass adds for a moment.
+    """What the forward pass of a micro-batch keeps, and what a layer's backward pass adds temporarily.
 
-    Without gradient checkpointing each layer keeps what its backward pass needs (`_layer`). With it
-    a layer keeps its input and router logits alone, and one layer at a time is recomputed. Under
-    autocast the copies of the layers' weights are kept, too: by the backward pass, and by
-    autocast's cache until the forward pass has ended. The backward pass adds the gradients of the
-    MLP's widest tensors, two at a time, and of the stream; and, where embedding and head are one,
-    the head's part of its gradient, which waits for the embedding's.
+    With gradient checkpointing a layer keeps its input and router logits alone, and one layer at a time is recomputed.
+    Under autocast copies of the layers' weights are kept by the backward pass, and in autocast's cache until the
+    forward pass ends. The backward pass adds gradients of the MLP's widest tensors, two at a time, of the stream, and
+    of a tied head, which waits for the embedding's.
     """
     length, stream = config.data.sequence_length, precision.stream
     tokens = config.data.micro_batch_size * length
@@ -235,12 +217,11 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
 
 
 def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision) -> int:
-    """What the loss needs beside the activations: see `moh_llm.training.losses`.
+    """What the loss needs beside the activations (`moh_llm.training.losses`).
 
-    Hidden states of student and teacher and their gradient; the float32 gradient of the head's
-    weight, if it is trained; copies of the heads under autocast. On top either the logits of a
-    chunk of positions, in 3 float32 tensors with a teacher, in 2 without, and as the product left
-    them, or a product with the size of the head's weight, whichever is more.
+    Hidden states of student and teacher and their gradient; the float32 gradient of a trained head; copies of the heads
+    under autocast; then the larger of the logits of a chunk of positions (3 float32 tensors with a teacher, else 2, and
+    the product's own) and a product of the size of the head's weight.
     """
     c, s = precision.products, precision.stream
     tokens = config.data.micro_batch_size * config.data.sequence_length
@@ -260,11 +241,7 @@ def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision)
 
 
 def copies_teacher(config: TrainConfig) -> bool:
-    """Whether the teacher is a network of its own.
-
-    Under LoRA it is where the model was tuned before, as its lineage tells: without adapters the student is not its
-    base then.
-    """
+    """Whether the teacher is a network of its own; under LoRA only if the lineage names a run: see `make_teacher`."""
     return config.objective.has_teacher and (config.lora is None or bool(read_chain(Path(config.model)).runs))
 
 

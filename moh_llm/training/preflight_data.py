@@ -89,16 +89,13 @@ def _check_source(config: TrainConfig, source: Source, held_out: float, tokenize
     """Of one source's text. Raises UserError where it cannot be read."""
     estimate = estimate_source(source, locate(source), tokenizer)
     if estimate.tokens is None:
-        return Finding(
-            "warning", "data", f"{source.name}: how much text there is cannot be told before it is tokenised"
-        )
+        return Finding("warning", "data", f"{source.name}: its number of tokens is not known before it is tokenised")
     has = round(estimate.tokens * (1 - held_out))
     wanted = config.max_steps * config.tokens_per_step * source.weight
     text = f"{source.name}: {wanted:,.0f} tokens to be read of about {has:,}"
     if has < config.data.sequence_length:
-        return Finding(
-            "fault", "data", f"{text}, which is less than a sequence; add text or lower data.sequence_length"
-        )
+        text += ", which is less than a sequence; add text or lower data.sequence_length"
+        return Finding("fault", "data", text)
     excess = wanted / has / source.max_epochs if source.max_epochs is not None else 0.0
     if excess > 1 - _DOUBT:
         state: Literal["warning", "fault"] = "fault" if excess > 1 + _DOUBT else "warning"
