@@ -78,8 +78,8 @@ PATCHES = (
     Patch(
         "the card shows the base's scores as the model's",
         "moh_llm/hub/evaluated.py",
-        'metric_value=row[evaluated.label]["value"]',
-        'metric_value=row[evaluated.base or evaluated.label]["value"]',
+        'metric_value=row.scores[label].value',
+        'metric_value=row.scores["base"].value',
         ("tests/hub/test_card_metadata.py",),
     ),
     Patch(
