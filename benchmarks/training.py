@@ -38,6 +38,7 @@ from moh_llm.training import networks
 from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from moh_llm.training.config import CheckpointConfig, DataConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from moh_llm.training.losses import token_losses
+from moh_llm.training.optimizer import make_optimizer
 from moh_llm.training.parallel import make_accelerator, seed_step
 from moh_llm.training.step import TrainingStep, accumulate_gradients
 
@@ -127,7 +128,7 @@ def batch_of(args: argparse.Namespace) -> dict[str, torch.Tensor]:
 def our_step(config: TrainConfig, args: argparse.Namespace, model: MoHLlamaForCausalLM) -> Step:
     """A step of the training loop: gradients, clipping, AdamW."""
     accelerator: Accelerator = make_accelerator(config)
-    optimizer = networks.make_optimizer(model, config)
+    optimizer = make_optimizer(model, config)
     step, optimizer = accelerator.prepare(TrainingStep(model, None, config.objective), optimizer)
     step.train()
     batch = batch_of(args)
@@ -230,7 +231,7 @@ def checkpoint(config: TrainConfig, args: argparse.Namespace, scratch: Path) -> 
     """Saving and loading against the bare bytes."""
     model = moh_model(args, dense=False)
     accelerator = make_accelerator(config)
-    optimizer = networks.make_optimizer(model, config)
+    optimizer = make_optimizer(model, config)
     model, optimizer = accelerator.prepare(model, optimizer)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
@@ -239,7 +240,7 @@ def checkpoint(config: TrainConfig, args: argparse.Namespace, scratch: Path) -> 
     seconds: dict[str, list[float]] = {name: [] for name in ("save", "write", "load", "read")}
     for number in range(1, args.rounds + 1):
         state = (accelerator, model, optimizer, weights)
-        facts, keep = {"updates": 1}, CheckpointConfig(save_total_limit=1)
+        facts, keep = {"updates": 1, "seconds": 0.0}, CheckpointConfig(save_total_limit=1)
         seconds["save"].append(timed(save_checkpoint, scratch / "c", number, facts, *state, keep))
         (folder,) = (scratch / "c").iterdir()
         content = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))

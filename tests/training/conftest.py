@@ -11,6 +11,7 @@ import yaml
 
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
+from moh_llm.training.loop import train
 from moh_llm.training.recipe import load_config
 
 WORDS = ["a", "bright", "cold", "day", "in", "April", "clocks", "were", "striking", "thirteen", "over", "an", "square"]
@@ -106,3 +107,15 @@ def configure(recipe: Path) -> Callable[..., TrainConfig]:
         return load_config(recipe, [f"--{name}={text}" for name, text in texts.items()])
 
     return make
+
+
+@pytest.fixture(scope="session")
+def finished_run(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path]) -> Path:
+    """The finished run of that recipe, not to be changed."""
+    return made_once("finished-run", lambda folder: train(load_config(write_recipe(folder)))) / "run"
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of it, where the fixtures `recipe` and `configure` write."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))

@@ -45,26 +45,24 @@ def test_a_checkpoint_brings_back_weights_and_optimiser(tmp_path: Path) -> None:
         assert all(torch.equal(states[1][number][name], value) for name, value in state.items())
 
 
-def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+def test_only_the_last_ones_and_milestones_are_kept(tmp_path: Path) -> None:
     save(tmp_path, 5, 10, 15, keep_last=2)
     assert names(tmp_path) == ["step-000010", "step-000015"]
     # A run that went back to an earlier step leaves no later checkpoint behind.
     save(tmp_path, 12, keep_last=2)
     assert names(tmp_path) == ["step-000010", "step-000012"]
-
-
-def test_milestones_stay(tmp_path: Path) -> None:
-    save(tmp_path, 5, 10, 15, 20, 25, keep_last=1, milestone_every=10)
-    assert names(tmp_path) == ["step-000010", "step-000020", "step-000025"]
+    save(tmp_path / "milestones", 5, 10, 15, 20, 25, keep_last=1, milestone_every=10)
+    assert names(tmp_path / "milestones") == ["step-000010", "step-000020", "step-000025"]
 
 
 def test_the_newest_is_found(tmp_path: Path) -> None:
     said: list[str] = []
     assert newest_checkpoint(tmp_path / "none", said.append) is None
     save(tmp_path, 5, 10)
+    (tmp_path / ".step-000015.123.tmp").mkdir()
     found = newest_checkpoint(tmp_path, said.append)
     assert found is not None and found[0].name == "step-000010" and found[1].step == 10
-    assert said == []
+    assert names(tmp_path) == ["step-000005", "step-000010"] and "writing was interrupted" in said[0]
 
 
 def shorten(folder: Path) -> None:
@@ -84,7 +82,6 @@ def flip_a_bit(folder: Path) -> None:
         (flip_a_bit, "the bytes of optimizer.safetensors are not those that were written"),
         (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
         (lambda folder: (folder / RECORD).unlink(), "checkpoint.json does not exist"),
-        (lambda folder: (folder / RECORD).write_text("{"), "cannot be read as JSON"),
         (lambda folder: (folder / RECORD).write_text("[]"), "has []: Input should be a valid dictionary"),
     ],
 )
@@ -95,15 +92,6 @@ def test_a_damaged_one_is_skipped_with_the_reason(tmp_path: Path, damage, reason
     found = newest_checkpoint(tmp_path, said.append)
     assert found is not None and found[0].name == "step-000005"
     assert len(said) == 1 and "step-000010" in said[0] and reason in said[0]
-
-
-def test_an_interrupted_save_is_cleared_away(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    (tmp_path / ".step-000010.123.tmp").mkdir()
-    said: list[str] = []
-    found = newest_checkpoint(tmp_path, said.append)
-    assert found is not None and found[0].name == "step-000005"
-    assert names(tmp_path) == ["step-000005"] and "interrupted" in said[0]
 
 
 def test_a_failed_save_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

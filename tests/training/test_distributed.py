@@ -18,6 +18,7 @@ import forks
 import pytest
 import torch
 from safetensors.torch import load_file
+from trained import read_log, read_record, unfinish
 
 from moh_llm.training.loop import train
 from moh_llm.training.recipe import load_config
@@ -93,10 +94,6 @@ def run(way: str, recipe: Path, output: Path, program: Sequence[str] = ("train.p
     return done.stdout
 
 
-def read_log(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
 def assert_same_run(folder: Path, other: Path) -> None:
     """Curves within 1e-5, tuned weights within what AdamW makes of rounding."""
     mine, others = read_log(folder), read_log(other)
@@ -145,29 +142,19 @@ def test_two_processes_follow_the_curve_of_one(single, run_of, way):
     assert_same_run(folder, single)
 
 
-def stop_after(folder: Path, step: int) -> None:
-    """Make a finished run look like one that stopped right after `step`."""
-    record = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(record | {"status": "running"}))
-    shutil.rmtree(folder / "model")
-    for path in (folder / "checkpoints").iterdir():
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["zero2", "zero3", "fsdp2"])
-def test_two_processes_take_up_the_run_of_one(single, recipe, tmp_path, way):
+def test_two_processes_resume_the_run_of_one(single, recipe, tmp_path, way):
     shutil.copytree(single, tmp_path / "there")
-    stop_after(tmp_path / "there", 10)
+    unfinish(tmp_path / "there", 10)
     assert "resumed from" in run(way, recipe, tmp_path / "there")
     assert_same_run(tmp_path / "there", single)
 
 
 @pytest.mark.parametrize("way", each(["ddp", "zero1", "zero2", "zero3", "fsdp2"]))
-def test_one_process_takes_up_the_run_of_two(single, run_of, configure, tmp_path, way):
+def test_one_process_resumes_the_run_of_two(single, run_of, configure, tmp_path, way):
     shutil.copytree(run_of(way), tmp_path / "back")
-    stop_after(tmp_path / "back", 10)
+    unfinish(tmp_path / "back", 10)
     said: list[str] = []
     train(configure(output_dir=str(tmp_path / "back"), **STEPS | MILESTONES), say=said.append)
     assert any("resumed from" in line and "step-000010" in line for line in said)
@@ -177,7 +164,7 @@ def test_one_process_takes_up_the_run_of_two(single, run_of, configure, tmp_path
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before(single, recipe, tmp_path):
     folder = Path(shutil.copytree(single, tmp_path / "full"))
-    stop_after(folder, 10)
+    unfinish(folder, 10)
     before = {path.name: path.read_bytes() for path in (folder / "checkpoints" / "step-000010").iterdir()}
     done = start("zero2", recipe, folder, largest_file=50_000)  # the weights have more
     assert done.returncode != 0
@@ -219,9 +206,7 @@ def test_a_teacher_beside_the_student_is_divided_too(make_llama, convert, config
     for line, wanted in zip(mine[1:], others[1:], strict=True):
         for name in ("loss", "kl", "layer_distance"):
             assert line[name] == pytest.approx(wanted[name], abs=1e-4), (line["step"], name)
-    ended = [
-        json.loads((folder / "run.json").read_text())["evaluation"] for folder in (tmp_path / way, tmp_path / "run")
-    ]
+    ended = [read_record(folder)["evaluation"] for folder in (tmp_path / way, tmp_path / "run")]
     assert ended[0]["kl"] == pytest.approx(ended[1]["kl"], abs=1e-4)
     chains = [(folder / "model" / "lineage.json").read_text() for folder in (tmp_path / way, tmp_path / "run")]
     assert [len(json.loads(chain)["entries"]) for chain in chains] == [3, 3]

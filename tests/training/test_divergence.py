@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from trained import read_log
 
 from moh_llm.errors import UserError
 from moh_llm.records.run import LogLine
@@ -87,11 +88,6 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 def same(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
-
-
-def read_log(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "timing"} for line in lines]
 
 
 def test_a_run_stops_before_its_weights_are_touched(configure, spoiled) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import forks
 import pytest
+from trained import read_record, unfinish
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
@@ -43,10 +44,6 @@ def model_files(run: Path) -> dict[str, bytes]:
     return files
 
 
-def read_record(run: Path) -> dict:
-    return json.loads((run / "run.json").read_text())
-
-
 def cut_short(run: Path) -> None:
     (run / "model" / "model.safetensors").write_bytes((run / "model" / "model.safetensors").read_bytes()[:-8])
 
@@ -67,7 +64,7 @@ def change_a_byte(run: Path) -> None:
     ],
     ids=["no model", "no tokenizer", "cut short", "another byte"],
 )
-def test_a_model_that_is_not_whole_is_made_anew(finished, run, recipe, capsys, damage, fault) -> None:
+def test_a_damaged_model_is_made_anew(finished, run, recipe, capsys, damage, fault) -> None:
     damage(run)
     assert main(["train", str(recipe), *SHORT]) == 0
     said = capsys.readouterr().out
@@ -133,18 +130,12 @@ sys.exit(main(["train", *sys.argv[2:]]))
 """
 
 
-def to_last_stage(run: Path) -> None:
-    """Make a finished run one that has made its steps and nothing more."""
-    (run / "run.json").write_text(json.dumps(read_record(run) | {"status": "running"}))
-    shutil.rmtree(run / "model")
-
-
 FEW = ("among the model's files", "before the card")
 
 
 @pytest.mark.parametrize("moment", [m if m in FEW else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS])
 def test_killed_in_its_last_stage_the_same_command_ends_in_a_whole_model(finished, run, recipe, capsys, moment) -> None:
-    to_last_stage(run)
+    unfinish(run, 2)
     words = ["-c", KILLED, MOMENTS[moment], str(recipe), *SHORT]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     killed = forks.run(*words, folder=run.parent, environment=environment)
@@ -166,18 +157,12 @@ def test_killed_in_its_last_stage_the_same_command_ends_in_a_whole_model(finishe
     ("file", "change", "message"),
     [
         ("run.json", {"status": None}, "run.json lacks status"),
-        ("run.json", {"status": "done"}, "run.json has status = 'done'"),
-        ("run.json", {"config": []}, r"run.json has config = \[\]"),
         ("run.json", {"model": {}}, "run.json lacks model.sha256"),
-        ("run.json", {"model": {"sha256": 5}}, "run.json has model.sha256 = 5"),
-        ("run.json", {"data": "text"}, "run.json has data = 'text'"),
-        ("run.json", {"reference": "base"}, "run.json has reference = 'base'"),
         ("run.json", {"model_files": {"model.safetensors": 5}}, r"run.json has model_files.model.safetensors = 5"),
         ("log.jsonl", {"step": None}, "log.jsonl line 1 lacks step"),
-        ("log.jsonl", {"step": "1"}, "log.jsonl line 1 has step = '1'"),
-        ("log.jsonl", {"loss": "low"}, "log.jsonl line 1 has loss = 'low'"),
         ("log.jsonl", {"loss": False}, "log.jsonl line 1 has loss = False"),
-        ("log.jsonl", {"dropped": 1}, "log.jsonl line 1 has dropped = 1"),
+        ("log.jsonl", {"timing": {"seconds": 1}}, "log.jsonl line 1 lacks timing.tokens_per_second"),
+        ("log.jsonl", {"loss": 5, "dropped": 1}, "log.jsonl line 1 has dropped = 1"),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
 )
@@ -195,7 +180,7 @@ def test_a_record_with_a_missing_or_wrong_field_is_named(run, recipe, capsys, fi
         raise UserError(error)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "5", '"run"'])
+@pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_record_that_is_none_is_named(run, recipe, capsys, text) -> None:
     (run / "run.json").write_text(text)
     assert main(["train", str(recipe), *SHORT]) == 2
@@ -211,21 +196,14 @@ def test_a_line_of_the_log_that_is_no_json_is_named_unless_a_kill_cut_it_short(r
     (run / "log.jsonl").write_text("{\n" + whole)
     with pytest.raises(UserError, match=r"log.jsonl line 1 cannot be read as JSON: .*pass --overwrite"):
         Run(config).trim_log(2)
-    (run / "log.jsonl").write_text("[" * 100_000 + "\n" + whole)
-    with pytest.raises(UserError, match=r"log.jsonl line 1 "):
-        Run(config).trim_log(2)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"step": None}, "lacks step"),
-        ({"step": "2"}, "has step = '2'"),
         ({"step": 1}, "names step 1"),
         ({"updates": -1}, "has updates = -1"),
-        ({"updates": None}, "lacks updates"),
-        ({"seconds": "long"}, "has seconds = 'long'"),
-        ({"data": []}, "has data = []"),
         ({"files": {}}, "names no model.safetensors"),
         ({"files": {"model.safetensors": {"bytes": 3}}}, "lacks files.model.safetensors.sha256"),
     ],

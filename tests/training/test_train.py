@@ -1,7 +1,6 @@
 """Whole runs at toy size, one of them killed and resumed."""
 
 import functools
-import json
 import shutil
 import signal
 import time
@@ -11,6 +10,7 @@ import forks
 import pytest
 import torch
 from safetensors.torch import load_file
+from trained import read_log, read_record, unfinish
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
@@ -19,12 +19,6 @@ from moh_llm.training import preflight
 from moh_llm.training.loop import train
 
 ROOT = Path(__file__).parents[2]
-
-
-def read_log(folder: Path) -> list[dict]:
-    """A run's log, without what may differ between two equal runs."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "timing"} for line in lines]
 
 
 @pytest.mark.parametrize("conversion", ["model_folder", pytest.param("paper_folder", marks=pytest.mark.slow)])
@@ -64,10 +58,10 @@ def test_a_lora_run_ends_in_a_merged_model(configure) -> None:
     assert record.evaluation.kl == pytest.approx(log[-1]["validation"]["kl"], rel=1e-3)
 
 
-def test_mixed_precision_keeps_float32_weights(configure) -> None:
-    config = configure(mixed_precision="bf16", max_steps=2)
-    train(config)
-    weights = load_file(Path(config.output_dir) / "checkpoints" / "step-000002" / "model.safetensors")
+def test_mixed_precision_keeps_float32_weights(configure, tmp_path) -> None:
+    for precision in ("no", "bf16"):  # in one process
+        train(configure(max_steps=2, output_dir=str(tmp_path / precision), mixed_precision=precision))
+    weights = load_file(tmp_path / "bf16" / "checkpoints" / "step-000002" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert any(tensor.bfloat16().float().ne(tensor).any() for tensor in weights.values())
 
@@ -98,10 +92,8 @@ def test_kernels_that_do_not_run_here_are_refused(configure, monkeypatch) -> Non
         train(configure(attn_implementation="moh_sparse"))
 
 
-def test_the_log_has_one_line_per_step(configure) -> None:
-    config = configure()
-    train(config)
-    log = read_log(Path(config.output_dir))
+def test_the_log_has_one_line_per_step(finished_run) -> None:
+    log = read_log(finished_run)
     assert [line["step"] for line in log] == list(range(7))
     assert [line["step"] for line in log if "validation" in line] == [0, 3, 6]
     assert [line["tokens"] for line in log[1:]] == [step * 128 for step in range(1, 7)]
@@ -133,7 +125,7 @@ def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert json.loads((output / "run.json").read_text())["status"] == "running"
+    assert read_record(output)["status"] == "running"
 
     done = forks.run(*command, folder=ROOT, environment=ENVIRONMENT)
     assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
@@ -144,37 +136,24 @@ def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
         assert all(torch.equal(tensor, other[key]) for key, tensor in mine.items())
 
 
-def interrupt(folder: Path, step: int) -> None:
-    """Make a finished run look like one that stopped right after `step`."""
-    record = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(record | {"status": "running"}))
-    for path in (folder / "checkpoints").iterdir():
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path)
-
-
-def test_a_corrupt_checkpoint_is_passed_over(configure) -> None:
-    config = configure()
-    train(config)
-    folder = Path(config.output_dir)
-    log, weights = read_log(folder), load_file(folder / "model" / "model.safetensors")
-    interrupt(folder, 6)
-    (folder / "checkpoints" / "step-000006" / "optimizer.safetensors").write_bytes(b"")
-    (folder / "log.jsonl").open("a").write('{"step": 7, "lo')  # a line that a kill cut short
+def test_a_corrupt_checkpoint_is_passed_over(configure, finished_run, run) -> None:
+    unfinish(run, 6)
+    (run / "checkpoints" / "step-000006" / "optimizer.safetensors").write_bytes(b"")
+    (run / "log.jsonl").open("a").write('{"step": 7, "lo')  # a line that a kill cut short
     said: list[str] = []
-    train(config, say=said.append)
+    train(configure(), say=said.append)
     said = [line for line in said if "mixture" not in line and not line.startswith("teacher: ")]
     assert "skipped checkpoint" in said[0] and "optimizer.safetensors has 0 bytes" in said[0]
     assert "resumed from" in said[1] and "step-000004" in said[1]
-    assert read_log(folder) == log
-    again = load_file(folder / "model" / "model.safetensors")
+    assert read_log(run) == read_log(finished_run)
+    weights, again = (load_file(folder / "model" / "model.safetensors") for folder in (finished_run, run))
     assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
 
 
-def test_a_finished_run_is_left_alone(configure) -> None:
-    config = configure(max_steps=1)
-    record, said = train(config), []
-    assert train(config, say=said.append) == record
+def test_a_finished_run_is_left_alone(configure, run) -> None:
+    said: list[str] = []
+    record = train(configure(), say=said.append).content()
+    assert {**record, "config": None} == {**read_record(run), "config": None}  # whose output_dir is another
     assert "nothing to do" in said[0]
 
 
@@ -182,7 +161,7 @@ def test_another_recipe_does_not_resume(configure, mixture_file: Path, model_fol
     text = Path(shutil.copytree(mixture_file.parent, tmp_path / "text"))  # to be changed
     configure = functools.partial(configure, **{"data.mixture": str(text / "mixture.yaml")})
     train(configure())
-    interrupt(tmp_path / "run", 4)
+    unfinish(tmp_path / "run", 4)
     with pytest.raises(UserError, match=r"different: max_steps, optimizer.learning_rate\."):
         train(configure(max_steps=8, **{"optimizer.learning_rate": 2e-3}))
 
@@ -241,16 +220,8 @@ def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Pat
     assert [path.name for path in taken.iterdir()] == ["mine.txt"]
 
 
-def test_two_runs_in_one_process_may_differ_in_precision(configure, tmp_path):
-    for precision in ("no", "bf16"):
-        config = configure(max_steps=1, output_dir=str(tmp_path / precision), mixed_precision=precision)
-        assert train(config).status == "finished"
-
-
-def test_overwriting_a_run_keeps_the_model_that_is_read(configure, recipe, capsys):
-    config = configure(max_steps=1)
-    train(config)
-    model = Path(config.output_dir) / "model"
+def test_overwriting_a_run_keeps_the_model_that_is_read(run, recipe, capsys):
+    model = run / "model"
     command = ["train", str(recipe), "--model", str(model), "--max_steps", "1", "--overwrite"]
     assert main(command) == 2
     assert f"would replace {model}, which is read" in capsys.readouterr().err
@@ -274,7 +245,7 @@ def test_a_signal_saves_and_leaves(configure) -> None:
         assert status == 0 and "stopped by a signal after step" in said
         saved = int(said.split("after step ")[1].split(",")[0])
         assert (output / "checkpoints" / f"step-{saved:06d}").is_dir() and not (output / "model").exists()
-        assert json.loads((output / "run.json").read_text())["status"] == "running"
+        assert read_record(output)["status"] == "running"
         train(configure(output_dir=str(output), **overrides))
         assert read_log(output) == read_log(Path(unbroken.output_dir))
 

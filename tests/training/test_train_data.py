@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from cards import check_card
+from trained import read_log
 from transformers import AutoTokenizer
 
 from moh_llm.cli import main
@@ -13,26 +14,18 @@ from moh_llm.hub.card import write_local_card
 from moh_llm.training.loop import train
 
 
-def read_log(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "timing"} for line in lines]
-
-
-def test_text_and_shards_and_reading_ahead_give_the_same_run(configure, mixture_file, model_folder, tmp_path):
-    train(configure())
+def test_text_and_shards_and_reading_ahead_give_the_same_run(
+    configure, mixture_file, model_folder, finished_run, run, tmp_path
+):
     shards = tmp_path / "tokens"
     flags = ["--tokenizer", str(model_folder), "--output", str(shards)]
     assert main(["tokenize", str(mixture_file), *flags]) == 0
     for number, overrides in enumerate(({"data.mixture": str(shards)}, {"data.dataloader_num_workers": 2})):
         output = str(tmp_path / f"again{number}")
         train(configure(output_dir=output, **overrides))
-        assert read_log(Path(output)) == read_log(tmp_path / "run")
-
-
-def test_a_run_goes_on_from_shards_of_the_same_text(configure, mixture_file, model_folder, tmp_path):
+        assert read_log(Path(output)) == read_log(finished_run)
+    # A run that was begun from text accepts shards of the same text.
     record = train(configure())
-    shards = tmp_path / "tokens"
-    assert main(["tokenize", str(mixture_file), "--tokenizer", str(model_folder), "--output", str(shards)]) == 0
     record.config["data"]["mixture"] = str(shards)
     assert train(configure(**{"data.mixture": str(shards)})) == record
 
