@@ -38,7 +38,7 @@ from moh_llm.training import networks
 from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from moh_llm.training.config import CheckpointConfig, DataConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from moh_llm.training.losses import token_losses
-from moh_llm.training.optimizer import make_optimizer
+from moh_llm.training.optimizer import make_optimizer, set_learning_rates
 from moh_llm.training.parallel import make_accelerator, seed_step
 from moh_llm.training.step import TrainingStep, accumulate_gradients
 
@@ -134,8 +134,8 @@ def our_step(config: TrainConfig, args: argparse.Namespace, model: MoHLlamaForCa
     batch = batch_of(args)
 
     def run() -> None:
-        seed_step(config, 10, accelerator)
-        networks.set_learning_rates(optimizer, config, 10)
+        seed_step(config, 10, accelerator.process_index)
+        set_learning_rates(optimizer, config, 10)
         accumulate_gradients(accelerator, step, batch, config, 0.01)
         optimizer.step()
         optimizer.zero_grad()

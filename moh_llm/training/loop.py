@@ -36,7 +36,6 @@ from moh_llm.training.parallel import (
     from_main,
     make_accelerator,
     peak_rate,
-    seed_networks,
     seed_step,
     sum_over_processes,
 )
@@ -119,7 +118,7 @@ def _train(
     )
 
     # ---- networks
-    seed_networks(config)
+    seed_step(config, 0, 0)  # of adapters, alike on all processes: each keeps its part of the same draw
     student = networks.make_student(config)
     teacher = networks.make_teacher(config, reference, accelerator.device)
     beta = config.objective.balance_coefficient
@@ -192,7 +191,7 @@ def _train(
             report(LogLine(step=0, validation=start_scores, routing=start_routing.health(None, reduce)))
         for step, batch in zip(steps, batches, strict=True):
             began = time.perf_counter()
-            seed_step(config, step, accelerator)
+            seed_step(config, step, accelerator.process_index)
             rates = set_learning_rates(optimizer, config, step - 1)
             heads = annealed_heads(budgets, all_heads, step - 1, config.schedule.anneal_steps, group_size)
             network.set_active_heads(heads)

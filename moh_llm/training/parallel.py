@@ -77,7 +77,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
     accumulation = GradientAccumulationPlugin(micro_batches, sync_with_dataloader=False)
     accelerator = Accelerator(
-        # Told nothing, processes without a GPU believe each that it is the only one.
+        # Without `cpu=True` each process without a GPU takes itself for the only one.
         cpu=not torch.cuda.is_available() and not _asked_for("DEEPSPEED"),
         mixed_precision=config.mixed_precision,
         gradient_accumulation_plugin=accumulation,
@@ -94,8 +94,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 def from_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
     """What the main process's ``action`` returns, on all of them.
 
-    A UserError of its ends them all, so that none waits for it: the main process raises it, the others leave without
-    a word.
+    A UserError in it ends all processes, so that none waits: the main process raises it, the others exit silently.
     """
     refusal: str | None = None
     result: T | None = None
@@ -118,7 +117,7 @@ def _asked_for(what: str) -> bool:
 
 
 def _shard_on_cpu(accelerator: Accelerator) -> None:
-    """FSDP2 on CPUs, which accelerate otherwise takes for plain DDP, without a word."""
+    """FSDP2 on CPUs, which accelerate otherwise takes for plain DDP."""
     plugin = FullyShardedDataParallelPlugin()  # from the launcher's environment
     if plugin.fsdp_version != 2:
         raise UserError("FSDP needs version 2 (fsdp_version: 2 in the accelerate config)")
@@ -149,23 +148,14 @@ def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, limit: floa
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def seed_step(config: TrainConfig, step: int, accelerator: Accelerator) -> None:
-    """Set the generators that dropout draws from, as a function of the step, so that no state has to be kept."""
-    _seed(config, step, accelerator.process_index)
-
-
-def seed_networks(config: TrainConfig) -> None:
-    """Set the generators that adapters are drawn from, alike on all processes: each keeps its part of the same draw."""
-    _seed(config, 0, 0)
-
-
-def _seed(config: TrainConfig, step: int, process: int) -> None:
+def seed_step(config: TrainConfig, step: int, process: int) -> None:
+    """Set the generators as a function of step and process, so that no state of them has to be saved."""
     digest = hashlib.blake2b(f"{config.seed}/{step}/{process}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def end_distribution(accelerator: Accelerator) -> None:
-    """From here on each process loads models whole: what it holds of a distributed one is released."""
+    """Release the distributed model; from here on each process loads full models."""
     accelerator.wait_for_everyone()
     accelerator.free_memory()
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -176,7 +166,7 @@ def end_distribution(accelerator: Accelerator) -> None:
 
 @contextlib.contextmanager
 def loading_full_models(accelerator: Accelerator) -> Iterator[None]:
-    """Within the block this process loads models whole, though another one is distributed; the others need not wait."""
+    """Within the block this process loads full models beside a distributed one; the other processes need not wait."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         yield
         return
@@ -198,7 +188,7 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasa
 
 
 class Interruption:
-    """Within the block the signals no longer end the process but are noted.
+    """Within the block the signals do not end the process but are recorded.
 
     Only a process's main thread may do this; elsewhere signals are left as they are.
     """

@@ -65,9 +65,9 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients, setter = loop.accumulate_gradients, loop.seed_step
     at = {"step": 0}
 
-    def note(config, step, accelerator):
+    def note(config, step, process):
         at["step"] = step
-        setter(config, step, accelerator)
+        setter(config, step, process)
 
     def spoil(accelerator, model, batch, config, beta):
         losses, norm = gradients(accelerator, model, batch, config, beta)
