@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import Self
 
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, without_passwords
 from moh_llm.files import write_json
 from moh_llm.reading import read_json
 
@@ -58,7 +58,7 @@ def describe_fault(error: ValidationError) -> str:
     field = ".".join(map(str, fault["loc"]))
     if fault["type"] == "missing":
         return f"lacks {field}"
-    given = repr(fault["input"])
+    given = without_passwords(repr(fault["input"]))  # before it is cut, which could hide that it is an address
     given = given if len(given) <= 60 else f"{given[:57]}..."
     name = f"{field} = {given}" if field else given
     return f"has {name}: {fault['msg']}"
