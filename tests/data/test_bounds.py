@@ -36,12 +36,6 @@ def _parquet(*texts: str, rows: int = 1 << 20) -> bytes:
     return file.getvalue()
 
 
-def _nested(*texts: str) -> bytes:
-    file = io.BytesIO()
-    pq.write_table(pa.table({"text": list(texts), "meta": [{"tags": [text]} for text in texts]}), file)
-    return file.getvalue()
-
-
 # name: content, the record that is too long, how many are good, how many are left out
 TOO_LONG = {
     "a.jsonl": (_lines(SHORT, LONG, SHORT), ", line 2", 2, 1),
@@ -239,9 +233,3 @@ def test_what_may_not_be_removed_is_told(tmp_path, monkeypatch, tokenize, refusa
     monkeypatch.setattr("moh_llm.data.tasks.shutil.rmtree", refuse)
     told = refusal("files: a.jsonl, text_field: text", "--overwrite")
     assert told == f"cannot remove {tmp_path}/out/web: Permission denied; name another --output"
-
-
-def test_what_cannot_be_looked_at_is_told(tmp_path, refusal):
-    name = "a" * 300
-    told = refusal(f"files: {name}.jsonl")
-    assert told.endswith(f"source web: the path {name[:40]}... is too long for a file")

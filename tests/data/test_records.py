@@ -264,11 +264,6 @@ def test_columns_beside_a_filter(tmp_path, field):
     assert read(tmp_path / "a.parquet", filters={"lang": "en"}, text_field=field)[0] == ["yes"]
 
 
-def test_all_columns_are_named_beside_a_filter(tmp_path):
-    (tmp_path / "a.parquet").write_bytes(parquet({"lang": ["en"], "body": ["yes"]}))
-    assert "; the record has lang, body; " in refusal(tmp_path / "a.parquet", filters={"lang": "en"})
-
-
 @pytest.mark.parametrize("skip_bad", [False, True])
 def test_what_is_no_bad_record(tmp_path, monkeypatch, skip_bad):
     assert refusal(tmp_path / "a.jsonl", skip_bad).endswith(" is gone; it was there when the source was listed")

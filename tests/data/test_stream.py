@@ -27,19 +27,6 @@ def blocks_of(weights, block_length: int = 10, seed: int = 0, length: int = 1000
     return SequenceStream(sources, block_length, seed)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=12), st.integers(0, 10**12))
-def test_shares_follow_the_weights_at_any_number(weights, number):
-    stream = blocks_of(weights)
-    counts, share = stream.counts(number), np.array(weights) / sum(weights)
-    assert sum(counts) == number
-    assert all(abs(count - s * number) <= len(weights) for count, s in zip(counts, share, strict=True))
-    chosen, index = stream.locate(number)
-    after = stream.counts(number + 1)
-    assert [b - a for a, b in zip(counts, after, strict=True)] == [int(i == chosen) for i in range(len(weights))]
-    assert index == counts[chosen]  # a source's blocks are numbered without gap
-
-
 @pytest.mark.parametrize("weights", [[1.0], [0.5, 0.5], [0.7, 0.2, 0.1], TAB_D])
 def test_shares_follow_the_weights_at_every_moment(weights):
     stream, share = blocks_of(weights), np.array(weights) / sum(weights)
