@@ -20,7 +20,6 @@ from moh_llm.errors import UserError
 
 DOCUMENTS = [f"document {i} of a river that was high that spring" for i in range(300)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS).encode()
-SECRETS = "?key=hidden"
 REGISTRY = sys.modules["fsspec.registry"]._registry  # of protocols; its public name is a read-only view
 
 
@@ -160,18 +159,15 @@ def test_files_on_a_server(site, how, name):
     assert list(positions) == sorted(positions) and positions[-1] == len(packed(name))
 
 
-@pytest.mark.parametrize("query", ["?key=x", "?file=v1.txt", "?key=x.gz"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-def test_a_query_does_not_change_the_format(site, name, query):
-    assert read(f"{site}/ranges/{name}{query}")[0] == DOCUMENTS
+def test_a_query_does_not_change_the_format(site):
+    assert read(f"{site}/ranges/a.jsonl.gz?file=v1.txt")[0] == DOCUMENTS
 
 
-@pytest.mark.parametrize("user", ["", "user:hidden@"])
-@pytest.mark.parametrize("how", ["401", "403", "404", "500", "403get", "plain/no", "short"])
-def test_files_that_a_server_does_not_give(site, how, user):
+@pytest.mark.parametrize("how", ["403", "404", "500", "403get", "short"])
+def test_files_that_a_server_does_not_give(site, how):
     url = f"{site}/{how}/a.jsonl.gz"
     with pytest.raises(UserError) as error:
-        read(url.replace("//", f"//{user}") + SECRETS)
+        read(url.replace("//", "//user:hidden@") + "?key=hidden")
     assert str(error.value).startswith(f"{url} ")
     assert "\n" not in str(error.value) and "hidden" not in str(error.value)
 
