@@ -23,7 +23,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 LIMIT = 4096
 SHORT, LONG = "a river", "a river " * LIMIT
-ADVICE = "MiB, the most for one document (split it into shorter ones); mend it, or pass --on-bad-record skip"
+ADVICE = "MiB, the most for one document (split it into shorter ones); correct it, or pass --on-bad-record skip"
 
 
 def _lines(*texts: str) -> bytes:

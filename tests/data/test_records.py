@@ -195,7 +195,7 @@ def test_a_fault_stops_or_is_skipped(tmp_path, name, data, message, kept):
     (tmp_path / name).write_bytes(data)
     refused = refusal(tmp_path / name)
     assert refused.startswith(f"{tmp_path / name}{message}")
-    assert refused.endswith("; mend it, or pass --on-bad-record skip to leave such records out")
+    assert refused.endswith("; correct it, or pass --on-bad-record skip to leave such records out")
     documents, reading = read(tmp_path / name, skip_bad=True)
     assert documents == (DOCUMENTS[: len(documents)] if kept is None else kept)
     assert (reading.documents, reading.bad, len(reading.examples)) == (len(documents), 1, 1)
