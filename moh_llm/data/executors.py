@@ -94,7 +94,7 @@ def run_local(step: WriteShards, workers: int, logs: Path) -> None:
             step.run(rank=rank, world_size=len(step.tasks))
         return
     # The processes are forked from a server that has imported what they need.
-    multiprocess.get_context("forkserver").set_forkserver_preload([__name__])
+    multiprocess.get_context("forkserver").set_forkserver_preload([__name__, "datatrove.pipeline.tokens.tokenizer"])
     with _quiet():
         _QuietExecutor([step], tasks=len(step.tasks), workers=workers, logging_dir=str(logs)).run()
     # Nothing is in the logs that the tasks' records lack.
