@@ -133,7 +133,7 @@ def test_too_little_text_is_a_fault(make, tokens):
     def found(**keys: object) -> list[Finding]:
         return list(check_data(make(**keys | {"data.mixture": tokens})))
 
-    assert "fewer than one block of 100000" in the_fault(found(**{"data.sequence_length": 100_000}))
+    assert "fewer than one sequence of 100000" in the_fault(found(**{"data.sequence_length": 100_000}))
     long = found(max_steps=1, **{"data.sequence_length": 2000})
     assert "no source holds out one sequence of 2000" in the_fault(long)
     often = found(max_steps=2000)

@@ -229,7 +229,7 @@ def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Pat
         (["--output_dir", str(taken)], "is not empty and holds no run.json"),
         (["--output_dir", str(recipe)], "is a file"),
         (["--data.mixture", "nowhere.yaml"], "nowhere.yaml does not exist"),
-        (["--data.sequence_length", "20000"], "training tokens, fewer than one block"),
+        (["--data.sequence_length", "20000"], "training tokens, fewer than one sequence"),
         (["--lora.target_modules", "[query]"], "no 'query'"),
     ]
     for arguments, message in cases:
