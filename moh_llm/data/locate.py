@@ -59,7 +59,7 @@ def locate(source: Source) -> list[SourceFile]:
         try:
             return [file for pattern in source.files for file in _local(pattern, where)]
         except OSError as error:
-            raise UserError(f"{where}: {error.filename} cannot be looked at: {error.strerror}") from error
+            raise UserError(f"{where}: {error.filename} cannot be read: {error.strerror}") from error
     if source.hub is not None:
         return [file for pattern in source.data_files for file in _on_hub(source, pattern)]
     if source.urls:
