@@ -10,9 +10,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("mixture", metavar="MIXTURE", help="mixture file (data_mixtures/*.yaml), or 'embedded'")
     parser.add_argument("--tokenizer", required=True, help="folder or Hub id of the model (or tokenizer) to train")
-    parser.add_argument("--output", required=True, help="folder of the shards; given again, the command goes on there")
+    parser.add_argument("--output", required=True, help="folder of the shards; the same command resumes there")
     parser.add_argument("--workers", type=int, help="processes at once (default: one per 4 cores)")
-    parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local", help="who does it")
+    parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local", help="where it runs")
     parser.add_argument(
         "--executor-args",
         nargs="+",
@@ -26,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="stop",
         help="a record (or the rest of a corrupt file) that cannot be read stops the run, or is left out and counted",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, with an estimate")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, with an estimate")
     parser.add_argument(
-        "--overwrite", action="store_true", help="tokenise anew the sources that were made from something else"
+        "--overwrite", action="store_true", help="tokenise again the sources that were made from something else"
     )
 
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
     )
     if record is None:
-        print(f"handed to Slurm; the last job writes {args.output}/mixture.json")
+        print(f"submitted to Slurm; the last job writes {args.output}/mixture.json")
         return 0
     for name, source in record.sources.items():
         left_out = "".join(f", {count:,} {kind}" for kind in ("filtered", "bad") if (count := getattr(source, kind)))

@@ -1,4 +1,4 @@
-"""Who carries out tokenising: this process, several of this machine, Slurm or Ray, through datatrove."""
+"""Where tokenising runs: this process, several of this machine, Slurm or Ray, through datatrove."""
 
 import contextlib
 import inspect
@@ -24,7 +24,7 @@ from moh_llm.errors import UserError
 
 @lru_cache(maxsize=1)
 def _tokenizer(path: str, written: int, end: int | None, name: str) -> TextTokenizer:
-    """Read once for all tasks of a process, again where the file was written anew."""
+    """Read once for all tasks of a process, and again when the file changes."""
     return TextTokenizer(Tokenizer.from_file(path), end, name)
 
 
@@ -66,7 +66,7 @@ class WriteShards(PipelineStep):
 
 
 class Call(PipelineStep):
-    """A step of one task that calls a function: what is to be done when all shards are there."""
+    """A step of one task that calls a function, after all shards are written."""
 
     type, name = "TOKENIZER", "record"
 
@@ -94,7 +94,7 @@ def run_local(step: WriteShards, workers: int, logs: Path) -> None:
             step.run(rank=rank, world_size=len(step.tasks))
         return
     # The processes are forked from a server that has imported what they need.
-    multiprocess.get_context("forkserver").set_forkserver_preload([__name__])
+    multiprocess.get_context("forkserver").set_forkserver_preload([__name__, "datatrove.pipeline.tokens.tokenizer"])
     with _quiet():
         _QuietExecutor([step], tasks=len(step.tasks), workers=workers, logging_dir=str(logs)).run()
     # Nothing is in the logs that the tasks' records lack.
@@ -121,7 +121,7 @@ def run_ray(step: WriteShards, workers: int, logs: Path, options: Mapping[str, A
 def submit_slurm(
     step: WriteShards, finish: Callable[[], Any], workers: int, logs: Path, options: Mapping[str, Any]
 ) -> None:
-    """Hand all tasks to Slurm as an array job, and `finish` as a job that waits for it."""
+    """Submit all tasks to Slurm as an array job, and `finish` as a job that waits for it."""
     from datatrove.executor.slurm import SlurmPipelineExecutor
 
     checked = check_options(SlurmPipelineExecutor, options)
@@ -139,7 +139,7 @@ def submit_slurm(
 
 
 def new_log_folder(output: Path) -> Path:
-    """A folder of its own for this start: datatrove keeps logs and its own notes of what is done there."""
+    """A new folder for datatrove's logs and its records of finished tasks."""
     return output / "logs" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
 
 

@@ -1,4 +1,4 @@
-"""Where a source lies: its location -> the files to read, in a fixed order, with what identifies each."""
+"""The files of a source: its location -> the files to read, in a fixed order, with what identifies each."""
 
 import fnmatch
 import glob
@@ -58,7 +58,7 @@ def locate(source: Source) -> list[SourceFile]:
         try:
             return [file for pattern in source.files for file in _local(pattern, where)]
         except OSError as error:
-            raise UserError(f"{where}: {error.filename} cannot be looked at: {error.strerror}") from error
+            raise UserError(f"{where}: {error.filename} cannot be read: {error.strerror}") from error
     if source.hub is not None:
         return [file for pattern in source.data_files for file in _on_hub(source, pattern)]
     if source.urls:
@@ -99,7 +99,7 @@ def _local(pattern: str, where: str) -> list[SourceFile]:
 
 
 def _check_walk(pattern: str, where: str) -> None:
-    """Raise UserError where ``**`` would go through a whole machine or home, or through more than can be listed."""
+    """Raise UserError where ``**`` would list a machine, a home folder, or more than `MOST_ENTRIES`."""
     parts = Path(pattern).parts
     if "**" not in parts:
         return

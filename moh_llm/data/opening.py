@@ -4,8 +4,8 @@ A truncated file is an error: some decompressors end without one, and a corpus w
 that is decompressed ahead of the reader is bounded, however well the file is compressed.
 
 Python's own text lets everything run with no download and no licence question (PSF). Each of its documents has a group.
-Documents of one group are held out together, since they say the same: a module's source and its docstrings, and the
-modules of one package, many of which are variants of each other.
+Documents of one group are held out together, since they have the same content: a module's source and its docstrings,
+and the modules of one package, many of which are variants of each other.
 """
 
 import ast
@@ -33,7 +33,7 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 
 
 def is_corruption(error: BaseException) -> bool:
-    """Whether an error says that data are corrupt or truncated, and not, say, that a server went away."""
+    """Whether an error means corrupt or truncated data, and not, for example, a lost connection."""
     if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile):
         return True
     if type(error) is OSError and error.errno is None:  # how pyarrow puts it
@@ -164,7 +164,7 @@ def embedded_documents(name: str) -> Iterator[tuple[str, str]]:
 def _python_topics() -> Iterator[tuple[str, str]]:
     """The language reference's help topics, a document each.
 
-    Long topics hold shorter ones, in whole or in part: a paragraph stays in the shortest topic that has it.
+    Long topics contain shorter ones or parts of them: a paragraph stays in the shortest topic that has it.
     """
     from pydoc_data.topics import topics
 

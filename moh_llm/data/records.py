@@ -1,4 +1,4 @@
-"""Documents of a source's files: JSON lines, parquet and plain text, filtered, every fault named."""
+"""Documents of a source's files: JSON lines, parquet and plain text, filtered, each fault with file and record."""
 
 import codecs
 import json
@@ -36,7 +36,7 @@ class Reading:
     """
 
     skip_bad: bool = False
-    advice: str = "mend it, or pass --on-bad-record skip to leave such records out"
+    advice: str = "correct it, or pass --on-bad-record skip to leave such records out"
     stored: int = field(default=0, compare=False)
     documents: int = 0
     bytes: int = 0
@@ -69,7 +69,7 @@ def source_documents(
     Raises:
         UserError: text that cannot be read.
     """
-    reading = reading or Reading(advice="mend it, or leave the file out")
+    reading = reading or Reading(advice="correct it, or leave the file out")
     if source.builtin is not None:
         for group, text in embedded_documents(source.builtin):
             reading.documents += 1
@@ -86,7 +86,7 @@ def read_documents(file: SourceFile, source: Source, reading: Reading) -> Iterat
     Args:
         file: what to read.
         source: gives format, text field and filters.
-        reading: counts, and says what happens at a bad record.
+        reading: counts, and stops or skips at a bad record.
 
     Memory is bounded by `RECORD_BYTES` and, for parquet, by its pages; a longer record is a bad one.
 
@@ -130,8 +130,7 @@ def read_documents(file: SourceFile, source: Source, reading: Reading) -> Iterat
 
 
 def _encodable(text: str) -> tuple[str, int]:
-    """The text and its number of bytes; half a surrogate pair (from JSON), which UTF-8 cannot hold, becomes a question
-    mark."""
+    """The text and its number of bytes; half a surrogate pair, which JSON can hold, becomes a question mark."""
     try:
         return text, len(text.encode())
     except UnicodeEncodeError:
@@ -150,7 +149,7 @@ class _Records:
     text_field: str | None = None
 
     def candidates(self) -> tuple[str, ...]:
-        """Names under which the text may lie."""
+        """Names that the field of the text may have."""
         return (self.source.text_field,) if self.source.text_field else TEXT_FIELDS
 
     def too_long(self, where: str, count: int = 1) -> None:
@@ -227,7 +226,7 @@ def _parquet_rows(plain: IO[bytes], records: _Records) -> Iterator[tuple[int, st
     wanted = [*records.source.filters, *records.candidates()]
     columns = [name for name in present if name in wanted or any(w.split(".")[0] == name for w in wanted)]
     number = 0
-    # pyarrow reads ahead, so the file's position says little; the number of rows is right.
+    # pyarrow reads ahead, so the position in the file is too far; the number of rows is right.
     records.tell = lambda: size * number // max(1, rows)
     for group in range(table.num_row_groups):
         described = table.metadata.row_group(group)
@@ -259,7 +258,7 @@ def _rows(batch: Any) -> Iterator[dict[str, Any] | None]:
 
 
 def _mean_size(group: Any, columns: Sequence[str]) -> float:
-    """Bytes of a row of a parquet row group, of the columns that are read, by what the file says of itself."""
+    """Bytes of a row of a parquet row group, of the columns that are read, by the metadata of the file."""
     chunks = [group.column(i) for i in range(group.num_columns)]
     inside = tuple(f"{name}." for name in columns)
     read = [chunk for chunk in chunks if chunk.path_in_schema in columns or chunk.path_in_schema.startswith(inside)]

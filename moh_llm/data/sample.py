@@ -86,7 +86,7 @@ def estimate_source(source: Source, files: Sequence[SourceFile], tokenizer: Text
 
     Args:
         source: the source.
-        files: those that lie there (`locate`).
+        files: its files (`locate`).
         tokenizer: what text is tokenised with.
 
     Raises:

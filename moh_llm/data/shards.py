@@ -55,7 +55,7 @@ class Shard:
         return cls(len(tokens), documents=len(pieces), arrays=(tokens, ends))
 
     def __getstate__(self) -> dict:
-        # A worker process maps the file anew.
+        # A worker process maps the file itself.
         return self.__dict__ | ({"_arrays": None} if self.path else {})
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -176,7 +176,7 @@ def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None]) -> Toke
         say(f"tokenising its text into {folder}")
         with lock_folder(folder, wait=True):
             if not _is_finished(folder):  # by another process, meanwhile
-                # A killed run's leftovers are of the same text: the folder's name says so.
+                # What a killed run left is of the same text: the folder's name has its hash.
                 tokenize_mixture(spec, wanted, folder)
     return Tokens(spec.name, str(folder), open_tokens(folder, spec, wanted))
 

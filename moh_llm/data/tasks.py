@@ -41,17 +41,17 @@ class Task:
 
     @property
     def record(self) -> Path:
-        """Where its counts lie once it is done."""
+        """The file of its counts, written when it is done."""
         return self.folder / "tasks" / f"{self.number:05d}.json"
 
     @property
     def error(self) -> Path:
-        """Where it says why it stopped."""
+        """The file of the error that stopped it."""
         return self.record.with_suffix(".error")
 
     @property
     def progress(self) -> Path:
-        """Where it says how far it is."""
+        """The file of its progress."""
         return self.record.with_suffix(".progress")
 
     @property
@@ -121,7 +121,7 @@ def prepare_sources(
             if not overwrite:
                 raise UserError(
                     f"{folder} holds tokens made from something else: {difference}; restore it, name another "
-                    "--output, or pass --overwrite to tokenise this source anew"
+                    "--output, or pass --overwrite to tokenise this source again"
                 )
             if write:
                 with _refusals(f"cannot remove {folder}"):

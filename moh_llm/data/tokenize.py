@@ -56,17 +56,17 @@ def tokenize_mixture(
     """Write the mixture's shards, or what is left of them, and return the record (`OUTPUT/mixture.json`).
 
     Args:
-        mixture: the sources; a change of weights alone writes the record anew and no shard.
+        mixture: the sources; a change of weights alone writes the record and no shard.
         tokenizer: what text is tokenised with.
         output: folder of the shards.
         workers: processes at once; None: one per four cores, or all of a cluster's.
         executor: ``local``, ``slurm`` or ``ray``.
         executor_args: keywords of datatrove's executor (for Slurm at least time and partition).
         skip_bad: leave bad records out and count them, instead of stopping.
-        overwrite: do a source anew that was made from other text or with other settings.
+        overwrite: tokenise a source again that was made from other text or with other settings.
 
     Returns:
-        The record; None where the jobs were handed to Slurm.
+        The record; None where the jobs were submitted to Slurm.
 
     Raises:
         UserError: unreadable text, a folder that holds something else or is being written, or an error of the disk.
@@ -140,7 +140,7 @@ def _source_record(source: Source, tasks: Sequence[Task]) -> SourceRecord:
     if not sums["tokens"]:
         why = f" ({sums['filtered']} records were filtered out, {sums['bad']} bad)" if any(sums.values()) else ""
         raise UserError(f"source {source.name} holds no text{why}")
-    # Where the text lies is in `text`, by names that may be shown; addresses themselves can hold a password.
+    # The location of the text is in `text`, by names that may be shown; addresses themselves can hold a password.
     spec = {name: value for name in _RECORDED if (value := getattr(source, name)) not in (None, (), {})}
     return SourceRecord(
         **spec,

@@ -10,9 +10,9 @@ from moh_llm.flops import forward_flops
 from moh_llm.hub.lineage import Lineage, is_hub_id
 from moh_llm.intervals import show_figure, show_number
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.reading import read_json
 from moh_llm.records.conversion import Conversion, Verification
 from moh_llm.records.lineage import ConversionEntry
+from moh_llm.records.tokens import TokensRecord
 from moh_llm.reporting.document import Block, Code, Inline, Paragraph, Table, facts
 from moh_llm.reporting.runs import TrainingRun
 from moh_llm.reporting.training import objective
@@ -123,13 +123,13 @@ def history(lineage: Lineage) -> list[Block]:
 def hub_datasets(run: TrainingRun | None) -> list[str]:
     """Ids of the Hub datasets that training read, by the record of the tokens it read them from, if that is here."""
     folder = run.record.get("tokens_in") if run else None
-    if run is None or not folder or not (Path(folder) / "mixture.json").is_file():
+    if run is None or not folder:
         return []
     try:
-        sources = read_json(Path(folder) / "mixture.json")["sources"]
+        sources = TokensRecord.of_folder(Path(folder)).sources
         read = [name for name, entry in (run.record.get("data_read") or {}).items() if entry["tokens"]]
-        files = [part["file"] for name in read for part in sources[name]["text"]]
-    except (UserError, KeyError, TypeError):  # of another mixture since, or of an older version
+        files = [part.file for name in read for part in sources[name].text]
+    except (UserError, KeyError, TypeError):  # gone, of another mixture since, or of an older version
         return []
     found = [re.match(r"hf://datasets/([^/@]+/[^/@]+)", file) for file in files]
     return list(dict.fromkeys(match[1] for match in found if match and is_hub_id(match[1])))

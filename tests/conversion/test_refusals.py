@@ -136,7 +136,7 @@ BAD_INPUT = {
     ),
     "dense already": (flags("--to-dense"), "is no MoH model (model_type 'llama'): it is dense already"),
     "no tokenizer": (_drop_tokenizer, "has no tokenizer that loads"),
-    "empty text": (calibration("empty.jsonl", ""), "empty.jsonl is empty; mend it, or leave the file out"),
+    "empty text": (calibration("empty.jsonl", ""), "empty.jsonl is empty; correct it, or leave the file out"),
     "short text": (calibration("short.txt", "A few words."), "fewer than one window"),
     "missing text": (calibration("nowhere.jsonl"), "no file at"),
     "no tokens": (flags("--calibration-tokens", "0"), "--calibration-tokens 0 must be at least 1"),

@@ -23,7 +23,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 LIMIT = 4096
 SHORT, LONG = "a river", "a river " * LIMIT
-ADVICE = "MiB, the most for one document (split it into shorter ones); mend it, or pass --on-bad-record skip"
+ADVICE = "MiB, the most for one document (split it into shorter ones); correct it, or pass --on-bad-record skip"
 
 
 def _lines(*texts: str) -> bytes:
@@ -36,24 +36,12 @@ def _parquet(*texts: str, rows: int = 1 << 20) -> bytes:
     return file.getvalue()
 
 
-def _nested(*texts: str) -> bytes:
-    file = io.BytesIO()
-    pq.write_table(pa.table({"text": list(texts), "meta": [{"tags": [text]} for text in texts]}), file)
-    return file.getvalue()
-
-
 # name: content, the record that is too long, how many are good, how many are left out
 TOO_LONG = {
     "a.jsonl": (_lines(SHORT, LONG, SHORT), ", line 2", 2, 1),
-    "first.jsonl": (_lines(LONG, SHORT), ", line 1", 1, 1),
     "last.jsonl": (_lines(SHORT, LONG).rstrip(b"\n"), ", line 2", 1, 1),
-    "a.jsonl.gz": (gzip.compress(_lines(SHORT, LONG, SHORT)), ", line 2", 2, 1),
     "a.jsonl.zst": (zstandard.compress(_lines(SHORT, LONG, SHORT)), ", line 2", 2, 1),
-    "zeros.jsonl.gz": (gzip.compress(bytes(1 << 20)), ", line 1", 0, 1),
-    "zeros.jsonl.zst": (zstandard.compress(bytes(1 << 20)), ", line 1", 0, 1),
     "a.txt": (LONG.encode(), "", 0, 1),
-    "a.txt.gz": (gzip.compress(LONG.encode()), "", 0, 1),
-    "a.txt.zst": (zstandard.compress(LONG.encode()), "", 0, 1),
     "a.parquet": (_parquet(*[SHORT] * 20, LONG, *[SHORT] * 20), ", row 21", 40, 1),
     "mean.parquet": (_parquet(SHORT, "".join(map(str, range(LIMIT))), SHORT, rows=1), ", row 2", 2, 1),
     "group.parquet": (_parquet(LONG, LONG + SHORT, SHORT, rows=2), ", rows 1 to 2, in the mean", 1, 2),
@@ -93,13 +81,13 @@ def refusal(tokenize: Callable[..., int], capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("name", TOO_LONG)
-def test_a_document_that_is_too_long_is_told_or_left_out(tmp_path, limit, tokenize, refusal, name):
+def test_a_document_that_is_too_long_is_reported_or_left_out(tmp_path, limit, tokenize, refusal, name):
     content, where, good, bad = TOO_LONG[name]
     (tmp_path / name).write_bytes(content)
     told = refusal(f"files: {name}")
     assert told.startswith(f"{tmp_path / name}{where}: longer than 0.003906 ") and ADVICE in told
     if not good:
-        assert refusal(f"files: {name}", "--on-bad-record", "skip").endswith(f"({0} records were filtered out, 1 bad)")
+        assert refusal(f"files: {name}", "--on-bad-record", "skip").endswith("(0 records were filtered out, 1 bad)")
         return
     assert tokenize(f"files: {name}", "--on-bad-record", "skip") == 0
     record = json.loads((tmp_path / "out" / "mixture.json").read_text())["sources"]["web"]
@@ -161,7 +149,7 @@ def test_memory_stays_bounded(tmp_path):
         assert line.startswith(name) and f": longer than 16 {ADVICE}" in line
 
 
-@pytest.mark.parametrize("pattern", ["/**", "/**/*.jsonl", "/*/**/a", "~/**/*.jsonl", "~/../**", "/proc/self/**/a"])
+@pytest.mark.parametrize("pattern", ["/**", "/*/**/a", "~/**/*.jsonl", "~/../**", "/proc/self/**/a"])
 def test_a_walk_through_a_whole_machine_or_home_is_refused(tmp_path, monkeypatch, refusal, pattern):
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -215,7 +203,7 @@ def test_so_is_a_device(refusal):
     assert "/dev/zero is a device, which is not read" in refusal("urls: 'file:///dev/zero', format: text")
 
 
-def test_what_the_disk_refuses_is_told(tmp_path, tokenize, refusal):
+def test_what_the_disk_refuses_is_reported(tmp_path, tokenize, refusal):
     (tmp_path / "a.jsonl").write_bytes(_lines(*[f"{i} {SHORT}" for i in range(4000)]))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -229,7 +217,7 @@ def test_what_the_disk_refuses_is_told(tmp_path, tokenize, refusal):
     assert tokenize("files: a.jsonl") == 0
 
 
-def test_what_may_not_be_removed_is_told(tmp_path, monkeypatch, tokenize, refusal):
+def test_what_may_not_be_removed_is_reported(tmp_path, monkeypatch, tokenize, refusal):
     (tmp_path / "a.jsonl").write_bytes(_lines(SHORT))
     assert tokenize("files: a.jsonl") == 0
 
@@ -239,9 +227,3 @@ def test_what_may_not_be_removed_is_told(tmp_path, monkeypatch, tokenize, refusa
     monkeypatch.setattr("moh_llm.data.tasks.shutil.rmtree", refuse)
     told = refusal("files: a.jsonl, text_field: text", "--overwrite")
     assert told == f"cannot remove {tmp_path}/out/web: Permission denied; name another --output"
-
-
-def test_what_cannot_be_looked_at_is_told(tmp_path, refusal):
-    name = "a" * 300
-    told = refusal(f"files: {name}.jsonl")
-    assert told.endswith(f"source web: the path {name[:40]}... is too long for a file")

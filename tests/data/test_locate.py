@@ -2,12 +2,10 @@
 
 import gzip
 import json
-import os
 import re
 import sys
 import threading
 from collections.abc import Iterator
-from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,7 +20,6 @@ from moh_llm.errors import UserError
 
 DOCUMENTS = [f"document {i} of a river that was high that spring" for i in range(300)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS).encode()
-SECRETS = "?key=hidden"
 REGISTRY = sys.modules["fsspec.registry"]._registry  # of protocols; its public name is a read-only view
 
 
@@ -113,21 +110,6 @@ def test_globs_are_sorted_and_recursive(tmp_path):
     assert found == [f"{tmp_path}/{name}" for name in ("c/d.jsonl", "a.jsonl", "a.txt", "b.jsonl")]
 
 
-def test_files_are_described(tmp_path):
-    fill(tmp_path, "a.txt")
-    os.utime(tmp_path / "a.txt", ns=(0, 1_700_000_000_123_456_000))
-    (file,) = locate(Source("web", 1.0, (f"{tmp_path}/a.txt",)))
-    assert (file.path, file.name, file.size) == (f"{tmp_path}/a.txt", f"{tmp_path}/a.txt", 5)
-    assert datetime.fromisoformat(file.modified).timestamp() == pytest.approx(1_700_000_000.123456, abs=2e-6)
-    assert file.modified.endswith("+00:00")
-
-
-@pytest.mark.parametrize("pattern", ["très haut/*.jsonl", "très haut/наша река №1.jsonl"])
-def test_spaces_and_letters_of_all_kinds(tmp_path, pattern):
-    fill(tmp_path, "très haut/наша река №1.jsonl")
-    assert paths(files=(f"{tmp_path}/{pattern}",)) == [f"{tmp_path}/très haut/наша река №1.jsonl"]
-
-
 def test_brackets_in_a_name(tmp_path):
     fill(tmp_path, "a[12].txt", "a1.txt", "a2.txt", "b*.txt", "bc.txt")
     assert paths(files=(f"{tmp_path}/a[12].txt",)) == [f"{tmp_path}/a[12].txt"]
@@ -149,19 +131,6 @@ def test_addresses_are_taken_as_they_are():
     assert locate(Source("web", 1.0, builtin="python_topics")) == []
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("https://user:pass@host:8/a%20b.jsonl.gz?token=x&y=u@v#part", "https://host:8/a%20b.jsonl.gz"),
-        ("s3://key:secr@t@bucket/a.jsonl", "s3://bucket/a.jsonl"),
-        ("hf://datasets/org/name@v2/a.jsonl", "hf://datasets/org/name@v2/a.jsonl"),
-        ("/people/me@host/a.jsonl?x#y", "/people/me@host/a.jsonl?x#y"),
-    ],
-)
-def test_names_hold_no_secrets(path, name):
-    assert SourceFile(path).name == name
-
-
 @pytest.mark.parametrize("where", ["file", "server", "server that tells no length"])
 def test_lists_of_addresses(tmp_path, site, where):
     local = tmp_path / "the list.txt"
@@ -180,11 +149,6 @@ def test_bad_lists(tmp_path, site):
         assert refusal(url_list=url).startswith(f"source web: list {url} cannot be read: ")
 
 
-def test_what_is_said_of_a_bad_list_holds_no_secrets(site):
-    url = f"{site}/404/list.txt".replace("//", "//user:hidden@")
-    assert "hidden" not in refusal(url_list=url + SECRETS)
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 @pytest.mark.parametrize("how", ["ranges", "plain", "stream"])
 def test_files_on_a_server(site, how, name):
@@ -195,18 +159,15 @@ def test_files_on_a_server(site, how, name):
     assert list(positions) == sorted(positions) and positions[-1] == len(packed(name))
 
 
-@pytest.mark.parametrize("query", ["?key=x", "?file=v1.txt", "?key=x.gz"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-def test_a_query_does_not_change_the_format(site, name, query):
-    assert read(f"{site}/ranges/{name}{query}")[0] == DOCUMENTS
+def test_a_query_does_not_change_the_format(site):
+    assert read(f"{site}/ranges/a.jsonl.gz?file=v1.txt")[0] == DOCUMENTS
 
 
-@pytest.mark.parametrize("user", ["", "user:hidden@"])
-@pytest.mark.parametrize("how", ["401", "403", "404", "500", "403get", "plain/no", "short"])
-def test_files_that_a_server_does_not_give(site, how, user):
+@pytest.mark.parametrize("how", ["403", "404", "500", "403get", "short"])
+def test_files_that_a_server_does_not_give(site, how):
     url = f"{site}/{how}/a.jsonl.gz"
     with pytest.raises(UserError) as error:
-        read(url.replace("//", f"//{user}") + SECRETS)
+        read(url.replace("//", "//user:hidden@") + "?key=hidden")
     assert str(error.value).startswith(f"{url} ")
     assert "\n" not in str(error.value) and "hidden" not in str(error.value)
 

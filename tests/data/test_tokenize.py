@@ -120,14 +120,11 @@ def test_going_on_does_only_what_is_left(corpus, tokenizer, tmp_path, shards):
     tokenize_mixture(mixture, tokenizer, output, workers=1)
     assert shards(output) == before
     assert all(path.stat().st_mtime_ns == t for path, t in times.items() if path.parent.name != "packed")
-
-
-def test_other_weights_write_the_record_and_no_shard(corpus, tokenizer, tmp_path):
-    tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.ds")}
-    corpus.write_text(corpus.read_text().replace("weight: 5", "weight: 95"))
-    tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
-    assert [source.weight for source in open_tokens(tmp_path / "out")] == [0.95, 0.03, 0.02]
+    # Other weights write the record and no shard.
+    times = {path: path.stat().st_mtime_ns for path in output.rglob("*.ds")}
+    edit(corpus.parent, "weight: 5", "weight: 95")
+    tokenize_mixture(load_mixture(corpus), tokenizer, output, workers=1)
+    assert [source.weight for source in open_tokens(output)] == [0.95, 0.03, 0.02]
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
@@ -137,6 +134,7 @@ def test_other_weights_write_the_record_and_no_shard(corpus, tokenizer, tmp_path
         (lambda f: (f / "plain-1.jsonl").unlink(), r"plain-1\.jsonl is gone"),
         (lambda f: (f / "plain-1.jsonl").write_text(NEW), r"plain-1\.jsonl changed \(\d+ bytes of .*now 16"),
         (lambda f: (f / "plain-2.jsonl").write_text(NEW), r"plain-2\.jsonl is new"),
+        (lambda f: (f.parent / "out" / "plain" / "source.json").write_text("{}"), r"source\.json lacks tokenizer"),
         (lambda f: edit(f, "language: en", "language: de"), r"filters was .*en.*now .*de"),
         (lambda f: edit(f, "share: 0.1", "share: 0.2"), r"validation_share was 0\.1, now 0\.2"),
         (lambda f: edit(f, "max_epochs: 2", "text_field: content"), "text_field was None, now content"),

@@ -78,12 +78,12 @@ def test_few_documents_still_leave_some_held_out(corpus, tokenizer, tmp_path):
 def test_the_receipt_counts_what_was_read(corpus, tokenizer, tmp_path):
     tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
     stream = SequenceStream(open_tokens(tmp_path / "out"), 64, seed=1)
-    blocks = 4 * stream.sequences_per_epoch(0)
-    receipt = make_receipt(stream, blocks)
-    chosen = [stream.locate(number)[0] for number in range(blocks)]
+    sequences = 4 * stream.sequences_per_epoch(0)
+    receipt = make_receipt(stream, sequences)
+    chosen = [stream.locate(number)[0] for number in range(sequences)]
     for number, (source, entry) in enumerate(zip(stream.sources, receipt.values(), strict=True)):
         count, has = chosen.count(number), len(source.train) // 64
-        assert entry["tokens"] == 64 * count and entry["share"] == round(count / blocks, 6)
+        assert entry["tokens"] == 64 * count and entry["share"] == round(count / sequences, 6)
         assert entry["epochs"] == round(count / has, 4)
         assert entry["repeated_tokens"] == 64 * max(0, count - has)
         assert entry["weight"] == source.weight
