@@ -69,6 +69,12 @@ def test_a_long_value_is_cut(tmp_path):
     assert str(refusal.value).startswith("it has step = 'xxx") and len(str(refusal.value)) < 200
 
 
+def test_a_value_shows_no_password():
+    with pytest.raises(UserError) as refusal:
+        Score.of({"step": "https://" + "me:hunter22@example.org/" + "x" * 100, "loss": 1}, "it")
+    assert "example.org" in str(refusal.value) and "hunter22" not in str(refusal.value)
+
+
 def test_an_absent_file(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         Score.read(tmp_path / "absent.json")

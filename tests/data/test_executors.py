@@ -2,8 +2,11 @@
 
 import importlib.util
 import os
+import shutil
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +91,22 @@ def test_slurm_options(corpus, tokenizer, tmp_path, slurm, options, message):
     with pytest.raises(UserError, match=message):
         tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "o", executor="slurm", executor_args=options)
     assert not (slurm / "submitted").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="there is no Slurm here; it is played above")
+def test_a_real_slurm_writes_the_same_shards(corpus, tokenizer, tmp_path, monkeypatch, shards):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "here", workers=1)
+    partition = subprocess.check_output(["sinfo", "--noheader", "--format=%R"], text=True).split()[0]
+    options = {"time": "00:10:00", "partition": partition}
+    tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "there", executor="slurm", executor_args=options)
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "there" / "mixture.json").exists():
+        assert time.monotonic() < deadline, subprocess.check_output(["squeue"], text=True)
+        time.sleep(1)
+    assert shards(tmp_path / "there") == shards(tmp_path / "here")
 
 
 def test_a_machine_without_slurm_is_told(corpus, tokenizer, tmp_path, monkeypatch):
