@@ -171,7 +171,6 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **overri
         UserError: bad input, or the run or its publication failed.
     """
     from moh_llm.hub.pushes import MilestonePushes, check_hub
-    from moh_llm.records.run import RunRecord
     from moh_llm.training.loop import train as train_model
     from moh_llm.training.recipe import load_config
 
@@ -182,13 +181,10 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **overri
         config = recipe
     # The first process publishes.
     if config.hub is None or os.environ.get("RANK", "0") != "0":
-        return RunRecord.of(train_model(config, overwrite, on_finish=lambda _: _write_card(config)), config.output_dir)
+        return train_model(config, overwrite, on_finish=lambda _: _write_card(config))
     check_hub(config)
     with contextlib.closing(MilestonePushes(config.hub)) as pushes:
-        record = train_model(
-            config, overwrite, on_milestone=pushes.add, on_finish=lambda _: _publish_run(config, pushes)
-        )
-    return RunRecord.of(record, config.output_dir)
+        return train_model(config, overwrite, on_milestone=pushes.add, on_finish=lambda _: _publish_run(config, pushes))
 
 
 def _write_card(config: "TrainConfig") -> None:
