@@ -157,7 +157,8 @@ class IndexedModule(nn.Module):
 
     def reset_index(self) -> None:
         """Fill the buffer again, after loading that made the module on the meta device."""
-        init.copy_(self.index, torch.tensor(self._ids, dtype=torch.int64))
+        # On the device of the buffer, whatever the default one is: under ZeRO-3 this runs within a meta device context.
+        init.copy_(self.index, torch.tensor(self._ids, dtype=torch.int64, device=self.index.device))
 
 
 class MoHRouter(IndexedModule):

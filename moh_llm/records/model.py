@@ -175,10 +175,12 @@ def check_tensors(name: str, shards: Sequence[Path], config: Any) -> None:
     import torch
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        # The class itself: `from_config` under DeepSpeed's ZeRO-3 partitions the weights, which have no shape then.
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM._model_mapping[type(config)](config)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{name}: its {CONFIG} makes no model ({' '.join(str(error).split())})") from error
     needed = {tensor: list(value.shape) for tensor, value in model.state_dict().items()}
