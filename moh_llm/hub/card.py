@@ -128,8 +128,8 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
     """What the template shows of the records, licence and evaluation left out."""
     conversion, run = lineage.conversion, lineage.run
     versions = {"MoH-LLM": conversion.moh_llm, **(conversion.versions or {})} if conversion else {}
-    if run and run.record.get("versions"):
-        made_with = run.record["versions"]
+    if run and run.record.versions:
+        made_with = run.record.versions
         versions = {"MoH-LLM": made_with.get("moh_llm")} | {k: v for k, v in made_with.items() if k != "moh_llm"}
     files = [code(file.name) for file in sorted(lineage.folder.glob("*.py"))]
     proof = conversion and conversion.verification
@@ -166,7 +166,7 @@ def _headline(lineage: Lineage) -> str | None:
     if run is not None:
         saved = run.saved_score or {}
         ratio, bounds, documents = (saved.get(key) for key in ("ratio", "ratio_interval", "held_out_documents"))
-        tokens = lineage.chain.tokens or run.tokens_of(run.lines[-1])
+        tokens = lineage.chain.tokens or run.tokens
         made = f"Tuned on {tokens:,} tokens{f' in {runs} runs' if runs > 1 else ''}, it"
         other = "its base" if run.reference == "base" else REFERENCES["start"]
     else:
@@ -225,8 +225,8 @@ def _training(run: TrainingRun) -> Record:
     return {
         "reference": in_words([run.reference])[0],
         "saved": saved,
-        "finished": run.record.get("status") == "finished",
-        "tokens": run.tokens_of(run.lines[-1]),
+        "finished": run.record.status == "finished",
+        "tokens": run.tokens,
         "mixture": mixture_name(run.recipe["data"]["mixture"]),
         "sequence": run.recipe["data"]["sequence_length"],
         "recipe": [facts(recipe(run))],

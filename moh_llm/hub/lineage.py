@@ -115,8 +115,8 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
     folders = runs_behind([str(folder.resolve())]) if run is None else [run]
     runs = read_runs(folders)
     if run is not None and (run / "model").resolve() != folder.resolve():
-        began_with = runs[0].record.get("model")
-        if isinstance(began_with, dict) and began_with.get("sha256") == identify(str(folder)).sha256:
+        began_with = runs[0].record.model
+        if began_with.sha256 == identify(str(folder)).sha256:
             raise UserError(f"{folder} is what the run in {run} began with, not what it made; name {run / 'model'}")
     return Lineage(folder, conversion, runs[0] if runs else None, chain)
 

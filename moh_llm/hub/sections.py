@@ -122,12 +122,12 @@ def history(lineage: Lineage) -> list[Block]:
 
 def hub_datasets(run: TrainingRun | None) -> list[str]:
     """Ids of the Hub datasets that training read, by the record of the tokens it read them from, if that is here."""
-    folder = run.record.get("tokens_in") if run else None
+    folder = run.record.tokens_in if run else None
     if run is None or not folder:
         return []
     try:
         sources = TokensRecord.of_folder(Path(folder)).sources
-        read = [name for name, entry in (run.record.get("data_read") or {}).items() if entry["tokens"]]
+        read = [name for name, entry in (run.record.data_read or {}).items() if entry["tokens"]]
         files = [part.file for name in read for part in sources[name].text]
     except (UserError, KeyError, TypeError):  # gone, of another mixture since, or of an older version
         return []

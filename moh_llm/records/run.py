@@ -103,6 +103,8 @@ class RunRecord(Record):
         reference: what its figures are against; null where there is nothing.
         steps, tokens, seconds: what was trained, of a finished run.
         data_read: the receipt of what was read, by source.
+        tokens_in: the folder of the tokens, on the machine that trained.
+        device, processes, parameters, versions: what trained, on what, with what.
         evaluation: scores of the saved model.
         model_files: the files of ``OUTPUT/model`` by name, of a finished run.
     """
@@ -116,6 +118,11 @@ class RunRecord(Record):
     tokens: int | None = None
     seconds: float | None = None
     data_read: dict[str, Any] | None = None
+    tokens_in: str | None = None
+    device: str | None = None
+    processes: int | None = None
+    parameters: dict[str, int] | None = None
+    versions: dict[str, str] | None = None
     evaluation: Scores | None = None
     model_files: dict[str, FileMark] | None = None
 
@@ -127,6 +134,7 @@ class LogLine(Record):
     """
 
     step: int = Field(ge=0)
+    tokens: int | None = None
     loss: float | None = None
     dropped: str | None = None
     timing: Timing | None = None

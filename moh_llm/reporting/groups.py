@@ -6,10 +6,11 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from moh_llm.records.lineage import REFERENCES, in_words
-from moh_llm.reporting.runs import Record, TrainingRun, look_up
+from moh_llm.reporting.runs import Record, TrainingRun
 from moh_llm.training.config import changed_keys
 
 METRICS = ("ratio", "kl", "top1_agreement", "perplexity")
@@ -98,7 +99,7 @@ def same_held_out_text(runs: Sequence[TrainingRun]) -> bool:
     """Whether all scores are of the same text, as far as the records tell."""
     texts = set()
     for run in runs:
-        text = [run.record.get("data"), run.recipe["data"]["sequence_length"], run.recipe["evaluation"]["max_tokens"]]
+        text = [run.record.data, run.recipe["data"]["sequence_length"], run.recipe["evaluation"]["max_tokens"]]
         texts.add(json.dumps(text, sort_keys=True))
     return len(texts) < 2
 
@@ -122,7 +123,7 @@ def spread(values: Iterable[float | None]) -> Record | None:
 
 def _changed(one: TrainingRun, other: TrainingRun) -> list[str]:
     """Keys, other than the seed, in which two runs differ."""
-    named = [key for key in ("model", "data") if one.record.get(key) != other.record.get(key)]
+    named = [key for key in ("model", "data") if getattr(one.record, key) != getattr(other.record, key)]
     named += ["reference"] if one.reference != other.reference else []
     return named + [key for key in changed_keys(one.recipe, other.recipe) if key != "seed"]
 
@@ -131,10 +132,12 @@ def _value(run: TrainingRun, key: str) -> Any:
     if key == "reference":
         return REFERENCES[run.reference]
     if key not in ("model", "data"):
-        return look_up(run.recipe, key)
+        return reduce(
+            lambda value, name: value.get(name) if isinstance(value, dict) else None, key.split("."), run.recipe
+        )
     # Two folders may have the same name at different times, so the hash says what the name does not.
-    identity = json.dumps(run.record.get(key), sort_keys=True)
-    sha256 = look_up(run.record, "model.sha256") if key == "model" else hashlib.sha256(identity.encode()).hexdigest()
+    identity = json.dumps(run.record.data, sort_keys=True)
+    sha256 = run.record.model.sha256 if key == "model" else hashlib.sha256(identity.encode()).hexdigest()
     return f"{run.recipe['model'] if key == 'model' else run.recipe['data']['mixture']} ({str(sha256)[:8]})"
 
 

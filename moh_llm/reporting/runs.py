@@ -1,16 +1,17 @@
 """A training run as its folder tells it: `run.json` and `log.jsonl`, also while training goes on."""
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
-from moh_llm.reading import read_json
+from moh_llm.reading import parse_json
 from moh_llm.records.lineage import REFERENCES, ReferenceKind
+from moh_llm.records.run import LogLine, Routing, RunRecord, Scores
 from moh_llm.reporting.evaluations import names_of
 from moh_llm.training.config import TrainConfig
 
@@ -19,7 +20,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What a run has left so far.
+    """What a run has written so far.
 
     ``recipe`` is complete: keys that came after the run was made have their defaults. ``lines`` are
     those of the log; ``cut`` says that a last one, which a kill cut short, is left out.
@@ -27,9 +28,9 @@ class TrainingRun:
 
     name: str
     folder: Path
-    record: Record
+    record: RunRecord
     recipe: Record
-    lines: list[Record]
+    lines: list[LogLine]
     cut: bool
 
     @property
@@ -40,7 +41,7 @@ class TrainingRun:
     @property
     def reference(self) -> ReferenceKind:
         """What its ratios and KLs are against: the base only where that is on record."""
-        return "base" if look_up(self.record, "reference.kind") == "base" else "start"
+        return "start" if self.record.reference is None else self.record.reference.kind
 
     @property
     def compares(self) -> bool:
@@ -48,20 +49,29 @@ class TrainingRun:
         scores = [*self.scores, *([self.saved_score] if self.saved_score else [])]
         return bool(self.points("kl")[0]) or any(score["kl"] is not None for score in scores)
 
-    def tokens_of(self, line: Record) -> int:
+    @property
+    def tokens(self) -> int:
+        """Training tokens read so far."""
+        return self.tokens_of(self.lines[-1])
+
+    def tokens_of(self, line: LogLine) -> int:
         """Training tokens read up to a line of the log."""
         data = self.recipe["data"]
-        return line.get("tokens", line["step"] * data["batch_size"] * data["sequence_length"])
+        return line.step * data["batch_size"] * data["sequence_length"] if line.tokens is None else line.tokens
 
     def points(self, key: str) -> tuple[list[int], list[float]]:
         """Training tokens and a number of the log, over the steps that have it and were not dropped.
 
         ``key`` is dotted, such as ``timing.tokens_per_second``.
         """
+        read = attrgetter(key)
         tokens, values = [], []
         for line in self.lines:
-            value = number(look_up(line, key))
-            if value is not None and not line.get("dropped"):
+            try:
+                value = read(line)
+            except AttributeError:  # this line has no such part
+                continue
+            if isinstance(value, int | float) and not line.dropped:
                 tokens.append(self.tokens_of(line))
                 values.append(value)
         return tokens, values
@@ -70,41 +80,40 @@ class TrainingRun:
     def dropped(self) -> list[Record]:
         """Steps that divergence handling dropped: step, tokens, reason."""
         return [
-            {"step": line["step"], "tokens": self.tokens_of(line), "reason": str(line["dropped"])}
+            {"step": line.step, "tokens": self.tokens_of(line), "reason": line.dropped}
             for line in self.lines
-            if line.get("dropped")
+            if line.dropped
         ]
 
     @property
     def scores(self) -> list[Record]:
         """Each score on held-out text, with the router health beside it where the log has that."""
         return [
-            {"step": line["step"], "tokens": self.tokens_of(line), **_score(line["validation"])}
-            | {"routing": routing_summary(line.get("routing"))}
+            {"step": line.step, "tokens": self.tokens_of(line), **_score(line.validation)}
+            | {"routing": routing_summary(line.routing)}
             for line in self.lines
-            if isinstance(line.get("validation"), dict)
+            if line.validation is not None
         ]
 
     @property
     def saved_score(self) -> Record | None:
         """The score of the saved model, which a finished run has."""
-        found = self.record.get("evaluation")
-        if not isinstance(found, dict):
+        found = self.record.evaluation
+        if found is None:
             return None
-        extra = {"all_heads_kl": number(look_up(found, "all_heads.kl")), "dtype": found.get("dtype")}
-        return {"step": self.lines[-1]["step"], "tokens": self.tokens_of(self.lines[-1]), **_score(found)} | extra
+        extra = {"all_heads_kl": found.all_heads and found.all_heads.kl, "dtype": found.dtype}
+        return {"step": self.lines[-1].step, "tokens": self.tokens, **_score(found)} | extra
 
     @property
     def floor(self) -> float | None:
         """KL to the reference before the first step with all heads on, where that is its floor (`measure_floor`)."""
-        found = [number(look_up(line, "validation.floor")) for line in self.lines if line["step"] == 0]
-        return found[0] if found else number(look_up(self.record, "evaluation.floor"))
+        first = next((line.validation for line in self.lines if line.step == 0), self.record.evaluation)
+        return first and first.floor
 
     @property
-    def routing(self) -> Record | None:
+    def routing(self) -> Routing | None:
         """The last router health of the log."""
-        found = [line["routing"] for line in self.lines if line.get("routing")]
-        return found[-1] if found else None
+        return next((line.routing for line in reversed(self.lines) if line.routing), None)
 
 
 def read_runs(
@@ -114,8 +123,8 @@ def read_runs(
 
     Args:
         folders: those that the user named.
-        behind: more of them, as `runs_behind` found them: one that cannot be read is told and left out.
-        say: takes what is told.
+        behind: more of them, as `runs_behind` found them: one that cannot be read is left out.
+        say: prints a line about one that is left out.
 
     Raises:
         UserError: one of ``folders`` is none, is named twice, or holds no run that has begun.
@@ -137,7 +146,7 @@ def summarise(run: TrainingRun) -> Record:
     return {
         "name": run.name,
         "folder": str(run.folder),
-        "status": run.record.get("status"),
+        "status": run.record.status,
         "model": recipe["model"],
         "mixture": recipe["data"]["mixture"],
         "objective": recipe["objective"],
@@ -145,13 +154,13 @@ def summarise(run: TrainingRun) -> Record:
         "floor": run.floor,
         "lora": recipe["lora"],
         "seed": run.seed,
-        "device": run.record.get("device"),
-        "processes": run.record.get("processes"),
-        "parameters": run.record.get("parameters"),
-        "steps": lines[-1]["step"],
+        "device": run.record.device,
+        "processes": run.record.processes,
+        "parameters": run.record.parameters,
+        "steps": lines[-1].step,
         "max_steps": recipe["max_steps"],
-        "tokens": run.tokens_of(lines[-1]),
-        "seconds": round(sum(number(look_up(line, "timing.seconds")) or 0.0 for line in lines), 3),
+        "tokens": run.tokens,
+        "seconds": round(sum(line.timing.seconds for line in lines if line.timing), 3),
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "loss": _loss(run),
         "dropped": run.dropped,
@@ -161,7 +170,7 @@ def summarise(run: TrainingRun) -> Record:
     }
 
 
-def routing_summary(routing: Record | None) -> Record | None:
+def routing_summary(routing: Routing | None) -> Record | None:
     """Router health over all layers: dead heads, of how many routed ones, lowest entropy, mean changed share."""
     if not routing:
         return None
@@ -169,54 +178,40 @@ def routing_summary(routing: Record | None) -> Record | None:
         [value for value in routed(routing, key) if value is not None] for key in ("entropy", "changed")
     )
     return {
-        "dead_heads": sum(routing["dead_heads"]),
-        "routed_heads": sum(map(len, routing["load"])),
+        "dead_heads": sum(routing.dead_heads),
+        "routed_heads": sum(map(len, routing.load)),
         "lowest_entropy": min(entropy, default=None),
         "changed": statistics.fmean(changed) if changed else None,
     }
 
 
-def routed(routing: Record, key: str) -> list[float | None]:
+def routed(routing: Routing, key: str) -> list[float | None]:
     """A list over layers of the log's router health, None for layers that have no routed head; [] where it lacks it."""
-    values = routing.get(key) or []
-    return [value if load else None for value, load in zip(values, routing["load"], strict=False)]
+    values = getattr(routing, key) or []
+    return [value if load else None for value, load in zip(values, routing.load, strict=False)]
 
 
-def look_up(record: Record, key: str) -> Any:
-    """The value of a dotted key, None where there is none."""
-    value: Any = record
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def number(value: Any) -> float | None:
-    """A finite number as it is, None for anything else."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
-
-
-def _score(found: Record) -> Record:
-    perplexity, other = number(found.get("perplexity")), number(found.get("reference_perplexity"))
+def _score(found: Scores) -> Record:
+    other = found.reference_perplexity
     return {
-        "held_out_tokens": found.get("tokens"),
-        "held_out_documents": found.get("documents"),
-        "perplexity": perplexity,
+        "held_out_tokens": found.tokens,
+        "held_out_documents": found.documents,
+        "perplexity": found.perplexity,
         "reference_perplexity": other,
-        "ratio": perplexity / other if perplexity is not None and other else None,
-        "ratio_interval": found.get("ratio_interval"),
-        "kl": number(found.get("kl")),
-        "kl_interval": found.get("kl_interval"),
-        "top1_agreement": number(found.get("top1_agreement")),
+        "ratio": found.perplexity / other if other else None,
+        "ratio_interval": found.ratio_interval,
+        "kl": found.kl,
+        "kl_interval": found.kl_interval,
+        "top1_agreement": found.top1_agreement,
     }
 
 
 def _loss(run: TrainingRun) -> Record | None:
-    counted = [line for line in run.lines if number(line.get("loss")) is not None and not line.get("dropped")]
+    counted = [line for line in run.lines if line.loss is not None and not line.dropped]
     if not counted:
         return None
-    chosen = {"first": counted[0], "last": counted[-1], "lowest": min(counted, key=lambda line: line["loss"])}
-    return {which: {"step": line["step"], "loss": line["loss"]} for which, line in chosen.items()}
+    chosen = {"first": counted[0], "last": counted[-1], "lowest": min(counted, key=lambda line: line.loss)}
+    return {which: {"step": line.step, "loss": line.loss} for which, line in chosen.items()}
 
 
 def _read_run(folder: Path, name: str) -> TrainingRun:
@@ -224,13 +219,12 @@ def _read_run(folder: Path, name: str) -> TrainingRun:
         raise UserError(f"{folder} is not a folder; name one that moh-llm train made")
     if not (folder / "run.json").is_file():
         raise UserError(f"{folder} holds no run.json; name a folder that moh-llm train made")
-    record = read_json(folder / "run.json")
-    config = record.get("config") if isinstance(record, dict) else None
-    if not isinstance(config, dict) or not {"model", "output_dir", "max_steps"} <= config.keys():
+    record = RunRecord.read(folder / "run.json")
+    if not {"model", "output_dir", "max_steps"} <= record.config.keys():
         raise UserError(f"{folder / 'run.json'} is not the record of a training run; name another folder")
     defaults = json.loads(json.dumps(asdict(TrainConfig(model="-", output_dir="-", max_steps=10**9))))
     lines, cut = _read_log(folder / "log.jsonl")
-    return TrainingRun(name, folder, record, _completed(config, defaults), lines, cut)
+    return TrainingRun(name, folder, record, _completed(record.config, defaults), lines, cut)
 
 
 def _completed(recorded: Record, defaults: Record) -> Record:
@@ -242,7 +236,7 @@ def _completed(recorded: Record, defaults: Record) -> Record:
     return filled
 
 
-def _read_log(path: Path) -> tuple[list[Record], bool]:
+def _read_log(path: Path) -> tuple[list[LogLine], bool]:
     """The log's lines, and whether a last one was cut short."""
     try:
         texts = path.read_bytes().split(b"\n")
@@ -250,26 +244,20 @@ def _read_log(path: Path) -> tuple[list[Record], bool]:
         raise UserError(f"{path} does not exist; wait for the run's first step, or start it again") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; name another folder") from error
-    lines: list[Record] = []
+    lines: list[LogLine] = []
     cut = False
-    for index, text in enumerate(texts):
+    for number, text in enumerate(texts, start=1):
         if not text.strip():
             continue
         try:
-            line = json.loads(text)
-            step = line["step"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            # Whole lines end in a line feed, so what follows the last one may be half a line.
-            if index < len(texts) - 1:
+            lines.append(LogLine.of(parse_json(text, f"{path}: line {number}"), f"{path}: line {number}"))
+        except UserError as error:
+            # Complete lines end in a line feed, so what follows the last one may be half a line.
+            if number < len(texts):
                 raise UserError(
-                    f"{path}: line {index + 1} is not one that training wrote; start the run again, which cuts the "
-                    "log there, or remove the line"
+                    f"{error}; start the run again, which cuts the log there, or remove the line"
                 ) from error
             cut = True
-        else:
-            if not isinstance(step, int):
-                raise UserError(f"{path}: line {index + 1} has step {step!r}, not a whole number; remove the line")
-            lines.append(line)
     if not lines:
         raise UserError(f"{path} holds no step yet; wait for the run's first one")
     return lines, cut

@@ -8,7 +8,7 @@ from moh_llm.intervals import show_error, show_figure, show_number
 from moh_llm.records.lineage import REFERENCES, ReferenceKind, in_words
 from moh_llm.reporting.document import Block, Caution, Code, Details, Inline, Paragraph, Table, facts
 from moh_llm.reporting.groups import Group, compare, differences, reference_words, same_held_out_text
-from moh_llm.reporting.runs import Record, TrainingRun, number, summarise
+from moh_llm.reporting.runs import Record, TrainingRun, summarise
 
 Pairs = list[tuple[str, Inline]]
 _OTHER_TEXT = "The runs were not scored on the same held-out text: compare only ratios, and with care."
@@ -87,8 +87,8 @@ def recipe(run: TrainingRun) -> Pairs:
     lora, beta, betas = given["lora"], goal["balance_coefficient"], optimizer["betas"]
     pairs: Pairs = [
         ("objective", objective(goal["kind"], run.reference)),
-        ("tokens", f"{run.tokens_of(last):,}"),
-        ("steps", f"{last['step']:,} of {given['max_steps']:,}, each {batch}"),
+        ("tokens", f"{run.tokens:,}"),
+        ("steps", f"{last.step:,} of {given['max_steps']:,}, each {batch}"),
         ("weights trained", "all" if lora is None else f"LoRA of rank {lora['rank']}, merged, and the routers"),
         ("highest learning rate", f"{optimizer['learning_rate']:g}, of the routers {router_rate:g}"),
         ("schedule", f"{warmup} of warm-up, then cosine to {schedule['final_learning_rate']:g}"),
@@ -109,8 +109,8 @@ def recipe(run: TrainingRun) -> Pairs:
         more = "; …" if len(dropped) > _LISTED else ""
         pairs.append(("steps dropped as diverging", f"{len(dropped):,} ({listed}{more})"))
     pairs += [("precision", given["mixed_precision"].replace("no", "float32")), ("seed", str(run.seed))]
-    if device := run.record.get("device"):
-        processes = run.record.get("processes") or 1
+    if device := run.record.device:
+        processes = run.record.processes or 1
         pairs.append(("device", f"{device}, {processes} process{'es' if processes > 1 else ''}"))
     return pairs
 
@@ -129,9 +129,9 @@ def receipt(run: TrainingRun, most: int | None = None) -> Table | None:
 
     ``most``: so many sources get a row, those that were read most first, and the others one together.
     """
-    read = run.record.get("data_read")
-    if not isinstance(read, dict):
-        tokens = run.lines[-1].get("tokens_of_source") or {}
+    read = run.record.data_read
+    if read is None:
+        tokens = run.lines[-1].tokens_of_source or {}
         total = sum(tokens.values())
         read = {name: {"tokens": count, "share": count / total if total else None} for name, count in tokens.items()}
     ranked = sorted(read.items(), key=lambda item: -item[1]["tokens"])
@@ -140,10 +140,7 @@ def receipt(run: TrainingRun, most: int | None = None) -> Table | None:
         summed = {key: sum(entry[key] for entry in others) for key in ("weight", "share", "tokens", "repeated_tokens")}
         shown.append((f"{len(others):,} others", summed))
     forms = {"weight": ".2%", "share": ".2%", "tokens": ",.0f", "epochs": "#.3g", "repeated_tokens": ",.0f"}
-    rows = [
-        [Code(name), *(show_number(number(entry.get(key)), form) for key, form in forms.items())]
-        for name, entry in shown
-    ]
+    rows = [[Code(name), *(show_number(entry.get(key), form) for key, form in forms.items())] for name, entry in shown]
     head = ["source", "planned share", "realised share", "tokens", "epochs", "repeated tokens"]
     return Table(head, rows) if rows else None
 

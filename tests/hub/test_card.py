@@ -256,7 +256,7 @@ def test_long_lists_stay_readable(tuned: Path) -> None:
     read = {"weight": 0.005, "share": 0.005, "epochs": 0.5, "repeated_tokens": 1}
     sources = {f"/data/source-{number}": read | {"tokens": 1000 - number} for number in range(200)}
     write_run(tuned.parent, "gone", record={"data_read": sources})
-    log = [{"step": n, "tokens": n, "validation": {"perplexity": 1.0, "tokens": 1}} for n in range(900)]
+    log = [{"step": n, "tokens": n, "validation": {"perplexity": 1.0, "tokens": 1, "documents": 1}} for n in range(900)]
     (tuned.parent / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     sections = check_card(build_card(tuned, NAME))
     assert "| `160 others` | 80.00% | 80.00% |" in sections["Text it was trained on"]

@@ -12,6 +12,7 @@ import yaml
 
 from moh_llm.cli import main
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.run import LogLine
 from moh_llm.reporting.runs import read_runs
 
 MakeRun = Callable[..., Path]
@@ -123,14 +124,14 @@ def test_a_run_without_a_base_to_compare_with(make_run: MakeRun, log_lines: LogL
     for line in lines:
         line.pop("kl", None)
         if "validation" in line:
-            line["validation"] = {"tokens": 512, "perplexity": 30.0 - line["step"]}
+            line["validation"] = {"tokens": 512, "documents": 12, "perplexity": 30.0 - line["step"]}
     run = make_run("run", lines=lines)
     assert report(run) == 0
     (found,) = read(run / "report")["runs"]
     assert [score["perplexity"] for score in found["scores"]] == [30.0, 27.0, 24.0]
     assert {score["ratio"] for score in found["scores"]} == {None}
     assert (
-        "| tokens | perplexity |\n| ---: | ---: |\n| 0 | 30.000 |\n| 96 | 27.000 |"
+        "| tokens | documents | perplexity |\n| ---: | ---: | ---: |\n| 0 | 12 | 30.000 |\n| 96 | 12 | 27.000 |"
         in (run / "report" / "report.md").read_text()
     )
 
@@ -190,7 +191,7 @@ def test_names_are_as_short_as_they_can_be(make_run: MakeRun) -> None:
     assert [run.name for run in read_runs(folders)] == ["one/run", "two/run", "two/more"]
     assert [run.name for run in read_runs(folders[1:])] == ["run", "more"]
     (run,) = read_runs(folders[:1])
-    assert run.tokens_of({"step": 3}) == 3 * 32  # a line of an older log
+    assert run.tokens_of(LogLine(step=3)) == 3 * 32  # a line of an older log
 
 
 def write_bad_line(run: Path) -> None:
@@ -202,11 +203,11 @@ def write_bad_line(run: Path) -> None:
     ("damage", "message"),
     [
         (lambda run: (run / "run.json").unlink(), "run holds no run.json; name a folder that moh-llm train made"),
-        (lambda run: (run / "run.json").write_text('{"plan": 1}'), "run.json is not the record of a training run"),
+        (lambda run: (run / "run.json").write_text('{"plan": 1}'), "run.json lacks status"),
         (lambda run: (run / "log.jsonl").unlink(), "log.jsonl does not exist; wait for the run's first step"),
         (lambda run: (run / "log.jsonl").write_text(""), "log.jsonl holds no step yet"),
         (lambda run: (run / "log.jsonl").write_text('{"step": 0'), "log.jsonl holds no step yet"),
-        (write_bad_line, "log.jsonl: line 2 is not one that training wrote"),
+        (write_bad_line, "log.jsonl: line 2 cannot be read as JSON"),
     ],
 )
 def test_what_is_no_run_is_refused(make_run: MakeRun, capsys, damage: Callable[[Path], Any], message: str) -> None:

@@ -247,7 +247,9 @@ def test_router_health_is_the_last_one(make_run: Callable[..., Path], log_lines:
 
 @pytest.mark.usefixtures("unrendered")
 def test_a_run_without_a_base_has_its_held_out_curve(make_run: Callable[..., Path]) -> None:
-    lines = [{"step": step, "validation": {"tokens": 512, "perplexity": 30.0 - step}} for step in (0, 3, 6)]
+    lines = [
+        {"step": step, "validation": {"tokens": 512, "documents": 12, "perplexity": 30.0 - step}} for step in (0, 3, 6)
+    ]
     alone, beside = make_run("alone", lines=lines), make_run("beside")
     found = charts_of(beside, alone)
     assert [row[2] for row in found["held-out-perplexity"].body] == [30.0, 27.0, 24.0]

@@ -112,17 +112,17 @@ def _router_charts(groups: Sequence[Group]) -> list[Chart]:
     found = {name: run.routing for name, run in _runs(groups) if run.routing}
     charts = []
     for place, (name, health) in enumerate(found.items()):
-        if width := max(map(len, health["load"])):
+        if width := max(map(len, health.load)):
             charts.append(
                 heat_map(
                     f"load-{place}",
                     f"Load of the routed heads, {name}",
-                    [str(layer) for layer in range(len(health["load"]))],
+                    [str(layer) for layer in range(len(health.load))],
                     [str(head) for head in range(width)],
-                    health["load"],
+                    health.load,
                     ("routed head of the layer", "layer"),
                     "share of held-out tokens that select the head",
-                    f"{_LAST} Dead heads, which no token selects: {sum(health['dead_heads'])}.",
+                    f"{_LAST} Dead heads, which no token selects: {sum(health.dead_heads)}.",
                 )
             )
     order = [name for name, _ in _runs(groups)]
