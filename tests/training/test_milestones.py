@@ -49,9 +49,9 @@ def test_a_milestone_reads_as_a_run_that_ended_there(configure):
     record = train(config)
     milestone = Path(config.output_dir) / "milestones" / "step-000004"
     (run,) = read_runs([milestone])
-    assert [line["step"] for line in run.lines] == [0, 1, 2, 3, 4]
-    assert run.record["steps"] == 4 and run.record["tokens"] == 4 * 4 * 32 and run.record["seconds"] > 0
-    assert sum(read["tokens"] for read in run.record["data_read"].values()) == 4 * 4 * 32
+    assert [line.step for line in run.lines] == [0, 1, 2, 3, 4]
+    assert (run.record.steps, run.record.tokens) == (4, 4 * 4 * 32) and run.record.seconds > 0
+    assert sum(read["tokens"] for read in run.record.data_read.values()) == 4 * 4 * 32
     assert run.saved_score is None and record.evaluation
     assert {tensor.dtype for tensor in weights_of(milestone / "model").values()} == {torch.bfloat16}
     card = build_card(milestone / "model", "org/moh", licence="mit")
