@@ -21,6 +21,7 @@ _LENGTHS = (512, 2048, 8192)
 _ROUTERS = {
     "query_norm": "by the l2 norm of the heads' queries, without weights",
     "linear": "by a linear map of the layer's input",
+    "none": "none: the same heads are on for all tokens",
     "two_stage": "the paper's, which also weighs shared against routed heads (Eq. 5 and 6)",
 }
 _SCORE_WORDS = {
@@ -33,6 +34,7 @@ _UNITS = {
 }
 _FALLBACKS = {
     "none": "a head that is off adds nothing",
+    "local": "a head that is off attends to the first and the last tokens only",
     "value": "a fixed vector and a share of the token's own value in place of a head that is off",
 }
 

@@ -9,13 +9,14 @@ from transformers.utils.versions import require_version
 require_version("transformers>=5.2,!=5.3.0", "MoH models need another version: pip install -U transformers")
 
 # What this code can read. It grows when a field or a tensor changes its meaning, never with a patch release.
-# 2: routing_granularity="kv_group"; all else is still written as 1, which older code reads.
-FORMAT = 2
+# 2: routing_granularity="kv_group". 3: head_fallback="local", router_type="none", local_heads. All else is still
+# written as 1, which older code reads.
+FORMAT = 3
 CHOICES = {
-    "router_type": ("query_norm", "linear", "two_stage"),
+    "router_type": ("query_norm", "linear", "two_stage", "none"),
     "router_score": ("quantized", "weighted"),
     "routing_granularity": ("head", "kv_group"),
-    "head_fallback": ("none", "value"),
+    "head_fallback": ("none", "value", "local"),
 }
 
 
@@ -38,7 +39,7 @@ class MoHLlamaConfig(LlamaConfig):
         router_type (`str`):
             `"query_norm"` scores a routed head by the l2 norm of its query and has no weights;
             `"linear"` scores by one linear map with bias of the layer's input; `"two_stage"` is
-            Eq. 5 and 6 of the paper.
+            Eq. 5 and 6 of the paper; `"none"` selects nothing, so that the shared heads are on and all others off.
         router_score (`str`):
             `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight
             through to the real-valued score (Eq. 9 and 10); `"weighted"` multiplies by the score.
@@ -49,7 +50,14 @@ class MoHLlamaConfig(LlamaConfig):
         head_fallback (`str`):
             What takes the place of a routed head that is off: `"none"`, as in the paper, or
             `"value"`, a fixed vector plus a share, linear in the layer's input, of the token's own
-            value vector. Both leave a head that is on as it is.
+            value vector, or `"local"`, the head's own attention to the first `local_sinks` tokens of the document,
+            the last `local_window` tokens and one fitted token for all others. All leave a head that is on as it is.
+        local_window (`int`):
+            Number of tokens, up to its own, that a head that is off attends to (`head_fallback="local"`).
+        local_sinks (`int`):
+            Number of first tokens of the document that it attends to.
+        local_heads (`list[list[int]]`, *optional*):
+            Ids of the heads that are never on, one list per layer (`head_fallback="local"`). Default: none.
         router_aux_loss_coef (`float`):
             Weight beta of the load-balance loss (Eq. 8).
         output_router_logits (`bool`):
@@ -76,6 +84,9 @@ class MoHLlamaConfig(LlamaConfig):
     router_score: str = "quantized"
     routing_granularity: str = "head"
     head_fallback: str = "none"
+    local_window: int = 256
+    local_sinks: int = 4
+    local_heads: list[list[int]] | None = None
     router_aux_loss_coef: float = 0.01
     output_router_logits: bool = False
     attention_output_bias: bool | None = None
@@ -108,6 +119,8 @@ class MoHLlamaConfig(LlamaConfig):
             }
         self.validate_head_plan()
         self.moh_format = 2 if self.routing_granularity == "kv_group" else 1
+        if self.head_fallback == "local" or self.router_type == "none":
+            self.moh_format = 3
 
     def _per_layer(self, name: str) -> list[int]:
         value = getattr(self, name)
@@ -125,10 +138,15 @@ class MoHLlamaConfig(LlamaConfig):
             return [sorted(ids) for ids in self.shared_heads]
         return [list(range(n)) for n in self._per_layer("num_shared_heads")]
 
+    @property
+    def local_heads_per_layer(self) -> list[list[int]]:
+        """Sorted ids of each layer's heads that are never on."""
+        return [sorted(ids) for ids in self.local_heads or [[]] * self.num_hidden_layers]
+
     def routed_heads(self, layer_idx: int) -> list[int]:
         """Sorted ids of a layer's routed heads."""
-        shared = set(self.shared_heads_per_layer[layer_idx])
-        return [head for head in range(self.num_attention_heads) if head not in shared]
+        others = {*self.shared_heads_per_layer[layer_idx], *self.local_heads_per_layer[layer_idx]}
+        return [head for head in range(self.num_attention_heads) if head not in others]
 
     @property
     def active_heads_per_layer(self) -> list[int]:
@@ -152,16 +170,23 @@ class MoHLlamaConfig(LlamaConfig):
             if len(self._per_layer(name)) != layers:
                 raise ValueError(f"{name} has {len(self._per_layer(name))} entries for num_hidden_layers={layers}")
 
+        self._validate_local_heads()
         counts = zip(self._per_layer("num_shared_heads"), self._per_layer("num_active_heads"), strict=True)
         for layer, (shared, active) in enumerate(counts):
             if not 0 <= shared <= heads:
                 raise ValueError(
                     f"num_shared_heads={shared} must lie between 0 and num_attention_heads={heads} (layer {layer})"
                 )
-            if not max(shared, 1) <= active <= heads:
+            least = shared if self.head_fallback == "local" else max(shared, 1)
+            if not least <= active <= heads:
                 raise ValueError(
                     f"num_active_heads={active} must lie between {'num_shared_heads=' if shared else ''}"
-                    f"{max(shared, 1)} and num_attention_heads={heads} (layer {layer})"
+                    f"{least} and num_attention_heads={heads} (layer {layer})"
+                )
+            if self.router_type == "none" and active != shared:
+                raise ValueError(
+                    f"num_active_heads={active} must be num_shared_heads={shared} with router_type='none' "
+                    f"(layer {layer})"
                 )
             if self.router_type == "two_stage" and not 0 < shared < heads:
                 raise ValueError(
@@ -179,9 +204,36 @@ class MoHLlamaConfig(LlamaConfig):
             for name, count in (("num_shared_heads", shared), ("num_active_heads", active)):
                 if count % group_size:
                     raise ValueError(f"{name}={count} must be {rule}")
-            ids = self.shared_heads_per_layer[layer]
-            if ids != [head for head in range(heads) if head - head % group_size in ids]:
-                raise ValueError(f"shared_heads={ids} must be {rule}")
+            lists = {"shared_heads": self.shared_heads_per_layer, "local_heads": self.local_heads_per_layer}
+            for name, ids in ((name, lists[name][layer]) for name in lists):
+                if ids != [head for head in range(heads) if head - head % group_size in ids]:
+                    raise ValueError(f"{name}={ids} must be {rule}")
+
+    def _validate_local_heads(self) -> None:
+        """Raise `ValueError` unless what belongs to local fallbacks goes together."""
+        if self.local_window < 1 or self.local_sinks < 0:
+            raise ValueError(
+                f"local_window={self.local_window} must be at least 1 and local_sinks={self.local_sinks} at least 0"
+            )
+        if self.local_heads is None:
+            return
+        heads, layers = self.num_attention_heads, self.num_hidden_layers
+        if self.head_fallback != "local":
+            raise ValueError("local_heads needs head_fallback='local'")
+        if len(self.local_heads) != layers:
+            raise ValueError(f"local_heads has {len(self.local_heads)} entries for num_hidden_layers={layers}")
+        active = self.active_heads_per_layer
+        for layer, (local, shared) in enumerate(zip(self.local_heads, self.shared_heads_per_layer, strict=True)):
+            if len({*local}) != len(local) or not {*local} <= {*range(heads)} - {*shared}:
+                raise ValueError(
+                    f"local_heads={local} must be different head ids below num_attention_heads={heads} that are not "
+                    f"shared (layer {layer})"
+                )
+            if active[layer] > heads - len(local):
+                raise ValueError(
+                    f"num_active_heads={active[layer]} must not exceed the {heads - len(local)} heads that are not in "
+                    f"local_heads (layer {layer})"
+                )
 
 
 __all__ = ["MoHLlamaConfig"]

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -29,7 +30,15 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_moh_llama import MoHLlamaConfig
-from .routing_moh import IndexedModule, MoHFallback, MoHLinear, MoHRouter, first_tokens, load_balancing_loss
+from .local_attention_moh import MoHLocalFallback, sees_everything
+from .routing_moh import (
+    IndexedModule,
+    MoHFallback,
+    MoHLinear,
+    MoHRouter,
+    document_starts,
+    load_balancing_loss,
+)
 
 HEAD_SPARSE = "moh_sparse"  # the attention implementation that `moh_llm.kernels` registers
 GATE_GRADIENTS = ("exact", "selected")
@@ -53,8 +62,9 @@ class MoHLlamaAttention(LlamaAttention):
             self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.normed = config.query_key_norm
         self.router = MoHRouter(config, layer_idx)
-        has_fallback = config.head_fallback != "none" and self.router.num_routed > 0
-        self.fallback = MoHFallback(config, layer_idx) if has_fallback else None
+        kinds = {"value": MoHFallback, "local": MoHLocalFallback}
+        has_fallback = config.head_fallback in kinds and self.router.num_shared < config.num_attention_heads
+        self.fallback = kinds[config.head_fallback](config, layer_idx) if has_fallback else None
 
     def forward(
         self,
@@ -62,12 +72,12 @@ class MoHLlamaAttention(LlamaAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        is_first: torch.Tensor | None = None,
+        document_starts: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and the weights, if any.
 
-        `is_first` `[B or 1, T]` is what `first_tokens` gives; fallbacks need it, and so does "moh_sparse".
+        `document_starts` is what the function of that name gives; fallbacks need it, and so does "moh_sparse".
         """
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
@@ -85,6 +95,12 @@ class MoHLlamaAttention(LlamaAttention):
                 "all of them: MoH models do not support tensor parallelism; use pipeline or data parallelism"
             )
         _, gate = self.router(hidden_states, queries)
+        is_local = isinstance(self.fallback, MoHLocalFallback)
+        if document_starts is None and self.fallback is not None:
+            raise ValueError("fallbacks need document_starts, which MoHLlamaModel.forward gives to its layers")
+        if is_local:  # where the fallback sees what the head sees, the head is on: its result is the base's
+            everything = sees_everything(*document_starts, self.fallback.window, self.fallback.sinks)
+            gate = torch.where(everything.unsqueeze(-1), 1.0, gate)
 
         cos, sin = position_embeddings
         queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys, cos, sin)
@@ -95,26 +111,68 @@ class MoHLlamaAttention(LlamaAttention):
         if gates_itself:
             kwargs["head_gate"] = gate
             if past_key_values is None:  # documents are distinguished without a cache only
-                kwargs["is_first"] = is_first
+                positions, starts = document_starts
+                kwargs["is_first"] = positions == starts
             elif past_key_values.is_compileable:
                 raise ValueError(f"attn_implementation={HEAD_SPARSE!r} does not work with static caches; use 'sdpa'")
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
         dropout = self.attention_dropout if self.training else 0.0
-        head_outputs, attn_weights = attention(
-            self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )
+        if is_local:
+            local = self.fallback(queries, keys, values, hidden_states, *document_starts, self.scaling, dropout)
+        fixed = is_local and self._is_fixed(queries.shape[2])
+        module, selected = self, (queries, keys, values)
+        if fixed:
+            shared = self.router.shared_heads
+            groups = shared // self.num_key_value_groups
+            module, selected = _HeadsAlone(self), (queries[:, shared], keys[:, groups], values[:, groups])
+        head_outputs, attn_weights = None, None
+        if selected[0].shape[1] > 0:
+            head_outputs, attn_weights = attention(
+                module, *selected, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+            )
+        if fixed:
+            order = torch.cat([shared, self.fallback.index]).argsort()
+            every = local if head_outputs is None else torch.cat([head_outputs, local], dim=2)
+            return self.o_proj(every.index_select(2, order).reshape(*input_shape, -1)), None
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
         gate, head_outputs = gate.to(head_outputs.dtype), head_outputs.reshape(head_shape)
-        if self.fallback is not None:
-            if is_first is None:
-                raise ValueError("fallbacks need is_first, which MoHLlamaModel.forward gives to its layers")
-            # Where the gate is 1 this adds an exact zero.
+        # Where the gate is 1 a fallback adds an exact zero.
+        if is_local:
+            if not gates_itself:
+                head_outputs = head_outputs * gate.unsqueeze(-1)
+            off = 1 - gate.index_select(-1, self.fallback.index)
+            head_outputs = head_outputs.index_add(2, self.fallback.index, local * off.unsqueeze(-1))
+        elif self.fallback is not None:
+            positions, starts = document_starts
+            is_first = positions == starts
             head_outputs = self.fallback(head_outputs, gate, hidden_states, own_values, is_first, gates_itself)
         elif not gates_itself:
             head_outputs = head_outputs * gate.unsqueeze(-1)
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
+
+    def _is_fixed(self, length: int) -> bool:
+        """Whether full attention of the shared heads is enough: tokens select no others, and all are not on."""
+        router = self.router
+        return (
+            (router.router_type == "none" or router.routed_groups == 0)  # else its weights need a gradient
+            and router.num_active < router.num_heads
+            and length > self.fallback.window + self.fallback.sinks  # up to there the result is the base's bit for bit
+            and self.config._attn_implementation not in ("eager", HEAD_SPARSE)  # one returns weights of all heads
+        )
+
+
+class _HeadsAlone:
+    """An attention module for attention functions, where each query head comes with its own key-value head."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, attention: MoHLlamaAttention):
+        self._attention = attention
+
+    def __getattr__(self, name: str):
+        return getattr(self._attention, name)
 
 
 class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
@@ -130,6 +188,8 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
         if isinstance(module, MoHLinear | MoHFallback) and module.bias is not None:
             init.zeros_(module.bias)
+        if isinstance(module, MoHLocalFallback):
+            init.zeros_(module.distant_value)
         if isinstance(module, IndexedModule):
             module.reset_index()
 
@@ -212,7 +272,14 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         implementation = self.config._attn_implementation
         if inputs is not None and (self.config.head_fallback != "none" or implementation == HEAD_SPARSE):
             paged = kwargs.get("cache") is not None
-            kwargs["is_first"] = first_tokens(
+            if self.config.head_fallback == "local" and (
+                paged or implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+            ):
+                raise ValueError(
+                    f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; "
+                    "use 'sdpa', 'eager' or a flash attention of transformers"
+                )
+            kwargs["document_starts"] = document_starts(
                 inputs, attention_mask, position_ids, past_key_values, bool(use_cache), implementation, paged
             )
         return super().forward(

@@ -73,7 +73,7 @@ def load_balancing_loss(
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
-def first_tokens(
+def document_starts(
     inputs: torch.Tensor,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
@@ -81,45 +81,54 @@ def first_tokens(
     use_cache: bool,
     implementation: str,
     paged: bool = False,
-) -> torch.Tensor:
-    """Whether a token is the first that attention shows it, `[B or 1, T]`, found without waiting for the device.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each token and the first one that attention shows it are among the keys, without waiting for the device.
 
     This is what transformers' masks make of the model's arguments: what a query sees counts, and not the number of
-    its position. Where padding stands the answer may be either, since nothing reads it.
+    its position. Where padding is, the start may be any, since nothing reads it.
 
-    - A mask `[B, S]` of all keys: the first token of a row that is no padding. Documents are not distinguished.
-    - A mask `[B, 1 or H, T, S]` (boolean, or added to the scores): a query that sees one key.
+    - A mask `[B, S]` of all keys: the first token of a row that is no padding. Documents are not told apart.
+    - A mask `[B, 1 or H, T, S]` (boolean, or added to the scores): the first key that a query sees.
     - No mask and no cache: the first token of a row, and where positions do not go on by one. With a
       cache the first token of a row only.
-    - Flash attention distinguishes documents in a batch of one row, with a cache, too, and in no other.
+    - Flash attention tells documents apart in a batch of one row, with a cache, too, and in no other.
     - Attention that keeps keys itself (serving engines, `paged` caches, masks that are no tensors): position 0.
 
     `inputs` are ids or embeddings `[B, T, ...]`, `use_cache` says whether the call makes a cache where there is none.
+
+    Returns:
+        Indices of the tokens `[1, T]`, and of their documents' first tokens `[B or 1, T]`.
     """
     is_tensor = isinstance(attention_mask, torch.Tensor)
+    before = 0 if past_key_values is None else past_key_values.get_seq_length()
+    if isinstance(before, torch.Tensor):  # that of a static cache
+        before = before.to(inputs.device)
+    positions = torch.arange(inputs.shape[1], device=inputs.device)[None] + before
     if is_tensor and attention_mask.dim() == 4:
         visible = attention_mask != 0
         if attention_mask.is_floating_point():
             visible = attention_mask > torch.finfo(attention_mask.dtype).min / 2
-        return (visible.sum(-1) == 1).any(1).to(inputs.device)
+        return positions, visible.any(1).int().argmax(-1).to(inputs.device)
     # As create_causal_mask has it: there is no mask for an attention that has registered no way to make one.
     keeps_keys = paged or implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
     masked = attention_mask is not None
     if position_ids is not None and (keeps_keys or (masked and not is_tensor)):
-        return position_ids == 0
-    before = 0 if past_key_values is None else past_key_values.get_seq_length()
-    if isinstance(before, torch.Tensor):  # that of a static cache
-        before = before.to(inputs.device)
-    keys = torch.arange(inputs.shape[1], device=inputs.device)[None] + before
+        return positions, positions - position_ids
+    starts = torch.zeros_like(positions)
     if is_tensor:
-        keys = keys - (attention_mask != 0).int().argmax(-1, keepdim=True).to(inputs.device)
-    first = keys == 0
+        starts = (attention_mask != 0).int().argmax(-1, keepdim=True).to(inputs.device).expand(-1, inputs.shape[1])
     is_flash = "flash" in implementation
-    distinguishes = inputs.shape[0] == 1 if is_flash else not (masked or use_cache or past_key_values is not None)
-    if distinguishes and position_ids is not None:
-        restarts = position_ids.diff(dim=-1) != 1
-        first = first | torch.nn.functional.pad(restarts, (1, 0))
-    return first
+    tells_apart = inputs.shape[0] == 1 if is_flash else not (masked or use_cache or past_key_values is not None)
+    if tells_apart and position_ids is not None:
+        restarts = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0))
+        starts = torch.maximum(starts, torch.where(restarts, positions, 0)).cummax(-1).values
+    return positions, starts
+
+
+def first_tokens(*args, **kwargs) -> torch.Tensor:
+    """Whether a token is the first that attention shows it, `[B or 1, T]`; arguments are `document_starts`'."""
+    positions, starts = document_starts(*args, **kwargs)
+    return positions == starts
 
 
 def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,17 +176,21 @@ class MoHRouter(IndexedModule):
     A group is what is on or off as one: `group_size` heads, 1 or a key-value group's. `num_shared`,
     `num_routed` and `num_active` count heads, `routed_groups` and `top_k` groups. `num_active` and
     `top_k` may be changed at run time (see `MoHLlamaPreTrainedModel.set_active_heads`); every
-    other property follows from the config. `index` holds the shared groups, then the routed ones.
+    other property follows from the config. `index` holds the shared groups, the routed ones, then those that are on
+    only where all heads are.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
         shared, routed = config.shared_heads_per_layer[layer_idx], config.routed_heads(layer_idx)
+        local = config.local_heads_per_layer[layer_idx]
         # Heads are sorted, so that those of a group follow each other.
-        super().__init__(head // config.heads_per_group for head in [*shared, *routed][:: config.heads_per_group])
+        ids = [*shared, *routed, *local][:: config.heads_per_group]
+        super().__init__(head // config.heads_per_group for head in ids)
         self.layer_idx, self.routed_heads = layer_idx, routed
         self.num_shared, self.num_routed = len(shared), len(routed)
         self.num_active, self.group_size = config.active_heads_per_layer[layer_idx], config.heads_per_group
         self.shared_groups, self.routed_groups = self.num_shared // self.group_size, self.num_routed // self.group_size
+        self.num_heads, self.local_groups = config.num_attention_heads, len(local) // self.group_size
         self.top_k = self.top_k_of(self.num_active)
         self.router_type, self.router_score = config.router_type, config.router_score
 
@@ -188,13 +201,22 @@ class MoHRouter(IndexedModule):
             self.shared = MoHLinear(config.hidden_size, self.shared_groups, bias=False)
             self.stage = MoHLinear(config.hidden_size, 2, bias=False)
 
+    @property
+    def shared_heads(self) -> torch.Tensor:
+        """Sorted ids of the shared heads, on the device of the module."""
+        groups = self.index[: self.shared_groups, None] * self.group_size
+        return (groups + torch.arange(self.group_size, device=groups.device)).flatten()
+
     def top_k_of(self, active: int) -> int:
         """How many routed groups a token selects that uses so many heads; ValueError where no number does."""
         heads, group_size = self.num_shared + self.num_routed, self.group_size
+        if active == self.num_heads:
+            return self.routed_groups
         if not self.num_shared <= active <= heads:
+            less = f"num_attention_heads={heads}" if heads == self.num_heads else f"{heads}, or be {self.num_heads}"
             raise ValueError(
                 f"num_active_heads={active} must lie between num_shared_heads={self.num_shared} "
-                f"and num_attention_heads={heads} (layer {self.layer_idx})"
+                f"and {less} (layer {self.layer_idx})"
             )
         if active % group_size:
             rule = f"whole key-value groups of {group_size} heads (layer {self.layer_idx})"
@@ -226,18 +248,28 @@ class MoHRouter(IndexedModule):
                 routed_score = routed_stage * routed_score
 
             if self.router_score == "weighted":
-                gate = torch.cat([shared_score, selected * routed_score], dim=-1)
+                parts = [shared_score, selected * routed_score]
             else:
-                gate = torch.cat([straight_through(1.0, shared_score), straight_through(selected, routed_score)], -1)
+                parts = [straight_through(1.0, shared_score), straight_through(selected, routed_score)]
+            if self.local_groups:
+                value = float(self.num_active == self.num_heads)
+                parts.append(logits.new_full((*logits.shape[:-1], self.local_groups), value))
+            gate = torch.cat(parts, dim=-1)
             gate = torch.zeros_like(gate).index_copy(-1, self.index, gate)
             return logits, gate if self.group_size == 1 else gate.repeat_interleave(self.group_size, dim=-1)
 
     def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
+        if self.router_type == "none":
+            return hidden_states.new_zeros(*hidden_states.shape[:-1], self.routed_groups)
         if self.router_type != "query_norm":
             return self.routed(hidden_states) if self.num_routed else hidden_states[..., :0]
         # The norm of a group's queries, side by side. Norms of all groups cost less than a copy of the routed queries.
         queries = query_states.unflatten(-2, (-1, self.group_size)).flatten(-2)
-        norms = _at_least_float32(queries).norm(dim=-1).index_select(-1, self.index[self.shared_groups :])
+        norms = (
+            _at_least_float32(queries)
+            .norm(dim=-1)
+            .index_select(-1, self.index[self.shared_groups : self.shared_groups + self.routed_groups])
+        )
         if self.routed_groups < 2:
             return norms  # one group has no spread to divide by, and nothing to compete with
         # Heads that are copies of one another have no spread: the quotient must stay finite all the same.

@@ -28,7 +28,9 @@ def make_pair(make_llama, tmp_path) -> Callable[..., tuple[LlamaForCausalLM, MoH
         assert not unexpected and all(map(is_routing_weight, missing))
         for attention in (layer.self_attn for layer in moh.model.layers):
             if attention.fallback is not None:
-                torch.nn.init.normal_(attention.fallback.bias)  # zero in a fresh model
+                for name in ("bias", "distant_value"):  # zero in a fresh model
+                    if hasattr(attention.fallback, name):
+                        torch.nn.init.normal_(getattr(attention.fallback, name))
         # Through a folder, so that dtype is handled as for a user (rotary tables stay float32).
         moh.save_pretrained(tmp_path / "moh")
         moh = MoHLlamaForCausalLM.from_pretrained(

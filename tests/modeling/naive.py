@@ -20,14 +20,15 @@ def route(
     """
     heads = config.num_attention_heads
     shared = config.shared_heads_per_layer[layer]
-    routed = [head for head in range(heads) if head not in shared]
+    local = config.local_heads_per_layer[layer]
+    routed = [head for head in range(heads) if head not in shared and head not in local]
     size = heads // config.num_key_value_heads if config.routing_granularity == "kv_group" else 1
     groups = [routed[first : first + size] for first in range(0, len(routed), size)]
     k = (config.active_heads_per_layer[layer] - len(shared)) // size
     prefix = f"model.layers.{layer}.self_attn.router."
     gate, scores = np.zeros(heads), [None] * heads
     gate[shared] = 1.0
-    if not routed:
+    if not routed or config.router_type == "none":
         return gate, scores
     if config.router_type == "query_norm":
         norms = np.array([math.sqrt(sum((queries[head] ** 2).sum() for head in group)) for group in groups])
@@ -84,6 +85,17 @@ def heads_of(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, 
             group, query = head // (heads // kv_heads), rotate(q[t, head], position)
             products = [query @ rotate(k[s, group], positions[s]) / math.sqrt(size) for s in document]
             patterns[t, head, list(document)] = softmax(np.array(products))
+            if gates[t, head] == 0 and config.head_fallback == "local":
+                seen = [s for s in document if s > t - config.local_window or s - document[0] < config.local_sinks]
+                terms, vectors = [products[s - document[0]] for s in seen], v[seen, group]
+                if len(seen) < len(document):
+                    row = routed.index(head)
+                    score = weights[prefix + "fallback.distant_score.weight"][row] @ x[t]
+                    score += weights[prefix + "fallback.distant_score.bias"][row]
+                    terms.append(score + math.log(len(document) - len(seen)))
+                    vectors = np.vstack([vectors, weights[prefix + "fallback.distant_value"][row]])
+                outputs[t, head] = softmax(np.array(terms)) @ vectors
+                continue
             outputs[t, head] = gates[t, head] * (patterns[t, head] @ v[:, group])
             if gates[t, head] == 0 and config.head_fallback == "value":
                 row = routed.index(head)

@@ -14,7 +14,13 @@ from moh_llm.modeling.routing_moh import first_tokens
 from tests.modeling import naive
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
+LOCAL = {"head_fallback": "local", "local_window": 4, "local_sinks": 3}
 LENGTHS = [24, 17, 1, 0]
+
+
+@pytest.fixture(params=[{}, LOCAL], ids=["value", "local"])
+def plan(request) -> dict:
+    return PLAN | request.param
 
 
 def padded_rows(ids: torch.Tensor, side: str) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
@@ -47,6 +53,7 @@ def check_rows(moh, got: torch.Tensor, ids: torch.Tensor, places: list[slice]) -
     [
         *(("sdpa", {"num_key_value_heads": 1}), ("sdpa", {"num_key_value_heads": 4, "head_fallback": "none"})),
         *(("sdpa", {}), ("eager", {}), ("moh_sparse", {})),
+        *(("sdpa", LOCAL), ("eager", LOCAL), ("moh_sparse", LOCAL)),
     ],
     ids=str,
 )
@@ -75,11 +82,11 @@ def test_padded_rows_are_the_rows_alone(make_pair, ids, implementation, fields):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "moh_sparse"])
-def test_packed_documents_are_the_documents_alone_wherever_their_positions_begin(make_pair, ids, implementation):
+def test_packed_documents_are_the_documents_alone_wherever_their_positions_begin(make_pair, plan, ids, implementation):
     if implementation == "moh_sparse":
         pytest.importorskip("triton")
     dtype = torch.float32 if implementation == "moh_sparse" else torch.float64
-    _, moh = make_pair(attn_implementation=implementation, dtype=dtype, **PLAN)
+    _, moh = make_pair(attn_implementation=implementation, dtype=dtype, **plan)
     packed = torch.cat([ids[row, :length] for row, length in enumerate(LENGTHS[:3])])[None]
     for starts in ([0, 0, 0], [3, 50, 7]):
         positions = torch.cat([torch.arange(s, s + length) for s, length in zip(starts, LENGTHS, strict=False)])[None]
@@ -89,8 +96,8 @@ def test_packed_documents_are_the_documents_alone_wherever_their_positions_begin
 
 
 @pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
-def test_padded_rows_in_chunks_over_a_cache(make_pair, ids, cache):
-    _, moh = make_pair(dtype=torch.float64, **PLAN)
+def test_padded_rows_in_chunks_over_a_cache(make_pair, plan, ids, cache):
+    _, moh = make_pair(dtype=torch.float64, **plan)
     padded, mask, places = padded_rows(ids, "left")
     past = DynamicCache(config=moh.config) if cache is DynamicCache else StaticCache(moh.config, max_cache_len=30)
     got, done = [], 0
@@ -111,8 +118,8 @@ def test_padded_rows_in_chunks_over_a_cache(make_pair, ids, cache):
     ],
     ids=str,
 )
-def test_generation_of_padded_rows(make_pair, ids, settings):
-    _, moh = make_pair(**PLAN)
+def test_generation_of_padded_rows(make_pair, plan, ids, settings):
+    _, moh = make_pair(**plan)
     common = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     padded, mask, places = padded_rows(ids, "left")
     together = moh.generate(padded[:3], attention_mask=mask[:3], **common, **settings)[:, -6:]

@@ -19,6 +19,12 @@ PLANS = {
     "no shared head": plan(0, 2),
     "fallbacks": plan([1, 4], [2, 4], head_fallback="value"),
     "fallbacks, explicit ids": plan(2, 3, shared_heads=[[1, 3], [0, 2]], head_fallback="value"),
+    "local": plan(1, 2, head_fallback="local", local_window=5, local_sinks=2),
+    "local, no sinks": plan([1, 0], [2, 1], "query_norm", head_fallback="local", local_window=3, local_sinks=0),
+    "local, fixed": plan([2, 0], [2, 0], "none", head_fallback="local", local_window=4, local_sinks=1),
+    "local, mixed": plan(
+        1, 2, shared_heads=[[1], [0]], local_heads=[[0], [2, 3]], head_fallback="local", local_window=4, local_sinks=3
+    ),
     "explicit ids": plan(2, 3, "query_norm", shared_heads=[[1, 3], [0, 2]]),
     "odd": plan(1, 3, "two_stage", num_attention_heads=5, num_key_value_heads=5, hidden_size=40),
     "head_dim apart": plan(1, 3, "query_norm", head_dim=12),
@@ -26,7 +32,8 @@ PLANS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "implementation"), [*((name, "sdpa") for name in PLANS), ("paper", "eager"), ("fallbacks", "eager")]
+    ("name", "implementation"),
+    [*((name, "sdpa") for name in PLANS), ("paper", "eager"), ("fallbacks", "eager"), ("local", "eager")],
 )
 def test_logits_are_those_of_the_naive_loop(make_pair, ids, name, implementation):
     _, moh = make_pair(attn_implementation=implementation, dtype=torch.float64, **PLANS[name])
@@ -95,7 +102,13 @@ def test_a_group_of_one_head_is_a_head(make_pair, ids, scoring):
 @pytest.mark.parametrize(("dtype", "implementation"), [(torch.float32, "sdpa"), (torch.bfloat16, "eager")], ids=str)
 @pytest.mark.parametrize(
     "routing",
-    [plan(1, 2, "query_norm"), plan(1, 2), plan(1, 2, head_fallback="value"), plan(1, 2, "two_stage")],
+    [
+        plan(1, 2, "query_norm"),
+        plan(1, 2),
+        plan(1, 2, head_fallback="value"),
+        plan(1, 2, "two_stage"),
+        plan(1, 2, head_fallback="local", local_window=2, local_sinks=1, local_heads=[[3], []]),
+    ],
     ids=lambda routing: " ".join(map(str, routing.values())),
 )
 def test_all_heads_active_is_the_base_bit_for_bit(make_pair, ids, dtype, implementation, routing):
@@ -112,10 +125,22 @@ def test_all_heads_active_is_the_base_bit_for_bit(make_pair, ids, dtype, impleme
         assert not torch.equal(moh(ids).logits, dense(ids).logits)  # heads were off outside the block
 
 
-@pytest.mark.parametrize("fallback", ["none", "value"])
+@pytest.mark.parametrize(("dtype", "implementation"), [(torch.float32, "sdpa"), (torch.bfloat16, "eager")], ids=str)
+def test_up_to_window_and_sinks_a_local_fallback_is_the_base(make_pair, ids, dtype, implementation):
+    routing = plan([1, 0], [2, 0], head_fallback="local", local_window=9, local_sinks=3)
+    dense, moh = make_pair(dtype=dtype, attn_implementation=implementation, **routing)
+    with torch.no_grad():
+        expected, got = dense(ids).logits, moh(ids).logits
+    assert torch.equal(got[:, :12], expected[:, :12])
+    assert not torch.isclose(got[:, 12:], expected[:, 12:]).all(-1).any()
+
+
+@pytest.mark.parametrize("fallback", ["none", "value", "local"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_decoding_with_a_cache_gives_one_full_pass(make_pair, ids, implementation, fallback):
-    _, moh = make_pair(attn_implementation=implementation, **plan(1, 2, head_fallback=fallback))
+    _, moh = make_pair(
+        attn_implementation=implementation, **plan(1, 2, head_fallback=fallback, local_window=5, local_sinks=2)
+    )
     with torch.no_grad():
         full = moh(ids).logits
         past, steps = None, []

@@ -1,0 +1,100 @@
+"""Local attention equals a loop over queries in float64."""
+
+import math
+
+import pytest
+import torch
+
+from moh_llm.modeling.local_attention_moh import local_attention, sees_everything
+
+
+def naive(queries, keys, values, positions, starts, window, sinks, scaling, dropout=0.0, distant=None) -> torch.Tensor:
+    queries, keys, values = queries.double(), keys.double(), values.double()
+    batch, heads, length, _ = queries.shape
+    group = heads // keys.shape[1]
+    out = torch.zeros(batch, length, heads, values.shape[-1], dtype=torch.float64)
+    for b in range(batch):
+        for t in range(length):
+            p = int(positions[0, t])
+            s = min(int(starts[b % starts.shape[0], t]), p)
+            seen = [j for j in range(s, p + 1) if j > p - window or j < s + sinks]
+            for h in range(heads):
+                scores, seen_values = (
+                    keys[b, h // group, seen] @ queries[b, h, t] * scaling,
+                    values[b, h // group, seen],
+                )
+                hidden = p - s + 1 - len(seen)
+                if distant is not None and hidden > 0:
+                    score = distant[0][b, h, t].double() + math.log(hidden)
+                    scores, seen_values = (
+                        torch.cat([scores, score[None]]),
+                        torch.cat([seen_values, distant[1][None, h]]),
+                    )
+                out[b, t, h] = scores.softmax(-1) @ seen_values
+    return out
+
+
+def inputs(length, cached=0, heads=4, kv=2, batch=2, dtype=torch.float32, after=0):
+    generator = torch.Generator().manual_seed(length + 31 * cached)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
+    total = cached + length + after
+    tensors = draw(batch, heads, length, 8), draw(batch, kv, total, 8), draw(batch, kv, total, 8)
+    return (*tensors, torch.arange(cached, cached + length)[None])
+
+
+def distant_token(queries):
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(queries.shape[:-1], generator=generator, dtype=queries.dtype)
+    return scores, torch.randn(queries.shape[1], queries.shape[-1], generator=generator, dtype=queries.dtype)
+
+
+@pytest.mark.parametrize("distant", [False, True])
+@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize(("window", "sinks"), [(4, 2), (1, 0), (5, 7), (64, 4)])
+@pytest.mark.parametrize(("length", "cached"), [(1, 0), (1, 23), (13, 0), (16, 0), (7, 20), (33, 2)])
+def test_is_the_loop(heads, kv, window, sinks, length, cached, distant) -> None:
+    given = (*inputs(length, cached, heads, kv), torch.zeros(1, 1, dtype=torch.long).expand(1, length))
+    given = (*given, window, sinks, 0.3, 0.0, distant_token(given[0]) if distant else None)
+    torch.testing.assert_close(local_attention(*given).double(), naive(*given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [2, 4, 8])
+def test_documents_and_padding(window) -> None:
+    length = 29
+    given = inputs(length, batch=3)
+    starts = torch.zeros(3, length, dtype=torch.long)
+    starts[0, 9:], starts[0, 10:], starts[0, 14:] = 9, 10, 14  # packed, one of them of one token
+    starts[1] = 11  # padding on the left
+    given = (*given, starts, window, 3, 0.3, 0.0, distant_token(given[0]))
+    found, expected = local_attention(*given), naive(*given)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_static_cache_holds_later_is_not_read() -> None:
+    queries, keys, values, positions = inputs(5, 9, after=12)
+    starts = torch.zeros_like(positions)
+    found = local_attention(queries, keys, values, positions, starts, 4, 2, 0.3)
+    keys[:, :, 14:], values[:, :, 14:] = 1e9, 1e9
+    assert local_attention(queries, keys, values, positions, starts, 4, 2, 0.3).equal(found)
+
+
+def test_gradients_are_the_loops() -> None:
+    given = inputs(19, dtype=torch.float64)
+    starts = torch.zeros(1, 19, dtype=torch.long)
+    grads = []
+    for function in (local_attention, naive):
+        leaves = [tensor.clone().requires_grad_() for tensor in given[:3]]
+        out = function(*leaves, given[3], starts, 4, 2, 0.3)
+        out.square().sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_where_everything_is_seen() -> None:
+    queries, keys, values, positions = inputs(12, kv=4)
+    starts = torch.zeros_like(positions)
+    full = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=0.3)
+    found = local_attention(queries, keys, values, positions, starts, 4, 2, 0.3)
+    same = (found - full.transpose(1, 2)).abs().amax((0, 2, 3)) < 1e-5
+    assert same.tolist() == sees_everything(positions, starts, 4, 2)[0].tolist() == [True] * 6 + [False] * 6
