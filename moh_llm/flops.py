@@ -21,18 +21,20 @@ def forward_parts(config: MoHLlamaConfig, length: int, dense: bool = False) -> d
 
     Of a head that is off can be skipped: its scores and weighted sums; its query, unless the router
     takes the queries' norms; and its rows of the output projection, unless it has a fallback, which is
-    projected in its place. A fallback is made for heads that are off only. Keys and values are always
-    computed: other tokens' heads may attend to them.
+    projected in its place. A fallback is made for heads that are off only; a local one needs the query, and
+    scores and weighted sums of the keys in sight. Keys and values are always computed: other tokens' heads
+    may attend to them.
     """
     total = config.num_attention_heads * config.num_hidden_layers
     if dense:
         return _parts(config, length, queries=total, scores=total, projected=total)
     on, has_fallback = sum(config.active_heads_per_layer), config.head_fallback != "none"
+    is_local = config.head_fallback == "local"
     return _parts(
         config,
         length,
-        queries=total if config.router_type == "query_norm" else on,
-        scores=on,
+        queries=total if is_local or config.router_type == "query_norm" else on,
+        scores=on + (total - on) * fallback_keys(config, length),
         projected=total if has_fallback else on,
         fallbacks=total - on if has_fallback else 0,
         router=_router_macs(config),
@@ -42,20 +44,47 @@ def forward_parts(config: MoHLlamaConfig, length: int, dense: bool = False) -> d
 def computed_parts(config: MoHLlamaConfig, length: int, sparse: bool = False) -> dict[str, int]:
     """FLOPs of one forward pass over a sequence of `length` tokens by part, as MoH is computed today.
 
-    All heads and the fallbacks of all routed heads are; the gate then picks. With `sparse`
-    (attn_implementation="moh_sparse") scores and weighted sums are those of heads that are on.
+    All heads and the fallbacks of all heads that are not shared are; the gate then picks. With `sparse`
+    (attn_implementation="moh_sparse") scores and weighted sums are those of heads that are on, and so they are
+    with local fallbacks in layers where no head is routed.
     """
     total, on = config.num_attention_heads * config.num_hidden_layers, sum(config.active_heads_per_layer)
-    routed = total - sum(map(len, config.shared_heads_per_layer))
+    others = total - sum(map(len, config.shared_heads_per_layer))
+    full = total
+    if config.head_fallback == "local":
+        layers = zip(config.active_heads_per_layer, config.shared_heads_per_layer, strict=True)
+        full = sum(len(s) if len(s) == active else config.num_attention_heads for active, s in layers)
     return _parts(
         config,
         length,
         queries=total,
-        scores=on if sparse else total,
+        scores=(on if sparse else full) + others * fallback_keys(config, length),
         projected=total,
-        fallbacks=routed if config.head_fallback != "none" else 0,
+        fallbacks=others if config.head_fallback != "none" else 0,
         router=_router_macs(config),
     )
+
+
+def fallback_keys(config: MoHLlamaConfig, length: int, start: int = 0) -> float:
+    """Keys that a fallback reads in a sequence, from position `start` on, over those that a head reads."""
+    return local_keys(length, config.local_window + config.local_sinks, start) if config.head_fallback == "local" else 0
+
+
+def local_keys(length: int, seen: int, start: int = 0) -> float:
+    """Keys that local attention to `seen` tokens reads in a sequence, from `start` on, over causal attention's."""
+
+    def keys(most: int, upto: int) -> int:
+        """Keys that positions below `upto` read, `most` at most."""
+        least = min(most, upto)
+        return least * (least + 1) // 2 + (upto - least) * most
+
+    return (keys(seen, length) - keys(seen, start)) / (keys(length, length) - keys(length, start))
+
+
+def keys_read(config: MoHLlamaConfig, length: int, start: int = 0) -> float:
+    """Share of the keys that dense attention reads in a sequence of `length` tokens, from position `start` on."""
+    on = sum(config.active_heads_per_layer) / (config.num_attention_heads * config.num_hidden_layers)
+    return on + (1 - on) * fallback_keys(config, length, start)
 
 
 def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute: bool, frozen: bool) -> int:
@@ -83,7 +112,13 @@ def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute
 
 
 def _parts(
-    config: MoHLlamaConfig, length: int, queries: int, scores: int, projected: int, fallbacks: int = 0, router: int = 0
+    config: MoHLlamaConfig,
+    length: int,
+    queries: int,
+    scores: float,
+    projected: int,
+    fallbacks: int = 0,
+    router: int = 0,
 ) -> dict[str, int]:
     """FLOPs by part, given of how many heads, summed over layers, each is computed, and the router's multiply-adds."""
     hidden, size, layers = config.hidden_size, config.head_dim, config.num_hidden_layers
@@ -95,7 +130,7 @@ def _parts(
         "output projection": projected * hidden * size,
         "feed-forward": layers * 3 * hidden * config.intermediate_size,
         "routing": router,
-        "fallbacks": fallbacks * (hidden + size),  # a, linear in the layer's input, and b + a v
+        "fallbacks": fallbacks * (hidden + size),  # a number linear in the layer's input, and a vector times it
         "vocabulary": hidden * config.vocab_size,
     }
     return {part: round(2 * length * number) for part, number in macs.items()}
@@ -104,8 +139,8 @@ def _parts(
 def _router_macs(config: MoHLlamaConfig) -> int:
     """Multiply-adds per token of all layers' routers."""
     hidden, heads, group_size = config.hidden_size, config.num_attention_heads, config.heads_per_group
-    if config.router_type == "query_norm":
+    if config.router_type in ("query_norm", "none"):
         return 0
     if config.router_type == "linear":
-        return sum(hidden * (heads - len(shared)) // group_size for shared in config.shared_heads_per_layer)
+        return sum(hidden * len(config.routed_heads(i)) // group_size for i in range(config.num_hidden_layers))
     return config.num_hidden_layers * hidden * (heads // group_size + 2)

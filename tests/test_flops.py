@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moh_llm.flops import computed_parts, forward_flops, training_flops
+from moh_llm.flops import computed_parts, forward_flops, keys_read, training_flops
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.training.config import ObjectiveConfig
 from moh_llm.training.step import TrainingStep
@@ -247,3 +247,26 @@ def test_hand_counted_sums():
     assert forward_flops(value, 2) == 2 * (always + router + 16 + 12 + 32 + 8 + 4)
     # The paper's router takes all queries' norms.
     assert forward_flops(MoHLlamaConfig(**sizes), 2) == 2 * (always + 32 + 12 + 16)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(5, 2), (1, 0), (60, 4)])
+@pytest.mark.parametrize("start", [0, 4, 17])
+def test_keys_read_are_those_of_a_loop(window, sinks, start):
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2, "num_key_value_heads": 3}
+    plan = {"num_shared_heads": [2, 0], "num_active_heads": [2, 1], "router_type": "linear"}
+    local = MoHLlamaConfig(**sizes, **plan, head_fallback="local", local_window=window, local_sinks=sinks)
+    on = [position + 1 for position in range(start, 40)]
+    off = [min(position + 1, window + sinks) for position in range(start, 40)]
+    assert keys_read(local, 40, start) == pytest.approx((3 * sum(on) + 3 * sum(off)) / (6 * sum(on)))
+    assert keys_read(MoHLlamaConfig(**sizes, **plan, head_fallback="value"), 40, start) == pytest.approx(0.5)
+
+
+def test_a_local_fallback_costs_its_query_and_the_keys_in_sight():
+    """One shared head and one that is never on, over three tokens with one token in sight."""
+    sizes = {"vocab_size": 5, "hidden_size": 4, "intermediate_size": 3, "num_hidden_layers": 1, "head_dim": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_shared_heads": 1, "num_active_heads": 1}
+    local = MoHLlamaConfig(**sizes, router_type="none", head_fallback="local", local_window=1, local_sinks=0)
+    keys_and_values, feed_forward, vocabulary, queries, projection = 48, 108, 60, 48, 48
+    scores, fallback = 6 * 4 + 3 * 4, 3 * (4 + 2)
+    expected = 2 * (keys_and_values + feed_forward + vocabulary + queries + projection + scores + fallback)
+    assert forward_flops(local, 3) == sum(computed_parts(local, 3).values()) == expected

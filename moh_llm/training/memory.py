@@ -160,10 +160,12 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
     # Token ids; sines and cosines; the boolean mask that keeps documents apart; the last norm.
     kept = 8 + 2 * stream * model.head_dim + length + (4 + stream) * model.hidden_size
     layers = []
-    for shared, active in zip(model.shared_heads_per_layer, model.active_heads_per_layer, strict=True):
-        group_size = model.heads_per_group
-        routed, top_k = (model.num_attention_heads - len(shared)) // group_size, (active - len(shared)) // group_size
+    for number, active in enumerate(model.active_heads_per_layer):
+        group_size, shared = model.heads_per_group, len(model.shared_heads_per_layer[number])
+        routed, top_k = len(model.routed_heads(number)) // group_size, (active - shared) // group_size
         layers.append(_layer(config, model, precision, routed, top_k))
+        if model.head_fallback == "local":
+            layers[-1] += _local(config, model, precision, shared, model.router_type == "none" or not routed)
         kept += 8 * (routed + top_k)  # logits; the load-balance loss's softmax and chosen heads (int64)
         kept += stream * model.hidden_size if config.gradient_checkpointing else layers[-1]
         if config.objective.layer_coefficient:
@@ -191,10 +193,10 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
     """
     c, s, hidden, lora = precision.products, precision.stream, model.hidden_size, config.lora
     heads, wide = model.num_attention_heads, model.num_attention_heads * model.head_dim
-    has_fallback = model.head_fallback != "none" and routed > 0
+    has_fallback = model.head_fallback == "value" and routed > 0
     # Where dropout differs from adapter to adapter, so do their inputs.
     separate = precision.casts or (lora is not None and lora.dropout > 0)
-    inputs = 5 + has_fallback if separate else 2
+    inputs = 5 + (has_fallback or model.head_fallback == "local") if separate else 2
     total = 2 * (4 * hidden + 4) + inputs * c * hidden
     total += 4 * c * wide + c * config.data.sequence_length + 4 * heads + c * heads
     total += c * wide + 4 * c * model.intermediate_size + 4 * routed + 8 * top_k
@@ -205,7 +207,7 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
         total += (5 * hidden + wide + model.intermediate_size) * (lora.dropout > 0)  # dropout's masks, of booleans
     if model.router_type == "query_norm":
         total += 4 * wide
-    elif c < 4 and routed:
+    elif c < 4 and routed and model.router_type != "none":
         total += 4 * hidden
     if model.query_key_norm:
         total += (4 + c) * (heads + model.num_key_value_heads) * model.head_dim
@@ -214,6 +216,20 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
         if model.num_key_value_heads < heads:  # else attention keeps them
             total += c * model.num_key_value_heads * model.head_dim
     return total
+
+
+def _local(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, shared: int, fixed: bool) -> int:
+    """Bytes per token that local attention of the heads that are not shared keeps for its backward pass.
+
+    Queries, outputs, and keys and values of a block, which a window and sinks more than it; 8 entries more in each for
+    the distant token; and the block's mask of each head. Where heads are fixed, full attention keeps less.
+    """
+    c, heads, size = precision.products, model.num_attention_heads, model.head_dim
+    off, block = heads - shared, min(model.local_window, config.data.sequence_length)
+    keys = model.local_window + block + model.local_sinks
+    read = off if off < heads else model.num_key_value_heads
+    total = c * off * (2 * (size + 8) + size + keys) + c * read * 2 * (size + 8) * keys // block
+    return total - fixed * (config.data.sequence_length > keys - block) * c * off * (4 * size + size)
 
 
 def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision) -> int:

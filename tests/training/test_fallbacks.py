@@ -39,3 +39,50 @@ def test_they_are_trained_and_saved(configure, model_folder: Path, read_tensors,
     for name in names:
         (trained,) = (weight for full, weight in last.items() if full.endswith(name))
         assert torch.equal(after[name], trained) and not torch.equal(after[name], before[name]), name
+
+
+@pytest.fixture(scope="session")
+def local_folders(made_once, base_folder: Path, convert) -> dict[str, Path]:
+    """Conversions with local fallbacks, routed and fixed."""
+    flags = ["--fallback", "local", "--local-window", "6", "--local-sinks", "2", "--context", "64"]
+    flags += ["--active-ratio", "0.5", "--verify", "none"]
+    routed = ["--router", "linear", "--num-shared-heads", "1"]
+    return {
+        "linear": made_once("local", lambda folder: convert(base_folder, folder, *flags, *routed)),
+        "none": made_once("fixed", lambda folder: convert(base_folder, folder, *flags, "--router", "none")),
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("router", ["linear", "none"])
+def test_local_fallbacks_are_trained_and_saved(
+    configure, local_folders, base_folder: Path, read_tensors, router: str, method: str
+) -> None:
+    """With recomputation, distillation from the base, and packed documents."""
+    folder = local_folders[router]
+    more = {"evaluation.eval_steps": 0, "gradient_checkpointing": True}
+    config = configure(model=str(folder), max_steps=2, **more, **METHODS[method])
+    train(config)
+    before, after = read_tensors(folder), read_tensors(Path(config.output_dir) / "model")
+    assert after.keys() == before.keys()
+    names = [name for name in before if ".fallback." in name or ".router." in name]
+    layers = MoHLlamaForCausalLM.from_pretrained(folder).model.layers
+    assert len(names) == sum(3 * (layer.self_attn.fallback is not None) for layer in layers) + 4 * (router == "linear")
+    for name in names:
+        assert not torch.equal(after[name], before[name]) and after[name].isfinite().all(), name
+
+
+@pytest.mark.parametrize("router", ["linear", "none"])
+def test_recomputation_gives_the_same_gradients(local_folders, router: str) -> None:
+    ids = torch.randint(3, 200, (2, 48), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(19), torch.arange(29)]).expand(2, -1)
+    found = []
+    for recompute in (False, True):
+        model = MoHLlamaForCausalLM.from_pretrained(local_folders[router]).train()
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+        found.append({name: weight.grad for name, weight in model.named_parameters() if ".self_attn." in name})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=lambda message, name=name: f"{name}: {message}")
+        assert gradient.abs().max() > 0, name

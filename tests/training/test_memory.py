@@ -117,6 +117,7 @@ def test_weights_gradients_and_moments_of_a_model_of_20_million_are_equal(lora):
 
 
 # Shapes in which one part or another weighs most: attention, its mask, the MLP, routing, the vocabulary.
+FIXED = {"num_shared_heads": 3, "num_active_heads": 3}
 SHAPES = {
     "plain": ({}, {}),
     "many blocks": ({"query_key_norm": True, "num_key_value_heads": 8}, {"length": 32, "blocks": 8}),
@@ -125,6 +126,8 @@ SHAPES = {
     "by norms": ({"router_type": "query_norm", "head_fallback": "none"}, {}),
     "uneven": ({"num_shared_heads": [0, 1, 2, 3, 4, 8], "num_active_heads": [1, 2, 3, 4, 5, 8]}, {}),
     "groups": ({"num_key_value_heads": 4, "routing_granularity": "kv_group", "num_shared_heads": 2}, {}),
+    "local": ({"head_fallback": "local", "local_window": 32}, {}),
+    "fixed": ({"head_fallback": "local", "local_window": 32, "router_type": "none"} | FIXED, {}),
     "lora": ({}, {"lora": LORA}),
     "tied": ({"tie_word_embeddings": True, "num_hidden_layers": 3, "intermediate_size": 1024}, {}),
 }
