@@ -19,6 +19,8 @@ from moh_llm.data.windows import fixed_batches
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 
+WINDOW, BATCH = 512, 4  # tokens in a sequence of the tables for short contexts, and sequences in a batch
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that choose documents."""

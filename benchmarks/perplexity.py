@@ -19,7 +19,6 @@ import held_out
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moh_llm.conversion.convert import BATCH, WINDOW
 from moh_llm.conversion.verify import by_paper_plan
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_figure, show_interval
 from moh_llm.metrics import compare_to_reference, logits_of
@@ -45,8 +44,8 @@ def main() -> int:
     model = MoHLlamaForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
     heads, active = model.config.num_attention_heads, model.config.active_heads_per_layer
     print(f"{args.model}: {sum(active) / len(active):g} of {heads} heads, {args.dtype}, {device}")
-    length = min(WINDOW, base.config.max_position_embeddings)
-    texts = held_out.read_texts(args.text, args, tokenizer, length, BATCH)
+    length = min(held_out.WINDOW, base.config.max_position_embeddings)
+    texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
     read = held_out.ngrams_of(args.overlap_with, tokenizer, args.overlap_tokens) if args.overlap_with else None
     header = (
         f"{'text':<48} {'docs':>5} {'tokens':>7} {'overlap':>8} {'base ppl':>9} {'x base':>7} {'95 %':>16} {'KL':>7}"

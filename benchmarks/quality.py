@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moh_llm.analysis.watch import shared_heads
 from moh_llm.conversion.base import open_base
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate
-from moh_llm.conversion.convert import BATCH, WINDOW, peak_memory_mib, plan_config, routing_tensors
+from moh_llm.conversion.convert import peak_memory_mib, plan_config, routing_tensors
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.conversion.verify import routed_as
@@ -69,12 +69,12 @@ def main() -> int:
     base = open_base(args.base)
     tokenizer = AutoTokenizer.from_pretrained(base.folder)
     dense = AutoModelForCausalLM.from_pretrained(base.folder, dtype=dtype).to(device).eval()
-    length = min(WINDOW, base.config.max_position_embeddings)
-    texts = held_out.read_texts(args.text, args, tokenizer, length, BATCH)
+    length = min(held_out.WINDOW, base.config.max_position_embeddings)
+    texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
     mixture = mixture_from_arguments(args.calibration)
     sources = sample_mixture(mixture, tokenizer, args.calibration_tokens, 0)
     streams, shares = [s.train for s in sources], [s.weight for s in sources]
-    batches = fixed_batches(streams, shares, length, args.calibration_tokens, BATCH)
+    batches = fixed_batches(streams, shares, length, args.calibration_tokens, held_out.BATCH)
     read = held_out.ngrams_of_batches(batches)
 
     candidates: dict[str, LogitsOf] = {}

@@ -29,7 +29,6 @@ import held_out
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moh_llm.conversion.convert import BATCH, WINDOW
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_documents, show_figure
 from moh_llm.metrics import compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
@@ -103,7 +102,9 @@ def score(args: argparse.Namespace, folders: dict[str, Path]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     base = AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.bfloat16).to(device).eval()
-    texts = held_out.read_texts(args.text, args, tokenizer, min(WINDOW, base.config.max_position_embeddings), BATCH)
+    texts = held_out.read_texts(
+        args.text, args, tokenizer, min(held_out.WINDOW, base.config.max_position_embeddings), held_out.BATCH
+    )
     read = held_out.ngrams_of([args.mixture], tokenizer, None)
     overlap = {name: held_out.overlap(batches, read) for name, batches in texts.items()}
     for name, found in overlap.items():

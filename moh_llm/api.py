@@ -38,12 +38,16 @@ def convert(
     num_shared_heads: int | None = None,
     num_active_heads: int | None = None,
     active_ratio: float | None = None,
+    keys: float | None = None,
     shared: Literal["first", "importance"] = "first",
-    router: Literal["linear", "query_norm"] | None = None,
+    router: Literal["linear", "query_norm", "none"] | None = None,
     routing_granularity: Literal["head", "kv_group"] | None = None,
     budgets: Literal["uneven", "even"] | None = None,
-    fallback: Literal["value", "none"] | None = None,
+    fallback: Literal["value", "local", "none"] | None = None,
+    local_window: int = 256,
+    local_sinks: int = 4,
     calibration: PathLike | Sequence[PathLike] | None = None,
+    context: int = 512,
     calibration_tokens: int = 24576,
     heldout_tokens: int = 8192,
     verify: Literal["full", "quick", "none"] = "full",
@@ -61,12 +65,16 @@ def convert(
         num_shared_heads: heads of each layer that are always on (default: 1/8 of them, at least 1).
         num_active_heads: mean number of heads per token and layer, shared ones included.
         active_ratio: the same as a share of the heads (default: 0.75).
+        keys: the same as a share of the keys that the base's attention reads at ``context`` tokens.
         shared: which heads are shared: the first, or those that cost most to drop.
-        router: how a token selects heads (default: "linear").
+        router: how a token selects heads; "none": the same heads are on for all tokens (default: "none" with local
+            fallbacks, else "linear").
         routing_granularity: what is on or off as one: a head (default), or all heads that share keys and values.
         budgets: active heads per layer: by what each layer loses (default), or equal.
-        fallback: what replaces a head that is off (default: "value").
+        fallback: what replaces a head that is off (default: "local" from 2,048 tokens of context on, else "value").
+        local_window, local_sinks: last and first tokens that a head that is off attends to, with fallback "local".
         calibration: text files, or one mixture (.yaml), to fit and verify on (default: what Python itself ships).
+        context: tokens in a sequence of the text.
         calibration_tokens: tokens to fit on.
         heldout_tokens: tokens to verify on.
         verify: "quick" reads 2,048 held-out tokens, "none" verifies nothing.
@@ -91,7 +99,8 @@ def convert(
     from moh_llm.hub.card import write_local_card
     from moh_llm.locking import lock_folder
 
-    for name, tokens in (("calibration-tokens", calibration_tokens), ("heldout-tokens", heldout_tokens)):
+    counts = {"context": context, "calibration-tokens": calibration_tokens, "heldout-tokens": heldout_tokens}
+    for name, tokens in counts.items():
         if tokens < 1:
             raise UserError(f"--{name} {tokens} must be at least 1")
     if dtype and link:
@@ -106,13 +115,17 @@ def convert(
                 num_shared_heads=num_shared_heads,
                 num_active_heads=num_active_heads,
                 active_ratio=active_ratio,
+                keys=keys,
                 router=router,
                 shared=shared,
                 budgets=budgets,
                 fallback=fallback,
+                local_window=local_window,
+                local_sinks=local_sinks,
                 routing_granularity=routing_granularity or "head",
             ),
             calibration=mixture_from_arguments([os.fspath(text) for text in texts]) if texts else EMBEDDED,
+            context=context,
             calibration_tokens=calibration_tokens,
             heldout_tokens=heldout_tokens,
             verify=verify,

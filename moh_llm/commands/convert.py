@@ -20,8 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads.add_argument("--num-shared-heads", type=int, metavar="N", help="always-on heads (default: 1/8, at least 1)")
     heads.add_argument("--num-active-heads", type=int, metavar="N", help="mean heads per token, shared ones included")
     heads.add_argument("--active-ratio", type=float, metavar="X", help="the same as a share (default: 0.75)")
+    heads.add_argument("--keys", type=float, metavar="X", help="the same as a share of the keys read at the context")
     heads.add_argument("--shared", choices=["first", "importance"], default="first", help="which heads are shared")
-    heads.add_argument("--router", choices=["linear", "query_norm"], help="how tokens choose (default: linear)")
+    heads.add_argument(
+        "--router",
+        choices=["linear", "query_norm", "none"],
+        help="how tokens choose (default: linear; with local fallbacks: none, the same heads for all tokens)",
+    )
     heads.add_argument(
         "--routing-granularity",
         choices=["head", "kv_group"],
@@ -31,7 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budgets", choices=["uneven", "even"], help="heads per layer: by what the layer loses (default), or equal"
     )
     heads.add_argument(
-        "--fallback", choices=["value", "none"], help="what replaces a head that is off (default: value; paper: none)"
+        "--fallback",
+        choices=["value", "local", "none"],
+        help="what replaces a head that is off (default: local at 2,048 tokens of context or more, else value)",
+    )
+    heads.add_argument(
+        "--local-window", type=int, default=256, metavar="N", help="last tokens that a local fallback sees"
+    )
+    heads.add_argument(
+        "--local-sinks", type=int, default=4, metavar="N", help="first tokens that a local fallback sees"
     )
 
     text = parser.add_argument_group("calibration and proof")
@@ -42,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text files (.jsonl, .json.gz, .jsonl.zst, .txt; equal shares) or one mixture (.yaml); "
         "default: what Python itself ships. A held-out part of it serves to verify",
     )
+    text.add_argument("--context", type=int, default=512, metavar="N", help="tokens in a sequence of the text")
     text.add_argument("--calibration-tokens", type=int, default=24576, metavar="N", help="tokens to fit on")
     text.add_argument("--heldout-tokens", type=int, default=8192, metavar="N", help="held-out tokens to verify on")
     text.add_argument(
@@ -77,7 +91,7 @@ def restore(args: argparse.Namespace) -> int:
     import moh_llm
     from moh_llm.errors import UserError
 
-    counts = ("num_shared_heads", "num_active_heads", "active_ratio")
+    counts = ("num_shared_heads", "num_active_heads", "active_ratio", "keys")
     for flag in ("preset", *counts, "router", "routing_granularity", "budgets", "fallback", "dtype"):
         if getattr(args, flag) is not None:
             raise UserError(f"--to-dense copies the dense weights as they are; drop --{flag.replace('_', '-')}")

@@ -45,6 +45,9 @@ MOH_FIELDS = {
     "router_aux_loss_coef",
     "output_router_logits",
     "head_fallback",
+    "local_window",
+    "local_sinks",
+    "local_heads",
     "moh_format",
 }
 _FORGOTTEN = {"model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"}

@@ -16,11 +16,15 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from tqdm import tqdm
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel, check_finite, run_layer
+from moh_llm.conversion.local_fit import LocalFitter
+from moh_llm.conversion.local_sample import LocalSample, sample_local
 from moh_llm.conversion.plan import PlanOptions, drops_to_fit, shared_and_active
 from moh_llm.metrics import Batch
+from moh_llm.modeling.routing_moh import document_starts
 from moh_llm.records.model import save_tensors
 
 HELD_OUT = 4  # every fourth window measures costs and is not fitted on
@@ -91,16 +95,27 @@ def calibrate(
         gradients = _sampled_gradients(base.head(), hidden, seed)
         for gradient in gradients:
             check_finite(gradient, len(base), "the gradient below")
-        order, fitted = _fitted_first(batches)
+        local = (plan.local_window, plan.local_sinks) if plan.head_fallback == "local" else None
+        order, fitted = _fitted_first(batches, sum(local) if local else 1)
         found: list[LayerCalibration] = []
         for number in reversed(range(len(base))):
             file = _states_file(scratch, number)
-            sample = _backward(base, number, file, positions, gradients, order, fitted, bar)
+            sample = _backward(base, number, file, positions, gradients, order, fitted, local, bar)
             file.unlink()
-            fitter = LayerFitter(sample, chosen, plan.head_fallback != "none", group_size)
+            fitter = _fitter(plan, sample, chosen, group_size)
             fits = {dropped: fitter.fit(dropped) for dropped in drops}
-            found.append(LayerCalibration(fitter.shared_heads, fitter.importance, fits, group_size))
+            shared_heads = fitter.shared_heads if isinstance(fitter, LayerFitter) else []
+            found.append(LayerCalibration(shared_heads, fitter.importance, fits, group_size))
     return found[::-1]
+
+
+def _fitter(
+    plan: PlanOptions, sample: LayerSample, shared: Sequence[int] | int, group_size: int
+) -> LayerFitter | LocalFitter:
+    routes = plan.router_type != "none"
+    if plan.head_fallback == "local":
+        return LocalFitter(sample, routes, None if plan.mixes else shared, group_size)
+    return LayerFitter(sample, shared, plan.head_fallback == "value", group_size, routes)
 
 
 def _states_file(scratch: Path, number: int) -> Path:
@@ -134,20 +149,26 @@ def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed
     return gradients
 
 
-def _fitted_first(batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
+def _fitted_first(batches: Sequence[Batch], skipped: int) -> tuple[torch.Tensor, int]:
     """An order of tokens with the held-out ones last, and how many come before them.
 
-    Documents' first tokens are left out: their heads are their values, and nothing is to be fitted.
+    Documents' first `skipped` tokens are left out: their fallbacks are exact, and nothing is to be fitted.
     """
-    positions = torch.cat([batch["position_ids"].flatten() for batch in batches])
+    positions = torch.cat([_within_documents(batch["position_ids"]).flatten() for batch in batches])
     length = batches[0]["input_ids"].shape[1]
     window = torch.arange(len(positions)) // length
     held_out = window % HELD_OUT == HELD_OUT - 1
     if len(positions) < HELD_OUT * length:
         held_out = torch.arange(len(positions)) >= len(positions) - len(positions) // HELD_OUT
-    counted = positions != 0
+    counted = positions >= skipped
     fitted = (counted & ~held_out).nonzero()[:, 0]
     return torch.cat([fitted, (counted & held_out).nonzero()[:, 0]]), len(fitted)
+
+
+def _within_documents(position_ids: torch.Tensor) -> torch.Tensor:
+    """How many tokens of its document are before each token in its row, `[B, T]`."""
+    positions, starts = document_starts(position_ids, None, position_ids, None, False, "sdpa")
+    return positions - starts
 
 
 def _backward(
@@ -158,13 +179,18 @@ def _backward(
     gradients: list[torch.Tensor],
     order: torch.Tensor,
     fitted: int,
+    local: tuple[int, int] | None,
     bar: tqdm,
 ) -> LayerSample:
     """Run a layer again on its stored input; replaces `gradients` by those of its input."""
     layer = base.layer(number)
     attention = layer.layers[0].self_attn
     seen: dict[str, list[torch.Tensor]] = {"inputs": [], "heads": [], "values": [], "gradients": []}
-    with _recording(attention, seen), safe_open(file, framework="pt", device=str(base.device)) as stored:
+    samples: list[LocalSample] = []
+    with (
+        _recording(attention, seen, local, samples),
+        safe_open(file, framework="pt", device=str(base.device)) as stored,
+    ):
         for i, position_ids in enumerate(positions):
             states = stored.get_tensor(str(i)).clone().requires_grad_(True)
             with torch.enable_grad():
@@ -186,12 +212,21 @@ def _backward(
         gradients=gradient[order[fitted:]],
         o_proj=attention.o_proj.weight.float(),
         fitted=fitted,
+        local=LocalSample.join(samples, order) if local else None,
     )
 
 
 @contextmanager
-def _recording(attention: nn.Module, seen: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Keep the attention's input, head outputs, values, and the gradient by its output, a row per token."""
+def _recording(
+    attention: nn.Module,
+    seen: dict[str, list[torch.Tensor]],
+    local: tuple[int, int] | None,
+    samples: list[LocalSample],
+) -> Iterator[None]:
+    """Keep the attention's input, head outputs, values, and the gradient by its output, a row per token.
+
+    With `local`, window and sinks, `samples` of local attention, too.
+    """
 
     def keep(name: str, tensor: torch.Tensor) -> None:
         seen[name].append(tensor.detach().flatten(0, -2))
@@ -207,8 +242,20 @@ def _recording(attention: nn.Module, seen: dict[str, list[torch.Tensor]]) -> Ite
             lambda module, args, output: output.register_hook(lambda gradient: keep("gradients", gradient)) and None
         ),
     ]
+    name = attention.config._attn_implementation
+    compute = ALL_ATTENTION_FUNCTIONS[name]
+
+    def compute_both(module: nn.Module, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *args, **more):
+        places = document_starts(queries[:, 0], None, more["position_ids"], None, False, name)
+        samples.append(sample_local(queries, keys, values, *places, *local, module.scaling))
+        return compute(module, queries, keys, values, *args, **more)
+
+    if local is not None:
+        ALL_ATTENTION_FUNCTIONS[name] = compute_both
     try:
         yield
     finally:
+        if local is not None:
+            del ALL_ATTENTION_FUNCTIONS[name]
         for handle in handles:
             handle.remove()

@@ -1,5 +1,6 @@
 """From a base to a converted folder: plan, calibrate, write, verify."""
 
+import dataclasses
 import math
 import resource
 import sys
@@ -18,7 +19,7 @@ from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.plan import PlanOptions, allocate, build_config, shared_and_active
+from moh_llm.conversion.plan import LONG, PlanOptions, allocate, build_config, shared_and_active
 from moh_llm.conversion.verify import verify
 from moh_llm.data.mixture import EMBEDDED, Mixture
 from moh_llm.data.sample import sample_mixture
@@ -38,8 +39,7 @@ from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.lineage import ConversionEntry, read_chain
 from moh_llm.records.model import hash_weights, read_config
 
-WINDOW = 512  # tokens of context in calibration and verification
-BATCH = 4
+_BATCH_TOKENS = 2048
 QUICK_TOKENS = 2048  # what `--verify quick` reads
 LENGTHS = (2048, 8192, 32768)  # tokens, of the theoretical cost
 
@@ -53,6 +53,7 @@ class ConversionOptions:
         output: folder to make.
         plan: which heads, which router.
         calibration: text to fit the router on and, its held-out part, to verify on.
+        context: tokens in a sequence of calibration and verification, at most what the base was made for.
         calibration_tokens, heldout_tokens: how much of it.
         verify: "full" reads all held-out tokens, "quick" the first 2,048, "none" proves nothing.
         dtype: dtype of the written weights; None keeps the base's bytes.
@@ -65,6 +66,7 @@ class ConversionOptions:
     output: Path
     plan: PlanOptions = field(default_factory=PlanOptions)
     calibration: Mixture = EMBEDDED
+    context: int = 512
     calibration_tokens: int = 24576
     heldout_tokens: int = 8192
     verify: str = "full"
@@ -81,22 +83,25 @@ def convert(options: ConversionOptions) -> Conversion:
         UserError: bad input, at the earliest step that can tell; the output folder is then as before.
     """
     started = time.perf_counter()
-    plan = options.plan
-    reads_text = plan.needs_calibration or options.verify != "none"
+    reads_text = options.plan.needs_calibration or options.verify != "none"
     texts = [file for source in options.calibration.sources for file in source.files] if reads_text else []
     check_output_folder(options.output, options.overwrite, reads=[options.base, *texts])
-    base = open_base(options.base, options.revision, paper_preset=plan.preset == "paper")
+    base = open_base(options.base, options.revision, paper_preset=options.plan.preset == "paper")
+    length = min(options.context, base.config.max_position_embeddings)
+    plan = dataclasses.replace(options.plan, context=length)
     shared_and_active(plan, base.config)  # impossible counts fail before anything runs
     _check_machine(options, base)
     sources: list[TokenizedSource] = []
     if reads_text:
         tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
-        sources = sample_mixture(options.calibration, tokenizer, options.calibration_tokens, options.heldout_tokens)
-    length = min(WINDOW, base.config.max_position_embeddings)
+        long = length if length >= LONG else None
+        sources = sample_mixture(
+            options.calibration, tokenizer, options.calibration_tokens, options.heldout_tokens, long
+        )
     held_out: list[Batch] = []
     if options.verify != "none":
         wanted = min(options.heldout_tokens, QUICK_TOKENS) if options.verify == "quick" else options.heldout_tokens
-        held_out = validation_batches(sources, length, wanted, BATCH)
+        held_out = validation_batches(sources, length, wanted, rows_of(length))
 
     with lock_folder(options.output), new_folder(options.output, options.overwrite) as folder:
         identity = base.identity()
@@ -121,7 +126,7 @@ def convert(options: ConversionOptions) -> Conversion:
         fields = ("router_type", "router_score", "routing_granularity", "head_fallback", "num_attention_heads")
         record.plan = Plan(
             preset=plan.preset,
-            shared=plan.shared,
+            shared="importance" if plan.mixes else plan.shared,
             budgets="uneven" if plan.uneven else "even",
             shared_heads=config.shared_heads_per_layer,
             active_heads=config.active_heads_per_layer,
@@ -189,6 +194,11 @@ def peak_memory_mib() -> int:
     return round(peak / (1 << 20 if sys.platform == "darwin" else 1 << 10))
 
 
+def rows_of(length: int) -> int:
+    """How many sequences of so many tokens are run at once."""
+    return max(1, _BATCH_TOKENS // length)
+
+
 def _check_machine(options: ConversionOptions, base: BaseCheckpoint) -> None:
     """Refuse more text than one layer's activations of which fit into memory, or all layers' onto the disk."""
     tokens, what, flag = max(
@@ -203,7 +213,7 @@ def _check_machine(options: ConversionOptions, base: BaseCheckpoint) -> None:
 
 def _calibration_batches(options: ConversionOptions, sources: Sequence[TokenizedSource], length: int) -> list[Batch]:
     streams, shares = [s.train for s in sources], [s.weight for s in sources]
-    batches = fixed_batches(streams, shares, length, options.calibration_tokens, BATCH)
+    batches = fixed_batches(streams, shares, length, options.calibration_tokens, rows_of(length))
     if not batches:
         held = ", ".join(f"{source.name} has {len(source.train)}" for source in sources)
         raise UserError(f"the calibration text has no window of {length} tokens: {held}")
@@ -218,11 +228,15 @@ def plan_config(
     heads, layers = base.num_attention_heads, base.num_hidden_layers
     budgets = [active // layers] * layers
     shared_heads = [list(range(shared))] * layers
+    local_heads: list[list[int]] = []
     if calibrated:
         shared_heads = [layer.shared_heads for layer in calibrated]
         if plan.uneven:
             budgets = [heads - drops for drops in allocate([c.costs for c in calibrated], heads * layers - active)]
-    return build_config(base, plan, shared_heads, budgets)
+        if all(layer.fits for layer in calibrated):
+            fits = [layer.fit_for(heads - budget) for layer, budget in zip(calibrated, budgets, strict=True)]
+            shared_heads, local_heads = [fit.shared_heads for fit in fits], [fit.local_heads for fit in fits]
+    return build_config(base, plan, shared_heads, budgets, local_heads)
 
 
 def routing_tensors(config: MoHLlamaConfig, calibrated: Sequence[LayerCalibration] | None) -> dict[str, torch.Tensor]:

@@ -18,9 +18,11 @@ Shapes: N tokens, C hidden size, H query heads, D head size, R routed heads, U g
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from moh_llm.conversion.local_sample import LocalSample
 
 RIDGE = 1e-3  # of the mean variance of the inputs
 _EVERYWHERE = 0.02  # weight in a fallback's fit of the tokens that keep the head: ties down heads never dropped
@@ -40,6 +42,7 @@ class LayerSample:
         sensitivity: M, `[C, C]`.
         gradients: g of the held-out tokens, `[N - fitted, C]`.
         o_proj: weight of the output projection, `[C, H * D]`.
+        local: local attention, where that is the fallback.
         fitted: how many tokens, the first ones, are fitted on; the others measure what that cost.
     """
 
@@ -50,6 +53,7 @@ class LayerSample:
     gradients: torch.Tensor
     o_proj: torch.Tensor
     fitted: int
+    local: LocalSample | None = None
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,15 @@ class RoutingFit:
         dropped: how many routed heads each token drops.
         cost: estimate of the KL it costs, in nats per token, on held-out tokens.
         tensors: by name within the attention layer: `router.routed.*`, `fallback.*`.
+        shared_heads: ids of the heads that are always on.
+        local_heads: ids of the heads that are never on.
     """
 
     dropped: int
     cost: float
     tensors: dict[str, torch.Tensor]
+    shared_heads: list[int]
+    local_heads: list[int] = field(default_factory=list)
 
 
 class Ridge:
@@ -86,6 +94,19 @@ class Ridge:
         return weight.contiguous(), mean - weight @ self.mean
 
 
+def group_metric(sample: LayerSample, group_size: int) -> torch.Tensor:
+    """W^T M W / 2 of each group's rows W of the output projection, `[U, u * D, u * D]`."""
+    heads, size = len(sample.heads), sample.heads.shape[-1]
+    slices = sample.o_proj.unflatten(1, (heads // group_size, group_size * size)).transpose(0, 1)  # [U, C, u * D]
+    return slices.transpose(1, 2) @ sample.sensitivity @ slices / 2
+
+
+def group_costs(residual: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
+    """c^2 / 2 of each group for residuals of heads `[H, N, D]` and `group_metric`; returns `[N, U]`."""
+    residual = residual.unflatten(0, (len(metric), -1)).transpose(1, 2).flatten(2)  # [U, N, u * D]
+    return (torch.bmm(residual, metric) * residual).sum(-1).T
+
+
 class LayerFitter:
     """Fits of one layer.
 
@@ -93,76 +114,98 @@ class LayerFitter:
         sample: the layer's calibration sample.
         shared_heads: ids of the shared heads, or how many to pick by importance: those that cost
             most when their fallback takes their place. Whole groups in either case.
-        fallback: whether dropped heads get a fallback.
+        fallback: whether dropped heads get a fallback that is fitted.
         group_size: how many heads, one after the other, are switched together, u.
+        routes: whether tokens choose; otherwise the heads of most importance are on for all of them.
     """
 
-    def __init__(self, sample: LayerSample, shared_heads: Sequence[int] | int, fallback: bool, group_size: int = 1):
-        self.sample, self.fallback, self.group_size = sample, fallback, group_size
+    def __init__(
+        self,
+        sample: LayerSample,
+        shared_heads: Sequence[int] | int,
+        fallback: bool,
+        group_size: int = 1,
+        routes: bool = True,
+    ):
+        self.sample, self.fallback, self.group_size, self.routes = sample, fallback, group_size, routes
         self.ridge = Ridge(sample.inputs[: sample.fitted])
         # Views: the fitted tokens come first.
         self.heads, self.values = sample.heads[:, : sample.fitted], sample.values[:, : sample.fitted]
-        heads, size = len(sample.heads), sample.heads.shape[-1]
-        slices = sample.o_proj.unflatten(1, (heads // group_size, group_size * size)).transpose(0, 1)  # [U, C, u * D]
-        self.metric = slices.transpose(1, 2) @ sample.sensitivity @ slices / 2  # [U, u * D, u * D]
+        self.metric = group_metric(sample, group_size)
         if fallback:
             self._fit_own_share()
         residual = self._residual(self._fit_fallback(self._weights()), slice(sample.fitted))
         # Mean of c^2 / 2 where the group is always dropped.
-        self.importance: list[float] = self._costs(residual).mean(0).tolist()
+        self.importance: list[float] = group_costs(residual, self.metric).mean(0).tolist()
         if isinstance(shared_heads, int):
-            ranked = sorted(range(heads // group_size), key=lambda number: -self.importance[number])
-            shared_groups = ranked[: shared_heads // group_size]
-            shared_heads = [head for head in range(heads) if head // group_size in shared_groups]
+            shared_heads = self._most_important(shared_heads)
         self.shared_heads = list(shared_heads)
-        self.routed_heads = [head for head in range(heads) if head not in self.shared_heads]
 
     def fit(self, dropped: int) -> RoutingFit:
         """Router and fallbacks for tokens that drop `dropped` of the routed heads, whole groups."""
-        sample, routed, group_size = self.sample, self.routed_heads, self.group_size
+        if not self.routes:
+            return self._fit_fixed(dropped)
+        sample, routed, group_size = self.sample, self._others(self.shared_heads), self.group_size
         routed_groups = [head // group_size for head in routed[::group_size]]
         drops = None
         for _ in range(_ROUNDS if self.fallback else 1):
-            fallback = self._fit_fallback(self._weights(drops))
-            costs = self._costs(self._residual(fallback, slice(sample.fitted)))[:, routed_groups]
+            fallback = self._fit_fallback(self._weights(routed, drops))
+            costs = group_costs(self._residual(fallback, slice(sample.fitted)), self.metric)[:, routed_groups]
             # A group whose residual is exactly zero gets a log that is low but finite.
             weight, bias = self.ridge(0.5 * costs.clamp_min(1e-24).log())
             logits = sample.inputs @ weight.T + bias
             lowest = logits.topk(dropped // group_size, 1, largest=False).indices
             drops = torch.zeros_like(logits).scatter(1, lowest, 1.0).repeat_interleave(group_size, 1)
         # Last comes the fallback, so that what it leaves has no mean: an error that all tokens share adds up.
-        fallback = self._fit_fallback(self._weights(drops))
-        tensors = {"router.routed.weight": weight, "router.routed.bias": bias}
-        if fallback is not None:
-            share, level, fixed = fallback
-            tensors |= {
-                "fallback.own_value.weight": share[routed, None] * self.share_weight[routed],
-                "fallback.own_value.bias": level[routed] + share[routed] * self.share_bias[routed],
-                "fallback.bias": fixed[routed],
-            }
+        fallback = self._fit_fallback(self._weights(routed, drops))
+        tensors = {"router.routed.weight": weight, "router.routed.bias": bias} | self._tensors(fallback, routed)
         held_out = slice(sample.fitted, None)
-        cost = self._set_cost(self._residual(fallback, held_out), drops[held_out])
-        return RoutingFit(dropped, cost, tensors)
+        cost = self._set_cost(self._residual(fallback, held_out), routed, drops[held_out])
+        return RoutingFit(dropped, cost, tensors, self.shared_heads)
 
-    def _weights(self, drops: torch.Tensor | None = None) -> torch.Tensor:
+    def _fit_fixed(self, dropped: int) -> RoutingFit:
+        """Fallbacks where all tokens drop the same heads, those of least importance."""
+        shared = self._most_important(len(self.heads) - dropped)
+        routed = self._others(shared)
+        fallback = self._fit_fallback(torch.ones_like(self.heads[..., 0]))
+        residual = self._residual(fallback, slice(self.sample.fitted, None))
+        cost = self._set_cost(residual, routed, residual.new_ones(residual.shape[1], dropped))
+        return RoutingFit(dropped, cost, self._tensors(fallback, routed), shared)
+
+    def _most_important(self, count: int) -> list[int]:
+        """Sorted ids of the `count` heads, whole groups, of most importance."""
+        ranked = sorted(range(len(self.importance)), key=lambda number: -self.importance[number])
+        groups = ranked[: count // self.group_size]
+        return [head for head in range(len(self.heads)) if head // self.group_size in groups]
+
+    def _others(self, heads: Sequence[int]) -> list[int]:
+        return [head for head in range(len(self.heads)) if head not in heads]
+
+    def _tensors(self, fallback: _Fallback | None, routed: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The weights of the routed heads' fallbacks, by name."""
+        if fallback is None:
+            return {}
+        share, level, fixed = fallback
+        return {
+            "fallback.own_value.weight": share[routed, None] * self.share_weight[routed],
+            "fallback.own_value.bias": level[routed] + share[routed] * self.share_bias[routed],
+            "fallback.bias": fixed[routed],
+        }
+
+    def _weights(self, routed: Sequence[int] = (), drops: torch.Tensor | None = None) -> torch.Tensor:
         """How much each fitted token counts in each head's fallback `[H, N']`: those that drop it, if known."""
         weights = torch.ones_like(self.heads[..., 0])
         if drops is not None:
             weights.fill_(_EVERYWHERE)
-            weights[self.routed_heads] += drops[: self.sample.fitted].T
+            weights[routed] += drops[: self.sample.fitted].T
         return weights
 
-    def _set_cost(self, residual: torch.Tensor, drops: torch.Tensor) -> float:
+    def _set_cost(self, residual: torch.Tensor, routed: Sequence[int], drops: torch.Tensor) -> float:
         """Mean of 1/2 (g^T e)^2 over held-out tokens, given residuals `[H, N, D]` and drops `[N, R]`."""
         masked = torch.zeros_like(residual)
-        masked[self.routed_heads] = residual[self.routed_heads] * drops.T[..., None]
+        masked[routed] = residual[routed] * drops.T[..., None]
         error = masked.transpose(0, 1).flatten(1) @ self.sample.o_proj.T
         return ((error * self.sample.gradients).sum(1).square().mean() / 2).item()
-
-    def _costs(self, residual: torch.Tensor) -> torch.Tensor:
-        """c^2 / 2 of each group for residuals of heads `[H, N, D]`; returns `[N, U]`."""
-        residual = residual.unflatten(0, (-1, self.group_size)).transpose(1, 2).flatten(2)  # [U, N, u * D]
-        return (torch.bmm(residual, self.metric) * residual).sum(-1).T
 
     def _fit_own_share(self) -> None:
         """Regress a_h = <H_h - mean, v> / <v, v>, the share of a head that its own value explains, on x."""

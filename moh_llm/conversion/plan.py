@@ -8,8 +8,10 @@ from transformers import PreTrainedConfig
 
 from moh_llm.conversion.base import moh_fields
 from moh_llm.errors import UserError
+from moh_llm.flops import local_keys
 from moh_llm.modeling import MoHLlamaConfig
 
+LONG = 2048  # tokens of context from which on local fallbacks are the default
 _MOST_FITS = 16  # numbers of dropped heads that a layer is fitted for
 
 
@@ -23,10 +25,13 @@ class PlanOptions:
         num_shared_heads: heads per layer.
         num_active_heads: heads per token, shared ones included; with uneven budgets the mean over layers.
         active_ratio: instead of `num_active_heads`, a share of the heads.
-        router: "linear" or "query_norm".
+        keys: instead of these, a share of the keys that the base's attention reads at `context` tokens.
+        context: tokens in a sequence.
+        router: "linear", "query_norm" or "none", which has the same heads on for all tokens.
         shared: "first" or "importance".
         budgets: "uneven", by what each layer loses, or "even".
-        fallback: "value" or "none"; see `MoHLlamaConfig.head_fallback`.
+        fallback: "value", "local" or "none"; see `MoHLlamaConfig.head_fallback`.
+        local_window, local_sinks: what local fallbacks attend to.
         routing_granularity: "head" or "kv_group"; see `MoHLlamaConfig.routing_granularity`. Numbers of heads must
             be whole groups.
     """
@@ -35,40 +40,59 @@ class PlanOptions:
     num_shared_heads: int | None = None
     num_active_heads: int | None = None
     active_ratio: float | None = None
+    keys: float | None = None
+    context: int = 512
     router: str | None = None
     shared: str = "first"
     budgets: str | None = None
     fallback: str | None = None
+    local_window: int = 256
+    local_sinks: int = 4
     routing_granularity: str = "head"
 
     def __post_init__(self) -> None:
         if self.router_type == "query_norm" and (self.budgets == "uneven" or self.fallback == "value"):
             raise UserError("uneven budgets and fallbacks are fitted together with the linear router; drop query_norm")
+        if self.local_window < 1 or self.local_sinks < 0:
+            flag, least = ("--local-window", 1) if self.local_window < 1 else ("--local-sinks", 0)
+            raise UserError(f"{flag} {min(self.local_window, self.local_sinks)} must be at least {least}")
+        if self.router == "none" and self.num_shared_heads is not None:
+            raise UserError("with --router none the heads that are on are the shared ones; drop --num-shared-heads")
 
     @property
     def router_type(self) -> str:
-        """The router to build: the one asked for, else the preset's."""
-        return self.router or ("query_norm" if self.preset == "paper" else "linear")
+        """The router to build: the one asked for, else the preset's, else what goes with the fallback."""
+        if self.router or self.preset:
+            return self.router or "query_norm"
+        return "none" if self.head_fallback == "local" and self.num_shared_heads is None else "linear"
 
     @property
     def uneven(self) -> bool:
         """Whether layers may differ in their number of active heads."""
-        return (self.budgets or ("uneven" if self.fits_router and self.preset is None else "even")) == "uneven"
+        return (self.budgets or ("uneven" if self.fits and self.preset is None else "even")) == "uneven"
 
     @property
     def head_fallback(self) -> str:
         """The config's field."""
-        return self.fallback or ("value" if self.fits_router and self.preset is None else "none")
+        if self.fallback or self.preset or self.router == "query_norm":
+            return self.fallback or "none"
+        return "local" if self.context >= LONG else "value"
 
     @property
-    def fits_router(self) -> bool:
-        """Whether there is a router with weights to fit."""
-        return self.router_type == "linear"
+    def fits(self) -> bool:
+        """Whether each layer is fitted to text: its router, its fallbacks, or which heads are on for all tokens."""
+        return self.router_type != "query_norm"
 
     @property
     def needs_calibration(self) -> bool:
         """Whether the plan depends on running the base over text."""
-        return self.fits_router or self.shared == "importance"
+        return self.fits or self.shared == "importance"
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the fit finds which heads of a layer are shared, routed and never on."""
+        free = self.head_fallback == "local" or self.router_type == "none"
+        return self.fits and self.num_shared_heads is None and free
 
     def heads_per_group(self, config: PreTrainedConfig) -> int:
         """Number of heads of that base which are switched together."""
@@ -83,24 +107,29 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
     chooses better than a fixed set, see docs/conversion.md. An even budget is rounded down to
     whole heads per layer, an uneven one to the nearest whole head of the model. Where key-value
     groups are routed, read "group" for "head", and below eight of them none is shared: with few to
-    choose from a fixed one costs more.
+    choose from a fixed one costs more. With local fallbacks, and without a router, the fit finds the
+    shared heads, and zero stands for them here. `keys` is rounded down.
 
     Raises:
         UserError: counts that no layer can follow.
     """
     heads, layers, group_size = config.num_attention_heads, config.num_hidden_layers, options.heads_per_group(config)
     shared, active = options.num_shared_heads, options.num_active_heads
-    if options.active_ratio is not None:
-        if active is not None:
-            raise UserError("give --num-active-heads or --active-ratio, not both")
-        if not 0 < options.active_ratio <= 1:
-            raise UserError(f"--active-ratio {options.active_ratio} must be above 0 and at most 1")
+    given = {"--num-active-heads": active, "--active-ratio": options.active_ratio, "--keys": options.keys}
+    flags = [flag for flag, value in given.items() if value is not None]
+    if len(flags) > 1:
+        raise UserError(f"give {flags[0]} or {flags[1]}, not both")
+    for flag in ("--active-ratio", "--keys"):
+        if given[flag] is not None and not 0 < given[flag] <= 1:
+            raise UserError(f"{flag} {given[flag]} must be above 0 and at most 1")
     if shared is not None and not 0 <= shared <= heads:
         raise UserError(
             f"impossible head plan: num_shared_heads={shared} must lie between 0 and num_attention_heads={heads}"
         )
     paper = options.preset == "paper"
-    if shared is None:
+    if shared is None and options.mixes:
+        shared = 0
+    elif shared is None:
         least = 1 if group_size == 1 else 0
         groups = (
             heads // 2 // group_size
@@ -108,9 +137,18 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
             else min(max(least, heads // group_size // 8), (active or heads) // group_size)
         )
         shared = groups * group_size
-    low = max(group_size, shared)
+    low = shared if options.head_fallback == "local" else max(group_size, shared)
     if active is not None:
         total = active * layers
+    elif options.keys is not None:
+        seen = options.local_window + options.local_sinks
+        fallback = local_keys(options.context, seen) if options.head_fallback == "local" else 0.0
+        mean = (options.keys - fallback) / (1 - fallback) * heads / group_size + 1e-9
+        total = group_size * (math.floor(mean * layers) if options.uneven else math.floor(mean) * layers)
+        if options.keys < fallback:
+            raise UserError(
+                f"--keys {options.keys} is less than fallbacks alone read at {options.context} tokens, {fallback:.3f}"
+            )
     elif options.active_ratio is None and paper:
         total = max(low, (heads // 2 + heads // 4) // group_size * group_size) * layers
     else:
@@ -140,17 +178,21 @@ def _parts_of_groups(name: str, count: int, group_size: int, whole: Iterable[int
 
 
 def drops_to_fit(options: PlanOptions, config: PreTrainedConfig) -> list[int]:
-    """The numbers of dropped heads for which a layer's router is fitted.
+    """The numbers of dropped heads for which a layer is fitted.
 
-    With uneven budgets all that a layer may get, thinned out where there are many heads (others take
-    the fit of the next lower number). A layer that drops none still gets a router, that of one
-    dropped head, so that its budget can be lowered.
+    With uneven budgets all that a layer may get. Where a fit does not choose the shared heads they are
+    thinned out if there are many (others take the fit of the next lower number), and a layer that drops
+    none still gets a router, that of one dropped head, so that its budget can be lowered.
     """
     shared, active = shared_and_active(options, config)
     heads, group_size = config.num_attention_heads, options.heads_per_group(config)
-    most = (heads - max(group_size, shared)) // group_size
-    if not options.fits_router or not most:
+    least = shared if options.head_fallback == "local" else max(group_size, shared)
+    most = (heads - least) // group_size
+    if not options.fits or not most:
         return []
+    if options.mixes:
+        even = heads - active // config.num_hidden_layers
+        return list(range(0, heads - least + 1, group_size)) if options.uneven else [even]
     if not options.uneven:
         return [max(group_size, heads - active // config.num_hidden_layers)]
     step = math.ceil(most / _MOST_FITS)
@@ -191,7 +233,11 @@ def allocate(costs: Sequence[Mapping[int, float]], total: int) -> list[int]:
 
 
 def build_config(
-    config: PreTrainedConfig, options: PlanOptions, shared_heads: Sequence[Sequence[int]], active_heads: Sequence[int]
+    config: PreTrainedConfig,
+    options: PlanOptions,
+    shared_heads: Sequence[Sequence[int]],
+    active_heads: Sequence[int],
+    local_heads: Sequence[Sequence[int]] = (),
 ) -> MoHLlamaConfig:
     """The converted model's config: the base's fields plus the head plan, per layer."""
     shared, active = [len(ids) for ids in shared_heads], list(active_heads)
@@ -206,6 +252,9 @@ def build_config(
             router_score="quantized",
             routing_granularity=options.routing_granularity,
             head_fallback=options.head_fallback,
+            local_window=options.local_window,
+            local_sinks=options.local_sinks,
+            local_heads=[list(ids) for ids in local_heads] if any(local_heads) else None,
         )
     except ValueError as error:
         raise UserError(f"impossible head plan: {' '.join(str(error).split())}") from error
@@ -225,5 +274,6 @@ def paper_plan(config: MoHLlamaConfig) -> MoHLlamaConfig:
         "router_score": "quantized",
         "routing_granularity": "head",
         "head_fallback": "none",
+        "local_heads": None,
     }
     return MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})

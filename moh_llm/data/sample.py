@@ -17,11 +17,16 @@ from moh_llm.data.tokenizer import TextTokenizer, is_held_out
 from moh_llm.errors import UserError
 
 _SLACK = 1024  # tokens more than a share, so that a share rounded up to full windows is there, too
+_SEARCHED = 32  # times what is asked for, how many tokens are read to find long documents
 _SAMPLE = 2 << 20  # bytes of text that an estimate tokenises
 
 
 def sample_mixture(
-    mixture: Mixture, tokenizer: Any, train_tokens: int | None = None, validation_tokens: int | None = None
+    mixture: Mixture,
+    tokenizer: Any,
+    train_tokens: int | None = None,
+    validation_tokens: int | None = None,
+    long: int | None = None,
 ) -> list[TokenizedSource]:
     """Tokenise the beginning of each of a mixture's sources.
 
@@ -34,6 +39,8 @@ def sample_mixture(
         tokenizer: a Hugging Face tokenizer.
         train_tokens, validation_tokens: stop reading a source once it has its weight's share of
             both; by default everything is read.
+        long: take the first `long` tokens of documents that have as many, and others after these only. The
+            beginning of a source is searched for them, some 32 times what is asked for.
 
     Raises:
         UserError: unreadable text, or a source without any.
@@ -42,24 +49,37 @@ def sample_mixture(
     sources = []
     for source in mixture.sources:
         limits = [math.inf if n is None else n * source.weight + _SLACK for n in (train_tokens, validation_tokens)]
-        sources.append(_sample_source(source, text_tokenizer, mixture.validation_share, *limits))
+        sources.append(_sample_source(source, text_tokenizer, mixture.validation_share, *limits, long))
     return sources
 
 
 def _sample_source(
-    source: Source, tokenizer: TextTokenizer, validation_share: float, train_limit: float, validation_limit: float
+    source: Source,
+    tokenizer: TextTokenizer,
+    validation_share: float,
+    train_limit: float,
+    validation_limit: float,
+    long: int | None,
 ) -> TokenizedSource:
     pieces: dict[bool, list[np.ndarray]] = {False: [], True: []}  # by whether the document is held out
-    lengths = {False: 0, True: 0}
+    short: dict[bool, list[np.ndarray]] = {False: [], True: []}  # likewise, of documents that are not long
+    lengths, searched = {False: 0, True: 0}, 0
     with tqdm(desc=f"tokenize {source.name[-40:]}", unit="token", unit_scale=True, leave=False) as bar:
         for group, ids in tokenizer.encode_grouped(source_documents(source)):
             held_out = is_held_out(group, validation_share)
-            pieces[held_out].append(ids)
-            lengths[held_out] += len(ids)
             bar.update(len(ids))
+            searched += len(ids)
+            if long and len(ids) < long:
+                short[held_out].append(ids)
+            else:
+                pieces[held_out].append(ids[:long])
+                lengths[held_out] += len(pieces[held_out][-1])
             if lengths[False] >= train_limit and lengths[True] >= validation_limit:
                 break
-    if not sum(lengths.values()):
+            if long and searched >= _SEARCHED * (train_limit + validation_limit):
+                break
+    pieces = {side: pieces[side] + short[side] for side in pieces}
+    if not searched:
         raise UserError(f"source {source.name} holds no text")
     train, validation = (TokenStream.of([Shard.of(pieces[side])]) for side in (False, True))
     if not len(train) or not len(validation):

@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moh_llm.conversion.convert import BATCH, WINDOW
+from moh_llm.conversion.convert import rows_of
 from moh_llm.conversion.verify import by_paper_plan
 from moh_llm.data.mixture import EMBEDDED
 from moh_llm.data.sample import sample_mixture
@@ -94,8 +94,8 @@ def compare(base_name: str, converted: Path, tuned: Path) -> list[dict[str, Any]
     device = choose_device()
     base = AutoModelForCausalLM.from_pretrained(base_name, trust_remote_code=False).to(device).eval()
     moh, moh_tuned = (MoHLlamaForCausalLM.from_pretrained(f).to(device).eval() for f in (converted, tuned))
-    length = min(WINDOW, base.config.max_position_embeddings)
-    batches = validation_batches(sources, length, HELD_OUT_TOKENS, BATCH)
+    length = min(512, base.config.max_position_embeddings)
+    batches = validation_batches(sources, length, HELD_OUT_TOKENS, rows_of(length))
     found = compare_to_reference(
         {
             "dense": logits_of(base),

@@ -124,12 +124,12 @@ def test_first_layer_comes_first_with_its_fits(run):
 
 
 def test_numbers_between_fits_are_interpolated_and_take_the_lower_fit():
-    fits = {drops: RoutingFit(drops, cost, {}) for drops, cost in ((2, 0.4), (3, 1.0), (7, 2.0))}
+    fits = {drops: RoutingFit(drops, cost, {}, [0]) for drops, cost in ((2, 0.4), (3, 1.0), (7, 2.0))}
     layer = LayerCalibration([0], [], fits)
     assert layer.costs == pytest.approx({1: 0.2, 2: 0.4, 3: 1.0, 4: 1.25, 5: 1.5, 6: 1.75, 7: 2.0})
     assert [layer.fit_for(drops).dropped for drops in range(9)] == [2, 2, 2, 3, 3, 3, 3, 7, 7]
     assert LayerCalibration([0], [], {}).costs == {}
-    fits = {drops: RoutingFit(drops, cost, {}) for drops, cost in ((2, 0.4), (6, 1.0))}
+    fits = {drops: RoutingFit(drops, cost, {}, [0]) for drops, cost in ((2, 0.4), (6, 1.0))}
     assert LayerCalibration([0, 1], [], fits, group_size=2).costs == pytest.approx({2: 0.4, 4: 0.7, 6: 1.0})
 
 

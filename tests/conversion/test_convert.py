@@ -252,7 +252,7 @@ def test_files_that_travel(make_llama, convert, tmp_path):
     assert convert(base, tmp_path / "moh") == 0
     names = {path.name for path in (tmp_path / "moh").iterdir()}
     assert {"tokenizer.json", "generation_config.json", "LICENSE.txt"} <= names
-    code = {"configuration_moh_llama.py", "modeling_moh_llama.py", "routing_moh.py"}
+    code = {"configuration_moh_llama.py", "modeling_moh_llama.py", "routing_moh.py", "local_attention_moh.py"}
     assert {name for name in names if name.endswith(".py")} == code
     assert "training_args.bin" not in names
 

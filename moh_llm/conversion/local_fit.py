@@ -1,0 +1,142 @@
+"""One layer's plan where heads that are off keep local attention: which heads are always on, routed or never on.
+
+The fallback is S = (1 - w) L + w F: local attention L, the distant token's value F, and its weight w in the softmax.
+With near and far the log-sum-exp of the scores in sight and out of sight, w = sigmoid(far - near) would leave the
+head's attention weights in sight as they are. far - log n, with n keys out of sight, is fitted as a linear function of
+the layer's input, then F by least squares. Where that does harm, for heads that look up single tokens, the score is
+lowered, up to having no distant token at all.
+
+A fallback is fitted once, so that a head's cost c_h (see `moh_llm.conversion.fit`) does not depend on the plan, and one
+regression gives the router of every plan. What a plan costs is the mean over held-out tokens of
+
+    1/2 (sum of z_h over the heads that the token has off)^2,  z_h = g^T (o_h - s_h)
+
+which needs one number per token and head: plans are compared by trying them.
+
+Shapes: N tokens, C hidden size, H query heads, U groups of heads that are switched together.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from moh_llm.conversion.fit import LayerSample, Ridge, RoutingFit, group_costs, group_metric
+
+NO_TOKEN = -100.0  # a score of the distant token that gives it no weight
+_SHIFTS = (0.0, -1.0, -2.0, -4.0)  # what is tried as an addition to the fitted score
+_STEPS = 6  # numbers of never-on heads, and of routed ones, that are tried for a number of dropped heads
+
+
+class LocalFitter:
+    """Plans of one layer.
+
+    Args:
+        sample: the layer's calibration sample, with `local`.
+        routes: whether tokens may choose; otherwise a head is on for all of them or for none.
+        shared_heads: ids of the shared heads, or how many to pick by importance; None to find the best number.
+        group_size: how many heads, one after the other, are switched together.
+    """
+
+    def __init__(
+        self, sample: LayerSample, routes: bool, shared_heads: Sequence[int] | int | None = None, group_size: int = 1
+    ):
+        assert sample.local is not None
+        self.group_size, self.fitted = group_size, sample.fitted
+        heads = len(sample.heads)
+        self.score_weight, self.score_bias, self.value, residual = _fit_distant_token(sample)
+        costs = group_costs(residual[:, : sample.fitted], group_metric(sample, group_size))  # [N', U]
+        self.importance: list[float] = costs.mean(0).tolist()
+        self.ranked = sorted(range(heads // group_size), key=lambda group: -self.importance[group])
+        self.shared_groups: list[int] | None = None
+        if isinstance(shared_heads, int):
+            self.shared_groups = self.ranked[: shared_heads // group_size]
+        elif shared_heads is not None:
+            self.shared_groups = sorted({head // group_size for head in shared_heads})
+        self.weight: torch.Tensor | None = None
+        if routes:
+            self.weight, self.bias = Ridge(sample.inputs[: sample.fitted])(0.5 * costs.clamp_min(1e-24).log())
+            self.logits = sample.inputs[sample.fitted :] @ self.weight.T + self.bias
+        effects = torch.einsum(
+            "hnd,nhd->nh",
+            residual[:, sample.fitted :],
+            (sample.gradients @ sample.o_proj).unflatten(1, (heads, -1)),
+        )
+        self.effects = effects.unflatten(1, (-1, group_size)).sum(-1)  # z, [N - N', U]
+
+    def fit(self, dropped: int) -> RoutingFit:
+        """The plan of least estimated KL of those that drop `dropped` heads of each token, whole groups."""
+        tried = ((self._cost(shared, local, dropped), shared, local) for shared, local in self._plans(dropped))
+        cost, shared, local = min(tried, key=lambda plan: plan[0])
+        routed = [group for group in range(len(self.ranked)) if group not in {*shared, *local}]
+        off = self._heads([*routed, *local])
+        tensors = {
+            "fallback.distant_score.weight": self.score_weight[off],
+            "fallback.distant_score.bias": self.score_bias[off],
+            "fallback.distant_value": self.value[off],
+        }
+        if self.weight is not None and routed:
+            tensors |= {"router.routed.weight": self.weight[routed], "router.routed.bias": self.bias[routed]}
+        return RoutingFit(dropped, cost, tensors if off else {}, self._heads(shared), self._heads(local))
+
+    def _plans(self, dropped: int) -> Iterator[tuple[list[int], list[int]]]:
+        """Groups that are always on, and never on, of the plans to compare; the important ones are on."""
+        groups, drops = len(self.ranked), dropped // self.group_size
+        if self.shared_groups is not None:
+            yield self.shared_groups, []
+            return
+        yield self.ranked[: groups - drops], self.ranked[groups - drops :]
+        if self.weight is None:
+            return
+        for local in _spread(0, drops - 1):
+            for shared in _spread(0, groups - drops - 1):
+                yield self.ranked[:shared], self.ranked[groups - local :]
+
+    def _cost(self, shared: Sequence[int], local: Sequence[int], dropped: int) -> float:
+        """Mean of 1/2 (sum of z)^2 over held-out tokens."""
+        effect = self.effects[:, list(local)].sum(1)
+        routed = [group for group in range(len(self.ranked)) if group not in {*shared, *local}]
+        drops = dropped // self.group_size - len(local)
+        if self.weight is None:
+            drops = len(routed)
+        if routed and drops:
+            lowest = self.logits[:, routed].topk(drops, 1, largest=False).indices if self.weight is not None else None
+            routed_effects = self.effects[:, routed]
+            effect = effect + (routed_effects if lowest is None else routed_effects.gather(1, lowest)).sum(1)
+        return (effect.square().mean() / 2).item()
+
+    def _heads(self, groups: Sequence[int]) -> list[int]:
+        return sorted(group * self.group_size + i for group in groups for i in range(self.group_size))
+
+
+def _spread(low: int, high: int) -> list[int]:
+    """At most `_STEPS` whole numbers from `low` to `high`, both included, evenly spread."""
+    count = min(_STEPS, high - low + 1)
+    return sorted({low + round(i * (high - low) / max(1, count - 1)) for i in range(count)})
+
+
+def _fit_distant_token(sample: LayerSample) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The distant token's score, weight `[H, C]` and bias `[H]`, its value `[H, D]`, and H_h - S_h `[H, N, D]`."""
+    local, fitted = sample.local, sample.fitted
+    assert local is not None
+    missing = sample.heads - local.outputs
+    log_hidden = local.hidden.log()[:, None]
+    compared = local.far[:fitted, 0].isfinite().nonzero()[:, 0]
+    target = local.far[compared] - log_hidden[compared]
+    weight, bias = Ridge(sample.inputs[compared])(target)
+    score = sample.inputs @ weight.T + bias + log_hidden - local.near
+    metric = group_metric(sample, 1)
+    best, value, residual = missing[:, :fitted].new_full((len(missing),), torch.inf), missing[:, 0] * 0, missing.clone()
+    weight, bias, shifts = weight.clone(), bias.clone(), torch.full_like(bias, NO_TOKEN)
+    for shift in (NO_TOKEN, *_SHIFTS):
+        share = (score + shift).sigmoid().T[..., None]  # w, [H, N, 1]
+        heads = missing + share * local.outputs
+        own = share[:, :fitted]
+        tried_value = (own * heads[:, :fitted]).sum(1) / own.square().sum(1).clamp_min(1e-12)
+        tried = heads - share * tried_value[:, None]
+        costs = group_costs(tried[:, :fitted], metric).mean(0)
+        better = costs < best
+        best = torch.where(better, costs, best)
+        shifts[better], value[better], residual[better] = shift, tried_value[better], tried[better]
+    none = shifts == NO_TOKEN
+    value[none], weight[none], bias[none] = 0, 0, 0
+    return weight, bias + shifts, value, residual

@@ -1,0 +1,92 @@
+"""Conversion with local fallbacks, through the command: what a user gets, and that it loads and runs anywhere."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from moh_llm.conversion.plan import PlanOptions, shared_and_active
+from moh_llm.flops import keys_read
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
+
+LONG = {"max_position_embeddings": 4096, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def base(make_llama):
+    return make_llama(**LONG)
+
+
+def test_long_context_is_converted_to_fixed_heads_with_local_fallbacks(base, convert, tmp_path, capsys):
+    """The default from 2,048 tokens on: the budget is met, and shown as a share of keys, and no router is written."""
+    assert convert(base, tmp_path / "moh", "--keys", "0.6", "--context", "2048") == 0
+    assert "router none, fallback local" in " ".join(capsys.readouterr().out.split())
+    moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")
+    config, heads = moh.config, 8
+    assert (config.head_fallback, config.router_type, config.moh_format) == ("local", "none", 3)
+    assert config.local_heads_per_layer == [
+        [head for head in range(4) if head not in shared] for shared in config.shared_heads_per_layer
+    ]
+    on = sum(config.active_heads_per_layer)
+    assert keys_read(config, 2048) <= 0.6 < keys_read(config, 2048) + (1 - 1 / 8) / heads
+    assert on == shared_and_active(PlanOptions(fallback="local", keys=0.6, context=2048), config)[1]
+    assert not [name for name in moh.state_dict() if ".router." in name]
+    record = json.loads((tmp_path / "moh" / "conversion.json").read_text())
+    assert record["verification"]["all_heads_active"]["equals_base"] is True
+    assert record["verification"]["converted"]["kl"] < record["verification"]["paper_router"]["kl"]
+    assert record["plan"]["shared"] == "importance"
+    assert [list(costs) for costs in record["calibration"]["estimated_kl_by_drops"]] == [list("01234")] * 2
+
+
+@pytest.mark.parametrize("router", ["none", "linear"])
+def test_it_runs_with_transformers_alone(base, convert, tmp_path, router):
+    flags = ["--fallback", "local", "--local-window", "16", "--local-sinks", "2", "--router", router]
+    assert convert(base, tmp_path / "moh", *flags, "--active-ratio", "0.5", "--context", "128", "--verify", "none") == 0
+    moh = AutoModelForCausalLM.from_pretrained(tmp_path / "moh", trust_remote_code=True)
+    dense, tokenizer = LlamaForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(tmp_path / "moh")
+    ids = tokenizer("The river was high that spring, and the boats lay tied. " * 4, return_tensors="pt").input_ids
+    with torch.no_grad():
+        own, of_base = moh(ids).logits, dense(ids).logits
+        assert not torch.allclose(own, of_base, atol=1e-3)
+        assert torch.equal(moh(ids[:, :18]).logits, dense(ids[:, :18]).logits)
+        # Where a head sees everything it is the base's, also within a longer text.
+        torch.testing.assert_close(own[:, :18], of_base[:, :18], atol=1e-4, rtol=1e-4)
+    generated = moh.generate(ids, max_new_tokens=8, do_sample=False)
+    for _ in range(8):
+        ids = torch.cat([ids, moh(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(generated, ids)
+
+
+@pytest.mark.parametrize("fallback", ["value", "none"])
+def test_fixed_heads_with_other_fallbacks(base, convert, tmp_path, fallback):
+    flags = ["--router", "none", "--fallback", fallback, "--num-active-heads", "3", "--context", "128"]
+    assert convert(base, tmp_path / "moh", *flags, "--verify", "none") == 0
+    config = MoHLlamaConfig.from_pretrained(tmp_path / "moh")
+    assert config.shared_heads_per_layer and sum(config.active_heads_per_layer) == 6
+    moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")
+    gates = []
+    for router in moh.routers:
+        router.register_forward_hook(lambda module, args, output: gates.append(output[1]))
+    moh(torch.arange(1, 60)[None])
+    for gate, shared in zip(gates, config.shared_heads_per_layer, strict=True):
+        assert gate[0].sum(0).nonzero()[:, 0].tolist() == shared and gate[0, :, shared].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--keys", "0.1", "--local-window", "256"], "--keys 0.1 is less than fallbacks alone read"),
+        (["--keys", "1.5"], "--keys 1.5 must be above 0 and at most 1"),
+        (["--keys", "0.5", "--num-active-heads", "2"], "give --num-active-heads or --keys, not both"),
+        (["--router", "none", "--num-shared-heads", "1"], "drop --num-shared-heads"),
+        (["--fallback", "local", "--local-window", "0"], "--local-window 0 must be at least 1"),
+        (["--context", "0"], "--context 0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_followed_is_named(base, convert, tmp_path, capsys, flags, message):
+    assert convert(base, tmp_path / "moh", "--context", "2048", *flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert not (tmp_path / "moh").exists()

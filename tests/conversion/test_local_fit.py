@@ -1,0 +1,128 @@
+"""Local attention's sample against a loop in float64, the distant token, and plans against trying each."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from moh_llm.conversion.fit import LayerSample
+from moh_llm.conversion.local_fit import NO_TOKEN, LocalFitter
+from moh_llm.conversion.local_sample import STRIDE, LocalSample, sample_local
+
+WINDOW, SINKS = 5, 2
+
+
+@pytest.mark.parametrize(("length", "starts"), [(23, [0] * 23), (40, [0] * 9 + [9] * 31)])
+def test_the_sample_is_a_loop(length, starts):
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(2, heads, length, 4, generator=generator) for heads in (4, 2, 2))
+    places = torch.arange(length)[None], torch.tensor([starts])
+    found = sample_local(queries, keys, values, *places, WINDOW, SINKS, 0.5)
+    for b, t, h in itertools.product(range(2), range(length), range(4)):
+        row, document = b * length + t, range(starts[t], t + 1)
+        scores = {j: (queries[b, h, t].double() @ keys[b, h // 2, j].double() * 0.5).item() for j in document}
+        seen = [j for j in document if j > t - WINDOW or j < starts[t] + SINKS]
+        hidden = [math.exp(scores[j]) for j in document if j not in seen]
+        weights = torch.tensor([scores[j] for j in seen], dtype=torch.float64).softmax(0)
+        expected = weights @ values[b, h // 2, seen].double()
+        torch.testing.assert_close(found.outputs[h, row].double(), expected, atol=1e-5, rtol=1e-5)
+        assert found.near[row, h] == pytest.approx(math.log(sum(math.exp(scores[j]) for j in seen)), abs=1e-4)
+        assert found.hidden[row] == max(1, len(hidden))
+        if t % STRIDE:
+            assert found.far[row, h].isnan()
+        else:
+            assert found.far[row, h] == pytest.approx(math.log(sum(hidden)) if hidden else -math.inf, abs=1e-4)
+
+
+def make_sample(heads=4, tokens=400, fitted=300, hidden=6, size=3, spread=1.0):
+    """Heads whose part out of sight is a fixed vector, of a weight that the input tells, and noise of its own."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    inputs, local = randn(tokens, hidden), randn(heads, tokens, size)
+    near, out_of_sight = randn(tokens, heads), torch.randint(1, 50, (tokens,), generator=generator).float()
+    far = inputs @ (0.3 * randn(hidden, heads)) + out_of_sight.log()[:, None]
+    weight = (far - near).sigmoid().T[..., None]
+    value = randn(heads, 1, size)
+    noise = randn(heads, tokens, size) * torch.tensor([0.01, 0.5, 2.0, 1.0])[:heads, None, None] * spread
+    heads_out = (1 - weight) * local + weight * value + noise
+    root = randn(hidden, hidden)
+    sample = LocalSample(
+        local, near, torch.where(torch.arange(tokens)[:, None] % STRIDE == 0, far, math.nan), out_of_sight
+    )
+    gradients, o_proj = randn(tokens - fitted, hidden), randn(hidden, heads * size)
+    return LayerSample(inputs, heads_out, local, root @ root.T, gradients, o_proj, fitted, sample), value[:, 0]
+
+
+def test_the_distant_token_is_found():
+    sample, value = make_sample(spread=0.0)
+    fitter = LocalFitter(sample, routes=False)
+    torch.testing.assert_close(fitter.value, value, atol=0.02, rtol=0.02)
+    assert max(fitter.importance) < 1e-3
+
+
+def test_a_head_that_it_harms_has_none():
+    """Its outputs are those of local attention, whatever the weight of what is out of sight."""
+    sample, _ = make_sample()
+    sample.heads[1] = sample.local.outputs[1]
+    fitter = LocalFitter(sample, routes=False)
+    assert fitter.score_bias[1] == NO_TOKEN and fitter.score_weight[1].eq(0).all() and fitter.value[1].eq(0).all()
+    assert fitter.importance[1] == 0 and fitter.score_bias[0] > NO_TOKEN
+
+
+def cost(fitter, sample, fit, routes):
+    """1/2 (g^T e)^2 over held-out tokens, a token and a head at a time, by what the tensors say."""
+    held_out, size = range(sample.fitted, len(sample.inputs)), sample.heads.shape[-1]
+    heads = range(len(sample.heads))
+    routed = [head for head in heads if head not in fit.shared_heads and head not in fit.local_heads]
+    others = [head for head in heads if head not in fit.shared_heads]
+    total = 0.0
+    for t in held_out:
+        x, error = sample.inputs[t], torch.zeros(sample.inputs.shape[1])
+        off = list(fit.local_heads) if routes else others
+        if routes and routed:
+            logits = fit.tensors["router.routed.weight"] @ x + fit.tensors["router.routed.bias"]
+            off += [routed[i] for i in logits.argsort()[: fit.dropped - len(fit.local_heads)].tolist()]
+        for head in off:
+            row = others.index(head)
+            score = (
+                fit.tensors["fallback.distant_score.weight"][row] @ x + fit.tensors["fallback.distant_score.bias"][row]
+            )
+            weight = (score + sample.local.hidden[t].log() - sample.local.near[t, head]).sigmoid()
+            fallback = (1 - weight) * sample.local.outputs[head, t] + weight * fit.tensors["fallback.distant_value"][
+                row
+            ]
+            error = error + sample.o_proj[:, head * size :][:, :size] @ (sample.heads[head, t] - fallback)
+        total += float((sample.gradients[t - sample.fitted] @ error) ** 2 / 2)
+    return total / len(held_out)
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_cost_is_what_the_tensors_do_to_held_out_tokens(routes):
+    sample, _ = make_sample()
+    fitter = LocalFitter(sample, routes)
+    for dropped in range(5):
+        fit = fitter.fit(dropped)
+        assert fit.dropped == dropped and len(fit.shared_heads) <= 4 - dropped and len(fit.local_heads) <= dropped
+        assert fit.cost == pytest.approx(cost(fitter, sample, fit, routes), rel=1e-3, abs=1e-9)
+        if not routes:
+            ranked = sorted(range(4), key=lambda head: -fitter.importance[head])
+            assert sorted(fit.shared_heads) == sorted(ranked[: 4 - dropped])
+
+
+def test_the_plan_is_the_best_of_those_tried():
+    sample, _ = make_sample()
+    mixed, fixed, routed = LocalFitter(sample, True), LocalFitter(sample, False), LocalFitter(sample, True, [])
+    for dropped in range(1, 4):
+        assert mixed.fit(dropped).cost <= min(fixed.fit(dropped).cost, routed.fit(dropped).cost) + 1e-9
+    assert routed.fit(2).shared_heads == routed.fit(2).local_heads == []
+
+
+def test_groups_are_switched_as_one():
+    sample, _ = make_sample()
+    fit = LocalFitter(sample, True, group_size=2).fit(2)
+    assert [sorted(fit.shared_heads), sorted(fit.local_heads)] in ([[0, 1], [2, 3]], [[2, 3], [0, 1]], [[], []])
+    assert LocalFitter(sample, False, group_size=2).fit(4).local_heads == [0, 1, 2, 3]
