@@ -128,7 +128,7 @@ def compare_to_reference(
             log_q = F.log_softmax(reference_logits[rows].float(), -1)
             for name in candidates:
                 log_p = F.log_softmax(logits[name][rows].float(), -1)
-                values[name].append(_values(log_p, log_q, targets[rows]))
+                values[name].append(compare_predictions(log_p, log_q, targets[rows]))
     return {name: Comparison(sums_by_document(torch.cat(found), documents)) for name, found in values.items()}
 
 
@@ -140,7 +140,7 @@ def sums_by_document(values: torch.Tensor, documents: Sequence[torch.Tensor]) ->
     return sums.index_add_(0, numbers, counted.double().cpu()).numpy()
 
 
-def _values(log_p: torch.Tensor, log_q: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def compare_predictions(log_p: torch.Tensor, log_q: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Per row cross-entropy of p `[N, V]`, that of q, KL(q || p), and whether the top-1 is equal, float64 `[N, 4]`."""
     values = (
         F.nll_loss(log_p, targets, reduction="none"),

@@ -1,0 +1,254 @@
+"""How near converted models are to their base at long context, by position, and what they still retrieve.
+
+    python benchmarks/long_context.py out/half --base BASE --context 8192 long1.jsonl long2.jsonl
+    python benchmarks/long_context.py out/half --also out/third out/fixed --base BASE --json half.json *.jsonl
+
+Reads the first `--context` tokens of the first documents that have as many, in turn from each text. By position in the
+document: perplexity / base perplexity and KL(base || model) in nats per token, with 95 % intervals by bootstrap over
+documents. Keys read: the share of the base's keys that attention needs, from the heads that are on in this text; a
+local fallback reads its window and sinks. Retrieval, in the documents' text: tokens copied of random strings, and whole
+answers to passkeys and key-value pairs, by distance, as shares of the base's right answers, with intervals by
+bootstrap over prompts. A run with `--json` that was interrupted goes on where it stopped.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from moh_llm.analysis.retrieval import TASKS, make_prompt, score
+from moh_llm.data.mixture import mixture_from_files
+from moh_llm.data.records import source_documents
+from moh_llm.errors import UserError
+from moh_llm.files import write_json
+from moh_llm.intervals import show_figure
+from moh_llm.metrics import Comparison, compare_predictions
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.records.model import fingerprint, read_weight_map
+
+EDGES = (0, 512, 2048, 8192, 32768, 131072)
+HEADLINE = 2048  # from this position on
+ROWS = 512  # predictions whose logits are held at once
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="converted folder")
+    parser.add_argument("text", nargs="+", help="text files with long documents")
+    parser.add_argument("--also", nargs="+", default=[], metavar="MODEL", help="more converted folders")
+    parser.add_argument("--base", required=True, help="the dense model they were converted from")
+    parser.add_argument("--context", type=int, default=8192, help="tokens read of each document")
+    parser.add_argument("--documents", type=int, default=20, help="how many documents")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts of each retrieval task; 0: none")
+    parser.add_argument("--distances", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 7000])
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
+    parser.add_argument("--json", type=Path, help="write the figures there, after each document")
+    args = parser.parse_intermixed_args()
+    try:
+        run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    dtype, device = getattr(torch, args.dtype), "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(args.base)
+    documents = long_documents(args.text, tokenizer, args.context, args.documents)
+    names = [args.model, *args.also]
+    base = AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).to(device).eval()
+    models = {name: MoHLlamaForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval() for name in names}
+    room = args.context - 100 * len(args.distances)  # the questions come last
+    distances = [distance for distance in args.distances if distance <= room]
+    asked = {
+        "models": {name: model_identity(name) for name in (args.base, *names)},
+        "texts": args.text,
+        "context": args.context,
+        "distances": distances,
+        "dtype": args.dtype,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+    }
+    found: dict[str, Any] = {"asked": asked, "documents": {}, "prompts": {}}
+    if args.json and args.json.exists():
+        earlier = json.loads(args.json.read_text())
+        if earlier.get("asked") != asked:
+            raise UserError(f"{args.json} holds figures of other models or text; give another file, or delete it")
+        found |= {name: earlier[name] for name in ("documents", "prompts")}
+
+    def save() -> None:
+        if args.json:
+            write_json(args.json, found)
+
+    with torch.inference_mode():
+        for number, (text, ids) in enumerate(tqdm(documents, desc="documents", unit="document")):
+            if str(number) not in found["documents"]:
+                found["documents"][str(number)] = {"text": text} | compare(base, models, ids)
+                save()
+        for number in tqdm(range(args.prompts if distances else 0), desc="retrieval", unit="prompt"):
+            if str(number) not in found["prompts"]:
+                text = documents[number % len(documents)][1].tolist()
+                try:
+                    prompt = make_prompt(text, args.context, distances, tokenizer, number)
+                except ValueError as error:
+                    raise UserError(f"{error}; choose other --distances") from error
+                scores = {name: score(prompt, most_likely(model)) for name, model in {"base": base, **models}.items()}
+                found["prompts"][str(number)] = json.loads(json.dumps(scores))  # distances become text, as in the file
+                save()
+    count = len(documents)
+    rows = [found["documents"][str(number)] for number in range(count)]
+    print_positions(rows, names, args.context)
+    prompts = [found["prompts"][str(number)] for number in range(args.prompts if distances else 0)]
+    far = [distance for distance in distances if distance > max(model.config.local_window for model in models.values())]
+    for task in TASKS if prompts else ():
+        print_retrieval(task, prompts, names, distances, far)
+
+
+def model_identity(name: str) -> str:
+    """What tells a model from others of its name."""
+    return fingerprint(read_weight_map(Path(name))[0]) if Path(name).is_dir() else name
+
+
+def long_documents(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, count: int
+) -> list[tuple[str, torch.Tensor]]:
+    """The first `length` tokens of `count` documents that have as many, in turn from each text, with its name.
+
+    Raises:
+        UserError: there are fewer.
+    """
+
+    def of(name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        (source,) = mixture_from_files([name]).sources
+        for _, text in source_documents(source):
+            if len(text) > length:  # a token is a character at least
+                ids = tokenizer(text[: 16 * length], truncation=True, max_length=length)["input_ids"]
+                if len(ids) == length:
+                    yield "/".join(Path(name).parts[-2:]), torch.tensor(ids)
+
+    in_turn = (found for row in itertools.zip_longest(*map(of, texts)) for found in row if found)
+    documents = list(itertools.islice(in_turn, count))
+    if len(documents) < count:
+        raise UserError(
+            f"{len(documents)} documents of {length} tokens or more in {', '.join(texts)}, and {count} were asked for; "
+            "add text, or lower --documents or --context"
+        )
+    return documents
+
+
+def compare(base: PreTrainedModel, models: dict[str, MoHLlamaForCausalLM], ids: torch.Tensor) -> dict[str, Any]:
+    """Per model sums `[5]` over positions between `EDGES` and from `HEADLINE` on, and shares of keys and heads."""
+    ids = ids[None].to(base.device)
+    reference = base.model(ids, use_cache=False).last_hidden_state[0]
+    found = {}
+    for name, model in models.items():
+        gates: list[torch.Tensor] = []
+        handles = [
+            router.register_forward_hook(lambda _, args, output, gates=gates: gates.append(output[1][0].ne(0)))
+            for router in model.routers
+        ]
+        hidden = model.model(ids, use_cache=False).last_hidden_state[0]
+        for handle in handles:
+            handle.remove()
+        values = torch.cat(
+            [
+                compare_predictions(
+                    model.lm_head(hidden[rows]).float().log_softmax(-1),
+                    base.lm_head(reference[rows]).float().log_softmax(-1),
+                    ids[0, rows + 1],
+                )
+                for rows in torch.arange(ids.shape[1] - 1, device=ids.device).split(ROWS)
+            ]
+        ).cpu()
+        parts = {f"{low}": (low, high) for low, high in itertools.pairwise(EDGES) if low < len(values)}
+        parts["headline"] = (HEADLINE, len(values))
+        sums = {
+            part: [len(values[low:high]), *values[low:high].sum(0).tolist()]
+            for part, (low, high) in parts.items()
+            if len(values[low:high])
+        }
+        on = torch.stack([gate.float().mean(-1) for gate in gates]).mean(0).cpu()  # share of heads by position
+        shares = {f"from {start}": keys_read(on, model.config, start) for start in (0, HEADLINE) if start < len(on)}
+        found[name] = {"sums": sums, "keys": shares, "heads_on": on.mean().item()}
+    return found
+
+
+def keys_read(on: torch.Tensor, config: Any, start: int = 0) -> float:
+    """Share of the keys of dense attention that are read from position `start` on, by the share of heads `on` `[T]`."""
+    every = torch.arange(1, len(on) + 1, dtype=torch.float64)
+    fallback = every.clamp_max(config.local_window + config.local_sinks) * (config.head_fallback == "local")
+    read = on.double() * every + (1 - on.double()) * fallback
+    return (read[start:].sum() / every[start:].sum()).item()
+
+
+def most_likely(model: PreTrainedModel) -> Callable[[list[int], list[int]], torch.Tensor]:
+    """The function that `moh_llm.analysis.retrieval.score` takes."""
+
+    def predict(ids: list[int], positions: list[int]) -> torch.Tensor:
+        hidden = model.model(torch.tensor([ids], device=model.device), use_cache=False).last_hidden_state
+        return model.lm_head(hidden[0, positions]).argmax(-1)
+
+    return predict
+
+
+def print_positions(rows: Sequence[dict[str, Any]], names: Sequence[str], context: int) -> None:
+    by_text = ", ".join(f"{sum(r['text'] == t for r in rows)} of {t}" for t in dict.fromkeys(r["text"] for r in rows))
+    print(f"\n{len(rows)} documents of {context} tokens: {by_text}")
+    print(f"{'model':<24} {'heads on':>8} {'keys':>6} {'positions':>14} {'x base (95 %)':>28} {'KL (95 %)':>28}")
+    for name in names:
+        found = [row[name] for row in rows]
+        keys = {part: np.mean([row["keys"][part] for row in found]) for part in found[0]["keys"]}
+        for part in found[0]["sums"]:
+            figures = Comparison(np.array([row["sums"][part] for row in found]))
+            low = HEADLINE if part == "headline" else int(part)
+            high = min([edge for edge in EDGES if edge > low] + [context]) if part != "headline" else context
+            share = keys.get(f"from {low}") if part in ("headline", "0") else None
+            print(
+                f"{Path(name).name[-24:]:<24} {np.mean([row['heads_on'] for row in found]):>8.3f} "
+                f"{'' if share is None else f'{share:.3f}':>6} "
+                f"{f'{low}-{high - 1}' if part != 'headline' else f'from {low} on':>14} "
+                f"{show_figure(figures.perplexity_ratio, figures.ratio_interval, '.4f'):>28} "
+                f"{show_figure(figures.kl, figures.kl_interval, '.4f'):>28}"
+            )
+
+
+def print_retrieval(
+    task: str, prompts: list[dict[str, Any]], names: Sequence[str], distances: Sequence[int], far: Sequence[int]
+) -> None:
+    """A row per model: right answers over the base's at each distance, and at all those beyond the window."""
+    columns = {str(distance): [distance] for distance in distances} | {"beyond the window": far}
+    print(f"\n{task}, {len(prompts)} prompts: the base's accuracy, and right answers / the base's (95 %)")
+    print(f"{'distance':<24}" + "".join(f"{column:>26}" for column in columns))
+
+    def sums(name: str, wanted: Sequence[int]) -> np.ndarray:
+        """Right answers and all of each prompt, `[P, 2]`."""
+        return np.array([np.sum([row[name][task][str(distance)] for distance in wanted], axis=0) for row in prompts])
+
+    base = {column: sums("base", wanted) for column, wanted in columns.items() if wanted}
+    print(f"{'base':<24}" + "".join(f"{b[:, 0].sum() / b[:, 1].sum():>26.3f}" for b in base.values()))
+    for name in names:
+        cells = [show_figure(*ratio(sums(name, columns[column]), of_base), ".3f") for column, of_base in base.items()]
+        print(f"{Path(name).name[-24:]:<24}" + "".join(f"{cell:>26}" for cell in cells))
+
+
+def ratio(own: np.ndarray, base: np.ndarray) -> tuple[float | None, list[float] | None]:
+    """Right answers `[P, 2]` over the base's, 95 % interval by bootstrap over prompts; None: it has none."""
+    if not base[:, 0].sum():
+        return None, None
+    draws = np.random.default_rng(0).multinomial(len(own), np.full(len(own), 1 / len(own)), 2000)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = (draws @ own[:, 0]) / (draws @ base[:, 0])
+    ends = np.percentile(ratios[np.isfinite(ratios)], (2.5, 97.5)).tolist() if len(own) > 1 else None
+    return own[:, 0].sum() / base[:, 0].sum(), ends
+
+
+if __name__ == "__main__":
+    sys.exit(main())

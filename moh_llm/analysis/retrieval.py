@@ -1,0 +1,113 @@
+"""Retrieval over distance, which perplexity hides: copying, passkeys and key-value look-up.
+
+A prompt holds, for each distance, a string of random tokens, a passkey and a key-value pair, and asks for all of them
+at its end. What is right is that the most likely next tokens are those of the answer, given the answer's earlier
+tokens: for a whole answer that is what greedy decoding gives.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+TASKS = ("copying", "passkey", "key-value")
+_COPIED, _GIVEN = 32, 8  # tokens of a copied string, and how many of them its repetition gives
+_APART = 8  # tokens of text between questions
+_NAMES = ["Anna", "Boris", "Clara", "David", "Elena", "Frank", "Grace", "Henry", "Irene", "James", "Karen", "Louis"]
+_KEYS = ["apple", "bridge", "cloud", "desk", "engine", "forest", "garden", "hammer", "island", "jacket", "kettle"]
+_KEYS += ["ladder", "market", "needle", "orange", "pencil", "rabbit", "silver", "table", "violin", "window", "yellow"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens `start` to `stop` of a prompt; what is to be found lies `distance` tokens before its repetition."""
+
+    task: str
+    distance: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the answers in them."""
+
+    ids: list[int]
+    answers: list[Answer]
+
+
+def make_prompt(
+    text: Sequence[int], length: int, distances: Sequence[int], tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Prompt:
+    """A prompt of `length` tokens.
+
+    Args:
+        text: tokens of ordinary text around what is to be found, `length` at least.
+        length: tokens of the prompt.
+        distances: how many tokens lie from the beginning of what is to be found to that of its repetition, twelve
+            distances at most.
+        tokenizer: writes the sentences.
+        seed: draws strings, names and numbers.
+
+    Raises:
+        ValueError: a distance does not fit into the prompt, or distances lie too close together.
+    """
+    generator = random.Random(seed)
+    ordinary = sorted(set(text[:length]))
+    names, keys = generator.sample(_NAMES, len(_NAMES)), generator.sample(_KEYS, len(_KEYS))
+
+    def encode(words: str) -> list[int]:
+        return tokenizer(words, add_special_tokens=False)["input_ids"]
+
+    questions = []  # task, distance, what is to be found, its repetition, where in that the answer begins
+    for distance, name, key in zip(sorted(distances), names, keys, strict=False):
+        string = [generator.choice(ordinary) for _ in range(_COPIED)]
+        questions.append(("copying", distance, string, string, _GIVEN))
+        for task, given, end in (
+            ("passkey", f"\nThe pass key of {name} is", ". Remember it.\n"),
+            ("key-value", f"\n{key}:", "\n"),
+        ):
+            value = f" {generator.randrange(10000, 100000)}"
+            questions.append((task, distance, encode(given + value + end), encode(given + value), len(encode(given))))
+    pairs = [encode(f"\n{key}: {generator.randrange(10000, 100000)}\n") for key in keys[len(distances) :]]
+
+    end = length - sum(max(len(found), len(asked)) + _APART for _, _, found, asked, _ in questions)
+    ids, answers, taken = list(text[:length]), [], []
+    at = end
+    for task, distance, sentence, asked, given in questions:
+        place = range(at - distance, at - distance + len(sentence))
+        if place.start < 0 or place.stop > end:
+            raise ValueError(f"a distance of {distance} does not fit into a prompt of {length} tokens")
+        if any(place.start < other.stop and other.start < place.stop for other in taken):
+            raise ValueError(f"distances {', '.join(map(str, distances))} lie too close together")
+        ids[place.start : place.stop], ids[at : at + len(asked)] = sentence, asked
+        answers.append(Answer(task, distance, at + given, at + len(asked)))
+        taken.append(place)
+        at += max(len(sentence), len(asked)) + _APART
+    for pair in pairs:  # which nothing asks for
+        starts = range(end - len(pair))
+        free = [p for p in starts if all(p >= other.stop or p + len(pair) <= other.start for other in taken)]
+        if free:
+            start = generator.choice(free)
+            ids[start : start + len(pair)] = pair
+            taken.append(range(start, start + len(pair)))
+    return Prompt(ids, answers)
+
+
+def score(
+    prompt: Prompt, most_likely: Callable[[list[int], list[int]], torch.Tensor]
+) -> dict[str, dict[int, list[int]]]:
+    """Right answers, and all, by task and distance: tokens in copying, whole answers in the other tasks.
+
+    `most_likely` takes the ids and positions in them, and gives the most likely token after each position `[P]`.
+    """
+    positions = [p - 1 for answer in prompt.answers for p in range(answer.start, answer.stop)]
+    found = iter(most_likely(prompt.ids, positions).tolist())
+    counts: dict[str, dict[int, list[int]]] = {task: {} for task in TASKS}
+    for answer in prompt.answers:
+        right = [next(found) == prompt.ids[p] for p in range(answer.start, answer.stop)]
+        whole = answer.task != "copying"
+        counts[answer.task][answer.distance] = [int(all(right)), 1] if whole else [sum(right), len(right)]
+    return counts
