@@ -94,3 +94,19 @@ def test_the_way_back(converted, read_tensors, ids, tmp_path, one_thread):
     assert type(models[1]).__name__ == dense.architectures[0]
     assert torch.equal(logits_of(models[0], ids), logits_of(models[1], ids))
     assert not list((tmp_path / "dense").glob("*.py"))
+
+
+@pytest.mark.slow
+def test_local_fallbacks_in_every_family(converted, convert, ids, tmp_path, one_thread):
+    """Up to window and sinks they are the base bit for bit, and beyond with all heads on."""
+    local = ["--fallback", "local", "--local-window", "9", "--local-sinks", "3", "--active-ratio", "0.5"]
+    assert convert(converted.base, tmp_path / "moh", *local, "--verify", "none") == 0
+    moh, base = (
+        MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh"),
+        AutoModelForCausalLM.from_pretrained(converted.base),
+    )
+    expected = logits_of(base, ids)
+    assert torch.equal(logits_of(moh, ids[:, :12]), logits_of(base, ids[:, :12]))
+    assert not torch.allclose(logits_of(moh, ids), expected, atol=1e-3)
+    with moh.all_heads_active():
+        assert torch.equal(logits_of(moh, ids), expected)

@@ -158,3 +158,12 @@ def test_a_part_of_the_heads_is_refused(make_pair, ids):
         whole.weight = nn.Parameter(whole.weight[: whole.weight.shape[0] // 2])
     with pytest.raises(ValueError, match=r"2 of 4 heads are on this device.*do not support tensor parallelism"):
         model(ids)
+
+
+def test_a_local_fallback_is_refused(make_pair, ids, monkeypatch):
+    """It reads keys, and an engine keeps them itself."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "engine", engine_attention)
+    _, model = make_pair(**PLAN, router_type="linear", head_fallback="local")
+    model.set_attn_implementation("engine")
+    with pytest.raises(ValueError, match="head_fallback='local' reads keys that attn_implementation='engine' keeps"):
+        model(ids)
