@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--also", nargs="+", default=[], metavar="MODEL", help="more converted folders")
     parser.add_argument("--base", required=True, help="the dense model they were converted from")
     parser.add_argument("--context", type=int, default=8192, help="tokens read of each document")
-    parser.add_argument("--documents", type=int, default=20, help="how many documents")
+    parser.add_argument("--documents", type=int, help="how many documents (default: 20, or as many as there are)")
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each retrieval task; 0: none")
     parser.add_argument("--distances", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 7000])
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
@@ -118,12 +118,14 @@ def model_identity(name: str) -> str:
 
 
 def long_documents(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, count: int
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, count: int | None
 ) -> list[tuple[str, torch.Tensor]]:
     """The first `length` tokens of `count` documents that have as many, in turn from each text, with its name.
 
+    Without `count`, of 20 documents or as many as there are.
+
     Raises:
-        UserError: there are fewer.
+        UserError: there are fewer, or none.
     """
 
     def of(name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -135,10 +137,10 @@ def long_documents(
                     yield "/".join(Path(name).parts[-2:]), torch.tensor(ids)
 
     in_turn = (found for row in itertools.zip_longest(*map(of, texts)) for found in row if found)
-    documents = list(itertools.islice(in_turn, count))
-    if len(documents) < count:
+    documents = list(itertools.islice(in_turn, 20 if count is None else count))
+    if len(documents) < (count or 1):
         raise UserError(
-            f"{len(documents)} documents of {length} tokens or more in {', '.join(texts)}, and {count} were asked for; "
+            f"{len(documents)} documents of {length} tokens or more in {', '.join(texts)}; {count or 1} needed: "
             "add text, or lower --documents or --context"
         )
     return documents
