@@ -51,7 +51,7 @@ class PlanOptions:
     routing_granularity: str = "head"
 
     def __post_init__(self) -> None:
-        if self.router_type == "query_norm" and (self.budgets == "uneven" or self.fallback == "value"):
+        if self.router_type == "query_norm" and (self.budgets == "uneven" or self.fallback in ("value", "local")):
             raise UserError("uneven budgets and fallbacks are fitted together with the linear router; drop query_norm")
         if self.local_window < 1 or self.local_sinks < 0:
             flag, least = ("--local-window", 1) if self.local_window < 1 else ("--local-sinks", 0)
@@ -91,8 +91,8 @@ class PlanOptions:
     @property
     def mixes(self) -> bool:
         """Whether the fit finds which heads of a layer are shared, routed and never on."""
-        free = self.head_fallback == "local" or self.router_type == "none"
-        return self.fits and self.num_shared_heads is None and free
+        ours = self.head_fallback == "local" and self.preset is None
+        return self.fits and self.num_shared_heads is None and (ours or self.router_type == "none")
 
     def heads_per_group(self, config: PreTrainedConfig) -> int:
         """Number of heads of that base which are switched together."""

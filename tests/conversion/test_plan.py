@@ -39,6 +39,9 @@ def by_group(**options):
         (PlanOptions(preset="paper", num_active_heads=7), 9, 9, (4, 210)),
         (PlanOptions(preset="paper", active_ratio=0.8), 9, 9, (4, 210)),
         (PlanOptions(preset="paper", router="linear"), 9, 9, (4, 180)),
+        (PlanOptions(preset="paper", router="linear", fallback="local"), 9, 9, (4, 180)),
+        (PlanOptions(fallback="local"), 9, 9, (0, 202)),
+        (PlanOptions(fallback="local", router="linear", num_shared_heads=2), 9, 9, (2, 202)),
         (by_group(), 9, 3, (0, 204)),  # 67.5 groups, half to even
         (by_group(num_active_heads=7), 9, 3, (0, 210)),
         (by_group(num_shared_heads=3), 9, 3, (3, 204)),
@@ -107,6 +110,7 @@ def test_what_follows_from_the_router(options, expected):
         ({"active_ratio": 0.5, "num_active_heads": 2}, "--num-active-heads or --active-ratio, not both"),
         ({"router": "query_norm", "budgets": "uneven"}, "fitted together with the linear router; drop query_norm"),
         ({"preset": "paper", "fallback": "value"}, "fitted together with the linear router; drop query_norm"),
+        ({"preset": "paper", "fallback": "local"}, "fitted together with the linear router; drop query_norm"),
     ],
 )
 def test_impossible_options_are_named(options, message):
