@@ -125,12 +125,6 @@ def document_starts(
     return positions, starts
 
 
-def first_tokens(*args, **kwargs) -> torch.Tensor:
-    """Whether a token is the first that attention shows it, `[B or 1, T]`; arguments are `document_starts`'."""
-    positions, starts = document_starts(*args, **kwargs)
-    return positions == starts
-
-
 def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.masking_utils import create_causal_mask
 
 from moh_llm.kernels.head_sparse import first_seen
-from moh_llm.modeling.routing_moh import first_tokens
+from moh_llm.modeling.routing_moh import document_starts
 from tests.modeling import naive
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
@@ -161,6 +161,12 @@ def drawn_case(draw: random.Random) -> dict:
             for place in range(1, length):
                 row[place] = draw.randint(0, 3) if begin[place] else row[place - 1] + 1
     return {"inputs": torch.zeros(batch, length, 4), "mask": mask, "positions": positions, "past": past}
+
+
+def first_tokens(*args: object, **kwargs: object) -> torch.Tensor:
+    """Whether a token is the first that attention shows it, `[B or 1, T]`; arguments are `document_starts`'."""
+    positions, starts = document_starts(*args, **kwargs)
+    return positions == starts
 
 
 def test_first_tokens_are_those_that_transformers_masks_show_themselves_only():
