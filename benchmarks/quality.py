@@ -146,7 +146,7 @@ def main() -> int:
 def _calibrate(base, plan: PlanOptions, batches: list[Batch], dtype, device) -> list[LayerCalibration]:
     model = LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device)
     with tempfile.TemporaryDirectory() as scratch:
-        return calibrate(model, batches, plan, Path(scratch))
+        return calibrate(model, batches, [plan], Path(scratch))[0]
 
 
 def _model(base, dense, plan: PlanOptions, calibrated, dtype) -> MoHLlamaForCausalLM:

@@ -40,7 +40,7 @@ def convert(
     active_ratio: float | None = None,
     keys: float | None = None,
     shared: Literal["first", "importance"] = "first",
-    router: Literal["linear", "query_norm", "none"] | None = None,
+    router: Literal["linear", "threshold", "query_norm", "none"] | None = None,
     routing_granularity: Literal["head", "kv_group"] | None = None,
     budgets: Literal["uneven", "even"] | None = None,
     fallback: Literal["value", "local", "none"] | None = None,

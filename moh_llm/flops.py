@@ -45,15 +45,14 @@ def computed_parts(config: MoHLlamaConfig, length: int, sparse: bool = False) ->
     """FLOPs of one forward pass over a sequence of `length` tokens by part, as MoH is computed today.
 
     All heads and the fallbacks of all heads that are not shared are; the gate then picks. With `sparse`
-    (attn_implementation="moh_sparse") scores and weighted sums are those of heads that are on, and so they are
-    with local fallbacks in layers where no head is routed.
+    (attn_implementation="moh_sparse") scores and weighted sums are those of heads that are on. With local fallbacks
+    they are left out of heads that no token has on.
     """
     total, on = config.num_attention_heads * config.num_hidden_layers, sum(config.active_heads_per_layer)
     others = total - sum(map(len, config.shared_heads_per_layer))
     full = total
     if config.head_fallback == "local":
-        layers = zip(config.active_heads_per_layer, config.shared_heads_per_layer, strict=True)
-        full = sum(len(s) if len(s) == active else config.num_attention_heads for active, s in layers)
+        full -= others if config.router_type == "none" else sum(map(len, config.local_heads_per_layer))
     return _parts(
         config,
         length,
@@ -141,6 +140,6 @@ def _router_macs(config: MoHLlamaConfig) -> int:
     hidden, heads, group_size = config.hidden_size, config.num_attention_heads, config.heads_per_group
     if config.router_type in ("query_norm", "none"):
         return 0
-    if config.router_type == "linear":
+    if config.router_type in ("linear", "threshold"):
         return sum(hidden * len(config.routed_heads(i)) // group_size for i in range(config.num_hidden_layers))
     return config.num_hidden_layers * hidden * (heads // group_size + 2)

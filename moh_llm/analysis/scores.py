@@ -77,7 +77,7 @@ def real_scores(seen: LayerPass) -> torch.Tensor:
     """Scores of all heads `[B, T, H]` before selection and quantisation; 1 for shared heads without a score."""
     # They are the gate of this router if it were to weight heads, and to select them all.
     router = copy.copy(seen.router)
-    router.router_score, router.top_k = "weighted", router.routed_groups
+    router.router_score, router.top_k, router.num_active = "weighted", router.routed_groups, router.num_heads
     return router.forward(*seen.router_inputs)[1]
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaPreTrainedModel, MoHRouter
-from moh_llm.modeling.routing_moh import select_top_k
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class LayerPass:
         """Which heads each token has on, bool `[B, T, H]`; shared ones always."""
         on = torch.ones(self.heads.shape[:-1], dtype=torch.bool, device=self.logits.device)
         # By selection, not by the gate: a weighted score may round to zero.
-        selected = select_top_k(self.logits, self.router.top_k).bool()
+        selected = self.router.select(self.logits).bool()
         on[..., self.router.routed_heads] = selected.repeat_interleave(self.router.group_size, dim=-1)
         return on
 

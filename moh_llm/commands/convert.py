@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads.add_argument("--shared", choices=["first", "importance"], default="first", help="which heads are shared")
     heads.add_argument(
         "--router",
-        choices=["linear", "query_norm", "none"],
+        choices=["linear", "threshold", "query_norm", "none"],
         help="how tokens choose (default: linear; with local fallbacks: none, the same heads for all tokens)",
     )
     heads.add_argument(

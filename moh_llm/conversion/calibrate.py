@@ -6,7 +6,8 @@ the effect of each direction of an attention output on the model's predictions, 
 backward pass. Each layer is fitted on the way (see `fit.py`).
 """
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from tqdm import tqdm
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
@@ -65,20 +67,21 @@ class LayerCalibration:
 
 
 def calibrate(
-    base: LayerwiseModel, batches: Sequence[Batch], plan: PlanOptions, scratch: Path, seed: int = 0
-) -> list[LayerCalibration]:
+    base: LayerwiseModel, batches: Sequence[Batch], plans: Sequence[PlanOptions], scratch: Path, seed: int = 0
+) -> list[list[LayerCalibration]]:
     """Fit every layer of a dense base on batches of `input_ids` and `position_ids` `[B, T]`.
 
     Args:
         base: the dense model, layer by layer.
         batches: calibration text.
-        plan: which heads are shared, and what is fitted for which numbers of dropped heads.
+        plans: which heads are shared, and what is fitted for which numbers of dropped heads.
         scratch: a folder for the hidden states: tokens x hidden size x layers numbers.
         seed: draws the labels y.
+
+    Returns:
+        Of each plan its layers. Where a plan has local fallbacks, documents' first tokens, up to the longest window and
+        its sinks, are left out of all fits.
     """
-    shared = shared_and_active(plan, base.config)[0]
-    chosen = shared if plan.shared == "importance" else list(range(shared))
-    drops, group_size = drops_to_fit(plan, base.config), plan.heads_per_group(base.config)
     positions = [batch["position_ids"] for batch in batches]
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     with tqdm(total=2 * tokens * len(base), desc="calibrate", unit="token", unit_scale=True) as bar:
@@ -95,27 +98,40 @@ def calibrate(
         gradients = _sampled_gradients(base.head(), hidden, seed)
         for gradient in gradients:
             check_finite(gradient, len(base), "the gradient below")
-        local = (plan.local_window, plan.local_sinks) if plan.head_fallback == "local" else None
-        order, fitted = _fitted_first(batches, sum(local) if local else 1)
-        found: list[LayerCalibration] = []
+        windows = {seen for plan in plans if (seen := _in_sight(plan))}
+        order, fitted = _fitted_first(batches, max(map(sum, windows), default=1))
+        found: list[list[LayerCalibration]] = [[] for _ in plans]
         for number in reversed(range(len(base))):
             file = _states_file(scratch, number)
-            sample = _backward(base, number, file, positions, gradients, order, fitted, local, bar)
+            sample, local = _backward(base, number, file, positions, gradients, order, fitted, windows, bar)
             file.unlink()
-            fitter = _fitter(plan, sample, chosen, group_size)
-            fits = {dropped: fitter.fit(dropped) for dropped in drops}
-            shared_heads = fitter.shared_heads if isinstance(fitter, LayerFitter) else []
-            found.append(LayerCalibration(shared_heads, fitter.importance, fits, group_size))
-    return found[::-1]
+            fitters: dict[PlanOptions, LayerFitter | LocalFitter] = {}
+            for plan, layers in zip(plans, found, strict=True):
+                alike = dataclasses.replace(plan, num_active_heads=None, active_ratio=None, keys=None)
+                if alike not in fitters:
+                    sample.local = local.get(_in_sight(plan))
+                    fitters[alike] = _fitter(plan, base.config, sample)
+                layers.append(_fitted_layer(fitters[alike], plan, base.config))
+    return [layers[::-1] for layers in found]
 
 
-def _fitter(
-    plan: PlanOptions, sample: LayerSample, shared: Sequence[int] | int, group_size: int
-) -> LayerFitter | LocalFitter:
-    routes = plan.router_type != "none"
+def _in_sight(plan: PlanOptions) -> tuple[int, int] | None:
+    """Window and sinks of a plan's local fallbacks."""
+    return (plan.local_window, plan.local_sinks) if plan.head_fallback == "local" else None
+
+
+def _fitter(plan: PlanOptions, config: PreTrainedConfig, sample: LayerSample) -> LayerFitter | LocalFitter:
+    shared, group_size = shared_and_active(plan, config)[0], plan.heads_per_group(config)
+    chosen = shared if plan.shared == "importance" else list(range(shared))
     if plan.head_fallback == "local":
-        return LocalFitter(sample, routes, None if plan.mixes else shared, group_size)
-    return LayerFitter(sample, shared, plan.head_fallback == "value", group_size, routes)
+        return LocalFitter(sample, plan.router_type, None if plan.mixes else chosen, group_size)
+    return LayerFitter(sample, chosen, plan.head_fallback == "value", group_size, plan.router_type != "none")
+
+
+def _fitted_layer(fitter: LayerFitter | LocalFitter, plan: PlanOptions, config: PreTrainedConfig) -> LayerCalibration:
+    fits = {dropped: fitter.fit(dropped) for dropped in drops_to_fit(plan, config)}
+    shared_heads = fitter.shared_heads if isinstance(fitter, LayerFitter) else []
+    return LayerCalibration(shared_heads, fitter.importance, fits, plan.heads_per_group(config))
 
 
 def _states_file(scratch: Path, number: int) -> Path:
@@ -179,16 +195,20 @@ def _backward(
     gradients: list[torch.Tensor],
     order: torch.Tensor,
     fitted: int,
-    local: tuple[int, int] | None,
+    windows: Iterable[tuple[int, int]],
     bar: tqdm,
-) -> LayerSample:
-    """Run a layer again on its stored input; replaces `gradients` by those of its input."""
+) -> tuple[LayerSample, dict[tuple[int, int], LocalSample]]:
+    """Run a layer again on its stored input; replaces `gradients` by those of its input.
+
+    Returns:
+        The layer's sample, and those of local attention by window and sinks.
+    """
     layer = base.layer(number)
     attention = layer.layers[0].self_attn
     seen: dict[str, list[torch.Tensor]] = {"inputs": [], "heads": [], "values": [], "gradients": []}
-    samples: list[LocalSample] = []
+    samples: dict[tuple[int, int], list[LocalSample]] = {window: [] for window in windows}
     with (
-        _recording(attention, seen, local, samples),
+        _recording(attention, seen, samples),
         safe_open(file, framework="pt", device=str(base.device)) as stored,
     ):
         for i, position_ids in enumerate(positions):
@@ -204,7 +224,7 @@ def _backward(
         return rows.repeat_interleave(heads // len(rows), dim=0).float().contiguous()
 
     gradient = torch.cat(seen.pop("gradients")).float()
-    return LayerSample(
+    sample = LayerSample(
         inputs=torch.cat(seen.pop("inputs"))[order].float(),
         heads=by_head("heads"),
         values=by_head("values"),
@@ -212,20 +232,19 @@ def _backward(
         gradients=gradient[order[fitted:]],
         o_proj=attention.o_proj.weight.float(),
         fitted=fitted,
-        local=LocalSample.join(samples, order) if local else None,
     )
+    return sample, {window: LocalSample.join(samples.pop(window), order) for window in [*samples]}
 
 
 @contextmanager
 def _recording(
     attention: nn.Module,
     seen: dict[str, list[torch.Tensor]],
-    local: tuple[int, int] | None,
-    samples: list[LocalSample],
+    samples: dict[tuple[int, int], list[LocalSample]],
 ) -> Iterator[None]:
     """Keep the attention's input, head outputs, values, and the gradient by its output, a row per token.
 
-    With `local`, window and sinks, `samples` of local attention, too.
+    And local attention's samples, for each window and number of sinks that `samples` has.
     """
 
     def keep(name: str, tensor: torch.Tensor) -> None:
@@ -247,15 +266,16 @@ def _recording(
 
     def compute_both(module: nn.Module, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *args, **more):
         places = document_starts(queries[:, 0], None, more["position_ids"], None, False, name)
-        samples.append(sample_local(queries, keys, values, *places, *local, module.scaling))
+        for window, found in samples.items():
+            found.append(sample_local(queries, keys, values, *places, *window, module.scaling))
         return compute(module, queries, keys, values, *args, **more)
 
-    if local is not None:
+    if samples:
         ALL_ATTENTION_FUNCTIONS[name] = compute_both
     try:
         yield
     finally:
-        if local is not None:
+        if samples:
             del ALL_ATTENTION_FUNCTIONS[name]
         for handle in handles:
             handle.remove()

@@ -118,7 +118,7 @@ def convert(options: ConversionOptions) -> Conversion:
         calibrated: list[LayerCalibration] | None = None
         if plan.needs_calibration:
             batches = _calibration_batches(options, sources, length)
-            calibrated = calibrate(dense, batches, plan, folder)
+            (calibrated,) = calibrate(dense, batches, [plan], folder)
             record.calibration = _calibration_record(options, sources, batches, calibrated)
         config = plan_config(plan, base.config, calibrated)
         config.dtype = dtype

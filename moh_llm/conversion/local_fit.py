@@ -32,16 +32,17 @@ class LocalFitter:
 
     Args:
         sample: the layer's calibration sample, with `local`.
-        routes: whether tokens may choose; otherwise a head is on for all of them or for none.
+        router: "linear", by which each token has as many heads on, "threshold", by which they have as many on the
+            mean, or "none": a head is on for all tokens or for none.
         shared_heads: ids of the shared heads, or how many to pick by importance; None to find the best number.
         group_size: how many heads, one after the other, are switched together.
     """
 
     def __init__(
-        self, sample: LayerSample, routes: bool, shared_heads: Sequence[int] | int | None = None, group_size: int = 1
+        self, sample: LayerSample, router: str, shared_heads: Sequence[int] | int | None = None, group_size: int = 1
     ):
         assert sample.local is not None
-        self.group_size, self.fitted = group_size, sample.fitted
+        self.group_size, self.fitted, self.router = group_size, sample.fitted, router
         heads = len(sample.heads)
         self.score_weight, self.score_bias, self.value, residual = _fit_distant_token(sample)
         costs = group_costs(residual[:, : sample.fitted], group_metric(sample, group_size))  # [N', U]
@@ -53,9 +54,9 @@ class LocalFitter:
         elif shared_heads is not None:
             self.shared_groups = sorted({head // group_size for head in shared_heads})
         self.weight: torch.Tensor | None = None
-        if routes:
+        if router != "none":
             self.weight, self.bias = Ridge(sample.inputs[: sample.fitted])(0.5 * costs.clamp_min(1e-24).log())
-            self.logits = sample.inputs[sample.fitted :] @ self.weight.T + self.bias
+            self.logits = sample.inputs @ self.weight.T + self.bias
         effects = torch.einsum(
             "hnd,nhd->nh",
             residual[:, sample.fitted :],
@@ -75,7 +76,11 @@ class LocalFitter:
             "fallback.distant_value": self.value[off],
         }
         if self.weight is not None and routed:
-            tensors |= {"router.routed.weight": self.weight[routed], "router.routed.bias": self.bias[routed]}
+            bias = self.bias[routed]
+            if self.router == "threshold":
+                drops = dropped // self.group_size - len(local)
+                bias = bias - _threshold(self.logits[:, routed], drops)
+            tensors |= {"router.routed.weight": self.weight[routed], "router.routed.bias": bias}
         return RoutingFit(dropped, cost, tensors if off else {}, self._heads(shared), self._heads(local))
 
     def _plans(self, dropped: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -95,17 +100,24 @@ class LocalFitter:
         """Mean of 1/2 (sum of z)^2 over held-out tokens."""
         effect = self.effects[:, list(local)].sum(1)
         routed = [group for group in range(len(self.ranked)) if group not in {*shared, *local}]
-        drops = dropped // self.group_size - len(local)
-        if self.weight is None:
-            drops = len(routed)
-        if routed and drops:
-            lowest = self.logits[:, routed].topk(drops, 1, largest=False).indices if self.weight is not None else None
-            routed_effects = self.effects[:, routed]
-            effect = effect + (routed_effects if lowest is None else routed_effects.gather(1, lowest)).sum(1)
+        drops, effects = dropped // self.group_size - len(local), self.effects[:, routed]
+        if routed and self.weight is None:
+            effect = effect + effects.sum(1)
+        elif routed and drops:
+            logits = self.logits[self.fitted :, routed]
+            if self.router == "threshold":  # one of these tokens' own, so that plans compare at equal numbers
+                effect = effect + (effects * (logits <= _threshold(logits, drops))).sum(1)
+            else:
+                effect = effect + effects.gather(1, logits.topk(drops, 1, largest=False).indices).sum(1)
         return (effect.square().mean() / 2).item()
 
     def _heads(self, groups: Sequence[int]) -> list[int]:
         return sorted(group * self.group_size + i for group in groups for i in range(self.group_size))
+
+
+def _threshold(logits: torch.Tensor, drops: int) -> torch.Tensor:
+    """The logit `[N, U]` up to which groups are off, so that tokens drop `drops` of them on the mean."""
+    return logits.flatten().kthvalue(drops * len(logits)).values if drops else logits.min() - 1
 
 
 def _spread(low: int, high: int) -> list[int]:

@@ -27,7 +27,7 @@ class PlanOptions:
         active_ratio: instead of `num_active_heads`, a share of the heads.
         keys: instead of these, a share of the keys that the base's attention reads at `context` tokens.
         context: tokens in a sequence.
-        router: "linear", "query_norm" or "none", which has the same heads on for all tokens.
+        router: "linear", "threshold", "query_norm", or "none", which has the same heads on for all tokens.
         shared: "first" or "importance".
         budgets: "uneven", by what each layer loses, or "even".
         fallback: "value", "local" or "none"; see `MoHLlamaConfig.head_fallback`.
@@ -56,6 +56,8 @@ class PlanOptions:
         if self.local_window < 1 or self.local_sinks < 0:
             flag, least = ("--local-window", 1) if self.local_window < 1 else ("--local-sinks", 0)
             raise UserError(f"{flag} {min(self.local_window, self.local_sinks)} must be at least {least}")
+        if self.router == "threshold" and self.head_fallback != "local":
+            raise UserError("the threshold router is fitted with local fallbacks; add --fallback local")
         if self.router == "none" and self.num_shared_heads is not None:
             raise UserError("with --router none the heads that are on are the shared ones; drop --num-shared-heads")
 
@@ -64,7 +66,7 @@ class PlanOptions:
         """The router to build: the one asked for, else the preset's, else what goes with the fallback."""
         if self.router or self.preset:
             return self.router or "query_norm"
-        return "none" if self.head_fallback == "local" and self.num_shared_heads is None else "linear"
+        return "threshold" if self.head_fallback == "local" else "linear"
 
     @property
     def uneven(self) -> bool:

@@ -21,6 +21,7 @@ _LENGTHS = (512, 2048, 8192)
 _ROUTERS = {
     "query_norm": "by the l2 norm of the heads' queries, without weights",
     "linear": "by a linear map of the layer's input",
+    "threshold": "by a linear map of the layer's input; the heads whose score is above zero, whatever their number",
     "none": "none: the same heads are on for all tokens",
     "two_stage": "the paper's, which also weighs shared against routed heads (Eq. 5 and 6)",
 }

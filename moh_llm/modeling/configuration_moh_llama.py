@@ -9,11 +9,11 @@ from transformers.utils.versions import require_version
 require_version("transformers>=5.2,!=5.3.0", "MoH models need another version: pip install -U transformers")
 
 # What this code can read. It grows when a field or a tensor changes its meaning, never with a patch release.
-# 2: routing_granularity="kv_group". 3: head_fallback="local", router_type="none", local_heads. All else is still
-# written as 1, which older code reads.
+# 2: routing_granularity="kv_group". 3: head_fallback="local", router_type="none" and "threshold", local_heads. All
+# else is still written as 1, which older code reads.
 FORMAT = 3
 CHOICES = {
-    "router_type": ("query_norm", "linear", "two_stage", "none"),
+    "router_type": ("query_norm", "linear", "threshold", "two_stage", "none"),
     "router_score": ("quantized", "weighted"),
     "routing_granularity": ("head", "kv_group"),
     "head_fallback": ("none", "value", "local"),
@@ -38,7 +38,9 @@ class MoHLlamaConfig(LlamaConfig):
             Ids of the shared heads, one list per layer. Default: the first `num_shared_heads`.
         router_type (`str`):
             `"query_norm"` scores a routed head by the l2 norm of its query and has no weights;
-            `"linear"` scores by one linear map with bias of the layer's input; `"two_stage"` is
+            `"linear"` scores by one linear map with bias of the layer's input; `"threshold"` scores so, too, but
+            selects the heads whose score is above zero, few for one token and many for another, so that
+            `num_active_heads` is a mean over the text that the router was fitted on; `"two_stage"` is
             Eq. 5 and 6 of the paper; `"none"` selects nothing, so that the shared heads are on and all others off.
         router_score (`str`):
             `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight
@@ -119,7 +121,7 @@ class MoHLlamaConfig(LlamaConfig):
             }
         self.validate_head_plan()
         self.moh_format = 2 if self.routing_granularity == "kv_group" else 1
-        if self.head_fallback == "local" or self.router_type == "none":
+        if self.head_fallback == "local" or self.router_type in ("none", "threshold"):
             self.moh_format = 3
 
     def _per_layer(self, name: str) -> list[int]:

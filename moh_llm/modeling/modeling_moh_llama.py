@@ -121,21 +121,23 @@ class MoHLlamaAttention(LlamaAttention):
         dropout = self.attention_dropout if self.training else 0.0
         if is_local:
             local = self.fallback(queries, keys, values, hidden_states, *document_starts, self.scaling, dropout)
-        fixed = is_local and self._is_fixed(queries.shape[2])
+        may_be_on = self._may_be_on(queries.shape[2]) if is_local else None
         module, selected = self, (queries, keys, values)
-        if fixed:
-            shared = self.router.shared_heads
-            groups = shared // self.num_key_value_groups
-            module, selected = _HeadsAlone(self), (queries[:, shared], keys[:, groups], values[:, groups])
+        if may_be_on is not None:
+            groups = may_be_on // self.num_key_value_groups
+            module, selected = _HeadsAlone(self), (queries[:, may_be_on], keys[:, groups], values[:, groups])
         head_outputs, attn_weights = None, None
         if selected[0].shape[1] > 0:
             head_outputs, attn_weights = attention(
                 module, *selected, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
             )
-        if fixed:
-            order = torch.cat([shared, self.fallback.index]).argsort()
-            every = local if head_outputs is None else torch.cat([head_outputs, local], dim=2)
-            return self.o_proj(every.index_select(2, order).reshape(*input_shape, -1)), None
+        if may_be_on is not None:
+            if len(may_be_on) == self.router.num_shared:  # nothing is routed
+                order = torch.cat([may_be_on, self.fallback.index]).argsort()
+                every = local if head_outputs is None else torch.cat([head_outputs, local], dim=2)
+                return self.o_proj(every.index_select(2, order).reshape(*input_shape, -1)), None
+            gate = torch.zeros_like(gate).index_copy(-1, may_be_on, gate.index_select(-1, may_be_on))
+            head_outputs = head_outputs.new_zeros(queries.transpose(1, 2).shape).index_copy(2, may_be_on, head_outputs)
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
         gate, head_outputs = gate.to(head_outputs.dtype), head_outputs.reshape(head_shape)
         # Where the gate is 1 a fallback adds an exact zero.
@@ -152,15 +154,17 @@ class MoHLlamaAttention(LlamaAttention):
             head_outputs = head_outputs * gate.unsqueeze(-1)
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
 
-    def _is_fixed(self, length: int) -> bool:
-        """Whether full attention of the shared heads is enough: tokens select no others, and all are not on."""
+    def _may_be_on(self, length: int) -> torch.Tensor | None:
+        """Sorted ids of the heads that any token may have on, where full attention is computed for these alone."""
         router = self.router
-        return (
-            (router.router_type == "none" or router.routed_groups == 0)  # else its weights need a gradient
-            and router.num_active < router.num_heads
-            and length > self.fallback.window + self.fallback.sinks  # up to there the result is the base's bit for bit
-            and self.config._attn_implementation not in ("eager", HEAD_SPARSE)  # one returns weights of all heads
-        )
+        if (
+            router.num_active == router.num_heads
+            or length <= self.fallback.window + self.fallback.sinks  # up to there the result is the base's bit for bit
+            or self.config._attn_implementation in ("eager", HEAD_SPARSE)  # one returns weights of all heads
+        ):
+            return None
+        may_be_on = router.heads_that_may_be_on
+        return None if len(may_be_on) == router.num_heads else may_be_on
 
 
 class _HeadsAlone:
@@ -359,7 +363,8 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         if output_router_logits:
             top_k = [router.top_k for router in self.routers]
             predicted = None if labels is None else predicted_tokens(labels, **kwargs)
-            aux_loss = load_balancing_loss(outputs.router_logits, top_k, attention_mask, predicted)
+            balanced = () if self.config.router_type == "threshold" else outputs.router_logits
+            aux_loss = load_balancing_loss(balanced, top_k[: len(balanced)], attention_mask, predicted)
             if loss is not None:
                 weight = self.config.router_aux_loss_coef
                 if (of_step := kwargs.get("num_items_in_batch")) is not None:

@@ -182,13 +182,14 @@ class MoHRouter(IndexedModule):
         super().__init__(head // config.heads_per_group for head in ids)
         self.layer_idx, self.routed_heads = layer_idx, routed
         self.num_shared, self.num_routed = len(shared), len(routed)
-        self.num_active, self.group_size = config.active_heads_per_layer[layer_idx], config.heads_per_group
+        self.mean_active = self.num_active = config.active_heads_per_layer[layer_idx]
+        self.group_size = config.heads_per_group
         self.shared_groups, self.routed_groups = self.num_shared // self.group_size, self.num_routed // self.group_size
         self.num_heads, self.local_groups = config.num_attention_heads, len(local) // self.group_size
-        self.top_k = self.top_k_of(self.num_active)
         self.router_type, self.router_score = config.router_type, config.router_score
+        self.top_k = self.top_k_of(self.num_active)
 
-        if self.router_type == "linear" and self.num_routed:
+        if self.router_type in ("linear", "threshold") and self.num_routed:
             self.routed = MoHLinear(config.hidden_size, self.routed_groups)
         if self.router_type == "two_stage":
             self.routed = MoHLinear(config.hidden_size, self.routed_groups, bias=False)
@@ -196,9 +197,10 @@ class MoHRouter(IndexedModule):
             self.stage = MoHLinear(config.hidden_size, 2, bias=False)
 
     @property
-    def shared_heads(self) -> torch.Tensor:
-        """Sorted ids of the shared heads, on the device of the module."""
-        groups = self.index[: self.shared_groups, None] * self.group_size
+    def heads_that_may_be_on(self) -> torch.Tensor:
+        """Sorted ids of the heads that some token may have on, on the device of the module."""
+        routed = 0 if self.router_type == "none" else self.routed_groups
+        groups = self.index[: self.shared_groups + routed].sort().values[:, None] * self.group_size
         return (groups + torch.arange(self.group_size, device=groups.device)).flatten()
 
     def top_k_of(self, active: int) -> int:
@@ -206,6 +208,11 @@ class MoHRouter(IndexedModule):
         heads, group_size = self.num_shared + self.num_routed, self.group_size
         if active == self.num_heads:
             return self.routed_groups
+        if self.router_type == "threshold" and active != self.mean_active:
+            raise ValueError(
+                f"num_active_heads={active}: with router_type='threshold' the scores say how many heads are on; it can "
+                f"be {self.mean_active}, their mean, or all {self.num_heads} (layer {self.layer_idx})"
+            )
         if not self.num_shared <= active <= heads:
             less = f"num_attention_heads={heads}" if heads == self.num_heads else f"{heads}, or be {self.num_heads}"
             raise ValueError(
@@ -233,8 +240,8 @@ class MoHRouter(IndexedModule):
             if self.router_type != "query_norm":  # which does not read them: on a GPU this copy costs time
                 hidden_states = _at_least_float32(hidden_states)
             logits = self._routed_logits(hidden_states, query_states)
-            selected = select_top_k(logits, self.top_k)
-            routed_score = logits.softmax(-1)
+            selected = self.select(logits)
+            routed_score = logits.sigmoid() if self.router_type == "threshold" else logits.softmax(-1)
             shared_score = logits.new_ones(*logits.shape[:-1], self.shared_groups)
             if self.router_type == "two_stage":  # Eq. 5 and 6
                 shared_stage, routed_stage = self.stage(hidden_states).softmax(-1).split(1, dim=-1)
@@ -251,6 +258,12 @@ class MoHRouter(IndexedModule):
             gate = torch.cat(parts, dim=-1)
             gate = torch.zeros_like(gate).index_copy(-1, self.index, gate)
             return logits, gate if self.group_size == 1 else gate.repeat_interleave(self.group_size, dim=-1)
+
+    def select(self, logits: torch.Tensor) -> torch.Tensor:
+        """1 where a token has a routed group on, else 0, given the groups' logits `[..., U]`."""
+        if self.router_type == "threshold" and self.num_active != self.num_heads:
+            return (logits > 0).to(logits.dtype)
+        return select_top_k(logits, self.top_k)
 
     def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
         if self.router_type == "none":

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 
 from moh_llm.modeling import MoHRouter
-from moh_llm.modeling.routing_moh import select_top_k
 
 IGNORED = -100
 
@@ -57,15 +56,15 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
     """
     # The model's own loss of each row, without padding. Layers that route alike are taken together: one by one they
     # would be thousands of small operations.
-    alike: dict[tuple[int, int], list[torch.Tensor]] = {}
+    alike: dict[tuple[int, int], tuple[MoHRouter, list[torch.Tensor]]] = {}
     for logits, router in zip(router_logits, routers, strict=True):
-        if logits.shape[-1]:
-            alike.setdefault((logits.shape[-1], router.top_k), []).append(logits)
+        if logits.shape[-1] and router.router_type != "threshold":
+            alike.setdefault((logits.shape[-1], router.top_k), (router, []))[1].append(logits)
     total = torch.zeros((), device=router_logits[0].device)
-    for (_, top_k), layers in alike.items():
+    for router, layers in alike.values():
         logits = torch.stack([layer.to(total.device) for layer in layers])  # [N, B, L, U]
-        total = total + (logits.softmax(-1).mean(2) * select_top_k(logits, top_k).mean(2)).sum()
-    return total / max(1, sum(map(len, alike.values())))
+        total = total + (logits.softmax(-1).mean(2) * router.select(logits).mean(2)).sum()
+    return total / max(1, sum(len(layers) for _, layers in alike.values()))
 
 
 def layer_distance_sum(

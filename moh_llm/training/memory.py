@@ -165,7 +165,10 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
         routed, top_k = len(model.routed_heads(number)) // group_size, (active - shared) // group_size
         layers.append(_layer(config, model, precision, routed, top_k))
         if model.head_fallback == "local":
-            layers[-1] += _local(config, model, precision, shared, model.router_type == "none" or not routed)
+            never_on = len(model.local_heads_per_layer[number])
+            if model.router_type == "none":
+                never_on = model.num_attention_heads - shared
+            layers[-1] += _local(config, model, precision, shared, never_on)
         kept += 8 * (routed + top_k)  # logits; the load-balance loss's softmax and chosen heads (int64)
         kept += stream * model.hidden_size if config.gradient_checkpointing else layers[-1]
         if config.objective.layer_coefficient:
@@ -218,18 +221,18 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
     return total
 
 
-def _local(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, shared: int, fixed: bool) -> int:
+def _local(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, shared: int, never_on: int) -> int:
     """Bytes per token that local attention of the heads that are not shared keeps for its backward pass.
 
     Queries, outputs, and keys and values of a block, which a window and sinks more than it; 8 entries more in each for
-    the distant token; and the block's mask of each head. Where heads are fixed, full attention keeps less.
+    the distant token; and the block's mask of each head. Full attention keeps nothing of heads that are never on.
     """
     c, heads, size = precision.products, model.num_attention_heads, model.head_dim
     off, block = heads - shared, min(model.local_window, config.data.sequence_length)
     keys = model.local_window + block + model.local_sinks
     read = off if off < heads else model.num_key_value_heads
     total = c * off * (2 * (size + 8) + size + keys) + c * read * 2 * (size + 8) * keys // block
-    return total - fixed * (config.data.sequence_length > keys - block) * c * off * (4 * size + size)
+    return total - (config.data.sequence_length > keys - block) * c * never_on * 5 * size
 
 
 def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision) -> int:

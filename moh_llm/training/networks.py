@@ -44,6 +44,9 @@ def make_student(config: TrainConfig) -> torch.nn.Module:
     """The network that is trained, with adapters if the recipe has any; master weights are float32 always."""
     network = load_network(Path(config.model), torch.float32)
     network.set_attn_implementation(config.attn_implementation)
+    if network.config.router_type == "threshold":  # trained, they would turn on more and more heads
+        for router in network.routers:
+            router.requires_grad_(False)
     if config.gradient_checkpointing:
         # The re-entrant kind would lose the load-balance loss's gradient.
         network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -70,7 +73,7 @@ def load_reference(config: TrainConfig, reference: Reference, device: torch.devi
 
 
 def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Module:
-    """Freeze the network, give it adapters, and leave its routers and fallbacks trainable in full.
+    """Freeze the network, give it adapters, and leave its routers and fallbacks trainable as they are, in full.
 
     These are trained in place and not through peft's ``modules_to_save``: that would wrap them,
     and the head budget set on a wrapper would not reach the router inside.
@@ -92,10 +95,10 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
         lora_dropout=config.dropout,
         target_modules=list(config.target_modules),
     )
+    trained = [w for name, w in network.named_parameters() if is_routing_weight(name) and w.requires_grad]
     adapted = get_peft_model(network, adapters)
-    for name, weight in network.named_parameters():
-        if is_routing_weight(name):
-            weight.requires_grad_(True)
+    for weight in trained:
+        weight.requires_grad_(True)
     return adapted
 
 

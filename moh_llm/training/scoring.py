@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from moh_llm.intervals import SUMMED
 from moh_llm.metrics import Batch, Comparison
-from moh_llm.modeling.routing_moh import select_top_k
+from moh_llm.modeling.routing_moh import MoHRouter
 from moh_llm.records.run import DenseScores, Routing, Scores
 from moh_llm.training import networks
 from moh_llm.training.config import TrainConfig
@@ -38,14 +38,10 @@ class RoutingCounts:
         self._scores: list[torch.Tensor] = []  # per layer, sums of softmax scores, [U]
         self._choices: list[list[torch.Tensor]] = []  # per batch and layer, which each token selects, bool [N, U]
 
-    def add(self, router_logits: Sequence[torch.Tensor], top_k: Sequence[int]) -> None:
-        """Count a batch.
-
-        Args:
-            router_logits: per layer `[N, U]`.
-            top_k: per layer, how many routed groups a token selects.
-        """
-        choices = [select_top_k(logits, k).bool() for logits, k in zip(router_logits, top_k, strict=True)]
+    def add(self, router_logits: Sequence[torch.Tensor], routers: Sequence[MoHRouter]) -> None:
+        """Count a batch, given the logits `[N, U]` of each layer's router."""
+        pairs = zip(router_logits, routers, strict=True)
+        choices = [router.select(logits).bool() for logits, router in pairs]
         selected = [choice.sum(0).double() for choice in choices]
         scores = [logits.softmax(-1).sum(0).double() for logits in router_logits]
         self._tokens += len(router_logits[0])
@@ -104,7 +100,6 @@ def evaluate(
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     step = accelerator.unwrap_model(model) if accelerator else model
     step.network.set_active_heads(step.network.config.num_attention_heads if all_heads else None)
-    top_k = [router.top_k for router in step.network.routers]
     device = next(model.parameters()).device
     mine = range(rank, len(batches), world)
     rounds = -(-len(batches) // world)
@@ -123,7 +118,7 @@ def evaluate(
         if counts:
             own = batch["documents"][targets != IGNORED].to(device)
             sums.index_add_(0, own, torch.cat([torch.ones_like(found[:, :1]), found], 1))
-        routing.add([logits if counts else logits[:0] for logits in router_logits], top_k)
+        routing.add([logits if counts else logits[:0] for logits in router_logits], step.network.routers)
     model.train()
     sums = sum_over_processes(accelerator, sums) if accelerator else sums
     found = Comparison(sums[sums[:, 0] > 0].cpu().numpy())

@@ -43,7 +43,7 @@ def run(make_llama, tmp_path, monkeypatch):
         samples.clear()
         weight_map, config = read_weight_map(folder)[1], AutoConfig.from_pretrained(folder)
         base = LayerwiseModel(folder, weight_map, config, torch.float32, torch.device("cpu"))
-        found = calibrate(base, batches, plan, tmp_path, seed)
+        (found,) = calibrate(base, batches, [plan], tmp_path, seed)
         assert list(tmp_path.iterdir()) == []
         return found
 

@@ -59,7 +59,7 @@ def make_sample(heads=4, tokens=400, fitted=300, hidden=6, size=3, spread=1.0):
 
 def test_the_distant_token_is_found():
     sample, value = make_sample(spread=0.0)
-    fitter = LocalFitter(sample, routes=False)
+    fitter = LocalFitter(sample, router="none")
     torch.testing.assert_close(fitter.value, value, atol=0.02, rtol=0.02)
     assert max(fitter.importance) < 1e-3
 
@@ -68,7 +68,7 @@ def test_a_head_that_it_harms_has_none():
     """Its outputs are those of local attention, whatever the weight of what is out of sight."""
     sample, _ = make_sample()
     sample.heads[1] = sample.local.outputs[1]
-    fitter = LocalFitter(sample, routes=False)
+    fitter = LocalFitter(sample, router="none")
     assert fitter.score_bias[1] == NO_TOKEN and fitter.score_weight[1].eq(0).all() and fitter.value[1].eq(0).all()
     assert fitter.importance[1] == 0 and fitter.score_bias[0] > NO_TOKEN
 
@@ -115,7 +115,7 @@ def test_cost_is_what_the_tensors_do_to_held_out_tokens(routes):
 
 def test_the_plan_is_the_best_of_those_tried():
     sample, _ = make_sample()
-    mixed, fixed, routed = LocalFitter(sample, True), LocalFitter(sample, False), LocalFitter(sample, True, [])
+    mixed, fixed, routed = LocalFitter(sample, "linear"), LocalFitter(sample, "none"), LocalFitter(sample, "linear", [])
     for dropped in range(1, 4):
         assert mixed.fit(dropped).cost <= min(fixed.fit(dropped).cost, routed.fit(dropped).cost) + 1e-9
     assert routed.fit(2).shared_heads == routed.fit(2).local_heads == []
@@ -123,6 +123,6 @@ def test_the_plan_is_the_best_of_those_tried():
 
 def test_groups_are_switched_as_one():
     sample, _ = make_sample()
-    fit = LocalFitter(sample, True, group_size=2).fit(2)
+    fit = LocalFitter(sample, "linear", group_size=2).fit(2)
     assert [sorted(fit.shared_heads), sorted(fit.local_heads)] in ([[0, 1], [2, 3]], [[2, 3], [0, 1]], [[], []])
-    assert LocalFitter(sample, False, group_size=2).fit(4).local_heads == [0, 1, 2, 3]
+    assert LocalFitter(sample, "none", group_size=2).fit(4).local_heads == [0, 1, 2, 3]

@@ -1,0 +1,97 @@
+"""Convert a base with local fallbacks in several ways, from one calibration.
+
+    python benchmarks/local_plans.py BASE --calibration a.jsonl b.jsonl --output DIR --keys 0.67 0.5 0.33 \
+        --routers threshold linear none --granularities head kv_group
+
+writes a folder for each share of keys, router, granularity and window. Each is what `convert.py BASE --fallback local
+--keys X --router R --routing-granularity G --local-window W --verify none` writes with the same text, without the
+records of a conversion; with several windows documents' first tokens up to the longest are left out of all fits.
+`benchmarks/long_context.py` compares such models with the base.
+"""
+
+import argparse
+import itertools
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from moh_llm.conversion.base import open_base
+from moh_llm.conversion.calibrate import calibrate
+from moh_llm.conversion.checkpoint import write_description, write_weights
+from moh_llm.conversion.convert import ConversionOptions, plan_config, routing_tensors, rows_of
+from moh_llm.conversion.layers import LayerwiseModel
+from moh_llm.conversion.plan import PlanOptions, shared_and_active
+from moh_llm.data.mixture import mixture_from_arguments
+from moh_llm.data.sample import sample_mixture
+from moh_llm.data.tokenizer import open_tokenizer
+from moh_llm.data.windows import fixed_batches
+from moh_llm.devices import choose_device
+from moh_llm.errors import UserError
+from moh_llm.files import check_output_folder, new_folder
+
+
+def main() -> int:
+    default = ConversionOptions("", Path())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base")
+    parser.add_argument("--calibration", nargs="+", required=True, help="text files, or one mixture (.yaml)")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the models' folders")
+    parser.add_argument("--keys", type=float, nargs="+", default=[0.67, 0.5, 0.33])
+    parser.add_argument("--routers", nargs="+", default=["threshold"], choices=["threshold", "linear", "none"])
+    parser.add_argument("--granularities", nargs="+", default=["head"], choices=["head", "kv_group"])
+    parser.add_argument("--windows", type=int, nargs="+", default=[256])
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--calibration-tokens", type=int, default=default.calibration_tokens)
+    args = parser.parse_args()
+    try:
+        run(args, default.heldout_tokens)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(args: argparse.Namespace, heldout_tokens: int) -> None:
+    base = open_base(args.base)
+    plans = {
+        f"{keys:g}-{router}-{granularity}-{window}": PlanOptions(
+            router=router,
+            fallback="local",
+            local_window=window,
+            keys=keys,
+            context=args.context,
+            routing_granularity=granularity,
+        )
+        for keys, router, granularity, window in itertools.product(
+            args.keys, args.routers, args.granularities, args.windows
+        )
+    }
+    for name, plan in plans.items():
+        shared_and_active(plan, base.config)
+        check_output_folder(args.output / name, overwrite=False, reads=[args.base])
+    tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
+    text = mixture_from_arguments(args.calibration)
+    sources = sample_mixture(text, tokenizer, args.calibration_tokens, heldout_tokens, args.context)
+    streams, shares = [source.train for source in sources], [source.weight for source in sources]
+    batches = fixed_batches(streams, shares, args.context, args.calibration_tokens, rows_of(args.context))
+    # As convert.py: float16 is too narrow for gradients.
+    computed = torch.float32 if base.dtype == torch.float16 else base.dtype
+    dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, choose_device())
+    args.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.output) as scratch:
+        calibrated = calibrate(dense, batches, [*plans.values()], Path(scratch))
+    for (name, plan), layers in zip(plans.items(), calibrated, strict=True):
+        config = plan_config(plan, base.config, layers)
+        config.dtype = base.dtype
+        routing = {key: tensor.to(base.dtype) for key, tensor in routing_tensors(config, layers).items()}
+        with new_folder(args.output / name) as folder:
+            write_description(folder, base, config, write_weights(folder, base, routing, link=True))
+        active = config.active_heads_per_layer
+        cost = sum(fit.fit_for(config.num_attention_heads - on).cost for fit, on in zip(layers, active, strict=True))
+        print(f"{name}: {sum(active) / len(active):.3f} heads per layer, estimated KL {cost:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
