@@ -106,12 +106,19 @@ def calibrate(
             sample, local = _backward(base, number, file, positions, gradients, order, fitted, windows, bar)
             file.unlink()
             fitters: dict[PlanOptions, LayerFitter | LocalFitter] = {}
+            fits: dict[tuple[PlanOptions, int], RoutingFit] = {}
             for plan, layers in zip(plans, found, strict=True):
                 alike = dataclasses.replace(plan, num_active_heads=None, active_ratio=None, keys=None)
                 if alike not in fitters:
                     sample.local = local.get(_in_sight(plan))
                     fitters[alike] = _fitter(plan, base.config, sample)
-                layers.append(_fitted_layer(fitters[alike], plan, base.config))
+                fitter, drops = fitters[alike], drops_to_fit(plan, base.config)
+                for dropped in drops:
+                    if (alike, dropped) not in fits:
+                        fits[alike, dropped] = fitter.fit(dropped)
+                shared = fitter.shared_heads if isinstance(fitter, LayerFitter) else []
+                own = {dropped: fits[alike, dropped] for dropped in drops}
+                layers.append(LayerCalibration(shared, fitter.importance, own, plan.heads_per_group(base.config)))
     return [layers[::-1] for layers in found]
 
 
@@ -126,12 +133,6 @@ def _fitter(plan: PlanOptions, config: PreTrainedConfig, sample: LayerSample) ->
     if plan.head_fallback == "local":
         return LocalFitter(sample, plan.router_type, None if plan.mixes else chosen, group_size)
     return LayerFitter(sample, chosen, plan.head_fallback == "value", group_size, plan.router_type != "none")
-
-
-def _fitted_layer(fitter: LayerFitter | LocalFitter, plan: PlanOptions, config: PreTrainedConfig) -> LayerCalibration:
-    fits = {dropped: fitter.fit(dropped) for dropped in drops_to_fit(plan, config)}
-    shared_heads = fitter.shared_heads if isinstance(fitter, LayerFitter) else []
-    return LayerCalibration(shared_heads, fitter.importance, fits, plan.heads_per_group(config))
 
 
 def _states_file(scratch: Path, number: int) -> Path:

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 
 from moh_llm.intervals import SUMMED
 from moh_llm.metrics import Batch, Comparison
-from moh_llm.modeling.routing_moh import MoHRouter
 from moh_llm.records.run import DenseScores, Routing, Scores
 from moh_llm.training import networks
 from moh_llm.training.config import TrainConfig
@@ -38,10 +37,13 @@ class RoutingCounts:
         self._scores: list[torch.Tensor] = []  # per layer, sums of softmax scores, [U]
         self._choices: list[list[torch.Tensor]] = []  # per batch and layer, which each token selects, bool [N, U]
 
-    def add(self, router_logits: Sequence[torch.Tensor], routers: Sequence[MoHRouter]) -> None:
-        """Count a batch, given the logits `[N, U]` of each layer's router."""
-        pairs = zip(router_logits, routers, strict=True)
-        choices = [router.select(logits).bool() for logits, router in pairs]
+    def add(self, router_logits: Sequence[torch.Tensor], choices: Sequence[torch.Tensor]) -> None:
+        """Count a batch.
+
+        Args:
+            router_logits: per layer `[N, U]`.
+            choices: per layer which groups each token selects, bool `[N, U]`.
+        """
         selected = [choice.sum(0).double() for choice in choices]
         scores = [logits.softmax(-1).sum(0).double() for logits in router_logits]
         self._tokens += len(router_logits[0])
@@ -115,10 +117,12 @@ def evaluate(
         inputs = (batch["input_ids"], batch["position_ids"], targets)
         found, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
         counts = number < len(mine)
+        router_logits = [logits if counts else logits[:0] for logits in router_logits]
         if counts:
             own = batch["documents"][targets != IGNORED].to(device)
             sums.index_add_(0, own, torch.cat([torch.ones_like(found[:, :1]), found], 1))
-        routing.add([logits if counts else logits[:0] for logits in router_logits], step.network.routers)
+        pairs = zip(router_logits, step.network.routers, strict=True)
+        routing.add(router_logits, [router.select(logits).bool() for logits, router in pairs])
     model.train()
     sums = sum_over_processes(accelerator, sums) if accelerator else sums
     found = Comparison(sums[sums[:, 0] > 0].cpu().numpy())

@@ -19,20 +19,22 @@ def base(make_llama):
     return make_llama(**LONG)
 
 
-def test_long_context_is_converted_to_fixed_heads_with_local_fallbacks(base, convert, tmp_path, capsys):
-    """The default from 2,048 tokens on: the budget is met, and shown as a share of keys, and no router is written."""
-    assert convert(base, tmp_path / "moh", "--keys", "0.6", "--context", "2048") == 0
-    assert "router none, fallback local" in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize("router", ["threshold", "none"])
+def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path, capsys, router):
+    """The default from 2,048 tokens on, and fixed heads: the budget is met, and shown as a share of keys."""
+    flags = [] if router == "threshold" else ["--router", router]
+    assert convert(base, tmp_path / "moh", "--keys", "0.6", "--context", "2048", *flags) == 0
+    assert f"router {router}, fallback local" in " ".join(capsys.readouterr().out.split())
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")
     config, heads = moh.config, 8
-    assert (config.head_fallback, config.router_type, config.moh_format) == ("local", "none", 3)
-    assert config.local_heads_per_layer == [
-        [head for head in range(4) if head not in shared] for shared in config.shared_heads_per_layer
-    ]
+    assert (config.head_fallback, config.router_type, config.moh_format) == ("local", router, 3)
+    pairs = zip(config.shared_heads_per_layer, config.local_heads_per_layer, strict=True)
+    never_routed = all({*shared, *local} == {*range(4)} for shared, local in pairs)
     on = sum(config.active_heads_per_layer)
     assert keys_read(config, 2048) <= 0.6 < keys_read(config, 2048) + (1 - 1 / 8) / heads
     assert on == shared_and_active(PlanOptions(fallback="local", keys=0.6, context=2048), config)[1]
-    assert not [name for name in moh.state_dict() if ".router." in name]
+    assert never_routed == (router == "none")
+    assert never_routed == (not [name for name in moh.state_dict() if ".router." in name])
     record = json.loads((tmp_path / "moh" / "conversion.json").read_text())
     assert record["verification"]["all_heads_active"]["equals_base"] is True
     assert record["verification"]["converted"]["kl"] < record["verification"]["paper_router"]["kl"]
@@ -40,7 +42,7 @@ def test_long_context_is_converted_to_fixed_heads_with_local_fallbacks(base, con
     assert [list(costs) for costs in record["calibration"]["estimated_kl_by_drops"]] == [list("01234")] * 2
 
 
-@pytest.mark.parametrize("router", ["none", "linear"])
+@pytest.mark.parametrize("router", ["none", "linear", "threshold"])
 def test_it_runs_with_transformers_alone(base, convert, tmp_path, router):
     flags = ["--fallback", "local", "--local-window", "16", "--local-sinks", "2", "--router", router]
     assert convert(base, tmp_path / "moh", *flags, "--active-ratio", "0.5", "--context", "128", "--verify", "none") == 0
@@ -80,6 +82,7 @@ def test_fixed_heads_with_other_fallbacks(base, convert, tmp_path, fallback):
         (["--keys", "0.1", "--local-window", "256"], "--keys 0.1 is less than fallbacks alone read"),
         (["--keys", "1.5"], "--keys 1.5 must be above 0 and at most 1"),
         (["--keys", "0.5", "--num-active-heads", "2"], "give --num-active-heads or --keys, not both"),
+        (["--router", "threshold", "--fallback", "value"], "fitted with local fallbacks; add --fallback local"),
         (["--router", "none", "--num-shared-heads", "1"], "drop --num-shared-heads"),
         (["--fallback", "local", "--local-window", "0"], "--local-window 0 must be at least 1"),
         (["--context", "0"], "--context 0 must be at least 1"),

@@ -73,7 +73,16 @@ def test_a_head_that_it_harms_has_none():
     assert fitter.importance[1] == 0 and fitter.score_bias[0] > NO_TOKEN
 
 
-def cost(fitter, sample, fit, routes):
+def missing(sample, fit, t, head, row):
+    """What a head lacks of its output where its fallback, the `row`-th, takes its place."""
+    weight, bias = (fit.tensors[f"fallback.distant_score.{name}"][row] for name in ("weight", "bias"))
+    score = weight @ sample.inputs[t] + bias
+    share = (score + sample.local.hidden[t].log() - sample.local.near[t, head]).sigmoid()
+    fallback = (1 - share) * sample.local.outputs[head, t] + share * fit.tensors["fallback.distant_value"][row]
+    return sample.heads[head, t] - fallback
+
+
+def cost(fitter, sample, fit, router):
     """1/2 (g^T e)^2 over held-out tokens, a token and a head at a time, by what the tensors say."""
     held_out, size = range(sample.fitted, len(sample.inputs)), sample.heads.shape[-1]
     heads = range(len(sample.heads))
@@ -82,35 +91,59 @@ def cost(fitter, sample, fit, routes):
     total = 0.0
     for t in held_out:
         x, error = sample.inputs[t], torch.zeros(sample.inputs.shape[1])
-        off = list(fit.local_heads) if routes else others
-        if routes and routed:
+        off = others if router == "none" else list(fit.local_heads)
+        if router != "none" and routed:
             logits = fit.tensors["router.routed.weight"] @ x + fit.tensors["router.routed.bias"]
             off += [routed[i] for i in logits.argsort()[: fit.dropped - len(fit.local_heads)].tolist()]
         for head in off:
-            row = others.index(head)
-            score = (
-                fit.tensors["fallback.distant_score.weight"][row] @ x + fit.tensors["fallback.distant_score.bias"][row]
-            )
-            weight = (score + sample.local.hidden[t].log() - sample.local.near[t, head]).sigmoid()
-            fallback = (1 - weight) * sample.local.outputs[head, t] + weight * fit.tensors["fallback.distant_value"][
-                row
-            ]
-            error = error + sample.o_proj[:, head * size :][:, :size] @ (sample.heads[head, t] - fallback)
+            lost = missing(sample, fit, t, head, others.index(head))
+            error = error + sample.o_proj[:, head * size :][:, :size] @ lost
         total += float((sample.gradients[t - sample.fitted] @ error) ** 2 / 2)
     return total / len(held_out)
 
 
-@pytest.mark.parametrize("routes", [False, True])
-def test_cost_is_what_the_tensors_do_to_held_out_tokens(routes):
+@pytest.mark.parametrize("router", ["none", "linear"])
+def test_cost_is_what_the_tensors_do_to_held_out_tokens(router):
     sample, _ = make_sample()
-    fitter = LocalFitter(sample, routes)
+    fitter = LocalFitter(sample, router)
     for dropped in range(5):
         fit = fitter.fit(dropped)
         assert fit.dropped == dropped and len(fit.shared_heads) <= 4 - dropped and len(fit.local_heads) <= dropped
-        assert fit.cost == pytest.approx(cost(fitter, sample, fit, routes), rel=1e-3, abs=1e-9)
-        if not routes:
+        assert fit.cost == pytest.approx(cost(fitter, sample, fit, router), rel=1e-3, abs=1e-9)
+        if router == "none":
             ranked = sorted(range(4), key=lambda head: -fitter.importance[head])
             assert sorted(fit.shared_heads) == sorted(ranked[: 4 - dropped])
+
+
+@pytest.mark.parametrize("dropped", [1, 2, 3])
+def test_a_threshold_drops_as_many_on_the_mean(dropped):
+    """Over all tokens, few from one and many from another, and at less cost than as many from each."""
+    sample, _ = make_sample()
+    noise = torch.randn(sample.heads.shape, generator=torch.Generator().manual_seed(1))
+    sample.heads += noise * sample.inputs[:, :4].exp().T[..., None]  # how much a head matters, the input tells
+    fit = LocalFitter(sample, "threshold", []).fit(dropped)
+    logits = sample.inputs @ fit.tensors["router.routed.weight"].T + fit.tensors["router.routed.bias"]
+    off = (logits <= 0).sum(1).float()
+    assert off.mean() == pytest.approx(dropped, abs=0.02) and off.std() > 0.3
+    top_k = LocalFitter(sample, "linear", []).fit(dropped)
+    torch.testing.assert_close(fit.tensors["router.routed.weight"], top_k.tensors["router.routed.weight"])
+
+
+def test_the_cost_of_a_threshold_is_that_of_as_many_drops_on_held_out_tokens():
+    sample, _ = make_sample()
+    fit = LocalFitter(sample, "threshold", []).fit(2)
+    logits = sample.inputs[sample.fitted :] @ fit.tensors["router.routed.weight"].T
+    logits = logits + fit.tensors["router.routed.bias"]
+    off = torch.zeros_like(logits).flatten()
+    off[logits.flatten().argsort()[: 2 * len(logits)]] = 1
+    off = off.view_as(logits)
+    total = 0.0
+    for t, own in enumerate(off, sample.fitted):
+        error = torch.zeros(sample.inputs.shape[1])
+        for head in own.nonzero()[:, 0].tolist():
+            error = error + sample.o_proj[:, 3 * head : 3 * head + 3] @ missing(sample, fit, t, head, head)
+        total += float((sample.gradients[t - sample.fitted] @ error) ** 2 / 2)
+    assert fit.cost == pytest.approx(total / len(off), rel=1e-3)
 
 
 def test_the_plan_is_the_best_of_those_tried():

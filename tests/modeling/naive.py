@@ -25,6 +25,7 @@ def route(
     size = heads // config.num_key_value_heads if config.routing_granularity == "kv_group" else 1
     groups = [routed[first : first + size] for first in range(0, len(routed), size)]
     k = (config.active_heads_per_layer[layer] - len(shared)) // size
+    by_score = config.router_type == "threshold" and config.active_heads_per_layer[layer] < heads
     prefix = f"model.layers.{layer}.self_attn.router."
     gate, scores = np.zeros(heads), [None] * heads
     gate[shared] = 1.0
@@ -42,6 +43,8 @@ def route(
         of_routed = a2 * of_routed
     for head, score in zip([*shared, *routed], [*of_shared, *of_routed.repeat(size)], strict=True):
         scores[head] = score
+    if by_score:
+        k = int((logits > 0).sum())
     chosen = [head for i in np.argsort(-logits, kind="stable")[:k] for head in groups[i]]
     for head in [*shared, *chosen]:
         gate[head] = scores[head] if config.router_score == "weighted" and scores[head] is not None else 1.0

@@ -25,6 +25,12 @@ PLANS = {
     "local, mixed": plan(
         1, 2, shared_heads=[[1], [0]], local_heads=[[0], [2, 3]], head_fallback="local", local_window=4, local_sinks=3
     ),
+    "threshold": plan(1, 2, "threshold"),
+    "threshold, mixed": plan(
+        *(1, 2, "threshold"),
+        **{"shared_heads": [[1], [0]], "local_heads": [[0], [2, 3]]},
+        **{"head_fallback": "local", "local_window": 4, "local_sinks": 3},
+    ),
     "explicit ids": plan(2, 3, "query_norm", shared_heads=[[1, 3], [0, 2]]),
     "odd": plan(1, 3, "two_stage", num_attention_heads=5, num_key_value_heads=5, hidden_size=40),
     "head_dim apart": plan(1, 3, "query_norm", head_dim=12),
@@ -54,6 +60,7 @@ SCORING = {
     "query_norm": {"router_type": "query_norm"},
     "query_norm weighted": {"router_type": "query_norm", "router_score": "weighted"},
     "linear": {"router_type": "linear"},
+    "threshold": {"router_type": "threshold", "head_fallback": "local", "local_window": 4},
     "linear weighted": {"router_type": "linear", "router_score": "weighted"},
     "fallbacks": {"router_type": "linear", "head_fallback": "value"},
     "two_stage": {"router_type": "two_stage"},
@@ -107,6 +114,7 @@ def test_a_group_of_one_head_is_a_head(make_pair, ids, scoring):
         plan(1, 2),
         plan(1, 2, head_fallback="value"),
         plan(1, 2, "two_stage"),
+        plan(1, 2, "threshold"),
         plan(1, 2, head_fallback="local", local_window=2, local_sinks=1, local_heads=[[3], []]),
     ],
     ids=lambda routing: " ".join(map(str, routing.values())),

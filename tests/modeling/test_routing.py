@@ -151,6 +151,20 @@ def test_active_groups_at_run_time(make_pair, ids):
     assert [router.top_k for router in moh.routers] == [2, 1]
 
 
+def test_a_threshold_has_one_number_of_heads_and_no_balance(make_pair, ids):
+    base, moh = make_pair(num_shared_heads=1, num_active_heads=[2, 3], router_type="threshold")
+    with torch.no_grad():
+        output = moh(ids, output_router_logits=True, labels=ids)
+        assert output.aux_loss == 0 and torch.equal(output.loss, moh(ids, labels=ids).loss)
+        on = [(logits > 0).sum(-1) for logits in output.router_logits]
+        assert all(len(counts.unique()) > 1 for counts in on)  # tokens differ in their number of heads
+        with pytest.raises(ValueError, match=r"the scores say how many heads are on; it can be 2, .* \(layer 0\)"):
+            moh.set_active_heads(3)
+        with moh.all_heads_active():
+            assert torch.equal(moh(ids).logits, base(ids).logits)
+        assert torch.equal(moh(ids).logits, output.logits)
+
+
 def test_scores_are_float32_in_a_bfloat16_model_and_the_gate_is_exact(make_pair, ids):
     _, moh = make_pair(dtype=torch.bfloat16, num_shared_heads=1, num_active_heads=2, router_type="linear")
     logits, gate = moh.routers[0](torch.randn(1, 99, 32).bfloat16(), torch.randn(1, 99, 4, 8).bfloat16())

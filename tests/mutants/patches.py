@@ -20,8 +20,8 @@ PATCHES = (
     Patch(
         "LoRA freezes the fallbacks",
         "moh_llm/training/networks.py",
-        "        if is_routing_weight(name):\n",
-        '        if is_routing_weight(name) and ".fallback." not in name:\n',
+        "if is_routing_weight(name) and w.requires_grad]\n",
+        'if is_routing_weight(name) and ".fallback." not in name]\n',
         (NETWORKS, FALLBACKS),
     ),
     Patch(
@@ -42,8 +42,29 @@ PATCHES = (
     Patch(
         "a token picks one head too few",
         "moh_llm/modeling/routing_moh.py",
-        "            selected = select_top_k(logits, self.top_k)\n",
-        "            selected = select_top_k(logits, max(self.top_k - 1, 0))\n",
+        "        return select_top_k(logits, self.top_k)\n",
+        "        return select_top_k(logits, max(self.top_k - 1, 0))\n",
+        ("tests/modeling/test_forward.py",),
+    ),
+    Patch(
+        "a threshold router selects what is below zero",
+        "moh_llm/modeling/routing_moh.py",
+        "(logits > 0)",
+        "(logits < 0)",
+        ("tests/modeling/test_forward.py",),
+    ),
+    Patch(
+        "the threshold leaves one group too many on",
+        "moh_llm/conversion/local_fit.py",
+        "kthvalue(drops * len(logits))",
+        "kthvalue((drops - 1) * len(logits) + 1)",
+        ("tests/conversion/test_local_fit.py",),
+    ),
+    Patch(
+        "heads that are never on are computed in full",
+        "moh_llm/modeling/routing_moh.py",
+        "self.index[: self.shared_groups + routed]",
+        "self.index",
         ("tests/modeling/test_forward.py",),
     ),
     Patch(

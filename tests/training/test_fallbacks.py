@@ -46,19 +46,20 @@ def local_folders(made_once, base_folder: Path, convert) -> dict[str, Path]:
     """Conversions with local fallbacks, routed and fixed."""
     flags = ["--fallback", "local", "--local-window", "6", "--local-sinks", "2", "--context", "64"]
     flags += ["--active-ratio", "0.5", "--verify", "none"]
-    routed = ["--router", "linear", "--num-shared-heads", "1"]
+    routed, by_score = (["--router", router, "--num-shared-heads", "1"] for router in ("linear", "threshold"))
     return {
         "linear": made_once("local", lambda folder: convert(base_folder, folder, *flags, *routed)),
+        "threshold": made_once("local-threshold", lambda folder: convert(base_folder, folder, *flags, *by_score)),
         "none": made_once("fixed", lambda folder: convert(base_folder, folder, *flags, "--router", "none")),
     }
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("router", ["linear", "none"])
+@pytest.mark.parametrize("router", ["linear", "threshold", "none"])
 def test_local_fallbacks_are_trained_and_saved(
     configure, local_folders, base_folder: Path, read_tensors, router: str, method: str
 ) -> None:
-    """With recomputation, distillation from the base, and packed documents."""
+    """With recomputation, distillation from the base, and packed documents. Thresholds stay as they are."""
     folder = local_folders[router]
     more = {"evaluation.eval_steps": 0, "gradient_checkpointing": True}
     config = configure(model=str(folder), max_steps=2, **more, **METHODS[method])
@@ -67,12 +68,13 @@ def test_local_fallbacks_are_trained_and_saved(
     assert after.keys() == before.keys()
     names = [name for name in before if ".fallback." in name or ".router." in name]
     layers = MoHLlamaForCausalLM.from_pretrained(folder).model.layers
-    assert len(names) == sum(3 * (layer.self_attn.fallback is not None) for layer in layers) + 4 * (router == "linear")
+    assert len(names) == sum(3 * (layer.self_attn.fallback is not None) for layer in layers) + 4 * (router != "none")
     for name in names:
-        assert not torch.equal(after[name], before[name]) and after[name].isfinite().all(), name
+        is_fixed = router == "threshold" and ".router." in name
+        assert torch.equal(after[name], before[name]) == is_fixed and after[name].isfinite().all(), name
 
 
-@pytest.mark.parametrize("router", ["linear", "none"])
+@pytest.mark.parametrize("router", ["linear", "threshold", "none"])
 def test_recomputation_gives_the_same_gradients(local_folders, router: str) -> None:
     ids = torch.randint(3, 200, (2, 48), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(19), torch.arange(29)]).expand(2, -1)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from moh_llm.modeling.routing_moh import select_top_k
 from moh_llm.training.scoring import RoutingCounts
 
 TOP_K = [1, 2, 0, 0]
@@ -16,6 +17,10 @@ def some_logits(seed: int) -> list[torch.Tensor]:
     return [torch.randn(7, heads, generator=draw) * torch.arange(1, heads + 1) for heads in (3, 4, 2, 0)]
 
 
+def add(counts: RoutingCounts, logits: list[torch.Tensor]) -> None:
+    counts.add(logits, [select_top_k(layer, k).bool() for layer, k in zip(logits, TOP_K, strict=True)])
+
+
 def choices(logits: torch.Tensor, k: int) -> list[set[int]]:
     rows = logits.tolist()
     return [set(sorted(range(len(row)), key=lambda head: -row[head])[:k]) for row in rows]
@@ -24,7 +29,7 @@ def choices(logits: torch.Tensor, k: int) -> list[set[int]]:
 def test_load_entropy_and_dead_heads_are_those_of_a_loop() -> None:
     counts, batches = RoutingCounts(), [some_logits(0), some_logits(1)]
     for batch in batches:
-        counts.add(batch, TOP_K)
+        add(counts, batch)
     found = counts.health(None, lambda tensor: tensor)
     for layer, k in enumerate(TOP_K):
         logits = torch.cat([batch[layer] for batch in batches])
@@ -46,7 +51,7 @@ def test_load_entropy_and_dead_heads_are_those_of_a_loop() -> None:
 def test_groups_are_shown_as_their_heads() -> None:
     counts, by_group = RoutingCounts(), RoutingCounts(group_size=3)
     for one in (counts, by_group):
-        one.add(some_logits(0), TOP_K)
+        add(one, some_logits(0))
     of_groups, found = (one.health(None, lambda tensor: tensor) for one in (counts, by_group))
     assert found.load == [[share for share in layer for _ in range(3)] for layer in of_groups.load]
     assert found.dead_heads == [3 * dead for dead in of_groups.dead_heads]
@@ -57,8 +62,8 @@ def test_changed_is_the_share_of_tokens_with_other_heads() -> None:
     start, now = RoutingCounts(), RoutingCounts()
     before, after = some_logits(0), some_logits(1)
     after[1][3:] = before[1][3:] * 2  # the same order: nothing changed there
-    start.add(before, TOP_K)
-    now.add(after, TOP_K)
+    add(start, before)
+    add(now, after)
     wanted = []
     for old, new, k in zip(before, after, TOP_K, strict=True):
         pairs = zip(choices(old, k), choices(new, k), strict=True)
@@ -72,10 +77,10 @@ def test_processes_add_up() -> None:
     """Two processes with half of the text each, one of which may have none of a batch."""
     whole, halves = RoutingCounts(), [RoutingCounts(), RoutingCounts()]
     for counts in (whole, halves[0]):
-        counts.add(some_logits(0), TOP_K)
-    whole.add(some_logits(1), TOP_K)
-    halves[1].add(some_logits(1), TOP_K)
-    halves[1].add([logits[:0] for logits in some_logits(0)], TOP_K)
+        add(counts, some_logits(0))
+    add(whole, some_logits(1))
+    add(halves[1], some_logits(1))
+    add(halves[1], [logits[:0] for logits in some_logits(0)])
     sums: list[torch.Tensor] = []
     halves[0].health(None, lambda tensor: sums.append(tensor) or tensor)
     found = halves[1].health(None, lambda tensor: tensor + sums.pop(0))

@@ -128,6 +128,7 @@ SHAPES = {
     "groups": ({"num_key_value_heads": 4, "routing_granularity": "kv_group", "num_shared_heads": 2}, {}),
     "local": ({"head_fallback": "local", "local_window": 32}, {}),
     "fixed": ({"head_fallback": "local", "local_window": 32, "router_type": "none"} | FIXED, {}),
+    "mixed": ({"head_fallback": "local", "local_window": 32, "local_heads": [[6, 7]] * 6}, {}),
     "lora": ({}, {"lora": LORA}),
     "tied": ({"tie_word_embeddings": True, "num_hidden_layers": 3, "intermediate_size": 1024}, {}),
 }
