@@ -20,13 +20,12 @@ import torch
 from moh_llm.conversion.base import open_base
 from moh_llm.conversion.calibrate import calibrate
 from moh_llm.conversion.checkpoint import write_description, write_weights
-from moh_llm.conversion.convert import ConversionOptions, plan_config, routing_tensors, rows_of
+from moh_llm.conversion.convert import ConversionOptions, calibration_batches, plan_config, routing_tensors
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.plan import PlanOptions, shared_and_active
+from moh_llm.conversion.plan import LONG, PlanOptions, shared_and_active
 from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.tokenizer import open_tokenizer
-from moh_llm.data.windows import fixed_batches
 from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
@@ -73,9 +72,9 @@ def run(args: argparse.Namespace, heldout_tokens: int) -> None:
         check_output_folder(args.output / name, overwrite=False, reads=[args.base])
     tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
     text = mixture_from_arguments(args.calibration)
-    sources = sample_mixture(text, tokenizer, args.calibration_tokens, heldout_tokens, args.context)
-    streams, shares = [source.train for source in sources], [source.weight for source in sources]
-    batches = fixed_batches(streams, shares, args.context, args.calibration_tokens, rows_of(args.context))
+    long = args.context if args.context >= LONG else None
+    sources = sample_mixture(text, tokenizer, args.calibration_tokens, heldout_tokens, long)
+    batches = calibration_batches(sources, args.context, args.calibration_tokens)
     # As convert.py: float16 is too narrow for gradients.
     computed = torch.float32 if base.dtype == torch.float16 else base.dtype
     dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, choose_device())

@@ -117,7 +117,7 @@ def convert(options: ConversionOptions) -> Conversion:
         dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, device)
         calibrated: list[LayerCalibration] | None = None
         if plan.needs_calibration:
-            batches = _calibration_batches(options, sources, length)
+            batches = calibration_batches(sources, length, options.calibration_tokens)
             (calibrated,) = calibrate(dense, batches, [plan], folder)
             record.calibration = _calibration_record(options, sources, batches, calibrated)
         config = plan_config(plan, base.config, calibrated)
@@ -211,9 +211,10 @@ def _check_machine(options: ConversionOptions, base: BaseCheckpoint) -> None:
     check_disk(states * base.config.num_hidden_layers // 2, options.output, what, way_out)
 
 
-def _calibration_batches(options: ConversionOptions, sources: Sequence[TokenizedSource], length: int) -> list[Batch]:
+def calibration_batches(sources: Sequence[TokenizedSource], length: int, tokens: int) -> list[Batch]:
+    """Sequences of `length` tokens, about as many tokens in all. Raises UserError where the text has none."""
     streams, shares = [s.train for s in sources], [s.weight for s in sources]
-    batches = fixed_batches(streams, shares, length, options.calibration_tokens, rows_of(length))
+    batches = fixed_batches(streams, shares, length, tokens, rows_of(length))
     if not batches:
         held = ", ".join(f"{source.name} has {len(source.train)}" for source in sources)
         raise UserError(f"the calibration text has no window of {length} tokens: {held}")

@@ -121,28 +121,37 @@ class MoHLlamaAttention(LlamaAttention):
         dropout = self.attention_dropout if self.training else 0.0
         if is_local:
             local = self.fallback(queries, keys, values, hidden_states, *document_starts, self.scaling, dropout)
-        may_be_on = self._may_be_on(queries.shape[2]) if is_local else None
+        skips = is_local and self._skips_heads(queries.shape[2])
         module, selected = self, (queries, keys, values)
-        if may_be_on is not None:
-            groups = may_be_on // self.num_key_value_groups
-            module, selected = _HeadsAlone(self), (queries[:, may_be_on], keys[:, groups], values[:, groups])
+        if skips:
+            used, unused = self.router.heads_by_use()
+            groups = used // self.num_key_value_groups
+            own = queries.transpose(1, 2).index_select(2, used).transpose(1, 2)  # outputs get its strides
+            module, selected = _HeadsAlone(self), (own, keys.index_select(1, groups), values.index_select(1, groups))
         head_outputs, attn_weights = None, None
         if selected[0].shape[1] > 0:
             head_outputs, attn_weights = attention(
                 module, *selected, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
             )
-        if may_be_on is not None:
-            if len(may_be_on) == self.router.num_shared:  # nothing is routed
-                order = torch.cat([may_be_on, self.fallback.index]).argsort()
+        if skips:
+            order = torch.cat([used, unused]).argsort()
+            if len(used) == self.router.num_shared:  # nothing is routed
                 every = local if head_outputs is None else torch.cat([head_outputs, local], dim=2)
                 return self.o_proj(every.index_select(2, order).reshape(*input_shape, -1)), None
-            gate = torch.zeros_like(gate).index_copy(-1, may_be_on, gate.index_select(-1, may_be_on))
-            head_outputs = head_outputs.new_zeros(queries.transpose(1, 2).shape).index_copy(2, may_be_on, head_outputs)
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
         gate, head_outputs = gate.to(head_outputs.dtype), head_outputs.reshape(head_shape)
         # Where the gate is 1 a fallback adds an exact zero.
         if is_local:
-            if not gates_itself:
+            if skips:
+                gate = gate.index_select(-1, used)
+                parts = gate, head_outputs * gate.unsqueeze(-1)
+                gate, head_outputs = (  # and zeros for the others, in the order of heads
+                    torch.cat([part, part.new_zeros(*input_shape, len(unused), *part.shape[3:])], dim=2).index_select(
+                        2, order
+                    )
+                    for part in parts
+                )
+            elif not gates_itself:
                 head_outputs = head_outputs * gate.unsqueeze(-1)
             off = 1 - gate.index_select(-1, self.fallback.index)
             head_outputs = head_outputs.index_add(2, self.fallback.index, local * off.unsqueeze(-1))
@@ -154,17 +163,15 @@ class MoHLlamaAttention(LlamaAttention):
             head_outputs = head_outputs * gate.unsqueeze(-1)
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
 
-    def _may_be_on(self, length: int) -> torch.Tensor | None:
-        """Sorted ids of the heads that any token may have on, where full attention is computed for these alone."""
+    def _skips_heads(self, length: int) -> bool:
+        """Whether full attention is computed for the heads alone that some token may have on."""
         router = self.router
-        if (
-            router.num_active == router.num_heads
-            or length <= self.fallback.window + self.fallback.sinks  # up to there the result is the base's bit for bit
-            or self.config._attn_implementation in ("eager", HEAD_SPARSE)  # one returns weights of all heads
-        ):
-            return None
-        may_be_on = router.heads_that_may_be_on
-        return None if len(may_be_on) == router.num_heads else may_be_on
+        return (
+            (router.local_groups > 0 or (router.router_type == "none" and router.routed_groups > 0))
+            and router.num_active < router.num_heads
+            and length > self.fallback.window + self.fallback.sinks  # up to there the result is the base's bit for bit
+            and self.config._attn_implementation not in ("eager", HEAD_SPARSE)  # one returns weights of all heads
+        )
 
 
 class _HeadsAlone:

@@ -196,12 +196,13 @@ class MoHRouter(IndexedModule):
             self.shared = MoHLinear(config.hidden_size, self.shared_groups, bias=False)
             self.stage = MoHLinear(config.hidden_size, 2, bias=False)
 
-    @property
-    def heads_that_may_be_on(self) -> torch.Tensor:
-        """Sorted ids of the heads that some token may have on, on the device of the module."""
+    def heads_by_use(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sorted ids of the heads that some token may have on, and of those that none has."""
         routed = 0 if self.router_type == "none" else self.routed_groups
-        groups = self.index[: self.shared_groups + routed].sort().values[:, None] * self.group_size
-        return (groups + torch.arange(self.group_size, device=groups.device)).flatten()
+        steps = torch.arange(self.group_size, device=self.index.device)
+        parts = self.index.split([self.shared_groups + routed, len(self.index) - self.shared_groups - routed])
+        some, none = ((part.sort().values[:, None] * self.group_size + steps).flatten() for part in parts)
+        return some, none
 
     def top_k_of(self, active: int) -> int:
         """How many routed groups a token selects that uses so many heads; ValueError where no number does."""

@@ -1,17 +1,17 @@
 """The benchmark that converts a base in several ways writes what the converter writes."""
 
+import json
 import sys
-
-from safetensors.torch import load_file
 
 from benchmarks import local_plans
 from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
 
 
-def test_each_model_is_the_converters(make_llama, convert, tmp_path, monkeypatch, capsys):
+def test_each_model_is_the_converters(make_llama, convert, read_tensors, tmp_path, monkeypatch, capsys):
     base = make_llama(max_position_embeddings=256, num_attention_heads=4, num_key_value_heads=2)
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"{i} boats were counted on the river at noon, and {i * 7} birds." for i in range(900)))
+    text = tmp_path / "text.jsonl"
+    sentences = [f"{i} boats were counted on the river at noon, and {i * 7} birds. " for i in range(400)]
+    text.write_text("".join(json.dumps({"text": "".join(sentences[i : i + 8])}) + "\n" for i in range(392)))
     numbers = ["--keys", "0.6", "--context", "128", "--calibration-tokens", "1024"]
     command = ["local_plans.py", str(base), "--calibration", str(text), "--output", str(tmp_path / "plans"), *numbers]
     command += ["--windows", "16", "--routers", "threshold", "none", "--granularities", "head", "kv_group"]
@@ -24,7 +24,7 @@ def test_each_model_is_the_converters(make_llama, convert, tmp_path, monkeypatch
         assert convert(base, alone, *flags, "--router", router) == 0
         written = tmp_path / "plans" / f"0.6-{router}-head-16"
         assert MoHLlamaConfig.from_pretrained(written).to_dict() == MoHLlamaConfig.from_pretrained(alone).to_dict()
-        ours, theirs = ({k: v for f in d.glob("*.safetensors") for k, v in load_file(f).items()} for d in (written, alone))
+        ours, theirs = read_tensors(written), read_tensors(alone)
         assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
     monkeypatch.setattr(sys, "argv", command)
     assert local_plans.main() == 1 and "0.6-threshold-head-16" in capsys.readouterr().err

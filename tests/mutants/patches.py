@@ -61,13 +61,6 @@ PATCHES = (
         ("tests/conversion/test_local_fit.py",),
     ),
     Patch(
-        "heads that are never on are computed in full",
-        "moh_llm/modeling/routing_moh.py",
-        "self.index[: self.shared_groups + routed]",
-        "self.index",
-        ("tests/modeling/test_forward.py",),
-    ),
-    Patch(
         "the lowest scores win",
         "moh_llm/modeling/routing_moh.py",
         "logits.topk(k, dim=-1).indices",
