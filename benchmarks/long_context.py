@@ -150,26 +150,16 @@ def compare(base: PreTrainedModel, models: dict[str, MoHLlamaForCausalLM], ids: 
     """Per model sums `[5]` over positions between `EDGES` and from `HEADLINE` on, and shares of keys and heads."""
     ids = ids[None].to(base.device)
     reference = base.model(ids, use_cache=False).last_hidden_state[0]
+    passes = {name: hidden_and_gates(model, ids) for name, model in models.items()}
+    compared: dict[str, list[torch.Tensor]] = {name: [] for name in models}
+    for rows in torch.arange(ids.shape[1] - 1, device=ids.device).split(ROWS):
+        log_q = base.lm_head(reference[rows]).float().log_softmax(-1)
+        for name, model in models.items():
+            log_p = model.lm_head(passes[name][0][rows]).float().log_softmax(-1)
+            compared[name].append(compare_predictions(log_p, log_q, ids[0, rows + 1]))
     found = {}
     for name, model in models.items():
-        gates: list[torch.Tensor] = []
-        handles = [
-            router.register_forward_hook(lambda _, args, output, gates=gates: gates.append(output[1][0].ne(0)))
-            for router in model.routers
-        ]
-        hidden = model.model(ids, use_cache=False).last_hidden_state[0]
-        for handle in handles:
-            handle.remove()
-        values = torch.cat(
-            [
-                compare_predictions(
-                    model.lm_head(hidden[rows]).float().log_softmax(-1),
-                    base.lm_head(reference[rows]).float().log_softmax(-1),
-                    ids[0, rows + 1],
-                )
-                for rows in torch.arange(ids.shape[1] - 1, device=ids.device).split(ROWS)
-            ]
-        ).cpu()
+        values = torch.cat(compared[name]).cpu()
         parts = {f"{low}": (low, high) for low, high in itertools.pairwise(EDGES) if low < len(values)}
         parts["headline"] = (HEADLINE, len(values))
         sums = {
@@ -177,10 +167,24 @@ def compare(base: PreTrainedModel, models: dict[str, MoHLlamaForCausalLM], ids: 
             for part, (low, high) in parts.items()
             if len(values[low:high])
         }
-        on = torch.stack([gate.float().mean(-1) for gate in gates]).mean(0).cpu()  # share of heads by position
+        on = passes[name][1].mean(0)
         shares = {f"from {start}": keys_read(on, model.config, start) for start in (0, HEADLINE) if start < len(on)}
-        found[name] = {"sums": sums, "keys": shares, "heads_on": on.mean().item()}
+        spread = on.quantile(torch.tensor([0.05, 0.95])).tolist()  # over tokens
+        found[name] = {"sums": sums, "keys": shares, "heads_on": on.mean().item(), "heads_on_5_95": spread}
     return found
+
+
+def hidden_and_gates(model: MoHLlamaForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Last hidden states `[T, C]`, and the share of heads that each layer's router has on `[layers, T]`."""
+    gates: list[torch.Tensor] = []
+    handles = [
+        router.register_forward_hook(lambda _, args, output: gates.append(output[1][0].ne(0).float().mean(-1)))
+        for router in model.routers
+    ]
+    hidden = model.model(ids, use_cache=False).last_hidden_state[0]
+    for handle in handles:
+        handle.remove()
+    return hidden, torch.stack(gates).cpu()
 
 
 def keys_read(on: torch.Tensor, config: Any, start: int = 0) -> float:
@@ -204,9 +208,13 @@ def most_likely(model: PreTrainedModel) -> Callable[[list[int], list[int]], torc
 def print_positions(rows: Sequence[dict[str, Any]], names: Sequence[str], context: int) -> None:
     by_text = ", ".join(f"{sum(r['text'] == t for r in rows)} of {t}" for t in dict.fromkeys(r["text"] for r in rows))
     print(f"\n{len(rows)} documents of {context} tokens: {by_text}")
-    print(f"{'model':<24} {'heads on':>8} {'keys':>6} {'positions':>14} {'x base (95 %)':>28} {'KL (95 %)':>28}")
+    print(
+        f"{'model':<24} {'heads on (5-95 % of tokens)':>27} {'keys':>6} {'positions':>14} {'x base (95 %)':>28} {'KL (95 %)':>28}"
+    )
     for name in names:
         found = [row[name] for row in rows]
+        low, high = np.mean([row["heads_on_5_95"] for row in found], axis=0)
+        heads_on = f"{np.mean([row['heads_on'] for row in found]):.3f} ({low:.3f}-{high:.3f})"
         keys = {part: np.mean([row["keys"][part] for row in found]) for part in found[0]["keys"]}
         for part in found[0]["sums"]:
             figures = Comparison(np.array([row["sums"][part] for row in found]))
@@ -214,7 +222,7 @@ def print_positions(rows: Sequence[dict[str, Any]], names: Sequence[str], contex
             high = min([edge for edge in EDGES if edge > low] + [context]) if part != "headline" else context
             share = keys.get(f"from {low}") if part in ("headline", "0") else None
             print(
-                f"{Path(name).name[-24:]:<24} {np.mean([row['heads_on'] for row in found]):>8.3f} "
+                f"{Path(name).name[-24:]:<24} {heads_on:>27} "
                 f"{'' if share is None else f'{share:.3f}':>6} "
                 f"{f'{low}-{high - 1}' if part != 'headline' else f'from {low} on':>14} "
                 f"{show_figure(figures.perplexity_ratio, figures.ratio_interval, '.4f'):>28} "

@@ -7,7 +7,7 @@ backward pass. Each layer is fitted on the way (see `fit.py`).
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -82,6 +82,37 @@ def calibrate(
         Of each plan its layers. Where a plan has local fallbacks, documents' first tokens, up to the longest window and
         its sinks, are left out of all fits.
     """
+    windows = {seen for plan in plans if (seen := _in_sight(plan))}
+    found: list[list[LayerCalibration]] = [[] for _ in plans]
+    for sample, local in layer_samples(base, batches, windows, scratch, seed):
+        fitters: dict[PlanOptions, LayerFitter | LocalFitter] = {}
+        fits: dict[tuple[PlanOptions, int], RoutingFit] = {}
+        for plan, layers in zip(plans, found, strict=True):
+            alike = dataclasses.replace(plan, num_active_heads=None, active_ratio=None, keys=None)
+            if alike not in fitters:
+                sample.local = local.get(_in_sight(plan))
+                fitters[alike] = _fitter(plan, base.config, sample)
+            fitter, drops = fitters[alike], drops_to_fit(plan, base.config)
+            for dropped in drops:
+                if (alike, dropped) not in fits:
+                    fits[alike, dropped] = fitter.fit(dropped)
+            shared = fitter.shared_heads if isinstance(fitter, LayerFitter) else []
+            own = {dropped: fits[alike, dropped] for dropped in drops}
+            layers.append(LayerCalibration(shared, fitter.importance, own, plan.heads_per_group(base.config)))
+    return [layers[::-1] for layers in found]
+
+
+def layer_samples(
+    base: LayerwiseModel,
+    batches: Sequence[Batch],
+    windows: Collection[tuple[int, int]],
+    scratch: Path,
+    seed: int = 0,
+) -> Iterator[tuple[LayerSample, dict[tuple[int, int], LocalSample]]]:
+    """What the batches show of each layer, the last layer first, and local attention's part by window and sinks.
+
+    Other arguments are those of `calibrate`.
+    """
     positions = [batch["position_ids"] for batch in batches]
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     with tqdm(total=2 * tokens * len(base), desc="calibrate", unit="token", unit_scale=True) as bar:
@@ -98,28 +129,11 @@ def calibrate(
         gradients = _sampled_gradients(base.head(), hidden, seed)
         for gradient in gradients:
             check_finite(gradient, len(base), "the gradient below")
-        windows = {seen for plan in plans if (seen := _in_sight(plan))}
         order, fitted = _fitted_first(batches, max(map(sum, windows), default=1))
-        found: list[list[LayerCalibration]] = [[] for _ in plans]
         for number in reversed(range(len(base))):
             file = _states_file(scratch, number)
-            sample, local = _backward(base, number, file, positions, gradients, order, fitted, windows, bar)
+            yield _backward(base, number, file, positions, gradients, order, fitted, windows, bar)
             file.unlink()
-            fitters: dict[PlanOptions, LayerFitter | LocalFitter] = {}
-            fits: dict[tuple[PlanOptions, int], RoutingFit] = {}
-            for plan, layers in zip(plans, found, strict=True):
-                alike = dataclasses.replace(plan, num_active_heads=None, active_ratio=None, keys=None)
-                if alike not in fitters:
-                    sample.local = local.get(_in_sight(plan))
-                    fitters[alike] = _fitter(plan, base.config, sample)
-                fitter, drops = fitters[alike], drops_to_fit(plan, base.config)
-                for dropped in drops:
-                    if (alike, dropped) not in fits:
-                        fits[alike, dropped] = fitter.fit(dropped)
-                shared = fitter.shared_heads if isinstance(fitter, LayerFitter) else []
-                own = {dropped: fits[alike, dropped] for dropped in drops}
-                layers.append(LayerCalibration(shared, fitter.importance, own, plan.heads_per_group(base.config)))
-    return [layers[::-1] for layers in found]
 
 
 def _in_sight(plan: PlanOptions) -> tuple[int, int] | None:

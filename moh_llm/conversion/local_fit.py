@@ -44,8 +44,8 @@ class LocalFitter:
         assert sample.local is not None
         self.group_size, self.fitted, self.router = group_size, sample.fitted, router
         heads = len(sample.heads)
-        self.score_weight, self.score_bias, self.value, residual = _fit_distant_token(sample)
-        costs = group_costs(residual[:, : sample.fitted], group_metric(sample, group_size))  # [N', U]
+        self.score_weight, self.score_bias, self.value, self.residual = _fit_distant_token(sample)
+        costs = group_costs(self.residual[:, : sample.fitted], group_metric(sample, group_size))  # [N', U]
         self.importance: list[float] = costs.mean(0).tolist()
         self.ranked = sorted(range(heads // group_size), key=lambda group: -self.importance[group])
         self.shared_groups: list[int] | None = None
@@ -59,7 +59,7 @@ class LocalFitter:
             self.logits = sample.inputs @ self.weight.T + self.bias
         effects = torch.einsum(
             "hnd,nhd->nh",
-            residual[:, sample.fitted :],
+            self.residual[:, sample.fitted :],
             (sample.gradients @ sample.o_proj).unflatten(1, (heads, -1)),
         )
         self.effects = effects.unflatten(1, (-1, group_size)).sum(-1)  # z, [N - N', U]
@@ -98,6 +98,14 @@ class LocalFitter:
 
     def _cost(self, shared: Sequence[int], local: Sequence[int], dropped: int) -> float:
         """Mean of 1/2 (sum of z)^2 over held-out tokens."""
+        return (self._effect(shared, local, dropped).square().mean() / 2).item()
+
+    def effect(self, fit: RoutingFit) -> torch.Tensor:
+        """Sum of z over the heads that each held-out token has off, `[N - N']`."""
+        shared, local = ({head // self.group_size for head in heads} for heads in (fit.shared_heads, fit.local_heads))
+        return self._effect(sorted(shared), sorted(local), fit.dropped)
+
+    def _effect(self, shared: Sequence[int], local: Sequence[int], dropped: int) -> torch.Tensor:
         effect = self.effects[:, list(local)].sum(1)
         routed = [group for group in range(len(self.ranked)) if group not in {*shared, *local}]
         drops, effects = dropped // self.group_size - len(local), self.effects[:, routed]
@@ -109,7 +117,7 @@ class LocalFitter:
                 effect = effect + (effects * (logits <= _threshold(logits, drops))).sum(1)
             else:
                 effect = effect + effects.gather(1, logits.topk(drops, 1, largest=False).indices).sum(1)
-        return (effect.square().mean() / 2).item()
+        return effect
 
     def _heads(self, groups: Sequence[int]) -> list[int]:
         return sorted(group * self.group_size + i for group in groups for i in range(self.group_size))
