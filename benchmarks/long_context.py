@@ -208,9 +208,8 @@ def most_likely(model: PreTrainedModel) -> Callable[[list[int], list[int]], torc
 def print_positions(rows: Sequence[dict[str, Any]], names: Sequence[str], context: int) -> None:
     by_text = ", ".join(f"{sum(r['text'] == t for r in rows)} of {t}" for t in dict.fromkeys(r["text"] for r in rows))
     print(f"\n{len(rows)} documents of {context} tokens: {by_text}")
-    print(
-        f"{'model':<24} {'heads on (5-95 % of tokens)':>27} {'keys':>6} {'positions':>14} {'x base (95 %)':>28} {'KL (95 %)':>28}"
-    )
+    heads = "heads on (5-95 % of tokens)"
+    print(f"{'model':<24} {heads} {'keys':>6} {'positions':>14} {'x base (95 %)':>28} {'KL (95 %)':>28}")
     for name in names:
         found = [row[name] for row in rows]
         low, high = np.mean([row["heads_on_5_95"] for row in found], axis=0)

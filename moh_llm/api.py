@@ -67,8 +67,8 @@ def convert(
         active_ratio: the same as a share of the heads (default: 0.75).
         keys: the same as a share of the keys that the base's attention reads at ``context`` tokens.
         shared: which heads are shared: the first, or those that cost most to drop.
-        router: how a token selects heads; "none": the same heads are on for all tokens (default: "none" with local
-            fallbacks, else "linear").
+        router: how a token selects heads; "threshold": as many as score above zero; "none": the same heads are on for
+            all tokens (default: "threshold" with local fallbacks, else "linear").
         routing_granularity: what is on or off as one: a head (default), or all heads that share keys and values.
         budgets: active heads per layer: by what each layer loses (default), or equal.
         fallback: what replaces a head that is off (default: "local" from 2,048 tokens of context on, else "value").

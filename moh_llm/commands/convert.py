@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads.add_argument(
         "--router",
         choices=["linear", "threshold", "query_norm", "none"],
-        help="how tokens choose (default: linear; with local fallbacks: none, the same heads for all tokens)",
+        help="how tokens choose (default: linear; with local fallbacks: threshold; none: the same heads for all)",
     )
     heads.add_argument(
         "--routing-granularity",
