@@ -25,11 +25,13 @@ from moh_llm.conversion.layers import LayerwiseModel, check_finite, run_layer
 from moh_llm.conversion.local_fit import LocalFitter
 from moh_llm.conversion.local_sample import LocalSample, sample_local
 from moh_llm.conversion.plan import PlanOptions, drops_to_fit, shared_and_active
+from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 from moh_llm.modeling.routing_moh import document_starts
 from moh_llm.records.model import save_tensors
 
 HELD_OUT = 4  # every fourth window measures costs and is not fitted on
+_LEAST = 16  # tokens with keys out of sight that a fit, and its check on other tokens, take
 _HEAD_ROWS = 128  # tokens whose distribution over the vocabulary is held at once
 
 
@@ -112,7 +114,17 @@ def layer_samples(
     """What the batches show of each layer, the last layer first, and local attention's part by window and sinks.
 
     Other arguments are those of `calibrate`.
+
+    Raises:
+        UserError: next to no token has more before it than the windows show.
     """
+    order, fitted = _fitted_first(batches, max(map(sum, windows), default=1))
+    if windows and min(fitted, len(order) - fitted) < _LEAST:
+        raise UserError(
+            f"the calibration text has {len(order)} tokens that are more than {max(map(sum, windows))} after the first "
+            "of their document, too few to fit local fallbacks; give longer documents (--calibration), more of them "
+            "(--calibration-tokens), or --fallback value"
+        )
     positions = [batch["position_ids"] for batch in batches]
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     with tqdm(total=2 * tokens * len(base), desc="calibrate", unit="token", unit_scale=True) as bar:
@@ -129,7 +141,6 @@ def layer_samples(
         gradients = _sampled_gradients(base.head(), hidden, seed)
         for gradient in gradients:
             check_finite(gradient, len(base), "the gradient below")
-        order, fitted = _fitted_first(batches, max(map(sum, windows), default=1))
         for number in reversed(range(len(base))):
             file = _states_file(scratch, number)
             yield _backward(base, number, file, positions, gradients, order, fitted, windows, bar)

@@ -76,6 +76,15 @@ def test_fixed_heads_with_other_fallbacks(base, convert, tmp_path, fallback):
         assert gate[0].sum(0).nonzero()[:, 0].tolist() == shared and gate[0, :, shared].eq(1).all()
 
 
+def test_documents_within_the_window_are_too_short(base, convert, tmp_path, capsys):
+    text = tmp_path / "short.jsonl"
+    text.write_text("".join(f'{{"text": "{number} boats lay on the river at noon."}}\n' for number in range(3000)))
+    assert convert(base, tmp_path / "moh", "--context", "2048", "--calibration", str(text)) == 2
+    error = capsys.readouterr().err
+    assert "has 0 tokens that are more than 260 after the first of their document" in error
+    assert "--fallback value" in error and "Traceback" not in error and not (tmp_path / "moh").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
