@@ -47,7 +47,7 @@ def convert(
     local_window: int = 256,
     local_sinks: int = 4,
     calibration: PathLike | Sequence[PathLike] | None = None,
-    context: int = 512,
+    context: int = 8192,
     calibration_tokens: int = 24576,
     heldout_tokens: int = 8192,
     verify: Literal["full", "quick", "none"] = "full",
@@ -74,7 +74,7 @@ def convert(
         fallback: what replaces a head that is off (default: "local" from 2,048 tokens of context on, else "value").
         local_window, local_sinks: last and first tokens that a head that is off attends to, with fallback "local".
         calibration: text files, or one mixture (.yaml), to fit and verify on (default: what Python itself ships).
-        context: tokens in a sequence of the text.
+        context: tokens in a sequence of the text, at most what the base was made for.
         calibration_tokens: tokens to fit on.
         heldout_tokens: tokens to verify on.
         verify: "quick" reads 2,048 held-out tokens, "none" verifies nothing.
@@ -116,6 +116,7 @@ def convert(
                 num_active_heads=num_active_heads,
                 active_ratio=active_ratio,
                 keys=keys,
+                context=context,
                 router=router,
                 shared=shared,
                 budgets=budgets,

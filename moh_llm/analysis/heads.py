@@ -39,7 +39,7 @@ def head_load(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> HeadL
         UserError: there are no tokens.
     """
     routers = model.routers
-    counts = [torch.zeros(router.num_shared + router.num_routed, dtype=torch.int64) for router in routers]
+    counts = [torch.zeros(router.num_heads, dtype=torch.int64) for router in routers]
 
     def take(seen: LayerPass) -> None:
         counts[seen.layer] += seen.on.sum((0, 1)).cpu()

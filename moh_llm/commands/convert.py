@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text files (.jsonl, .json.gz, .jsonl.zst, .txt; equal shares) or one mixture (.yaml); "
         "default: what Python itself ships. A held-out part of it serves to verify",
     )
-    text.add_argument("--context", type=int, default=512, metavar="N", help="tokens in a sequence of the text")
+    text.add_argument(
+        "--context", type=int, default=8192, metavar="N", help="tokens in a sequence, or the base's (default: 8192)"
+    )
     text.add_argument("--calibration-tokens", type=int, default=24576, metavar="N", help="tokens to fit on")
     text.add_argument("--heldout-tokens", type=int, default=8192, metavar="N", help="held-out tokens to verify on")
     text.add_argument(

@@ -41,6 +41,7 @@ from moh_llm.records.model import hash_weights, read_config
 
 _BATCH_TOKENS = 2048
 QUICK_TOKENS = 2048  # what `--verify quick` reads
+LONGEST = 8192  # tokens of context, by default
 LENGTHS = (2048, 8192, 32768)  # tokens, of the theoretical cost
 
 
@@ -66,7 +67,7 @@ class ConversionOptions:
     output: Path
     plan: PlanOptions = field(default_factory=PlanOptions)
     calibration: Mixture = EMBEDDED
-    context: int = 512
+    context: int = LONGEST
     calibration_tokens: int = 24576
     heldout_tokens: int = 8192
     verify: str = "full"

@@ -68,7 +68,9 @@ def quickstart(output: Path, base: str | None, steps: int, command: Callable[[li
     recipe = RECIPE.format(model=moh, output=recovery, steps=steps, warmup=min(2, steps))
     write_text(output / "recipe.yaml", recipe)
 
-    flags = ["--active-ratio", str(ACTIVE_RATIO), "--calibration-tokens", "16384", "--verify", "quick"]
+    # Short sequences: they take less time, and leave something for tuning to recover.
+    flags = ["--active-ratio", str(ACTIVE_RATIO), "--context", "512"]
+    flags += ["--calibration-tokens", "16384", "--verify", "quick"]
     run("convert", base, *flags, "--output", str(moh))
     run("train", str(output / "recipe.yaml"))
     run("evaluate", str(recovery / "model"), "--base", base, "--suite", "smoke", "--output", str(report))

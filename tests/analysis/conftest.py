@@ -45,6 +45,16 @@ PLANS = {
         "router_type": "linear",
         "head_fallback": "value",
     },
+    "local, threshold": {
+        "num_shared_heads": [1, 0],
+        "num_active_heads": [2, 1],
+        "local_heads": [[0], [2]],
+        "shared_heads": [[2], []],
+        "router_type": "threshold",
+        "head_fallback": "local",
+        "local_window": 2,
+        "local_sinks": 1,
+    },
     "groups, query_norm": {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -106,10 +116,10 @@ def unlike_plan(request: pytest.FixtureRequest) -> dict:
 def default_moh(
     make_llama: Callable[..., Path], convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A LLaMA of 2 layers and 8 heads as `moh-llm convert` makes it by default, not to be changed."""
+    """A LLaMA of 2 layers and 8 heads as `moh-llm convert` makes it for short texts, not to be changed."""
     folder = tmp_path_factory.mktemp("default") / "moh"
     base = make_llama(num_attention_heads=8, hidden_size=64, max_position_embeddings=2048, initializer_range=0.1)
-    assert convert(base, folder, "--verify", "none") == 0
+    assert convert(base, folder, "--context", "512", "--verify", "none") == 0
     config = MoHLlamaConfig.from_pretrained(folder)
     assert (config.router_type, config.head_fallback) == ("linear", "value")
     fewer, more = sorted(config.active_heads_per_layer)
@@ -138,8 +148,10 @@ def make_moh(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Mo
         torch.manual_seed(0)
         model = MoHLlamaForCausalLM(MoHLlamaConfig(**(defaults | fields)))
         for layer in model.model.layers:
-            if layer.self_attn.fallback is not None:
-                torch.nn.init.normal_(layer.self_attn.fallback.bias)  # zero in a fresh model
+            # Zero in a fresh model.
+            for name, weight in layer.self_attn.named_parameters():
+                if name in ("fallback.bias", "fallback.distant_value", "fallback.distant_score.bias"):
+                    torch.nn.init.normal_(weight)
         # Through a folder, as for a user: rotary tables stay float32.
         model.save_pretrained(tmp_path / "moh")
         return MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh", dtype=dtype).eval()

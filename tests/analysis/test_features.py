@@ -119,7 +119,7 @@ def test_ranks_are_those_of_the_singular_values(make_moh, batches, recompute, pl
     every: dict[str, list[Rank]] = {"shared": [], "routed": []}
     for layer, naive in enumerate(recompute(model, batches)):
         shared = model.config.shared_heads_per_layer[layer]
-        routed = [head for head in range(model.config.num_attention_heads) if head not in shared]
+        routed = model.config.routed_heads(layer)
         for kind, ids in (("shared", shared), ("routed", routed)):
             every[kind].append(rank_of(naive.heads[:, ids].reshape(37, -1)))
     assert found.shared == every["shared"] and found.routed == every["routed"]

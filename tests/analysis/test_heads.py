@@ -21,7 +21,7 @@ def test_load_is_that_of_a_count(make_moh, batches, recompute, plan) -> None:
         heads = range(model.config.num_attention_heads)
         counts = [sum(1 for token in naive.gates if token[head] != 0) for head in heads]
         assert found.load[layer] == [count / 37 for count in counts]
-        routed = [counts[head] for head in heads if head not in found.shared_heads[layer]]
+        routed = [counts[head] for head in model.config.routed_heads(layer)]
         routed = routed[:: model.config.heads_per_group]  # a group's heads have one load, and are balanced as one
         if len(routed) < 2 or not sum(routed):
             assert found.balance[layer] is None

@@ -27,7 +27,7 @@ def test_scores_are_those_of_the_equations(make_moh, batches, recompute, plan) -
     assert len(found) == 2
     for layer, naive in enumerate(recompute(model, batches)):
         shared = model.config.shared_heads_per_layer[layer]
-        routed = [head for head in range(model.config.num_attention_heads) if head not in shared]
+        routed = model.config.routed_heads(layer)
         tokens = list(zip(naive.scores, naive.gates, strict=True))
         check(found[layer].shared, [scores[h] for scores, _ in tokens for h in shared if scores[h] is not None])
         check(found[layer].routed, [scores[h] for scores, _ in tokens for h in routed])

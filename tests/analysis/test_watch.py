@@ -25,10 +25,11 @@ def test_a_pass_holds_what_the_loops_compute(make_moh, batch, recompute, plan) -
         got = one.heads.flatten(0, 1)
         torch.testing.assert_close(got, torch.from_numpy(naive.heads), atol=1e-5, rtol=1e-5)
         off = torch.from_numpy(naive.gates == 0)
-        assert bool(got[off].any()) == (model.config.head_fallback == "value" and bool(off.any()))
+        assert bool(got[off].any()) == (model.config.head_fallback != "none" and bool(off.any()))
         patterns = torch.stack([torch.from_numpy(pattern) for pattern in naive.patterns]).view(3, 9, heads, 9)
         torch.testing.assert_close(one.patterns.transpose(1, 2).double(), patterns, atol=1e-5, rtol=1e-4)
-        assert sorted([*shared_heads(one.router), *one.router.routed_heads]) == list(range(heads))
+        local = model.config.local_heads_per_layer[one.layer]
+        assert sorted([*shared_heads(one.router), *one.router.routed_heads, *local]) == list(range(heads))
         assert shared_heads(one.router) == model.config.shared_heads_per_layer[one.layer]
 
 

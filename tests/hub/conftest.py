@@ -220,13 +220,13 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 def moh_model(
     make_llama: Callable[..., Path], convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A LLaMA as `moh-llm convert` makes it by default, in two shards with a licence, not to be changed.
+    """A LLaMA as `moh-llm convert` makes it for short texts, in two shards with a licence, not to be changed.
 
     Without the record of its conversion: tests write the one that they need.
     """
     base = make_llama(num_attention_heads=8, hidden_size=64, max_position_embeddings=2048, initializer_range=0.1)
     folder = tmp_path_factory.mktemp("hub") / "moh"
-    assert convert(base, folder, "--verify", "none") == 0
+    assert convert(base, folder, "--context", "512", "--verify", "none") == 0
     (folder / "conversion.json").unlink()
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n\nA model.\n")
     config = json.loads((folder / "config.json").read_text())

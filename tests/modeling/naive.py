@@ -37,6 +37,8 @@ def route(
     else:
         logits = weights[prefix + "routed.weight"] @ x + weights.get(prefix + "routed.bias", 0)
     of_routed, of_shared = softmax(logits), [None] * len(shared)
+    if config.router_type == "threshold":
+        of_routed = 1 / (1 + np.exp(-logits))
     if config.router_type == "two_stage":
         a1, a2 = softmax(weights[prefix + "stage.weight"] @ x)
         of_shared = a1 * softmax(weights[prefix + "shared.weight"] @ x).repeat(size)
