@@ -1,9 +1,11 @@
 """How near a model's predictions are to a reference model's, on the same text, and how sure that is."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,11 @@ class Comparison:
 
     Attributes:
         sums: float64 `[D, 5]`, per document that has a predicted token the sums of `SUMMED`.
+        parts: the same of predictions at positions of a document from the key up to the next key.
     """
 
     sums: np.ndarray = field(repr=False)
+    parts: dict[int, "Comparison"] = field(default_factory=dict)
 
     @property
     def documents(self) -> int:
@@ -104,7 +108,7 @@ def logits_of(model: torch.nn.Module) -> LogitsOf:
 
 @torch.no_grad()
 def compare_to_reference(
-    candidates: Mapping[str, LogitsOf], reference: LogitsOf, batches: Iterable[Batch]
+    candidates: Mapping[str, LogitsOf], reference: LogitsOf, batches: Iterable[Batch], edges: Sequence[int] = ()
 ) -> dict[str, Comparison]:
     """Compare several models with one reference, whose logits are computed once a batch.
 
@@ -114,13 +118,16 @@ def compare_to_reference(
         batches: `input_ids`, `position_ids`, `labels` and `documents`, each `[B, T]`; the label at t is
             compared with the logits at t - 1, and -100 is not counted. `documents` numbers the documents,
             as `moh_llm.data.windows.fixed_batches` does.
+        edges: ascending positions at which a part of a document begins, to be compared by itself, too.
     """
     values: dict[str, list[torch.Tensor]] = {name: [] for name in candidates}
     documents: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
     for batch in batches:
         targets = batch["labels"][:, 1:]
         counted = targets != -100
         documents.append(batch["documents"][:, 1:][counted])
+        positions.append(batch["position_ids"][:, :-1][counted] if edges else documents[-1])
         reference_logits = reference(batch)[:, :-1][counted]
         logits = {name: candidate(batch)[:, :-1][counted] for name, candidate in candidates.items()}
         targets = targets[counted].to(reference_logits.device)
@@ -129,7 +136,16 @@ def compare_to_reference(
             for name in candidates:
                 log_p = F.log_softmax(logits[name][rows].float(), -1)
                 values[name].append(compare_predictions(log_p, log_q, targets[rows]))
-    return {name: Comparison(sums_by_document(torch.cat(found), documents)) for name, found in values.items()}
+    found = {}
+    for name, parts in values.items():
+        rows, numbers, places = torch.cat(parts), torch.cat(documents), torch.cat(positions)
+        by_position = {}
+        for low, high in pairwise([*edges, sys.maxsize]):
+            within = (places >= low) & (places < high)
+            if within.any():
+                by_position[low] = Comparison(sums_by_document(rows[within.to(rows.device)], [numbers[within]]))
+        found[name] = Comparison(sums_by_document(rows, documents), by_position)
+    return found
 
 
 def sums_by_document(values: torch.Tensor, documents: Sequence[torch.Tensor]) -> np.ndarray:

@@ -192,3 +192,12 @@ def _print_proof(console: Any, proof: "Verification") -> None:
             f"{100 * row.top1_agreement:.1f} %",
         )
     console.print(table)
+    for part in proof.by_position:
+        console.print(
+            f"converted, from position {part.start} of a document on: x {part.perplexity_ratio:.4f}, "
+            f"KL {part.kl:.4f} ({part.tokens} tokens)"
+        )
+    for found in proof.retrieval:
+        console.print(
+            f"{found.task} of what is out of sight: {found.converted} of {found.asked} right, the base {found.base}"
+        )

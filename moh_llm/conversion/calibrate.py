@@ -84,7 +84,7 @@ def calibrate(
         Of each plan its layers. Where a plan has local fallbacks, documents' first tokens, up to the longest window and
         its sinks, are left out of all fits.
     """
-    windows = {seen for plan in plans if (seen := _in_sight(plan))}
+    windows = {seen for plan in plans if (seen := in_sight(plan))}
     found: list[list[LayerCalibration]] = [[] for _ in plans]
     for sample, local in layer_samples(base, batches, windows, scratch, seed):
         fitters: dict[PlanOptions, LayerFitter | LocalFitter] = {}
@@ -92,7 +92,7 @@ def calibrate(
         for plan, layers in zip(plans, found, strict=True):
             alike = dataclasses.replace(plan, num_active_heads=None, active_ratio=None, keys=None)
             if alike not in fitters:
-                sample.local = local.get(_in_sight(plan))
+                sample.local = local.get(in_sight(plan))
                 fitters[alike] = _fitter(plan, base.config, sample)
             fitter, drops = fitters[alike], drops_to_fit(plan, base.config)
             for dropped in drops:
@@ -147,7 +147,7 @@ def layer_samples(
             file.unlink()
 
 
-def _in_sight(plan: PlanOptions) -> tuple[int, int] | None:
+def in_sight(plan: PlanOptions) -> tuple[int, int] | None:
     """Window and sinks of a plan's local fallbacks."""
     return (plan.local_window, plan.local_sinks) if plan.head_fallback == "local" else None
 

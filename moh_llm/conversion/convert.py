@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors import safe_open
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 import moh_llm
+from moh_llm.analysis.retrieval import Prompt, make_prompt
 from moh_llm.conversion.base import BaseCheckpoint, open_base
-from moh_llm.conversion.calibrate import LayerCalibration, calibrate
+from moh_llm.conversion.calibrate import LayerCalibration, calibrate, in_sight
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import LONG, PlanOptions, allocate, build_config, shared_and_active
@@ -29,7 +30,7 @@ from moh_llm.data.windows import fixed_batches, validation_batches
 from moh_llm.devices import check_disk, check_memory, choose_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
-from moh_llm.flops import forward_flops
+from moh_llm.flops import forward_flops, keys_read
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaConfig
@@ -41,6 +42,7 @@ from moh_llm.records.model import hash_weights, read_config
 
 _BATCH_TOKENS = 2048
 QUICK_TOKENS = 2048  # what `--verify quick` reads
+_DISTANCES = (512, 1024, 2048, 4096, 7000)  # tokens, of what verification retrieves
 LONGEST = 8192  # tokens of context, by default
 LENGTHS = (2048, 8192, 32768)  # tokens, of the theoretical cost
 
@@ -131,13 +133,20 @@ def convert(options: ConversionOptions) -> Conversion:
             budgets="uneven" if plan.uneven else "even",
             shared_heads=config.shared_heads_per_layer,
             active_heads=config.active_heads_per_layer,
+            context=length,
+            keys_read=round(keys_read(config, length), 4),
+            local_window=config.local_window if plan.head_fallback == "local" else None,
+            local_sinks=config.local_sinks if plan.head_fallback == "local" else None,
             **{name: getattr(config, name) for name in fields},
         )
         weight_map = write_weights(folder, base, routing, options.dtype, options.link)
         record.arithmetic = _arithmetic(config, base, routing)
         if options.verify != "none":
             converted = LayerwiseModel(folder, weight_map, config, computed, device)
-            record.verification = verify(dense, converted, held_out)
+            prompt = None
+            if options.verify == "full" and length >= LONG:
+                prompt = retrieval_prompt(held_out, tokenizer, sum(in_sight(plan) or ()))
+            record.verification = verify(dense, converted, held_out, prompt=prompt)
         record.seconds = round(time.perf_counter() - started, 1)
         record.peak_memory_mib = peak_memory_mib()
         record.write(folder / CONVERSION)
@@ -198,6 +207,16 @@ def peak_memory_mib() -> int:
 def rows_of(length: int) -> int:
     """How many sequences of so many tokens are run at once."""
     return max(1, _BATCH_TOKENS // length)
+
+
+def retrieval_prompt(held_out: Sequence[Batch], tokenizer: PreTrainedTokenizerBase, in_sight: int) -> Prompt | None:
+    """One prompt, as long as the sequences, for what lies more than `in_sight` tokens before; None if none fits."""
+    text = held_out[0]["input_ids"][0].tolist()
+    distances = [distance for distance in _DISTANCES if in_sight < distance <= len(text) - 100 * len(_DISTANCES)]
+    try:
+        return make_prompt(text, len(text), distances, tokenizer, seed=0) if distances else None
+    except ValueError:  # a tokenizer of single bytes makes long sentences
+        return None
 
 
 def _check_machine(options: ConversionOptions, base: BaseCheckpoint) -> None:

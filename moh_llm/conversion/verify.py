@@ -10,14 +10,23 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from moh_llm.analysis.retrieval import Prompt, score
 from moh_llm.conversion.layers import LayerwiseModel, run_layer
 from moh_llm.conversion.plan import paper_plan
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch, Comparison, LogitsOf, compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
-from moh_llm.records.conversion import AllHeadsActive, Figures, LayerFigures, Verification
+from moh_llm.records.conversion import (
+    AllHeadsActive,
+    Figures,
+    LayerFigures,
+    PositionFigures,
+    RetrievalFigures,
+    Verification,
+)
 
 BASE, ALL_HEADS = "base", "all_heads_active"
+EDGES = (0, 512, 2048)  # positions at which figures of long contexts are split
 
 
 class RandomRouter(MoHRouter):
@@ -34,7 +43,11 @@ class RandomRouter(MoHRouter):
 
 @torch.no_grad()
 def verify(
-    base: LayerwiseModel, converted: LayerwiseModel, batches: Sequence[Batch], progress: bool = True
+    base: LayerwiseModel,
+    converted: LayerwiseModel,
+    batches: Sequence[Batch],
+    progress: bool = True,
+    prompt: Prompt | None = None,
 ) -> Verification:
     """Compare a converted model with its base.
 
@@ -43,6 +56,7 @@ def verify(
         converted: the converted model, as it was written, in the same dtype.
         batches: held-out text.
         progress: whether to show it.
+        prompt: what asks for something out of the fallbacks' sight; then figures by position are made, too.
 
     Raises:
         UserError: with all heads on, a layer's output differs from the base's.
@@ -50,8 +64,13 @@ def verify(
     paper = paper_plan(converted.config)
     variants = ("converted", "paper_router", "random_heads")
     names = [BASE, ALL_HEADS, *variants]
+    held_out = len(batches)
+    if prompt:  # the last batch of base and converted model
+        ids = torch.tensor([prompt.ids])
+        batches = [*batches, {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}]
     states = base.embed(batch["input_ids"] for batch in batches)
-    hidden = {name: list(states if name != ALL_HEADS else states[:1]) for name in names}
+    counts = dict.fromkeys(names, held_out) | {ALL_HEADS: 1, BASE: len(batches), "converted": len(batches)}
+    hidden = {name: states[:count] for name, count in counts.items()}
     layers = []
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     with tqdm(total=tokens * len(base), desc="verify", unit="token", unit_scale=True, disable=not progress) as bar:
@@ -72,9 +91,10 @@ def verify(
                 kind = MoHRouter if name == "paper_router" else RandomRouter
                 with routed_as(layer, paper, kind, first=number):
                     outputs[name], hidden[name] = _run(layer, hidden[name], batches)
-            layers.append(_layer_figures(outputs, torch.cat(gates)))
+            layers.append(_layer_figures(outputs, torch.cat(gates[:held_out])))
             bar.update(tokens)
-    found = _compare(base.head(), hidden, variants, batches)
+    head = base.head()
+    found = _compare(head, hidden, variants, batches[:held_out], EDGES if prompt else ())
     figures = {name: Figures(**comparison.figures()) for name, comparison in found.items()}
     return Verification(
         dtype=str(base.dtype).removeprefix("torch."),
@@ -85,7 +105,29 @@ def verify(
         **figures,
         paper_active_heads=paper.num_active_heads,
         layers=layers,
+        by_position=[
+            PositionFigures(start=start, tokens=part.tokens, perplexity_ratio=part.perplexity_ratio, kl=part.kl)
+            for start, part in found["converted"].parts.items()
+        ],
+        retrieval=_retrieval(head, prompt, *(hidden[name][-1][0] for name in (BASE, "converted"))) if prompt else [],
     )
+
+
+def _retrieval(head: nn.Module, prompt: Prompt, base: torch.Tensor, converted: torch.Tensor) -> list[RetrievalFigures]:
+    """What both find, by their last hidden states `[T, C]`."""
+    of_base, of_converted = (
+        score(prompt, lambda ids, positions, states=states: head(states[positions]).argmax(-1))
+        for states in (base, converted)
+    )
+    return [
+        RetrievalFigures(
+            task=task,
+            asked=sum(count for _, count in of_base[task].values()),
+            base=sum(right for right, _ in of_base[task].values()),
+            converted=sum(right for right, _ in of_converted[task].values()),
+        )
+        for task in of_base
+    ]
 
 
 def _run(
@@ -114,10 +156,11 @@ def _gates(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 def _layer_figures(outputs: dict[str, list[torch.Tensor]], gates: torch.Tensor) -> LayerFigures:
     """Head load, and ||attention output - base's|| / ||base's|| over all tokens."""
-    reference = torch.cat([output.float().flatten() for output in outputs[BASE]])
+    count = min(map(len, outputs.values()))
+    reference = torch.cat([output.float().flatten() for output in outputs[BASE][:count]])
 
     def error(name: str) -> float:
-        own = torch.cat([output.float().flatten() for output in outputs[name]])
+        own = torch.cat([output.float().flatten() for output in outputs[name][:count]])
         return ((own - reference).norm() / reference.norm().clamp_min(1e-12)).item()
 
     return LayerFigures(
@@ -128,13 +171,17 @@ def _layer_figures(outputs: dict[str, list[torch.Tensor]], gates: torch.Tensor) 
 
 
 def _compare(
-    head: nn.Module, hidden: dict[str, list[torch.Tensor]], names: Sequence[str], batches: Sequence[Batch]
+    head: nn.Module,
+    hidden: dict[str, list[torch.Tensor]],
+    names: Sequence[str],
+    batches: Sequence[Batch],
+    edges: Sequence[int],
 ) -> dict[str, Comparison]:
     """Logits of each variant against the base's, a window at a time: a vocabulary is wide."""
     windows = [
-        {"labels": labels[None], "documents": documents[None]}
+        {name: batch[name][row : row + 1] for name in ("labels", "documents", "position_ids")}
         for batch in batches
-        for labels, documents in zip(batch["labels"], batch["documents"], strict=True)
+        for row in range(len(batch["labels"]))
     ]
 
     def logits_in_turn(name: str) -> LogitsOf:
@@ -142,7 +189,7 @@ def _compare(
         return lambda _: head(next(states))
 
     candidates = {name: logits_in_turn(name) for name in names}
-    return compare_to_reference(candidates, logits_in_turn(BASE), windows)
+    return compare_to_reference(candidates, logits_in_turn(BASE), windows, edges)
 
 
 @contextmanager

@@ -149,6 +149,8 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
         "plan": [sections.head_plan(config, conversion)],
         "proof": proof,
         "proof_table": [sections.proof(proof)] if proof else [],
+        "context": conversion and conversion.plan and conversion.plan.context,
+        "long_context": sections.long_context(proof) if proof else [],
         "tuned": lineage.tuned,
         "runs": len(lineage.chain.runs),
         "history": sections.history(lineage),

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from pydantic import Field
+
 from moh_llm.errors import UserError
 from moh_llm.records.base import Record
 
@@ -37,6 +39,9 @@ class Plan(Record):
         budgets: "uneven" or "even".
         shared_heads: per layer, ids of the shared heads.
         active_heads: per layer, heads that each token has on.
+        context: tokens in a sequence of calibration and verification.
+        keys_read: share of the keys that the base's attention reads at that length.
+        local_window, local_sinks: what local fallbacks attend to; None with others.
     """
 
     preset: str | None
@@ -49,6 +54,10 @@ class Plan(Record):
     num_attention_heads: int
     shared_heads: list[list[int]]
     active_heads: list[int]
+    context: int | None = None
+    keys_read: float | None = None
+    local_window: int | None = None
+    local_sinks: int | None = None
 
 
 class Calibration(Record):
@@ -83,6 +92,24 @@ class Figures(Record):
     top1_agreement: float
 
 
+class PositionFigures(Record):
+    """The converted model against the base at some positions of held-out documents: from `start` up to the next."""
+
+    start: int
+    tokens: int
+    perplexity_ratio: float
+    kl: float
+
+
+class RetrievalFigures(Record):
+    """How much of what lies out of the fallbacks' sight in one prompt base and converted model find."""
+
+    task: str
+    asked: int
+    base: int
+    converted: int
+
+
 class LayerFigures(Record):
     """A layer against the base's on held-out text.
 
@@ -98,7 +125,7 @@ class LayerFigures(Record):
 
 
 class Verification(Record):
-    """What `moh_llm.conversion.verify.verify` found."""
+    """What `moh_llm.conversion.verify.verify` found; `by_position` and `retrieval` for long contexts."""
 
     dtype: str
     all_heads_active: AllHeadsActive
@@ -110,6 +137,8 @@ class Verification(Record):
     random_heads: Figures
     paper_active_heads: int
     layers: list[LayerFigures]
+    by_position: list[PositionFigures] = Field(default_factory=list)
+    retrieval: list[RetrievalFigures] = Field(default_factory=list)
 
 
 class Parameters(Record):

@@ -39,6 +39,11 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
     assert record["verification"]["all_heads_active"]["equals_base"] is True
     assert record["verification"]["converted"]["kl"] < record["verification"]["paper_router"]["kl"]
     assert record["plan"]["shared"] == "importance"
+    assert record["plan"]["keys_read"] == round(keys_read(config, 2048), 4) and record["plan"]["local_window"] == 256
+    parts = record["verification"]["by_position"]
+    assert [part["start"] for part in parts] == [0, 512]  # one sequence of 2,048 tokens
+    assert sum(part["tokens"] for part in parts) == record["verification"]["held_out_tokens"]
+    assert parts[0]["kl"] < parts[1]["kl"]
     assert [list(costs) for costs in record["calibration"]["estimated_kl_by_drops"]] == [list("01234")] * 2
 
 

@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaForCausalLM
 
+from moh_llm.analysis.retrieval import Answer, Prompt, score
 from moh_llm.cli import main
 from moh_llm.conversion import convert as convert_module
+from moh_llm.conversion import verify as verify_module
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import paper_plan
 from moh_llm.conversion.verify import by_paper_plan, verify
@@ -186,3 +188,39 @@ def test_output_may_not_hold_the_base(make_llama, tmp_path, capsys):
         assert main(["convert", str(base), "--preset", "paper", "--output", str(output), "--overwrite"]) == 2
         assert f"would replace {base}, which is read" in capsys.readouterr().err
     assert sorted(path.name for path in base.iterdir()) == before
+
+
+def test_figures_of_long_contexts_are_those_of_whole_models(folders, batches, monkeypatch):
+    """By position and by what a prompt retrieves; and the other figures are as without the prompt."""
+    monkeypatch.setattr(verify_module, "EDGES", (0, 5, 12))
+    base, moh = folders
+    ids = torch.randint(1, 257, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    with torch.no_grad():
+        models = LlamaForCausalLM.from_pretrained(base), MoHLlamaForCausalLM.from_pretrained(moh)
+        likely = models[0](torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        ids[31] = likely[30]  # so that one answer is right
+        answers = [Answer("copying", 20, 28, 36), Answer("passkey", 9, 31, 32), Answer("key-value", 9, 12, 14)]
+        prompt = Prompt(ids, answers)
+        found = verify(layerwise(base), layerwise(moh), batches, progress=False, prompt=prompt)
+        plain = verify(layerwise(base), layerwise(moh), batches, progress=False)
+        counts = [
+            score(prompt, lambda ids, at, model=model: model(torch.tensor([ids])).logits[0, at].argmax(-1))
+            for model in models
+        ]
+        kl = [
+            torch.nn.functional.kl_div(own.log_softmax(-1), of_base.log_softmax(-1), log_target=True, reduction="none")
+            for batch in batches
+            for of_base, own in [[logits_of(model)(batch) for model in models]]
+        ]
+    assert found.model_copy(update={"by_position": [], "retrieval": []}) == plain
+    for row in found.retrieval:
+        (of_base,), (own,) = (counts[i][row.task].values() for i in (0, 1))
+        assert [row.asked, row.base, row.converted] == [of_base[1], of_base[0], own[0]]
+    assert found.retrieval[1].base == 1
+    kl = torch.cat(kl).sum(-1)[:, :-1]
+    counted = torch.cat([batch["labels"] for batch in batches])[:, 1:] != -100
+    positions = torch.cat([batch["position_ids"] for batch in batches])[:, :-1]
+    assert [part.start for part in found.by_position] == [0, 5, 12]
+    for part, stop in zip(found.by_position, (5, 12, 99), strict=True):
+        rows = counted & (positions >= part.start) & (positions < stop)
+        assert part.tokens == rows.sum() and part.kl == pytest.approx(kl[rows].mean().item(), rel=1e-4)

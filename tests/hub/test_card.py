@@ -1,6 +1,7 @@
 """The text of model cards: what each kind of model's says, and what no record can do to it."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,19 @@ def test_a_converted_model(converted: Path) -> None:
     assert f'from_pretrained("{NAME}", trust_remote_code=True)' in sections["How to load"]
     assert "`modeling_moh_llama.py`" in sections["How to load"] and "docs/serving.md" in sections["How to serve"]
     assert "2410.11842" in sections["Citation"] and "ICML" in sections["Citation"]
+
+
+def test_long_contexts_are_shown_by_position(converted: Path) -> None:
+    record = json.loads((converted / "conversion.json").read_text())
+    proof = record["verification"] | {
+        "by_position": [{"start": 2048, "tokens": 6144, "perplexity_ratio": 1.25, "kl": 0.0125}],
+        "retrieval": [{"task": "copying", "asked": 120, "base": 96, "converted": 48}],
+    }
+    change(converted / "conversion.json", verification=proof, plan=record["plan"] | {"context": 8192})
+    found = check_card(build_card(converted, NAME))["Conversion proof"]
+    assert "in one prompt of 8,192 tokens" in found
+    assert re.search(r"from 2048 +\| 6,144 +\| 1\.2500 +\| 0\.0125", found)
+    assert re.search(r"copying +\| 120 +\| 96 +\| 48", found)
 
 
 def test_figures_carry_documents_and_intervals(converted: Path) -> None:
