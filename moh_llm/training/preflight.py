@@ -275,6 +275,12 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
             f"model={folder} has router_score={model.router_score}: with all heads on it is not its dense form, so "
             "there is no teacher; convert with quantised scores or set objective.kind cross_entropy"
         )
+    if config.schedule.anneal_steps and (model.router_type == "threshold" or any(model.local_heads_per_layer)):
+        what = "its router's scores say how many" if model.router_type == "threshold" else "some are never"
+        raise UserError(
+            f"schedule.anneal_steps={config.schedule.anneal_steps}: model={folder} cannot have other numbers of heads on: "
+            f"{what}; set it to 0"
+        )
     if config.attn_implementation == HEAD_SPARSE and (lacking := what_lacks(choose_device())):
         raise UserError(f"attn_implementation={HEAD_SPARSE} needs {lacking}; set it to sdpa")
     return model

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.training import networks
@@ -72,6 +73,12 @@ def test_local_fallbacks_are_trained_and_saved(
     for name in names:
         is_fixed = router == "threshold" and ".router." in name
         assert torch.equal(after[name], before[name]) == is_fixed and after[name].isfinite().all(), name
+
+
+def test_a_threshold_has_no_annealing(configure, local_folders) -> None:
+    config = configure(model=str(local_folders["threshold"]), max_steps=2, **{"schedule.anneal_steps": 2})
+    with pytest.raises(UserError, match=r"schedule.anneal_steps=2: .* its router's scores say how many; set it to 0"):
+        train(config)
 
 
 @pytest.mark.parametrize("router", ["linear", "threshold", "none"])
