@@ -28,13 +28,13 @@ import torch
 from torch import nn
 
 from moh_llm.conversion.base import open_base
-from moh_llm.conversion.calibrate import layer_samples
 from moh_llm.conversion.convert import ConversionOptions, calibration_batches
 from moh_llm.conversion.fit import LayerSample, Ridge, group_costs, group_metric
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.local_fit import LocalFitter
 from moh_llm.conversion.local_sample import STRIDE
 from moh_llm.conversion.plan import LONG, PlanOptions, allocate, shared_and_active
+from moh_llm.conversion.sweeps import layer_samples
 from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.tokenizer import open_tokenizer

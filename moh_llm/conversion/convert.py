@@ -12,16 +12,15 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors import safe_open
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 import moh_llm
-from moh_llm.analysis.retrieval import Prompt, make_prompt
 from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate, in_sight
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import LONG, PlanOptions, allocate, build_config, shared_and_active
-from moh_llm.conversion.verify import verify
+from moh_llm.conversion.verify import retrieval_prompt, verify
 from moh_llm.data.mixture import EMBEDDED, Mixture
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
@@ -42,7 +41,6 @@ from moh_llm.records.model import hash_weights, read_config
 
 _BATCH_TOKENS = 2048
 QUICK_TOKENS = 2048  # what `--verify quick` reads
-_DISTANCES = (512, 1024, 2048, 4096, 7000)  # tokens, of what verification retrieves
 LONGEST = 8192  # tokens of context, by default
 LENGTHS = (2048, 8192, 32768)  # tokens, of the theoretical cost
 
@@ -207,16 +205,6 @@ def peak_memory_mib() -> int:
 def rows_of(length: int) -> int:
     """How many sequences of so many tokens are run at once."""
     return max(1, _BATCH_TOKENS // length)
-
-
-def retrieval_prompt(held_out: Sequence[Batch], tokenizer: PreTrainedTokenizerBase, in_sight: int) -> Prompt | None:
-    """One prompt, as long as the sequences, for what lies more than `in_sight` tokens before; None if none fits."""
-    text = held_out[0]["input_ids"][0].tolist()
-    distances = [distance for distance in _DISTANCES if in_sight < distance <= len(text) - 100 * len(_DISTANCES)]
-    try:
-        return make_prompt(text, len(text), distances, tokenizer, seed=0) if distances else None
-    except ValueError:  # a tokenizer of single bytes makes long sentences
-        return None
 
 
 def _check_machine(options: ConversionOptions, base: BaseCheckpoint) -> None:

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
-from moh_llm.analysis.retrieval import Prompt, score
+from moh_llm.analysis.retrieval import Prompt, make_prompt, score
 from moh_llm.conversion.layers import LayerwiseModel, run_layer
 from moh_llm.conversion.plan import paper_plan
 from moh_llm.errors import UserError
@@ -26,6 +27,7 @@ from moh_llm.records.conversion import (
 )
 
 BASE, ALL_HEADS = "base", "all_heads_active"
+DISTANCES = (512, 1024, 2048, 4096, 7000)  # tokens from what a prompt retrieves to where it asks for it
 EDGES = (0, 512, 2048)  # positions at which figures of long contexts are split
 
 
@@ -111,6 +113,16 @@ def verify(
         ],
         retrieval=_retrieval(head, prompt, *(hidden[name][-1][0] for name in (BASE, "converted"))) if prompt else [],
     )
+
+
+def retrieval_prompt(held_out: Sequence[Batch], tokenizer: PreTrainedTokenizerBase, in_sight: int) -> Prompt | None:
+    """One prompt, as long as the sequences, for what lies more than `in_sight` tokens before; None if none fits."""
+    text = held_out[0]["input_ids"][0].tolist()
+    distances = [distance for distance in DISTANCES if in_sight < distance <= len(text) - 100 * len(DISTANCES)]
+    try:
+        return make_prompt(text, len(text), distances, tokenizer, seed=0) if distances else None
+    except ValueError:  # a tokenizer of single bytes makes long sentences
+        return None
 
 
 def _retrieval(head: nn.Module, prompt: Prompt, base: torch.Tensor, converted: torch.Tensor) -> list[RetrievalFigures]:

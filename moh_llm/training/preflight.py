@@ -276,9 +276,9 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
             "there is no teacher; convert with quantised scores or set objective.kind cross_entropy"
         )
     if config.schedule.anneal_steps and (model.router_type == "threshold" or any(model.local_heads_per_layer)):
-        what = "its router's scores say how many" if model.router_type == "threshold" else "some are never"
+        what = "its scores say how many" if model.router_type == "threshold" else "some heads are never"
         raise UserError(
-            f"schedule.anneal_steps={config.schedule.anneal_steps}: model={folder} cannot have other numbers of heads on: "
+            f"schedule.anneal_steps={config.schedule.anneal_steps}: model={folder} cannot have other heads on: "
             f"{what}; set it to 0"
         )
     if config.attn_implementation == HEAD_SPARSE and (lacking := what_lacks(choose_device())):
