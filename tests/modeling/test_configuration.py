@@ -75,7 +75,7 @@ GROUPED = {"routing_granularity": "kv_group"}
             GROUPED | {"num_shared_heads": 3, "shared_heads": [[3, 4, 5], [2, 3, 4]]},
             r"shared_heads=\[2, 3, 4\] must be whole key-value groups of 3 heads, .* \(layer 1\)",
         ),
-        ({"router_type": "norm"}, "router_type='norm' must be one of query_norm, linear, two_stage"),
+        ({"router_type": "norm"}, "router_type='norm' must be one of query_norm, linear, threshold, two_stage"),
         ({"router_score": "soft"}, "router_score='soft' must be one of quantized, weighted"),
         ({"head_fallback": "mean"}, "head_fallback='mean' must be one of none, value"),
         ({"head_fallback": "value", "router_score": "weighted"}, "head_fallback=.value. needs router_score"),
