@@ -233,7 +233,10 @@ def refusal(capsys, *arguments: object) -> str:
         ("head_dim: 5", "head_dim=5 must be even"),
         ("hidden_size: 50", "hidden size (50) is not a multiple of the number of attention heads (12)"),
         ("hidden_act: quick", "hidden_act=quick is no activation"),
-        ("router_type: three_stage", "router_type='three_stage' must be one of query_norm, linear, threshold, two_stage"),
+        (
+            "router_type: three_stage",
+            "router_type='three_stage' must be one of query_norm, linear, threshold",
+        ),
         ("rope_parameters: 3", "rope_parameters=3 must be a map or null"),
         ("vocab_size: 256", "vocab_size=256 is less than the 257 ids of tokenizer"),
         ("hidden_size: [", "cannot be read as YAML: "),
