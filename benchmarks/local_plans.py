@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from moh_llm.conversion.base import open_base
+from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.calibrate import calibrate
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.convert import ConversionOptions, calibration_batches, plan_config, routing_tensors
@@ -29,30 +29,49 @@ from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
+from moh_llm.metrics import Batch
+
+DEFAULT = ConversionOptions("", Path())
 
 
 def main() -> int:
-    default = ConversionOptions("", Path())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base")
-    parser.add_argument("--calibration", nargs="+", required=True, help="text files, or one mixture (.yaml)")
+    add_arguments(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder for the models' folders")
-    parser.add_argument("--keys", type=float, nargs="+", default=[0.67, 0.5, 0.33])
     parser.add_argument("--routers", nargs="+", default=["threshold"], choices=["threshold", "linear", "none"])
     parser.add_argument("--granularities", nargs="+", default=["head"], choices=["head", "kv_group"])
     parser.add_argument("--windows", type=int, nargs="+", default=[256])
-    parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--calibration-tokens", type=int, default=default.calibration_tokens)
     args = parser.parse_args()
     try:
-        run(args, default.heldout_tokens)
+        run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def run(args: argparse.Namespace, heldout_tokens: int) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `open_calibration` reads, and shares of keys."""
+    parser.add_argument("base")
+    parser.add_argument("--calibration", nargs="+", required=True, help="text files, or one mixture (.yaml)")
+    parser.add_argument("--keys", type=float, nargs="+", default=[0.67, 0.5, 0.33])
+    parser.add_argument("--context", type=int, default=DEFAULT.context)
+    parser.add_argument("--calibration-tokens", type=int, default=DEFAULT.calibration_tokens)
+
+
+def open_calibration(args: argparse.Namespace, base: BaseCheckpoint) -> tuple[LayerwiseModel, list[Batch]]:
+    """The dense model layer by layer, and the calibration text that `convert.py` would take."""
+    tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
+    text = mixture_from_arguments(args.calibration)
+    long = args.context if args.context >= LONG else None
+    sources = sample_mixture(text, tokenizer, args.calibration_tokens, DEFAULT.heldout_tokens, long)
+    batches = calibration_batches(sources, args.context, args.calibration_tokens)
+    # As convert.py: float16 is too narrow for gradients.
+    computed = torch.float32 if base.dtype == torch.float16 else base.dtype
+    return LayerwiseModel(base.folder, base.weight_map, base.config, computed, choose_device()), batches
+
+
+def run(args: argparse.Namespace) -> None:
     base = open_base(args.base)
     plans = {
         f"{keys:g}-{router}-{granularity}-{window}": PlanOptions(
@@ -70,14 +89,7 @@ def run(args: argparse.Namespace, heldout_tokens: int) -> None:
     for name, plan in plans.items():
         shared_and_active(plan, base.config)
         check_output_folder(args.output / name, overwrite=False, reads=[args.base])
-    tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
-    text = mixture_from_arguments(args.calibration)
-    long = args.context if args.context >= LONG else None
-    sources = sample_mixture(text, tokenizer, args.calibration_tokens, heldout_tokens, long)
-    batches = calibration_batches(sources, args.context, args.calibration_tokens)
-    # As convert.py: float16 is too narrow for gradients.
-    computed = torch.float32 if base.dtype == torch.float16 else base.dtype
-    dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, choose_device())
+    dense, batches = open_calibration(args, base)
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.output) as scratch:
         calibrated = calibrate(dense, batches, [*plans.values()], Path(scratch))

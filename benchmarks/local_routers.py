@@ -23,22 +23,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import local_plans
 import numpy as np
 import torch
 from torch import nn
 
 from moh_llm.conversion.base import open_base
-from moh_llm.conversion.convert import ConversionOptions, calibration_batches
 from moh_llm.conversion.fit import LayerSample, Ridge, group_costs, group_metric
-from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.local_fit import LocalFitter
 from moh_llm.conversion.local_sample import STRIDE
-from moh_llm.conversion.plan import LONG, PlanOptions, allocate, shared_and_active
+from moh_llm.conversion.plan import PlanOptions, allocate, shared_and_active
 from moh_llm.conversion.sweeps import layer_samples
-from moh_llm.data.mixture import mixture_from_arguments
-from moh_llm.data.sample import sample_mixture
-from moh_llm.data.tokenizer import open_tokenizer
-from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.intervals import show_figure
 
@@ -48,24 +43,19 @@ STEPS = 300  # of the small MLP's training
 
 
 def main() -> int:
-    default = ConversionOptions("", Path())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base")
-    parser.add_argument("--calibration", nargs="+", required=True, help="text files, or one mixture (.yaml)")
-    parser.add_argument("--keys", type=float, nargs="+", default=[0.67, 0.5, 0.33])
+    local_plans.add_arguments(parser)
     parser.add_argument("--window", type=int, default=256)
-    parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--calibration-tokens", type=int, default=default.calibration_tokens)
     args = parser.parse_args()
     try:
-        run(args, default.heldout_tokens)
+        run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def run(args: argparse.Namespace, heldout_tokens: int) -> None:
+def run(args: argparse.Namespace) -> None:
     base = open_base(args.base)
     of_all = base.config.num_attention_heads * base.config.num_hidden_layers
     budgets = {
@@ -74,12 +64,7 @@ def run(args: argparse.Namespace, heldout_tokens: int) -> None:
         )[1]
         for keys in args.keys
     }
-    tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
-    long = args.context if args.context >= LONG else None
-    text = mixture_from_arguments(args.calibration)
-    sources = sample_mixture(text, tokenizer, args.calibration_tokens, heldout_tokens, long)
-    batches = calibration_batches(sources, args.context, args.calibration_tokens)
-    dense = LayerwiseModel(base.folder, base.weight_map, base.config, torch.float32, choose_device())
+    dense, batches = local_plans.open_calibration(args, base)
     seen = (args.window, PlanOptions().local_sinks)
     plans: dict[str, list[dict[int, tuple[float, torch.Tensor]]]] = defaultdict(list)
     effects, predicted = [], defaultdict(list)
@@ -87,12 +72,12 @@ def run(args: argparse.Namespace, heldout_tokens: int) -> None:
         for sample, local in layer_samples(dense, batches, [seen], Path(scratch)):
             sample.local = local[seen]
             compared = (sample.local.far[sample.fitted :, 0].isfinite()).nonzero()[:, 0]
-            for name, router in PLANS.items():
-                fitter = LocalFitter(sample, router)
+            fitters = {name: LocalFitter(sample, router) for name, router in PLANS.items()}
+            for name, fitter in fitters.items():
                 fits = [fitter.fit(dropped) for dropped in range(base.config.num_attention_heads + 1)]
                 plans[name].append({fit.dropped: (fit.cost, fitter.effect(fit)[compared]) for fit in fits})
-            effects.append(fitter.effects[compared])
-            for name, costs in predictions(sample, fitter, compared).items():
+            effects.append(fitters["threshold"].effects[compared])
+            for name, costs in predictions(sample, fitters["threshold"], compared).items():
                 predicted[name].append(costs)
     print(f"{len(effects[0])} held-out tokens; KL in nats per token, estimated (95 % over blocks of {BLOCK} tokens)")
     print(f"{'keys read':<36}" + "".join(f"{keys:>28}" for keys in budgets))

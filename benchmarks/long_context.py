@@ -208,21 +208,23 @@ def most_likely(model: PreTrainedModel) -> Callable[[list[int], list[int]], torc
 def print_positions(rows: Sequence[dict[str, Any]], names: Sequence[str], context: int) -> None:
     by_text = ", ".join(f"{sum(r['text'] == t for r in rows)} of {t}" for t in dict.fromkeys(r["text"] for r in rows))
     print(f"\n{len(rows)} documents of {context} tokens: {by_text}")
-    heads = "heads on (5-95 % of tokens)"
-    print(f"{'model':<24} {heads} {'keys':>6} {'positions':>14} {'x base (95 %)':>28} {'KL (95 %)':>28}")
+    heads, keys = "heads on (5-95 % of tokens)", "keys (least-most document)"
+    print(f"{'model':<24} {heads} {keys} {'positions':>14} {'x base (95 %)':>28} {'KL (95 %)':>28}")
     for name in names:
         found = [row[name] for row in rows]
         low, high = np.mean([row["heads_on_5_95"] for row in found], axis=0)
         heads_on = f"{np.mean([row['heads_on'] for row in found]):.3f} ({low:.3f}-{high:.3f})"
-        keys = {part: np.mean([row["keys"][part] for row in found]) for part in found[0]["keys"]}
         for part in found[0]["sums"]:
             figures = Comparison(np.array([row["sums"][part] for row in found]))
             low = HEADLINE if part == "headline" else int(part)
             high = min([edge for edge in EDGES if edge > low] + [context]) if part != "headline" else context
-            share = keys.get(f"from {low}") if part in ("headline", "0") else None
+            share = ""
+            if part in ("headline", "0"):
+                read = [row["keys"]["from 0" if part == "0" else f"from {HEADLINE}"] for row in found]
+                share = f"{np.mean(read):.3f} ({min(read):.3f}-{max(read):.3f})"
             print(
                 f"{Path(name).name[-24:]:<24} {heads_on:>27} "
-                f"{'' if share is None else f'{share:.3f}':>6} "
+                f"{share:>26} "
                 f"{f'{low}-{high - 1}' if part != 'headline' else f'from {low} on':>14} "
                 f"{show_figure(figures.perplexity_ratio, figures.ratio_interval, '.4f'):>28} "
                 f"{show_figure(figures.kl, figures.kl_interval, '.4f'):>28}"

@@ -127,7 +127,8 @@ def compare_to_reference(
         targets = batch["labels"][:, 1:]
         counted = targets != -100
         documents.append(batch["documents"][:, 1:][counted])
-        positions.append(batch["position_ids"][:, :-1][counted] if edges else documents[-1])
+        if edges:
+            positions.append(batch["position_ids"][:, :-1][counted])
         reference_logits = reference(batch)[:, :-1][counted]
         logits = {name: candidate(batch)[:, :-1][counted] for name, candidate in candidates.items()}
         targets = targets[counted].to(reference_logits.device)
@@ -138,10 +139,9 @@ def compare_to_reference(
                 values[name].append(compare_predictions(log_p, log_q, targets[rows]))
     found = {}
     for name, parts in values.items():
-        rows, numbers, places = torch.cat(parts), torch.cat(documents), torch.cat(positions)
-        by_position = {}
+        rows, numbers, by_position = torch.cat(parts), torch.cat(documents), {}
         for low, high in pairwise([*edges, sys.maxsize]):
-            within = (places >= low) & (places < high)
+            within = (torch.cat(positions) >= low) & (torch.cat(positions) < high)
             if within.any():
                 by_position[low] = Comparison(sums_by_document(rows[within.to(rows.device)], [numbers[within]]))
         found[name] = Comparison(sums_by_document(rows, documents), by_position)

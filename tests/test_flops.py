@@ -270,3 +270,7 @@ def test_a_local_fallback_costs_its_query_and_the_keys_in_sight():
     scores, fallback = 6 * 4 + 3 * 4, 3 * (4 + 2)
     expected = 2 * (keys_and_values + feed_forward + vocabulary + queries + projection + scores + fallback)
     assert forward_flops(local, 3) == sum(computed_parts(local, 3).values()) == expected
+    # A head that may be on is computed in full today, one that is never on is not.
+    plan = {"num_shared_heads": 0, "num_active_heads": 1, "router_type": "threshold", "head_fallback": "local"}
+    mixed = MoHLlamaConfig(**{**sizes, **plan}, local_heads=[[1]], local_window=1, local_sinks=0)
+    assert computed_parts(mixed, 3)["scores and weighted sums"] == 2 * (6 * 4 + 2 * 3 * 4)

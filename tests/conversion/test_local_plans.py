@@ -2,9 +2,12 @@
 
 import json
 import sys
+from pathlib import Path
 
-from benchmarks import local_plans
 from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import local_plans
 
 
 def test_each_model_is_the_converters(make_llama, convert, read_tensors, tmp_path, monkeypatch, capsys):

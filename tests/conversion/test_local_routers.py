@@ -1,13 +1,15 @@
-"""The benchmark of ways to choose heads: its table, and its order where the order is known."""
+"""The benchmark of ways to choose heads: its table, and that the oracle is the best."""
 
 import json
 import re
 import sys
+from pathlib import Path
 
-from benchmarks import local_routers
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import local_routers
 
 
-def test_the_oracle_is_the_best_and_fixed_heads_the_last(make_llama, tmp_path, monkeypatch, capsys):
+def test_the_oracle_is_the_best(make_llama, tmp_path, monkeypatch, capsys):
     base = make_llama(max_position_embeddings=256, num_attention_heads=4, num_key_value_heads=2)
     text = tmp_path / "text.jsonl"
     sentences = [f"{i} boats were counted on the river at noon, and {i * 7} birds. " for i in range(400)]
