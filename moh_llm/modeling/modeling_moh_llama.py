@@ -128,6 +128,8 @@ class MoHLlamaAttention(LlamaAttention):
             groups = used // self.num_key_value_groups
             own = queries.transpose(1, 2).index_select(2, used).transpose(1, 2)  # outputs get its strides
             module, selected = _HeadsAlone(self), (own, keys.index_select(1, groups), values.index_select(1, groups))
+            if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
+                attention_mask = attention_mask.index_select(1, used)
         head_outputs, attn_weights = None, None
         if selected[0].shape[1] > 0:
             head_outputs, attn_weights = attention(

@@ -51,6 +51,17 @@ def test_logits_are_those_of_the_naive_loop(make_pair, ids, name, implementation
         np.testing.assert_allclose(got[row], naive.logits(moh.config, weights, sequence), atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["local, fixed", "local, mixed", "threshold, mixed"])
+def test_a_mask_for_each_head_is_taken(make_pair, ids, name):
+    _, moh = make_pair(dtype=torch.float64, **PLANS[name])
+    length = ids.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool).tril().expand(len(ids), 1, -1, -1)
+    with torch.no_grad():
+        one = moh(ids, attention_mask=mask).logits
+        torch.testing.assert_close(moh(ids, attention_mask=mask.expand(-1, 4, -1, -1)).logits, one)
+        torch.testing.assert_close(one, moh(ids).logits)
+
+
 GROUPS = {  # heads, key-value heads; the heads shared in two layers
     "2 heads": {"heads": (8, 4), "shared_heads": [[4, 5], [7, 6]]},
     "3 heads": {"heads": (9, 3), "shared_heads": [[0, 1, 2], [3, 4, 5]]},
