@@ -1,13 +1,15 @@
 """Time and memory of conversion, on random checkpoints of LLaMA's shapes.
 
     python benchmarks/conversion.py WORKDIR --size 1b 3b 8b                  # copying and converting
-    python benchmarks/conversion.py WORKDIR --size 1b --calibrate 16384      # and calibration
+    python benchmarks/conversion.py WORKDIR --size 135m --calibrate 24576 --dtype float32    # and calibration
 
 Each job runs in a process of its own, whose peak resident memory is read. "convert" is `--preset
 paper --verify none`, which reads no text; its peer is a plain copy of the same files, in turn with
-it, and the seconds are those of the work itself, without starting Python. "calibrate" adds the fit
-of routers, fallbacks and budgets on N tokens; its peer is one forward pass of the loaded model over
-as many tokens in windows of 512. WORKDIR needs twice the checkpoint's size, and keeps it.
+it, and the seconds are those of the work itself, without starting Python. "calibrate" is the default
+conversion, which fits routers, fallbacks and budgets on N tokens in windows of `--context`, with
+`--verify none`; its peer is one forward and backward pass of the loaded model, of the language-modelling
+loss by all weights, over as many tokens in the same windows. WORKDIR needs twice the checkpoint's size,
+and keeps it.
 """
 
 import argparse
@@ -18,16 +20,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-SIZES = {  # hidden, intermediate, layers, heads, KV heads, head size, tied
-    "tiny": (256, 512, 4, 8, 2, 32, True),
-    "1b": (2048, 8192, 16, 32, 8, 64, True),  # LLaMA-3.2-1B
-    "3b": (3072, 8192, 28, 24, 8, 128, True),  # LLaMA-3.2-3B
-    "8b": (4096, 14336, 32, 32, 8, 128, False),  # LLaMA-3-8B
+SIZES = {  # vocabulary, hidden, intermediate, layers, heads, KV heads, head size, tied
+    "tiny": (512, 256, 512, 4, 8, 2, 32, True),
+    "135m": (49152, 576, 1536, 30, 9, 3, 64, True),  # SmolLM2-135M
+    "1b": (128256, 2048, 8192, 16, 32, 8, 64, True),  # LLaMA-3.2-1B
+    "3b": (128256, 3072, 8192, 28, 24, 8, 128, True),  # LLaMA-3.2-3B
+    "8b": (128256, 4096, 14336, 32, 32, 8, 128, False),  # LLaMA-3-8B
 }
-VOCABULARY = 128256
 SHARD_BYTES = 1 << 30
 
 
@@ -37,38 +38,45 @@ def main() -> int:
     parser.add_argument("--size", nargs="+", choices=list(SIZES), default=["1b"])
     parser.add_argument("--repeats", type=int, default=3, help="of copying and converting; medians are shown")
     parser.add_argument("--calibrate", type=int, metavar="N", help="calibrate on N tokens, too")
+    parser.add_argument("--context", type=int, default=8192, metavar="T", help="tokens of a window of calibration")
     parser.add_argument("--layers", type=int, metavar="N", help="cut the shapes to N layers")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of a new checkpoint")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--job", choices=list(JOBS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.layers:
         for size in args.size:
-            hidden, intermediate, _, *others = SIZES[size]
-            SIZES[size] = (hidden, intermediate, args.layers, *others)
+            vocabulary, hidden, intermediate, _, *others = SIZES[size]
+            SIZES[size] = (vocabulary, hidden, intermediate, args.layers, *others)
     if args.job:
-        done = JOBS[args.job](args.workdir, args.size[0], args.calibrate)
+        done = JOBS[args.job](args)
         print(json.dumps(done | {"mib": _peak_memory_mib()}))
         return 0
     rows = []
     for size in args.size:
         base = args.workdir / size
-        extra = ["--layers", str(args.layers)] if args.layers else []
         if not (base / "config.json").exists():
-            _job("make", args.workdir, size, None, extra)
+            _job("make", args, size)
         row = {"size": size, "gib": round(sum(f.stat().st_size for f in base.iterdir()) / (1 << 30), 2)}
         copies, conversions = [], []
         for _ in range(args.repeats):
-            copies.append(_job("copy", args.workdir, size)["seconds"])
-            done = _job("convert", args.workdir, size)
+            copies.append(_job("copy", args, size)["seconds"])
+            done = _job("convert", args, size)
             conversions.append(done["seconds"])
         row |= {"copy_s": statistics.median(copies), "convert_s": statistics.median(conversions)}
         row |= {"convert_x": round(row["convert_s"] / row["copy_s"], 3), "convert_mib": done["mib"]}
         if args.calibrate:
-            forward = _job("forward", args.workdir, size, args.calibrate)
-            calibrated = _job("calibrate", args.workdir, size, args.calibrate)
-            row |= {"tokens": args.calibrate, "forward_s": forward["seconds"], "forward_mib": forward["mib"]}
-            row |= {"calibrate_s": calibrated["seconds"], "calibrate_mib": calibrated["mib"]}
-            row["calibrate_x"] = round(calibrated["seconds"] / forward["seconds"], 2)
+            passes, calibrations = [], []
+            for _ in range(args.repeats):
+                passes.append(_job("passes", args, size))
+                calibrations.append(_job("calibrate", args, size))
+            ratios = [b["seconds"] / a["seconds"] for a, b in zip(passes, calibrations, strict=True)]
+            row |= {"tokens": args.calibrate, "context": args.context}
+            for name, done in ("passes", passes), ("calibrate", calibrations):
+                row[f"{name}_s"] = statistics.median(job["seconds"] for job in done)
+                row[f"{name}_mib"] = max(job["mib"] for job in done)
+            row |= {"calibrate_x": round(statistics.median(ratios), 2)}
+            row |= {"calibrate_x_least": round(min(ratios), 2), "calibrate_x_most": round(max(ratios), 2)}
         rows.append(row)
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     if args.json:
@@ -76,25 +84,27 @@ def main() -> int:
     return 0
 
 
-def _job(name: str, workdir: Path, size: str, tokens: int | None = None, extra: Sequence[str] = ()) -> dict:
+def _job(name: str, args: argparse.Namespace, size: str) -> dict:
     """Run a job of this script in a process of its own, after the disk has come to rest."""
     os.sync()
-    command = [sys.executable, __file__, str(workdir), "--size", size, "--job", name, *extra]
-    command += ["--calibrate", str(tokens)] if tokens else []
+    command = [sys.executable, __file__, str(args.workdir), "--size", size, "--job", name]
+    command += ["--context", str(args.context), "--dtype", args.dtype]
+    command += ["--calibrate", str(args.calibrate)] if args.calibrate else []
+    command += ["--layers", str(args.layers)] if args.layers else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    shutil.rmtree(workdir / f"{size}-out", ignore_errors=True)
+    shutil.rmtree(args.workdir / f"{size}-out", ignore_errors=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _make(workdir: Path, size: str, tokens: int | None) -> dict:
+def _make(args: argparse.Namespace) -> dict:
     """A random checkpoint of that shape, shard by shard, with a byte tokenizer."""
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    hidden, intermediate, layers, heads, kv_heads, head_dim, tied = SIZES[size]
-    folder = workdir / size
+    vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim, tied = SIZES[args.size[0]]
+    folder, dtype = args.workdir / args.size[0], getattr(torch, args.dtype)
     folder.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
         hidden_size=hidden,
@@ -103,10 +113,10 @@ def _make(workdir: Path, size: str, tokens: int | None) -> dict:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         tie_word_embeddings=tied,
         max_position_embeddings=8192,
-        dtype="bfloat16",
+        dtype=args.dtype,
     )
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
@@ -116,15 +126,15 @@ def _make(workdir: Path, size: str, tokens: int | None) -> dict:
     for name, shape in shapes.items():
         if held > SHARD_BYTES:
             groups, held = [*groups, {}], 0
-        groups[-1][name], held = shape, held + 2 * shape.numel()
+        groups[-1][name], held = shape, held + dtype.itemsize * shape.numel()
     torch.manual_seed(0)
     weight_map = {}
     for number, group in enumerate(groups):
         file = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
         tensors = {
-            name: torch.ones(shape, dtype=torch.bfloat16)
+            name: torch.ones(shape, dtype=dtype)
             if "norm" in name
-            else torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
+            else torch.empty(shape, dtype=dtype).normal_(std=0.02)
             for name, shape in group.items()
         }
         save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -141,22 +151,30 @@ def _make(workdir: Path, size: str, tokens: int | None) -> dict:
     return {}
 
 
-def _copy(workdir: Path, size: str, tokens: int | None) -> dict:
+def _copy(args: argparse.Namespace) -> dict:
     started = time.perf_counter()
-    shutil.copytree(workdir / size, workdir / f"{size}-out")
+    shutil.copytree(args.workdir / args.size[0], args.workdir / f"{args.size[0]}-out")
     return {"seconds": round(time.perf_counter() - started, 2)}
 
 
-def _convert(workdir: Path, size: str, tokens: int | None) -> dict:
+def _convert(args: argparse.Namespace) -> dict:
+    return _timed_conversion(args, calibrated=False)
+
+
+def _calibrate(args: argparse.Namespace) -> dict:
+    return _timed_conversion(args, calibrated=True)
+
+
+def _timed_conversion(args: argparse.Namespace, calibrated: bool) -> dict:
     from moh_llm.conversion.convert import ConversionOptions, convert
     from moh_llm.conversion.plan import PlanOptions
 
-    plan = PlanOptions() if tokens else PlanOptions(preset="paper")
     options = ConversionOptions(
-        base=str(workdir / size),
-        output=workdir / f"{size}-out",
-        plan=plan,
-        calibration_tokens=tokens or 1,
+        base=str(args.workdir / args.size[0]),
+        output=args.workdir / f"{args.size[0]}-out",
+        plan=PlanOptions() if calibrated else PlanOptions(preset="paper"),
+        context=args.context,
+        calibration_tokens=args.calibrate if calibrated else 1,
         heldout_tokens=1,
         verify="none",
     )
@@ -165,16 +183,16 @@ def _convert(workdir: Path, size: str, tokens: int | None) -> dict:
     return {"seconds": round(time.perf_counter() - started, 2)}
 
 
-def _forward(workdir: Path, size: str, tokens: int | None) -> dict:
+def _passes(args: argparse.Namespace) -> dict:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(workdir / size).eval()
-    windows = torch.randint(1, 256, (tokens // 512, 512), generator=torch.Generator().manual_seed(0))
+    model = AutoModelForCausalLM.from_pretrained(args.workdir / args.size[0])
+    shape = (args.calibrate // args.context, args.context)
+    windows = torch.randint(1, 256, shape, generator=torch.Generator().manual_seed(0))
     started = time.perf_counter()
-    with torch.inference_mode():
-        for batch in windows.split(4):
-            model(batch, use_cache=False, logits_to_keep=1)
+    for batch in windows.split(1):
+        model(batch, labels=batch, use_cache=False).loss.backward()
     return {"seconds": round(time.perf_counter() - started, 2)}
 
 
@@ -184,7 +202,7 @@ def _peak_memory_mib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
-JOBS = {"make": _make, "copy": _copy, "convert": _convert, "calibrate": _convert, "forward": _forward}
+JOBS = {"make": _make, "copy": _copy, "convert": _convert, "calibrate": _calibrate, "passes": _passes}
 
 
 if __name__ == "__main__":

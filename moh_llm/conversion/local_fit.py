@@ -138,25 +138,42 @@ def _fit_distant_token(sample: LayerSample) -> tuple[torch.Tensor, torch.Tensor,
     """The distant token's score, weight `[H, C]` and bias `[H]`, its value `[H, D]`, and H_h - S_h `[H, N, D]`."""
     local, fitted = sample.local, sample.fitted
     assert local is not None
-    missing = sample.heads - local.outputs
     log_hidden = local.hidden.log()[:, None]
     compared = local.far[:fitted, 0].isfinite().nonzero()[:, 0]
     target = local.far[compared] - log_hidden[compared]
     weight, bias = Ridge(sample.inputs[compared])(target)
     score = sample.inputs @ weight.T + bias + log_hidden - local.near
-    metric = group_metric(sample, 1)
-    best, value, residual = missing[:, :fitted].new_full((len(missing),), torch.inf), missing[:, 0] * 0, missing.clone()
-    weight, bias, shifts = weight.clone(), bias.clone(), torch.full_like(bias, NO_TOKEN)
-    for shift in (NO_TOKEN, *_SHIFTS):
-        share = (score + shift).sigmoid().T[..., None]  # w, [H, N, 1]
-        heads = missing + share * local.outputs
-        own = share[:, :fitted]
-        tried_value = (own * heads[:, :fitted]).sum(1) / own.square().sum(1).clamp_min(1e-12)
-        tried = heads - share * tried_value[:, None]
-        costs = group_costs(tried[:, :fitted], metric).mean(0)
-        better = costs < best
-        best = torch.where(better, costs, best)
-        shifts[better], value[better], residual[better] = shift, tried_value[better], tried[better]
-    none = shifts == NO_TOKEN
-    value[none], weight[none], bias[none] = 0, 0, 0
-    return weight, bias + shifts, value, residual
+    value, residual = sample.o_proj.new_zeros(len(sample.heads), sample.heads.shape[-1]), sample.heads - local.outputs
+    for head, metric in enumerate(group_metric(sample, 1)):
+        own = (residual[head, :fitted], local.outputs[head, :fitted], score[:fitted, head])
+        shift, value[head] = _shift_and_value(*own, metric)
+        if shift == NO_TOKEN:
+            weight[head], bias[head] = 0, 0
+        else:
+            share = (score[:, head, None] + shift).sigmoid()
+            residual[head] += share * (local.outputs[head] - value[head])
+        bias[head] += shift
+    return weight, bias, value, residual
+
+
+def _shift_and_value(
+    missing: torch.Tensor, local: torch.Tensor, score: torch.Tensor, metric: torch.Tensor
+) -> tuple[float, torch.Tensor]:
+    """What is added to the distant token's score, and its value F `[D]`, at least mean of e^T M e for fitted tokens.
+
+    With a token's missing part m = H - L `[N, D]` and weight w, e = m + w (L - F). The mean is written out in products
+    that do not depend on w, so that a shift costs two products with vectors.
+    """
+    by_missing, by_local = missing @ metric, local @ metric
+    square, mixed, local_square = (
+        (a * b).sum(1).double() for a, b in ((by_missing, missing), (by_local, missing), (by_local, local))
+    )
+    best, shift, value = square.sum(), NO_TOKEN, torch.zeros_like(missing[0])
+    for tried in _SHIFTS:
+        share = (score + tried).sigmoid()
+        weights, total = share.double(), share @ missing + share.square() @ local
+        tried_value = total / share.square().sum().clamp_min(1e-12)
+        cost = square.sum() + 2 * weights @ mixed + weights.square() @ local_square - total @ metric @ tried_value
+        if cost < best:
+            best, shift, value = cost, tried, tried_value
+    return shift, value

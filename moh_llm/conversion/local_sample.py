@@ -12,7 +12,7 @@ import torch
 from moh_llm.modeling.local_attention_moh import Band, local_attention, out_of_sight
 
 STRIDE = 4  # of how many tokens one is compared with all keys before it
-_ROWS = 256  # queries whose scores with all keys are held at once
+_ROWS = 64  # queries whose scores with all keys are held at once: more leave the processor's cache
 
 
 @dataclass(frozen=True)
@@ -53,29 +53,47 @@ def sample_local(
     scaling: float,
 ) -> LocalSample:
     """Record local attention; arguments are those of `local_attention`, T queries and T keys."""
-    batch, heads, length, _ = queries.shape
-    group = heads // keys.shape[1]
     outputs = local_attention(queries, keys, values, positions, starts, window, sinks, scaling)
-    band = Band(positions, starts, window, sinks)
-    near, far = queries.new_empty(batch, length, heads), queries.new_full((batch, length, heads), math.nan)
-    p, s = positions[..., None].float(), torch.minimum(starts, positions)[..., None].float()  # [B or 1, T, 1]
-    for head in range(heads):
-        own, own_keys = queries[:, head : head + 1], keys[:, head // group : head // group + 1]
-        scores = band.blocks(own) @ band.take(own_keys).transpose(2, 3) * scaling  # [B * N, 1, block, K]
-        scores = scores.unflatten(0, (batch, -1))[:, :, 0].masked_fill(~band.visible, -math.inf)
-        near[:, :, head] = scores.logsumexp(-1).flatten(1)[:, :length]
-        for first in range(0, length, _ROWS * STRIDE):
-            rows = torch.arange(first, min(first + _ROWS * STRIDE, length), STRIDE, device=queries.device)
-            last = int(rows[-1]) + 1
-            scores = own[:, 0, rows] @ own_keys[:, 0, :last].transpose(1, 2) * scaling  # [B, rows, last]
-            j = torch.arange(last, device=queries.device, dtype=p.dtype)
-            rows_p, rows_s = p[:, rows], s[:, rows]
-            out = (j <= rows_p - window) & (j >= rows_s + sinks)
-            far[:, rows, head] = scores.masked_fill(~out, -math.inf).logsumexp(-1)
-    hidden = out_of_sight(positions, starts, window, sinks).clamp_min(1).expand(batch, -1)
+    queries = (queries * scaling).unflatten(1, (keys.shape[1], -1))  # [B, KV, H / KV, T, D]
+    near = _near(queries, keys, Band(positions, starts, window, sinks))
+    far = _far(queries, keys, positions, torch.minimum(starts, positions), window, sinks)
+    hidden = out_of_sight(positions, starts, window, sinks).clamp_min(1).expand(len(queries), -1)
     return LocalSample(
         outputs.flatten(0, 1).transpose(0, 1).float(),
         near.flatten(0, 1).float(),
         far.flatten(0, 1).float(),
         hidden.flatten().float(),
     )
+
+
+def _near(queries: torch.Tensor, keys: torch.Tensor, band: Band) -> torch.Tensor:
+    """Log-sum-exp of the scores in sight, `[B, T, H]`, for scaled queries `[B, KV, H / KV, T, D]`."""
+    batch, _, group, length, _ = queries.shape
+    # [B * N, KV, H / KV * block, D]
+    blocks = band.blocks(queries.flatten(1, 2)).unflatten(1, (-1, group)).flatten(2, 3)
+    hidden = ~band.visible.expand(batch, -1, -1, -1).flatten(0, 1)
+    near = torch.stack([_log_sum_exp(*block).T for block in zip(blocks, band.take(keys), hidden, strict=True)])
+    return near.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
+
+
+def _far(
+    queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor, window: int, sinks: int
+) -> torch.Tensor:
+    """As `_near`, of the scores out of sight; NaN for all tokens but every `STRIDE`-th."""
+    batch, _, _, length, _ = queries.shape
+    far = queries.new_full((batch, length, queries.shape[1] * queries.shape[2]), math.nan)
+    for first in range(0, length, _ROWS * STRIDE):
+        rows = torch.arange(first, min(first + _ROWS * STRIDE, length), STRIDE, device=queries.device)
+        last = int(rows[-1]) + 1
+        j = torch.arange(last, device=queries.device)
+        p, s = positions[:, rows, None], starts[:, rows, None]
+        hidden = ((j > p - window) | (j < s + sinks)).expand(batch, -1, -1)
+        for row, own in enumerate(queries[:, :, :, rows].flatten(2, 3)):
+            far[row, rows] = _log_sum_exp(own, keys[row, :, :last], hidden[row]).T
+    return far
+
+
+def _log_sum_exp(queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """For queries `[KV, H / KV * R, D]` and the keys `[KV, K, D]` that are not `hidden` `[R, K]`: `[H, R]`."""
+    scores = (queries @ keys.transpose(1, 2)).unflatten(1, (-1, len(hidden)))
+    return scores.masked_fill_(hidden, -math.inf).logsumexp(-1).flatten(0, 1)

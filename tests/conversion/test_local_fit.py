@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from moh_llm.conversion import local_fit, local_sample
 from moh_llm.conversion.fit import LayerSample
 from moh_llm.conversion.local_fit import NO_TOKEN, LocalFitter
 from moh_llm.conversion.local_sample import STRIDE, LocalSample, sample_local
@@ -14,7 +15,8 @@ WINDOW, SINKS = 5, 2
 
 
 @pytest.mark.parametrize(("length", "starts"), [(23, [0] * 23), (40, [0] * 9 + [9] * 31)])
-def test_the_sample_is_a_loop(length, starts):
+def test_the_sample_is_a_loop(length, starts, monkeypatch):
+    monkeypatch.setattr(local_sample, "_ROWS", 3)  # so that there are several blocks of rows
     generator = torch.Generator().manual_seed(0)
     queries, keys, values = (torch.randn(2, heads, length, 4, generator=generator) for heads in (4, 2, 2))
     places = torch.arange(length)[None], torch.tensor([starts])
@@ -71,6 +73,27 @@ def test_a_head_that_it_harms_has_none():
     fitter = LocalFitter(sample, router="none")
     assert fitter.score_bias[1] == NO_TOKEN and fitter.score_weight[1].eq(0).all() and fitter.value[1].eq(0).all()
     assert fitter.importance[1] == 0 and fitter.score_bias[0] > NO_TOKEN
+
+
+@pytest.mark.parametrize("best", range(5))
+def test_the_best_of_the_scores_is_taken(best):
+    """By the mean of e^T M e in float64, of scores of which each is the right one once."""
+    generator = torch.Generator().manual_seed(best)
+    missing, local, root = (torch.randn(*shape, generator=generator).double() for shape in ((50, 3), (50, 3), (3, 3)))
+    score, metric, shifts = torch.randn(50, generator=generator).double(), root @ root.T, [NO_TOKEN, 0, -1, -2, -4]
+    share, far = (score + shifts[best]).sigmoid()[:, None], torch.tensor([1.0, 2.0, -1.0])
+    local = local + far
+    missing = 0.01 * missing + share * (far - local)
+    costs, values = [], []
+    for shift in shifts:
+        share = (score + shift).sigmoid()[:, None]
+        values.append(torch.linalg.lstsq(share, missing + share * local).solution[0])
+        residual = missing + share * (local - values[-1])
+        costs.append(torch.einsum("nd,de,ne->n", residual, metric, residual).mean())
+    assert costs[best] == min(costs)
+    shift, value = local_fit._shift_and_value(missing, local, score, metric)
+    assert shift == shifts[best]
+    torch.testing.assert_close(value, values[best] * (shift > NO_TOKEN))
 
 
 def missing(sample, fit, t, head, row):
