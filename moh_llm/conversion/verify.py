@@ -58,7 +58,7 @@ def verify(
         converted: the converted model, as it was written, in the same dtype.
         batches: held-out text.
         progress: whether to show it.
-        prompt: what asks for something out of the fallbacks' sight; then figures by position are made, too.
+        prompt: what asks for something out of the fallbacks' sight.
 
     Raises:
         UserError: with all heads on, a layer's output differs from the base's.
@@ -96,7 +96,8 @@ def verify(
             layers.append(_layer_figures(outputs, torch.cat(gates[:held_out])))
             bar.update(tokens)
     head = base.head()
-    found = _compare(head, hidden, variants, batches[:held_out], EDGES if prompt else ())
+    edges = [edge for edge in EDGES if edge < batches[0]["input_ids"].shape[1]]
+    found = _compare(head, hidden, variants, batches[:held_out], edges if edges[1:] else ())
     figures = {name: Figures(**comparison.figures()) for name, comparison in found.items()}
     return Verification(
         dtype=str(base.dtype).removeprefix("torch."),
