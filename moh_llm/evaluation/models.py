@@ -10,6 +10,7 @@ from moh_llm.devices import check_memory
 from moh_llm.errors import UserError
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
+from moh_llm.records.lineage import read_chain
 from moh_llm.records.model import CONFIG, TOKENIZERS, may_be_hub_id, read_config, read_weight_map
 
 # Records that the other commands leave beside the weights.
@@ -111,6 +112,10 @@ def describe_model(model: str) -> dict[str, Any]:
     # Training leaves its record beside the tuned model's folder, not in it.
     places = [folder / name for name in RECORDS] + ([folder.parent / "run.json"] if folder.name == "model" else [])
     about["records"] = [str(place) for place in places if place.is_file()]
+    conversion, steps = read_conversion(folder), read_chain(folder).entries
+    if conversion and conversion.verification and all(step.kind == "conversion" for step in steps[-1:]):
+        proof = conversion.verification
+        about |= {"by_position": proof.by_position, "retrieval": proof.retrieval}
     return about
 
 

@@ -22,6 +22,7 @@ from moh_llm.records.conversion import Calibration, last_component
 from moh_llm.records.lineage import REFERENCES, in_words, mixture_name
 from moh_llm.reporting.benchmarks import benchmark_blocks
 from moh_llm.reporting.document import Caution, facts
+from moh_llm.reporting.long_context import long_context_tables
 from moh_llm.reporting.markdown import Safe, address, code, plain, render_blocks, text
 from moh_llm.reporting.runs import Record, TrainingRun
 from moh_llm.reporting.training import held_out, receipt, recipe
@@ -150,7 +151,7 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
         "proof": proof,
         "proof_table": [sections.proof(proof)] if proof else [],
         "context": conversion and conversion.plan and conversion.plan.context,
-        "long_context": sections.long_context(proof) if proof else [],
+        "long_context": long_context_tables(proof.by_position, proof.retrieval) if proof else [],
         "tuned": lineage.tuned,
         "runs": len(lineage.chain.runs),
         "history": sections.history(lineage),

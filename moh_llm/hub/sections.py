@@ -98,23 +98,6 @@ def proof(found: Verification) -> Table:
     return Table(["", "perplexity", "ratio to base's", "KL to base, nats", "same top-1"], body)
 
 
-def long_context(found: Verification) -> list[Table]:
-    """The converted model by position, and what it finds out of its fallbacks' sight; nothing without long text."""
-    tables = []
-    if found.by_position:
-        rows: list[list[Inline]] = [
-            [f"from {part.start}", f"{part.tokens:,}", f"{part.perplexity_ratio:#.5g}", f"{part.kl:#.3g}"]
-            for part in found.by_position
-        ]
-        tables.append(Table(["position in the document", "tokens", "ratio to base's", "KL to base, nats"], rows))
-    if found.retrieval:
-        rows = [[one.task, str(one.asked), str(one.base), str(one.converted)] for one in found.retrieval]
-        tables.append(
-            Table(["out of the fallbacks' sight", "asked", "the base finds", "the converted model finds"], rows)
-        )
-    return tables
-
-
 def history(lineage: Lineage) -> list[Block]:
     """What was done to the weights, oldest first, runs numbered; and what of it is not on record."""
     rows: list[list[Inline]] = []

@@ -8,6 +8,7 @@ from pydantic import Field
 from moh_llm.errors import UserError
 from moh_llm.reading import read_json
 from moh_llm.records.base import Record
+from moh_llm.records.conversion import PositionFigures, RetrievalFigures
 
 VERSION = 2
 
@@ -129,6 +130,7 @@ class ModelRecord(Record):
         weights_sha256: of the weights of a folder; ``revision``: commit of a model on the Hub.
         compared: whether the base was scored on the same items.
         other_base: the base that its conversion names, where that is another one.
+        by_position, retrieval: what its conversion's verification found at long context; nothing for a tuned model.
     """
 
     model: str
@@ -147,6 +149,8 @@ class ModelRecord(Record):
     model_type: str | None = None
     heads: dict[str, Any] = Field(default_factory=dict)
     records: list[str] = Field(default_factory=list)
+    by_position: list[PositionFigures] = Field(default_factory=list)
+    retrieval: list[RetrievalFigures] = Field(default_factory=list)
 
 
 class Failure(Record):

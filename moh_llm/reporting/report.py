@@ -14,6 +14,7 @@ from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.reporting import benchmarks, training
 from moh_llm.reporting.document import Block, Charts, Commands, Document, Heading, Paragraph, Section, facts
 from moh_llm.reporting.groups import Group, compare, differences, group_runs, reference_words, same_held_out_text
+from moh_llm.reporting.long_context import long_context_tables
 from moh_llm.reporting.markdown import render_markdown
 from moh_llm.reporting.runs import Record, TrainingRun, summarise
 from moh_llm.reporting.web.evaluation import cost_charts, head_table, score_charts
@@ -54,7 +55,7 @@ def build_document(evaluation: EvaluationRecord | None, groups: Sequence[Group] 
     if evaluation:
         title, lead = evaluation.suite.title, benchmarks.lead(evaluation)
         blocks = [*benchmarks.benchmark_blocks(evaluation), Charts(score_charts(evaluation))]
-        sections.append(Section("benchmarks", "Benchmarks", blocks))
+        sections += [Section("benchmarks", "Benchmarks", blocks), *_long_context_sections(evaluation)]
     if runs:
         sections += _training_sections(groups, runs)
     if evaluation:
@@ -67,6 +68,16 @@ def build_document(evaluation: EvaluationRecord | None, groups: Sequence[Group] 
             Section("report", "This report", [Paragraph(f"{', '.join(about)}. {_now()}."), Commands(command)])
         )
     return Document(title, lead, sections)
+
+
+def _long_context_sections(evaluation: EvaluationRecord) -> list[Section]:
+    """What the conversions of the models found at long context, where they did."""
+    blocks: list[Block] = []
+    for label, model in evaluation.models.items():
+        tables = long_context_tables(model.by_position, model.retrieval)
+        blocks += [Heading(label), *tables] if tables else []
+    about = Paragraph("From each model's conversion.json: the converted model against its base on held-out text.")
+    return [Section("long-context", "Long context", [about, *blocks])] if blocks else []
 
 
 def _training_sections(groups: Sequence[Group], runs: Sequence[TrainingRun]) -> list[Section]:

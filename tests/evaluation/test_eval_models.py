@@ -1,5 +1,6 @@
 """Models are looked at before anything slow begins."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from moh_llm.evaluation.report import build_report
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.suite import load_suite
 from moh_llm.evaluation.verdict import warnings
+from moh_llm.records.conversion import PositionFigures, RetrievalFigures
+from moh_llm.records.lineage import RunEntry, read_chain
 from moh_llm.records.model import Identity
 
 
@@ -69,6 +72,24 @@ def test_description_names_heads_and_records(tiny_moh: Path, paper_moh: Path) ->
     kinds = [(found["heads"]["router_type"], found["heads"].get("head_fallback")) for found in (about, paper)]
     assert kinds == [("linear", "value"), ("query_norm", "none")]
     assert about["records"] == [str(tiny_moh / name) for name in ("conversion.json", "lineage.json")]
+
+
+def test_description_has_what_the_conversion_found_at_long_context(tiny_moh: Path, tmp_path: Path) -> None:
+    """But not of a tuned model, which is not the one that was verified."""
+    moh = Path(shutil.copytree(tiny_moh, tmp_path / "moh"))
+    record = json.loads((moh / "conversion.json").read_text())
+    part = {"start": 2048, "tokens": 6144, "perplexity_ratio": 1.25, "kl": 0.0125}
+    asked = {"task": "copying", "asked": 120, "base": 96, "converted": 48}
+    record["verification"] |= {"by_position": [part], "retrieval": [asked]}
+    (moh / "conversion.json").write_text(json.dumps(record))
+    about = describe_model(str(moh))
+    assert about["by_position"] == [PositionFigures(**part)] and about["retrieval"] == [RetrievalFigures(**asked)]
+    chain = read_chain(moh)
+    made = chain.entries[-1].made
+    run = {"kind": "run", "objective": "distillation", "tokens": 512, "steps": 1, "mixture": "tiny", "seed": 0}
+    run |= {"teacher": "base", "lora_rank": None, "began_with": made, "made": made}
+    chain.with_entry(RunEntry(**run)).write(moh / "lineage.json")
+    assert not {"by_position", "retrieval"} & set(describe_model(str(moh)))
 
 
 def test_labels_are_the_shortest_that_differ(tmp_path: Path) -> None:

@@ -53,6 +53,23 @@ def test_evaluations_and_runs_on_one_page(make_run: MakeRun, tmp_path: Path) -> 
     assert "| first |" in text and "Charts in `report.html`: Held-out perplexity;" in text
 
 
+def test_figures_at_long_context_are_shown(tmp_path: Path) -> None:
+    """Of the models whose conversion has them."""
+    folder = evaluated(tmp_path / "scores", {"model": ("one", 0.9)})
+    record = json.loads((folder / "report.json").read_text())
+    record["models"]["model"] |= {
+        "by_position": [{"start": 2048, "tokens": 6144, "perplexity_ratio": 1.25, "kl": 0.0125}],
+        "retrieval": [{"task": "copying", "asked": 120, "base": 96, "converted": 48}],
+    }
+    (folder / "report.json").write_text(json.dumps(record))
+    assert report(folder) == 0
+    found = (folder / "report" / "report.md").read_text().split("## Long context")[1].split("\n## ")[0]
+    assert "| from 2048 | 6,144 | 1.2500 | 0.0125 |" in found and "| copying | 120 | 96 | 48 |" in found
+    assert found.count("###") == 1
+    plain = evaluated(tmp_path / "plain", {"model": ("one", 0.9)})
+    assert report(plain) == 0 and "Long context" not in (plain / "report" / "report.md").read_text()
+
+
 def test_the_run_that_made_a_model_comes_with_it(make_run: MakeRun, tmp_path: Path) -> None:
     folder = evaluated(tmp_path / "scores", {"model": ("one", 0.9)}, {"model": make_run("run")})
     assert report(folder) == 0
