@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moh_llm.conversion.convert import ConversionOptions, convert
+from moh_llm.conversion.plan import PlanOptions
 from moh_llm.errors import UserError
 from moh_llm.evaluation.models import check_model, describe_model, label_models, other_base
 from moh_llm.evaluation.report import build_report
@@ -74,9 +76,10 @@ def test_description_names_heads_and_records(tiny_moh: Path, paper_moh: Path) ->
     assert about["records"] == [str(tiny_moh / name) for name in ("conversion.json", "lineage.json")]
 
 
-def test_description_has_what_the_conversion_found_at_long_context(tiny_moh: Path, tmp_path: Path) -> None:
+def test_description_has_what_the_conversion_found_at_long_context(tiny_llama: Path, tmp_path: Path) -> None:
     """But not of a tuned model, which is not the one that was verified."""
-    moh = Path(shutil.copytree(tiny_moh, tmp_path / "moh"))
+    moh = tmp_path / "moh"
+    convert(ConversionOptions(str(tiny_llama), moh, PlanOptions(preset="paper"), context=64, verify="quick"))
     record = json.loads((moh / "conversion.json").read_text())
     part = {"start": 2048, "tokens": 6144, "perplexity_ratio": 1.25, "kl": 0.0125}
     asked = {"task": "copying", "asked": 120, "base": 96, "converted": 48}
