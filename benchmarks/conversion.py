@@ -30,6 +30,7 @@ SIZES = {  # vocabulary, hidden, intermediate, layers, heads, KV heads, head siz
     "8b": (128256, 4096, 14336, 32, 32, 8, 128, False),  # LLaMA-3-8B
 }
 SHARD_BYTES = 1 << 30
+SOURCES = 3  # of the embedded text that is calibrated on; each gives whole windows
 
 
 def main() -> int:
@@ -44,6 +45,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--job", choices=list(JOBS), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.calibrate and args.calibrate % (SOURCES * args.context):
+        parser.error(f"--calibrate {args.calibrate} must be a multiple of {SOURCES} windows of {args.context} tokens")
     if args.layers:
         for size in args.size:
             vocabulary, hidden, intermediate, _, *others = SIZES[size]
