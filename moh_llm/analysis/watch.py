@@ -44,11 +44,11 @@ class LayerPass:
 
         It is the router's choice, also where a local fallback sees all that a head sees.
         """
-        on = torch.ones(self.heads.shape[:-1], dtype=torch.bool, device=self.logits.device)
+        all_on = self.router.num_active == self.router.num_heads
+        on = torch.full(self.heads.shape[:-1], all_on, device=self.logits.device)
         # By selection, not by the gate: a weighted score may round to zero.
         selected = self.router.select(self.logits).bool()
-        if self.router.num_active < self.router.num_heads:
-            on[..., self.router.heads_by_use()[1]] = False
+        on[..., self.router.used_heads()] = True
         on[..., self.router.routed_heads] = selected.repeat_interleave(self.router.group_size, dim=-1)
         return on
 
@@ -130,7 +130,7 @@ def attention_patterns(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
 def shared_heads(router: MoHRouter) -> list[int]:
     """Ids of a layer's shared heads, in order."""
     routed = set(router.routed_heads)
-    return [head for head in router.heads_by_use()[0].tolist() if head not in routed]
+    return [head for head in router.used_heads().tolist() if head not in routed]
 
 
 def last_routed_layer(model: MoHLlamaPreTrainedModel) -> int:

@@ -21,7 +21,13 @@ from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, save_tensors
 
-REMOTE_CODE = ("configuration_moh_llama.py", "modeling_moh_llama.py", "routing_moh.py", "local_attention_moh.py")
+REMOTE_CODE = (
+    "configuration_moh_llama.py",
+    "modeling_moh_llama.py",
+    "routing_moh.py",
+    "local_attention_moh.py",
+    "selected_attention_moh.py",
+)
 # Tokenizer, generation settings and licence go along; weights in other formats, records and the card do not.
 _KEPT_ENDINGS = (".json", ".txt", ".model", ".jinja")
 _REPLACED = {"config.json", INDEX_NAME, CONVERSION, LINEAGE}

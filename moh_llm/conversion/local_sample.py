@@ -52,10 +52,11 @@ def sample_local(
     sinks: int,
     scaling: float,
 ) -> LocalSample:
-    """Record local attention; arguments are those of `local_attention`, T queries and T keys."""
-    outputs = local_attention(queries, keys, values, positions, starts, window, sinks, scaling)
+    """Record local attention; arguments are those of `local_attention` and `Band.of`, T queries and T keys."""
+    band = Band.of(positions, starts, window, sinks)
+    outputs = local_attention(queries, keys, values, band, scaling)
     queries = (queries * scaling).unflatten(1, (keys.shape[1], -1))  # [B, KV, H / KV, T, D]
-    near = _near(queries, keys, Band(positions, starts, window, sinks))
+    near = _near(queries, keys, band)
     far = _far(queries, keys, positions, torch.minimum(starts, positions), window, sinks)
     hidden = out_of_sight(positions, starts, window, sinks).clamp_min(1).expand(len(queries), -1)
     return LocalSample(
@@ -68,11 +69,12 @@ def sample_local(
 
 def _near(queries: torch.Tensor, keys: torch.Tensor, band: Band) -> torch.Tensor:
     """Log-sum-exp of the scores in sight, `[B, T, H]`, for scaled queries `[B, KV, H / KV, T, D]`."""
-    batch, _, group, length, _ = queries.shape
+    batch, length = len(queries), queries.shape[3]
     # [B * N, KV, H / KV * block, D]
-    blocks = band.blocks(queries.flatten(1, 2)).unflatten(1, (-1, group)).flatten(2, 3)
-    hidden = ~band.visible.expand(batch, -1, -1, -1).flatten(0, 1)
-    near = torch.stack([_log_sum_exp(*block).T for block in zip(blocks, band.take(keys), hidden, strict=True)])
+    blocks = band.blocks(queries.flatten(1, 2), keys.shape[1]).flatten(3, 4).flatten(0, 1)
+    taken = band.take(keys).flatten(0, 1)
+    hidden = ~band.visible[..., :-1].expand(batch, -1, -1, -1).flatten(0, 1)
+    near = torch.stack([_log_sum_exp(*block).T for block in zip(blocks, taken, hidden, strict=True)])
     return near.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
 
 

@@ -8,6 +8,9 @@ queries are taken in blocks, and a block of queries sees the keys of its band an
 Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size.
 """
 
+from collections import Counter
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -15,12 +18,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from .configuration_moh_llama import MoHLlamaConfig
 from .routing_moh import IndexedModule, MoHLinear
 
+_BLOCK = 128  # queries of a block at most: fewer read fewer keys that they do not see, but copy each key more often
 _WIDER = 8  # entries that the distant token adds to queries, keys and values: kernels want multiples of 8
-
-
-def sees_everything(positions: torch.Tensor, starts: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
-    """Whether local attention sees every key that causal attention sees, `[B or 1, T]`; arguments are those below."""
-    return out_of_sight(positions, starts, window, sinks) <= 0
 
 
 def out_of_sight(positions: torch.Tensor, starts: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
@@ -28,133 +27,170 @@ def out_of_sight(positions: torch.Tensor, starts: torch.Tensor, window: int, sin
     return positions - starts + 1 - window - sinks
 
 
-def local_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    starts: torch.Tensor,
-    window: int,
-    sinks: int,
-    scaling: float,
-    dropout: float = 0.0,
-    distant: tuple[torch.Tensor, torch.Tensor] | None = None,
-    key_value_heads: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of the query at p to the keys j with s <= j <= p and (j > p - window or j < s + sinks).
-
-    With n other keys before p, the softmax has one more entry where n > 0, the distant token's: its score is that given
-    plus log n.
-
-    Args:
-        queries: `[B, H, T, D]`, after rotary embedding.
-        keys, values: `[B, KV, S, D]`, those of a cache included; entries after a query are not read.
-        positions: index of each query among the keys, consecutive numbers `[1, T]`.
-        starts: index s of the first key of each query's document, `[B or 1, T]`, not decreasing. A start after the
-            query's own position, as padding has, counts as the query's position.
-        window: how many tokens a query sees up to itself.
-        sinks: how many first tokens of its document it sees.
-        scaling: factor of the scores.
-        dropout: probability.
-        distant: scores of the distant token `[B, H, T]` (already scaled) and its values `[H, D]`.
-        key_value_heads: the key-value head of each query head, `[H]`; None where H / KV in a row share one.
-
-    Returns:
-        Head outputs `[B, T, H, D]`.
-    """
-    heads, length, size = queries.shape[1:]
-    band = Band(positions, starts, window, sinks)
-    taken = [band.take(tensor) for tensor in (keys, values)]
-    if key_value_heads is not None:
-        taken = [tensor.index_select(1, key_value_heads) for tensor in taken]
-    visible = band.visible
-    if distant is not None:
-        scores = distant[0] + out_of_sight(positions, starts, window, sinks).clamp_min(1).log().unsqueeze(1)
-        # One more entry of the queries is the score, and one of the values the weight of the distant token.
-        queries = torch.cat([queries, (scores / scaling).unsqueeze(-1).to(queries.dtype)], dim=-1)
-        queries = pad(queries, (0, _WIDER - 1))
-        entry = keys.new_zeros(size + _WIDER)
-        entry[size] = 1
-        entry = entry.expand(*taken[0].shape[:2], 1, -1)
-        taken = [torch.cat([pad(tensor, (0, _WIDER)), entry], dim=2) for tensor in taken]
-        visible = torch.cat([visible, band.beyond], dim=-1)
-    out = scaled_dot_product_attention(
-        band.blocks(queries),
-        *taken,
-        attn_mask=visible.expand(len(queries), -1, -1, -1).flatten(0, 1).unsqueeze(1),
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=taken[0].shape[1] != heads,
-    )
-    out = out.unflatten(0, (len(queries), -1)).transpose(2, 3).flatten(1, 2)[:, :length]
-    return out if distant is None else out[..., :size] + out[..., size : size + 1] * distant[1].to(out.dtype)
-
-
-class Band:
-    """Which keys each block of queries sees; arguments are those of `local_attention`.
+class Band(NamedTuple):
+    """Which keys each block of queries sees: what all layers have in common.
 
     Attributes:
-        visible: whether a query sees a key of its block, `[B or 1, N, block, K]`.
-        beyond: whether a query has keys out of sight, `[B or 1, N, block, 1]`.
+        index: keys of each block, the document's first ones and those of the band, `[B or 1, N, K]`. What lies outside
+            of the keys that there are, is not visible.
+        visible: whether a query sees a key of its block and, last, the distant token, `[B or 1, N, block, K + 1]`.
+        hidden: how many keys of causal attention a query does not see, zero or less where none, `[B or 1, T]`.
     """
 
-    def __init__(self, positions: torch.Tensor, starts: torch.Tensor, window: int, sinks: int):
+    index: torch.Tensor
+    visible: torch.Tensor
+    hidden: torch.Tensor
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, starts: torch.Tensor, window: int, sinks: int) -> "Band":
+        """The band of queries at p: keys j with s <= j <= p and (j > p - window or j < s + sinks).
+
+        Args:
+            positions: index of each query among the keys, consecutive numbers `[1, T]`.
+            starts: index s of the first key of each query's document, `[B or 1, T]`, not decreasing. A start after the
+                query's own position, as padding has, counts as the query's position.
+            window: how many tokens a query sees up to itself.
+            sinks: how many first tokens of its document it sees.
+        """
+        hidden = out_of_sight(positions, starts, window, sinks)
         length = positions.shape[1]
-        block = min(length, window)
-        self.count, self.missing = -(-length // block), -length % block
+        block = min(length, window, _BLOCK)
+        count, missing = -(-length // block), -length % block
         starts = torch.minimum(starts, positions)
-        if self.missing:  # the last block repeats the last query
-            positions = torch.cat([positions, positions[:, -1:].expand(-1, self.missing)], dim=1)
-            starts = torch.cat([starts, starts[:, -1:].expand(-1, self.missing)], dim=1)
+        if missing:  # the last block repeats the last query
+            positions = torch.cat([positions, positions[:, -1:].expand(-1, missing)], dim=1)
+            starts = torch.cat([starts, starts[:, -1:].expand(-1, missing)], dim=1)
 
         # Keys of a block: the document's first ones where they lie before the band, then the band.
-        first = positions.view(1, self.count, block)[:, :, :1]  # [1, N, 1]
+        first = positions.view(1, count, block)[:, :, :1]  # [1, N, 1]
         steps = torch.arange(window + block - 1, device=positions.device)
         band = first - window + 1 + steps
-        begin = starts.view(-1, self.count, block)[:, :, :1]
+        begin = starts.view(-1, count, block)[:, :, :1]
         sink = begin + torch.arange(sinks, device=positions.device)
-        self.index = torch.cat([sink, band.expand(begin.shape[0], -1, -1)], dim=-1)  # [B or 1, N, K]
+        index = torch.cat([sink, band.expand(begin.shape[0], -1, -1)], dim=-1)
 
-        p, s = (tensor.view(-1, self.count, block, 1) for tensor in (positions, starts))
-        j = self.index.unsqueeze(-2)
+        p, s = (tensor.view(-1, count, block, 1) for tensor in (positions, starts))
+        j = index.unsqueeze(-2)
         visible = (j >= s) & (j <= p) & ((j > p - window) | (j < s + sinks))
         # In the band a sink is seen there. A document that begins before the band is that of the block's first query.
-        is_sink = torch.arange(self.index.shape[-1], device=positions.device) < sinks
-        self.visible = visible & (~is_sink | (j < band[..., :1].unsqueeze(-2)))
-        self.beyond = p - s >= window + sinks
+        is_sink = torch.arange(index.shape[-1], device=positions.device) < sinks
+        visible &= ~is_sink | (j < band[..., :1].unsqueeze(-2))
+        return cls(index, torch.cat([visible, p - s >= window + sinks], dim=-1), hidden)
 
-    def blocks(self, queries: torch.Tensor) -> torch.Tensor:
-        """Queries `[B, H, T, D]` by blocks, `[B * N, H, block, D]`."""
-        queries = pad(queries, (0, 0, 0, self.missing)) if self.missing else queries
-        return queries.unflatten(2, (self.count, -1)).transpose(1, 2).flatten(0, 1)
+    @property
+    def sees_everything(self) -> torch.Tensor:
+        """Whether local attention sees every key that causal attention sees, `[B or 1, T]`."""
+        return self.hidden <= 0
 
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keys or values `[B, KV, S, D]` by blocks, `[B * N, KV, K, D]`. What lies outside is any entry."""
-        heads, length = tensor.shape[1:3]
+    def blocks(self, queries: torch.Tensor, groups: int) -> torch.Tensor:
+        """Queries `[B, H, T, D]` by blocks and key-value heads, `[B, N, groups, H / groups, block, D]`, a view or not."""
+        count, block = self.visible.shape[1:3]
+        missing = count * block - queries.shape[2]
+        if missing:
+            queries = pad(queries, (0, 0, 0, missing))
+        return queries.unflatten(2, (count, block)).unflatten(1, (groups, -1)).permute(0, 3, 1, 2, 4, 5)
+
+    def take(self, tensor: torch.Tensor, groups: torch.Tensor | None = None) -> torch.Tensor:
+        """Keys or values `[B, KV, S, D]`, of these `groups` alone, by blocks, `[B, N, KV, K, D]`.
+
+        What lies outside is any entry.
+        """
         rows, count, width = self.index.shape
+        if groups is not None and count * width > tensor.shape[2]:
+            tensor, groups = tensor.index_select(1, groups), None
+        heads, length = tensor.shape[1:3]
         index = self.index.clamp(0, length - 1).flatten(1)
         if rows == 1:
             taken = tensor.index_select(2, index[0])
         else:
             taken = tensor.gather(2, index[:, None, :, None].expand(-1, heads, -1, tensor.shape[-1]))
-        return taken.unflatten(2, (count, width)).transpose(1, 2).flatten(0, 1)
+        taken = taken.unflatten(2, (count, width)).transpose(1, 2)
+        return taken if groups is None else taken.index_select(2, groups)
+
+
+def local_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    band: Band,
+    scaling: float,
+    dropout: float = 0.0,
+    distant: tuple[torch.Tensor, torch.Tensor] | None = None,
+    groups: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of each query to the keys that `band` shows it.
+
+    With n keys out of sight the softmax has one more entry where n > 0, the distant token's: its score is that given
+    plus log n. Query heads that share keys and values are queries of one attention, so that keys are copied once.
+
+    Args:
+        queries: `[B, H, T, D]`, after rotary embedding. As many heads in a row share each key-value head.
+        keys, values: `[B, KV, S, D]`, those of a cache included; entries after a query are not read.
+        band: of these queries.
+        scaling: factor of the scores.
+        dropout: probability.
+        distant: scores of the distant token `[B, H, T]` (already scaled) and its values `[H, D]`.
+        groups: ids of the key-value heads that these queries share; None: all of them.
+
+    Returns:
+        Head outputs `[B, T, H, D]`.
+    """
+    batch, heads, length, size = queries.shape
+    taken, visible = [band.take(tensor, groups) for tensor in (keys, values)], band.visible
+    count = taken[0].shape[2]
+    blocks = band.blocks(queries, count)
+    if distant is None:
+        visible = visible[..., :-1]
+    else:
+        # One more entry of the queries is the score, and one of the values the weight of the distant token.
+        scores = (distant[0] + band.hidden.clamp_min(1).log().unsqueeze(1)) / scaling
+        scores = band.blocks(scores.unsqueeze(-1).to(queries.dtype), count)
+        blocks = torch.cat([blocks, scores, scores.new_zeros(1).expand(*scores.shape[:-1], _WIDER - 1)], dim=-1)
+        taken = [pad(tensor, (0, _WIDER, 0, 1)) for tensor in taken]
+        for tensor in taken:
+            tensor[..., -1, size] = 1
+    shared = heads // count
+    visible = visible.unsqueeze(2).expand(batch, -1, shared, -1, -1).flatten(2, 3)
+    out = scaled_dot_product_attention(
+        blocks.flatten(3, 4).flatten(0, 1),
+        *(tensor.flatten(0, 1) for tensor in taken),
+        attn_mask=visible.flatten(0, 1).unsqueeze(1),
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    # [B, N, KV, H / KV, block, D] to [B, T, H, D]
+    out = out.unflatten(2, (shared, -1)).unflatten(0, (batch, -1)).permute(0, 1, 4, 2, 3, 5)
+    out = out.reshape(batch, -1, heads, out.shape[-1])[:, :length]
+    return out if distant is None else out[..., :size] + out[..., size : size + 1] * distant[1].to(out.dtype)
 
 
 class MoHLocalFallback(IndexedModule):
     """What a head that is off contributes: its local attention, with a distant token for what is out of sight.
 
     The distant token's value is a vector per head, and its score linear in the layer's input. A head that spreads its
-    attention over the whole text is nearly that; a head that looks up single tokens is not.
+    attention over the whole text is nearly that; a head that looks up single tokens is not. `index` holds the heads
+    that are not shared, in the order of the parameters.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
         shared = config.shared_heads_per_layer[layer_idx]
-        super().__init__(head for head in range(config.num_attention_heads) if head not in shared)
+        heads = [head for head in range(config.num_attention_heads) if head not in shared]
+        super().__init__(heads)
         self.num_heads = config.num_attention_heads
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        # Groups with as many heads that are not shared are computed together.
+        counts = Counter(head // self.num_key_value_groups for head in heads)
+        of_place = [counts[head // self.num_key_value_groups] for head in heads]
+        self.order = IndexedModule(sorted(range(len(heads)), key=of_place.__getitem__))
+        self.sizes = sorted(Counter(of_place).items())  # heads of a group, and heads in all such groups
         self.window, self.sinks = config.local_window, config.local_sinks
-        self.distant_score = MoHLinear(config.hidden_size, len(self.index))
-        self.distant_value = nn.Parameter(torch.zeros(len(self.index), config.head_dim))
+        self.distant_score = MoHLinear(config.hidden_size, len(heads))
+        self.distant_value = nn.Parameter(torch.zeros(len(heads), config.head_dim))
+
+    @property
+    def heads(self) -> torch.Tensor:
+        """Ids of the heads in the order of outputs."""
+        return self.index.index_select(0, self.order.index)
 
     def forward(
         self,
@@ -162,19 +198,21 @@ class MoHLocalFallback(IndexedModule):
         keys: torch.Tensor,
         values: torch.Tensor,
         hidden_states: torch.Tensor,
-        positions: torch.Tensor,
-        starts: torch.Tensor,
+        band: Band,
         scaling: float,
         dropout: float,
     ) -> torch.Tensor:
-        """Outputs `[B, T, len(index), D]` of the heads that are not shared, in the order of `index`.
+        """Outputs `[B, T, len(heads), D]` of `heads`.
 
         `queries` are those of all heads, `hidden_states` `[B, T, C]` is the layer's input; see `local_attention`.
         """
-        every = len(self.index) == self.num_heads
-        return local_attention(
-            queries if every else queries.index_select(1, self.index),
-            *(keys, values, positions, starts, self.window, self.sinks, scaling, dropout),
-            (self.distant_score(hidden_states).transpose(1, 2), self.distant_value),
-            None if every else self.index // self.num_key_value_groups,
-        )
+        scores = self.distant_score(hidden_states).transpose(1, 2)
+        if len(self.index) == self.num_heads:
+            return local_attention(queries, keys, values, band, scaling, dropout, (scores, self.distant_value))
+        outputs = []
+        for (count, _), places in zip(self.sizes, self.order.index.split([n for _, n in self.sizes]), strict=True):
+            heads = self.index.index_select(0, places)
+            distant = scores.index_select(1, places), self.distant_value.index_select(0, places)
+            own, groups = queries.index_select(1, heads), heads[::count] // self.num_key_value_groups
+            outputs.append(local_attention(own, keys, values, band, scaling, dropout, distant, groups))
+        return torch.cat(outputs, dim=2)

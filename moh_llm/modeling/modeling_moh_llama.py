@@ -30,7 +30,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_moh_llama import MoHLlamaConfig
-from .local_attention_moh import MoHLocalFallback, sees_everything
+from .local_attention_moh import Band, MoHLocalFallback
 from .routing_moh import (
     IndexedModule,
     MoHFallback,
@@ -39,6 +39,7 @@ from .routing_moh import (
     document_starts,
     load_balancing_loss,
 )
+from .selected_attention_moh import is_faster, selected_attention
 
 HEAD_SPARSE = "moh_sparse"  # the attention implementation that `moh_llm.kernels` registers
 GATE_GRADIENTS = ("exact", "selected")
@@ -73,11 +74,15 @@ class MoHLlamaAttention(LlamaAttention):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         document_starts: tuple[torch.Tensor, torch.Tensor] | None = None,
+        band: Band | None = None,
+        whole_documents: bool = False,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and the weights, if any.
 
-        `document_starts` is what the function of that name gives; fallbacks need it, and so does "moh_sparse".
+        `document_starts` is what the function of that name gives; fallbacks need it, and so does "moh_sparse". `band`
+        is that of local fallbacks; None: they see every key, so that all heads are on. `whole_documents` says that the
+        mask shows each token all of its document up to itself.
         """
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
@@ -95,12 +100,13 @@ class MoHLlamaAttention(LlamaAttention):
                 "all of them: MoH models do not support tensor parallelism; use pipeline or data parallelism"
             )
         _, gate = self.router(hidden_states, queries)
-        is_local = isinstance(self.fallback, MoHLocalFallback)
         if document_starts is None and self.fallback is not None:
             raise ValueError("fallbacks need document_starts, which MoHLlamaModel.forward gives to its layers")
+        is_local = isinstance(self.fallback, MoHLocalFallback)
         if is_local:  # where the fallback sees what the head sees, the head is on: its result is the base's
-            everything = sees_everything(*document_starts, self.fallback.window, self.fallback.sinks)
-            gate = torch.where(everything.unsqueeze(-1), 1.0, gate)
+            gate = torch.ones_like(gate) if band is None else torch.where(band.sees_everything[..., None], 1.0, gate)
+        else:
+            band = None
 
         cos, sin = position_embeddings
         queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys, cos, sin)
@@ -119,50 +125,34 @@ class MoHLlamaAttention(LlamaAttention):
             self.config._attn_implementation, eager_attention_forward
         )
         dropout = self.attention_dropout if self.training else 0.0
-        if is_local:
-            local = self.fallback(queries, keys, values, hidden_states, *document_starts, self.scaling, dropout)
-        skips = is_local and self._skips_heads(queries.shape[2])
-        module, selected = self, (queries, keys, values)
-        if skips:
-            used, unused = self.router.heads_by_use()
-            groups = used // self.num_key_value_groups
-            own = queries.transpose(1, 2).index_select(2, used).transpose(1, 2)  # outputs get its strides
-            module, selected = _HeadsAlone(self), (own, keys.index_select(1, groups), values.index_select(1, groups))
-            if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
-                attention_mask = attention_mask.index_select(1, used)
-        head_outputs, attn_weights = None, None
-        if selected[0].shape[1] > 0:
-            head_outputs, attn_weights = attention(
-                module, *selected, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+        attn_weights = None
+        if whole_documents and not dropout and is_faster(gate):
+            head_outputs = selected_attention(queries, keys, values, gate != 0, *document_starts, self.scaling)
+        elif band is not None and self._skips_heads(queries.shape[2]):
+            used = self.router.used_heads()
+            gate = torch.zeros_like(gate).index_copy(-1, used, gate.index_select(-1, used))
+            head_outputs = self._attend_used(
+                used, attention, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
             )
-        if skips:
-            order = torch.cat([used, unused]).argsort()
-            if len(used) == self.router.num_shared:  # nothing is routed
-                every = local if head_outputs is None else torch.cat([head_outputs, local], dim=2)
-                return self.o_proj(every.index_select(2, order).reshape(*input_shape, -1)), None
+        else:
+            head_outputs, attn_weights = attention(
+                self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+            )
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
-        gate, head_outputs = gate.to(head_outputs.dtype), head_outputs.reshape(head_shape)
+        head_outputs = head_outputs.reshape(head_shape)
+        gate = gate.to(head_outputs.dtype)
         # Where the gate is 1 a fallback adds an exact zero.
-        if is_local:
-            if skips:
-                gate = gate.index_select(-1, used)
-                parts = gate, head_outputs * gate.unsqueeze(-1)
-                gate, head_outputs = (  # and zeros for the others, in the order of heads
-                    torch.cat([part, part.new_zeros(*input_shape, len(unused), *part.shape[3:])], dim=2).index_select(
-                        2, order
-                    )
-                    for part in parts
-                )
-            elif not gates_itself:
-                head_outputs = head_outputs * gate.unsqueeze(-1)
-            off = 1 - gate.index_select(-1, self.fallback.index)
-            head_outputs = head_outputs.index_add(2, self.fallback.index, local * off.unsqueeze(-1))
-        elif self.fallback is not None:
+        if self.fallback is not None and not is_local:
             positions, starts = document_starts
             is_first = positions == starts
             head_outputs = self.fallback(head_outputs, gate, hidden_states, own_values, is_first, gates_itself)
-        elif not gates_itself:
+        elif not (gates_itself or (is_local and band is None)):
             head_outputs = head_outputs * gate.unsqueeze(-1)
+        if band is not None:
+            local = self.fallback(queries, keys, values, hidden_states, band, self.scaling, dropout)
+            heads = self.fallback.heads
+            off = 1 - gate.index_select(-1, heads)
+            head_outputs = head_outputs.index_add(2, heads, local * off.unsqueeze(-1))
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
 
     def _skips_heads(self, length: int) -> bool:
@@ -174,6 +164,28 @@ class MoHLlamaAttention(LlamaAttention):
             and length > self.fallback.window + self.fallback.sinks  # up to there the result is the base's bit for bit
             and self.config._attn_implementation not in ("eager", HEAD_SPARSE)  # one returns weights of all heads
         )
+
+    def _attend_used(
+        self,
+        used: torch.Tensor,
+        attention: Callable,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Outputs `[B, T, H, D]` of `attention` for the heads `used`, zero for the others."""
+        outputs = queries.new_zeros(queries.transpose(1, 2).shape)
+        if len(used) == 0:
+            return outputs
+        groups = used // self.num_key_value_groups
+        own = queries.transpose(1, 2).index_select(2, used).transpose(1, 2)  # outputs get its strides
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
+            attention_mask = attention_mask.index_select(1, used)
+        keys, values = keys.index_select(1, groups), values.index_select(1, groups)
+        found, _ = attention(_HeadsAlone(self), own, keys, values, attention_mask, **kwargs)
+        return outputs.index_copy(2, used, found.reshape(*outputs.shape[:2], len(used), -1))
 
 
 class _HeadsAlone:
@@ -292,9 +304,16 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
                     f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; "
                     "use 'sdpa', 'eager' or a flash attention of transformers"
                 )
-            kwargs["document_starts"] = document_starts(
+            starts = document_starts(
                 inputs, attention_mask, position_ids, past_key_values, bool(use_cache), implementation, paged
             )
+            kwargs["document_starts"] = starts
+            if self.config.head_fallback == "local" and not self._sees_everything(inputs.shape[1], past_key_values):
+                kwargs["band"] = Band.of(*starts, self.config.local_window, self.config.local_sinks)
+            masked = attention_mask is not None and not (
+                isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+            )
+            kwargs["whole_documents"] = implementation == "sdpa" and not masked
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -304,6 +323,11 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
             use_cache=use_cache,
             **kwargs,
         )
+
+    def _sees_everything(self, length: int, past_key_values: Cache | None) -> bool:
+        """Whether it is known without asking the device that local attention sees every key."""
+        before = 0 if past_key_values is None else past_key_values.get_seq_length()
+        return isinstance(before, int) and before + length <= self.config.local_window + self.config.local_sinks
 
 
 def predicted_tokens(

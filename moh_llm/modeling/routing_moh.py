@@ -196,13 +196,12 @@ class MoHRouter(IndexedModule):
             self.shared = MoHLinear(config.hidden_size, self.shared_groups, bias=False)
             self.stage = MoHLinear(config.hidden_size, 2, bias=False)
 
-    def heads_by_use(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sorted ids of the heads that some token may have on, and of those that none has."""
+    def used_heads(self) -> torch.Tensor:
+        """Sorted ids of the heads that some token may have on."""
         routed = 0 if self.router_type == "none" else self.routed_groups
+        groups = self.index[: self.shared_groups + routed].sort().values
         steps = torch.arange(self.group_size, device=self.index.device)
-        parts = self.index.split([self.shared_groups + routed, len(self.index) - self.shared_groups - routed])
-        some, none = ((part.sort().values[:, None] * self.group_size + steps).flatten() for part in parts)
-        return some, none
+        return (groups[:, None] * self.group_size + steps).flatten()
 
     def top_k_of(self, active: int) -> int:
         """How many routed groups a token selects that uses so many heads; ValueError where no number does."""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from moh_llm.cli import main
+from moh_llm.conversion.checkpoint import REMOTE_CODE
 from moh_llm.modeling import MoHLlamaForCausalLM
 
 INDEX = "model.safetensors.index.json"
@@ -252,7 +253,7 @@ def test_files_that_travel(make_llama, convert, tmp_path):
     assert convert(base, tmp_path / "moh") == 0
     names = {path.name for path in (tmp_path / "moh").iterdir()}
     assert {"tokenizer.json", "generation_config.json", "LICENSE.txt"} <= names
-    code = {"configuration_moh_llama.py", "modeling_moh_llama.py", "routing_moh.py", "local_attention_moh.py"}
+    code = set(REMOTE_CODE)
     assert {name for name in names if name.endswith(".py")} == code
     assert "training_args.bin" not in names
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moh_llm.modeling.local_attention_moh import local_attention, sees_everything
+from moh_llm.modeling.local_attention_moh import Band, local_attention
 
 
 def naive(queries, keys, values, positions, starts, window, sinks, scaling, dropout=0.0, distant=None) -> torch.Tensor:
@@ -34,6 +34,11 @@ def naive(queries, keys, values, positions, starts, window, sinks, scaling, drop
     return out
 
 
+def banded(queries, keys, values, positions, starts, window, sinks, scaling, dropout=0.0, distant=None, groups=None):
+    band = Band.of(positions, starts, window, sinks)
+    return local_attention(queries, keys, values, band, scaling, dropout, distant, groups)
+
+
 def inputs(length, cached=0, heads=4, kv=2, batch=2, dtype=torch.float32, after=0):
     generator = torch.Generator().manual_seed(length + 31 * cached)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
@@ -55,7 +60,7 @@ def distant_token(queries):
 def test_is_the_loop(heads, kv, window, sinks, length, cached, distant) -> None:
     given = (*inputs(length, cached, heads, kv), torch.zeros(1, 1, dtype=torch.long).expand(1, length))
     given = (*given, window, sinks, 0.3, 0.0, distant_token(given[0]) if distant else None)
-    torch.testing.assert_close(local_attention(*given).double(), naive(*given), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(banded(*given).double(), naive(*given), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [2, 4, 8])
@@ -66,23 +71,23 @@ def test_documents_and_padding(window) -> None:
     starts[0, 9:], starts[0, 10:], starts[0, 14:] = 9, 10, 14  # packed, one of them of one token
     starts[1] = 11  # padding on the left
     given = (*given, starts, window, 3, 0.3, 0.0, distant_token(given[0]))
-    found, expected = local_attention(*given), naive(*given)
+    found, expected = banded(*given), naive(*given)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_static_cache_holds_later_is_not_read() -> None:
     queries, keys, values, positions = inputs(5, 9, after=12)
     starts = torch.zeros_like(positions)
-    found = local_attention(queries, keys, values, positions, starts, 4, 2, 0.3)
+    found = banded(queries, keys, values, positions, starts, 4, 2, 0.3)
     keys[:, :, 14:], values[:, :, 14:] = 1e9, 1e9
-    assert local_attention(queries, keys, values, positions, starts, 4, 2, 0.3).equal(found)
+    assert banded(queries, keys, values, positions, starts, 4, 2, 0.3).equal(found)
 
 
 def test_gradients_are_the_loops() -> None:
     given = inputs(19, dtype=torch.float64)
     starts = torch.zeros(1, 19, dtype=torch.long)
     grads = []
-    for function in (local_attention, naive):
+    for function in (banded, naive):
         leaves = [tensor.clone().requires_grad_() for tensor in given[:3]]
         out = function(*leaves, given[3], starts, 4, 2, 0.3)
         out.square().sum().backward()
@@ -95,6 +100,6 @@ def test_where_everything_is_seen() -> None:
     queries, keys, values, positions = inputs(12, kv=4)
     starts = torch.zeros_like(positions)
     full = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=0.3)
-    found = local_attention(queries, keys, values, positions, starts, 4, 2, 0.3)
+    found = banded(queries, keys, values, positions, starts, 4, 2, 0.3)
     same = (found - full.transpose(1, 2)).abs().amax((0, 2, 3)) < 1e-5
-    assert same.tolist() == sees_everything(positions, starts, 4, 2)[0].tolist() == [True] * 6 + [False] * 6
+    assert same.tolist() == Band.of(positions, starts, 4, 2).sees_everything[0].tolist() == [True] * 6 + [False] * 6
