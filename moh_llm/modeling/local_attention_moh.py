@@ -17,6 +17,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .configuration_moh_llama import MoHLlamaConfig
 from .routing_moh import IndexedModule, MoHLinear
+from .selected_attention_moh import flash_attention, has_flash_attention
 
 _BLOCK = 128  # queries of a block at most: fewer read fewer keys that they do not see, but copy each key more often
 _WIDER = 8  # entries that the distant token adds to queries, keys and values: kernels want multiples of 8
@@ -83,7 +84,7 @@ class Band(NamedTuple):
         return self.hidden <= 0
 
     def blocks(self, queries: torch.Tensor, groups: int) -> torch.Tensor:
-        """Queries `[B, H, T, D]` by blocks and key-value heads, `[B, N, groups, H / groups, block, D]`, a view or not."""
+        """Queries `[B, H, T, D]` by blocks and key-value heads, `[B, N, groups, H / groups, block, D]`."""
         count, block = self.visible.shape[1:3]
         missing = count * block - queries.shape[2]
         if missing:
@@ -139,29 +140,37 @@ def local_attention(
     taken, visible = [band.take(tensor, groups) for tensor in (keys, values)], band.visible
     count = taken[0].shape[2]
     blocks = band.blocks(queries, count)
-    if distant is None:
+    scores = None
+    if distant is not None:
+        scores = distant[0] + band.hidden.clamp_min(1).log().unsqueeze(1)
+        scores = band.blocks(scores.unsqueeze(-1), count)
+    merges = has_flash_attention(queries) and not dropout
+    if merges or distant is None:
         visible = visible[..., :-1]
     else:
         # One more entry of the queries is the score, and one of the values the weight of the distant token.
-        scores = (distant[0] + band.hidden.clamp_min(1).log().unsqueeze(1)) / scaling
-        scores = band.blocks(scores.unsqueeze(-1).to(queries.dtype), count)
+        scores = (scores / scaling).to(queries.dtype)
         blocks = torch.cat([blocks, scores, scores.new_zeros(1).expand(*scores.shape[:-1], _WIDER - 1)], dim=-1)
         taken = [pad(tensor, (0, _WIDER, 0, 1)) for tensor in taken]
         for tensor in taken:
             tensor[..., -1, size] = 1
     shared = heads // count
-    visible = visible.unsqueeze(2).expand(batch, -1, shared, -1, -1).flatten(2, 3)
-    out = scaled_dot_product_attention(
-        blocks.flatten(3, 4).flatten(0, 1),
-        *(tensor.flatten(0, 1) for tensor in taken),
-        attn_mask=visible.flatten(0, 1).unsqueeze(1),
-        dropout_p=dropout,
-        scale=scaling,
-    )
+    mask = visible.unsqueeze(2).expand(batch, -1, shared, -1, -1).flatten(2, 3).flatten(0, 1).unsqueeze(1)
+    given = [tensor.flatten(0, 1) for tensor in (blocks.flatten(3, 4), *taken)]
+    if merges:
+        mask = queries.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        out, sums = flash_attention(*given, attn_mask=mask, scale=scaling)
+    else:
+        out = scaled_dot_product_attention(*given, attn_mask=mask, dropout_p=dropout, scale=scaling)
     # [B, N, KV, H / KV, block, D] to [B, T, H, D]
-    out = out.unflatten(2, (shared, -1)).unflatten(0, (batch, -1)).permute(0, 1, 4, 2, 3, 5)
-    out = out.reshape(batch, -1, heads, out.shape[-1])[:, :length]
-    return out if distant is None else out[..., :size] + out[..., size : size + 1] * distant[1].to(out.dtype)
+    out = out.view(blocks.shape[:-1] + out.shape[-1:])
+    if merges and scores is not None:
+        weights = torch.sigmoid(scores - sums.view(scores.shape)) * band.blocks(band.hidden[:, None, :, None] > 0, 1)
+        out = out.lerp(distant[1].to(out.dtype).view(count, shared, 1, size), weights.to(out.dtype))
+    out = out.permute(0, 1, 4, 2, 3, 5).reshape(batch, -1, heads, out.shape[-1])[:, :length]
+    if merges or distant is None:
+        return out
+    return out[..., :size] + out[..., size : size + 1] * distant[1].to(out.dtype)
 
 
 class MoHLocalFallback(IndexedModule):

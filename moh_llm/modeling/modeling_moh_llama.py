@@ -126,7 +126,7 @@ class MoHLlamaAttention(LlamaAttention):
         )
         dropout = self.attention_dropout if self.training else 0.0
         attn_weights = None
-        if whole_documents and not dropout and is_faster(gate):
+        if whole_documents and not dropout and is_faster(gate, keys):
             head_outputs = selected_attention(queries, keys, values, gate != 0, *document_starts, self.scaling)
         elif band is not None and self._skips_heads(queries.shape[2]):
             used = self.router.used_heads()
@@ -295,7 +295,14 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         """Hidden states `[B, T, C]` of LLaMA's arguments."""
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         implementation = self.config._attn_implementation
-        if inputs is not None and (self.config.head_fallback != "none" or implementation == HEAD_SPARSE):
+        own_mask = attention_mask is not None and not (
+            isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+        )
+        # What `selected_attention` can be taken for.
+        whole_documents = implementation == "sdpa" and not own_mask and not torch.is_grad_enabled()
+        if inputs is not None and (
+            self.config.head_fallback != "none" or implementation == HEAD_SPARSE or whole_documents
+        ):
             paged = kwargs.get("cache") is not None
             if self.config.head_fallback == "local" and (
                 paged or implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
@@ -310,10 +317,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
             kwargs["document_starts"] = starts
             if self.config.head_fallback == "local" and not self._sees_everything(inputs.shape[1], past_key_values):
                 kwargs["band"] = Band.of(*starts, self.config.local_window, self.config.local_sinks)
-            masked = attention_mask is not None and not (
-                isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
-            )
-            kwargs["whole_documents"] = implementation == "sdpa" and not masked
+            kwargs["whole_documents"] = whole_documents
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

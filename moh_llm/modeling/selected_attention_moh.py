@@ -2,25 +2,35 @@
 
 Heads that share keys and values are one list of (token, head) in the order of tokens. A query sees all keys of earlier
 blocks: the keys are halved again and again, and each time the queries of the second half attend to the first half
-without a mask. Within a block there is one. Parts are merged by the log of their softmax's sum. What is not selected
-costs nothing.
+without a mask. Within a block there is one. Parts are merged by the log-sum-exp of their scores. What is not selected
+costs nothing. In decoding a key-value head is read where one of its query heads is selected.
 
 Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size.
 """
 
+import itertools
+
 import torch
 
 _BLOCK = 256  # tokens between which a mask is used: fewer waste fewer scores, more leave larger products
-_LEAST = 1024  # queries
+_LEAST = 1024  # queries of a prefill, keys of a decoding step
 _OVERHEAD = 400  # over the number of queries: what this costs beyond its share of dense attention
-_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns the log-sum-exp, too
+_PARTS = 8  # of the keys of a decoding step, at most
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns the log-sum-exp, too
 
 
-def is_faster(gate: torch.Tensor) -> bool:
-    """Whether to take `selected_attention` for a gate `[B, T, H]`, rather than attention of all heads."""
-    if gate.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+def has_flash_attention(tensor: torch.Tensor) -> bool:
+    """Whether `flash_attention` can be called: on a CPU, without gradients and outside of compiled code."""
+    return tensor.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def is_faster(gate: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether to take `selected_attention` for a gate `[B, T, H]` and these keys, not attention of all heads."""
+    if not has_flash_attention(gate):
         return False
     length = gate.shape[1]
+    if length == 1:  # all heads on are left to what the base does, bit for bit
+        return keys.shape[2] >= _LEAST and bool((gate == 0).any())
     return length >= _LEAST and gate.count_nonzero() < gate.numel() * (1 - _OVERHEAD / length)
 
 
@@ -33,7 +43,7 @@ def selected_attention(
     starts: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Head outputs where `selected` is true, and zero elsewhere.
+    """Head outputs where `selected` is true, and zero elsewhere; with one query per row any value elsewhere.
 
     Args:
         queries: `[B, H, T, D]`, after rotary embedding.
@@ -51,6 +61,9 @@ def selected_attention(
     by_token = queries.transpose(1, 2)
     out = queries.new_zeros(batch, length, heads, size)
     before, shared = int(positions[0, 0]), heads // keys.shape[1]
+    if length == 1:
+        selected = selected[:, 0].unflatten(-1, (-1, shared)).any(-1)
+        return _decode(queries, keys, values, selected, before + 1, starts[:, 0].expand(batch), scaling)
     for row, row_starts in enumerate(starts.expand(batch, -1)):
         for first, last, start in _documents(row_starts, before):
             for group in range(keys.shape[1]):
@@ -83,7 +96,8 @@ def _attend(
     length, begin = keys.shape[2], int(positions[0]) // _BLOCK * _BLOCK
     edges = [*range(begin, length, _BLOCK), length]
     cuts = torch.searchsorted(positions, torch.tensor(edges)).tolist()
-    out, total = torch.empty_like(queries), torch.empty(queries.shape[:3], dtype=torch.promote_types(queries.dtype, torch.float32))
+    sums = torch.promote_types(queries.dtype, torch.float32)
+    out, total = torch.empty_like(queries), torch.empty(queries.shape[:3], dtype=sums)
 
     def within(block: int) -> None:
         """Queries of a block with the keys of it."""
@@ -93,7 +107,7 @@ def _attend(
         steps = torch.arange(first, last)
         mask = queries.new_zeros(high - low, last - first).masked_fill_(steps > positions[low:high, None], -torch.inf)
         rows = slice(low, high)
-        out[:, :, rows], total[:, :, rows] = _flash_attention(
+        out[:, :, rows], total[:, :, rows] = flash_attention(
             queries[:, :, rows],
             *(tensor[:, :, first:last] for tensor in (keys, values)),
             attn_mask=mask[None, None],
@@ -102,14 +116,11 @@ def _attend(
 
     def add(rows: slice, first: int, last: int) -> None:
         """Merge the attention of these queries to the keys from `first` to `last`, all of which they see."""
-        if rows.start == rows.stop or first == last:
-            return
-        part, sums = _flash_attention(
-            queries[:, :, rows], *(tensor[:, :, first:last] for tensor in (keys, values)), scale=scaling
-        )
-        weight = torch.sigmoid(sums - total[:, :, rows]).unsqueeze(-1)
-        out[:, :, rows] = out[:, :, rows].lerp(part, weight.to(part.dtype))
-        total[:, :, rows] = torch.logaddexp(total[:, :, rows], sums)
+        if rows.start < rows.stop and first < last:
+            part = flash_attention(
+                queries[:, :, rows], *(tensor[:, :, first:last] for tensor in (keys, values)), scale=scaling
+            )
+            out[:, :, rows], total[:, :, rows] = _merge((out[:, :, rows], total[:, :, rows]), part)
 
     def halve(low: int, high: int) -> None:
         if high - low == 1:
@@ -122,3 +133,57 @@ def _attend(
     halve(0, len(edges) - 1)
     add(slice(0, len(positions)), 0, begin)  # keys before the first query's block
     return out
+
+
+def _merge(
+    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to two sets of keys, given each one's outputs `[..., D]` and log-sum-exp of the scores `[...]`."""
+    weight = torch.sigmoid(other[1] - one[1]).unsqueeze(-1).to(one[0].dtype)
+    return one[0].lerp(other[0], weight), torch.logaddexp(one[1], other[1])
+
+
+def _decode(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    groups: torch.Tensor,
+    end: int,
+    starts: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """One query per row `[B, H, 1, D]` to the keys before `end`, where a key-value head is in `groups` `[B, KV]`.
+
+    Neighbours that are selected are one call, which reads keys where they lie, once for all heads of a group and in
+    parts, of which each thread takes some.
+    """
+    batch, heads, _, size = queries.shape
+    queries = queries.reshape(batch, keys.shape[1], 1, -1, size)
+    out = torch.zeros_like(queries)
+    edges = [0, *(starts.diff().nonzero()[:, 0] + 1).tolist(), batch]
+    for first, last in itertools.pairwise(edges):  # rows that start at the same key
+        start = int(starts[first])
+        parts = min(torch.get_num_threads(), _PARTS, end - start)
+        whole = (end - start) // parts * parts
+        own, found = (tensor[first:last].flatten(0, 1) for tensor in (queries, out))
+        taken = [tensor[first:last, :, start:end].flatten(0, 1) for tensor in (keys, values)]
+        chosen = groups[first:last].flatten().nonzero()[:, 0]
+        for run in _runs(chosen.tolist()):
+            outputs, sums = flash_attention(
+                own[run].expand(-1, parts, -1, -1),
+                *(tensor[run, :whole].unflatten(1, (parts, -1)) for tensor in taken),
+                scale=scaling,
+            )
+            weights = sums.softmax(1).unsqueeze(-1)
+            merged = (outputs * weights).sum(1, keepdim=True).to(out.dtype), sums.logsumexp(1, keepdim=True)
+            if start + whole < end:
+                rest = (tensor[run, whole:].unsqueeze(1) for tensor in taken)
+                merged = _merge(merged, flash_attention(own[run], *rest, scale=scaling))
+            found[run] = merged[0]
+    return out.reshape(batch, 1, heads, size)
+
+
+def _runs(places: list[int]) -> list[slice]:
+    """Increasing numbers as slices of those that follow each other."""
+    ends = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
+    return [slice(places[a], places[b - 1] + 1) for a, b in itertools.pairwise([0, *ends, len(places)]) if a < b]

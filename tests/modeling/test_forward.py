@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from moh_llm.modeling import modeling_moh_llama, selected_attention_moh
 from tests.modeling import naive
 
 
@@ -48,6 +49,18 @@ def test_logits_are_those_of_the_naive_loop(make_pair, ids, name, implementation
         got = moh(ids).logits.numpy()
     for row, sequence in enumerate(ids.numpy()):
         # The model's rotary tables and norms are float32 whatever its dtype, hence the tolerance.
+        np.testing.assert_allclose(got[row], naive.logits(moh.config, weights, sequence), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_selected_queries_are_those_of_the_naive_loop(make_pair, ids, name, monkeypatch):
+    monkeypatch.setattr(modeling_moh_llama, "is_faster", lambda gate, keys: True)
+    monkeypatch.setattr(selected_attention_moh, "_BLOCK", 8)
+    _, moh = make_pair(dtype=torch.float64, **PLANS[name])
+    weights = {name: tensor.numpy() for name, tensor in moh.state_dict().items()}
+    with torch.no_grad():
+        got = moh(ids).logits.numpy()
+    for row, sequence in enumerate(ids.numpy()):
         np.testing.assert_allclose(got[row], naive.logits(moh.config, weights, sequence), atol=1e-4, rtol=1e-5)
 
 

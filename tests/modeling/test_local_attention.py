@@ -1,6 +1,7 @@
 """Local attention equals a loop over queries in float64."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -34,6 +35,13 @@ def naive(queries, keys, values, positions, starts, window, sinks, scaling, drop
     return out
 
 
+@pytest.fixture(params=["training", "inference"])
+def mode(request) -> Iterator[None]:
+    """Each is computed in its own way."""
+    with torch.set_grad_enabled(request.param == "training"):
+        yield
+
+
 def banded(queries, keys, values, positions, starts, window, sinks, scaling, dropout=0.0, distant=None, groups=None):
     band = Band.of(positions, starts, window, sinks)
     return local_attention(queries, keys, values, band, scaling, dropout, distant, groups)
@@ -53,6 +61,7 @@ def distant_token(queries):
     return scores, torch.randn(queries.shape[1], queries.shape[-1], generator=generator, dtype=queries.dtype)
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("distant", [False, True])
 @pytest.mark.parametrize(("heads", "kv"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize(("window", "sinks"), [(4, 2), (1, 0), (5, 7), (64, 4)])
@@ -63,6 +72,7 @@ def test_is_the_loop(heads, kv, window, sinks, length, cached, distant) -> None:
     torch.testing.assert_close(banded(*given).double(), naive(*given), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("window", [2, 4, 8])
 def test_documents_and_padding(window) -> None:
     length = 29

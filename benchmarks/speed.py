@@ -1,0 +1,271 @@
+"""Time of converted models over their dense base's: prefill and decoding, the whole model and its attention alone.
+
+    python benchmarks/speed.py BASE --models out/half out/fixed --text long1.jsonl --lengths 2048 8192 --json speed.json
+    python benchmarks/speed.py --layer llama3-8b --lengths 2048 8192 --batch 1
+
+Models take turns in each round; a ratio is the median over rounds of time / the base's in the same round, with the
+least and the most. "attention" is what layers take beyond their linear projections. Decoding is one token per row after
+as many as `--lengths` says, with the cache that `generate` makes. The base is timed with transformers' SDPA attention,
+and in decoding also with one that reads keys once for all heads of a group; ratios are to the faster. Keys read: share
+of the base's keys that attention needs in this text, in prefill over all positions, in decoding at the last one. KL:
+nats per token to the base from position 2,048 on, of the first row. `--layer` makes one layer with random weights
+instead, without KL: half of the heads fixed, and half routed.
+"""
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from long_context import HEADLINE, ROWS, hidden_and_gates, keys_read
+from tqdm import tqdm
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from moh_llm.data.mixture import mixture_from_files
+from moh_llm.data.records import source_documents
+from moh_llm.errors import UserError
+from moh_llm.files import write_json
+from moh_llm.metrics import compare_predictions
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+
+LAYERS = {  # heads, key-value heads, head size, width, width of the feed-forward network
+    "llama3-8b": (32, 8, 128, 4096, 14336),
+    "smollm2-135m": (9, 3, 64, 576, 1536),
+}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+GROUPED = "grouped_decoding"
+LINE = "{:<28} {:<8}{:>7}{:>5}{:>10}{:>26}{:>26}{:>8}{:>9}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", nargs="?", help="the dense model")
+    parser.add_argument("--models", nargs="+", default=[], help="converted folders")
+    parser.add_argument("--text", nargs="+", help="text files with long documents")
+    parser.add_argument("--layer", choices=LAYERS, help="one layer of this shape with random weights, and no base")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="rows")
+    parser.add_argument("--passes", nargs="+", choices=["prefill", "decode"], default=["prefill", "decode"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="of decoding in a round")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--json", type=Path, help="write the figures there, after each row")
+    args = parser.parse_args()
+    if bool(args.layer) == bool(args.base) or (args.base and not (args.models and args.text)):
+        parser.error("give a BASE with --models and --text, or --layer alone")
+    try:
+        run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    AttentionInterface.register(GROUPED, grouped_attention)
+    models = layer_models(args.layer) if args.layer else real_models(args.base, args.models)
+    models = {name: model.to(device, getattr(torch, args.dtype)).eval() for name, model in models.items()}
+    found: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "dtype": args.dtype, "rows": []}
+    print(f"{machine}; torch {torch.__version__}; {args.dtype}; {args.rounds} rounds")
+    header = "pass", "tokens", "rows", "ms", "x base (least to most)", "attention (least to most)", "keys", "KL"
+    print(LINE.format("model", *header))
+    for length in args.lengths:
+        for batch in args.batch:
+            ids = tokens(args, length + args.steps, batch).to(device)
+            for name in args.passes:
+                rows = measure(name, models, ids, length, args)
+                for row in rows:
+                    show(row)
+                found["rows"] += rows
+                if args.json:
+                    write_json(args.json, found)
+
+
+def real_models(base: str, names: Sequence[str]) -> dict[str, PreTrainedModel]:
+    converted = {Path(name).name: MoHLlamaForCausalLM.from_pretrained(name) for name in names}
+    return {"base": AutoModelForCausalLM.from_pretrained(base), **converted}
+
+
+def layer_models(name: str) -> dict[str, PreTrainedModel]:
+    """The dense layer, the layer with half of the heads always on, in whole groups, and with half of them routed."""
+    heads, groups, size, width, inner = LAYERS[name]
+    shape = {
+        **{"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": size, "hidden_size": width},
+        **{"intermediate_size": inner, "num_hidden_layers": 1, "vocab_size": 1024, "max_position_embeddings": 1 << 17},
+    }
+    per_group = heads // groups
+    fixed = groups // 2 * per_group
+    plans = {
+        "fixed": {"num_shared_heads": fixed, "num_active_heads": fixed, "router_type": "none"},
+        "routed": {"num_shared_heads": 0, "num_active_heads": heads // 2, "router_type": "linear"},
+        "routed by groups": {"num_shared_heads": 0, "num_active_heads": fixed, "router_type": "linear"}
+        | {"routing_granularity": "kv_group"},
+    }
+    torch.manual_seed(0)
+    found: dict[str, PreTrainedModel] = {"base": LlamaForCausalLM(LlamaConfig(**shape))}
+    for plan, fields in plans.items():
+        found[plan] = MoHLlamaForCausalLM(MoHLlamaConfig(**shape, **fields, head_fallback="local"))
+    return found
+
+
+def tokens(args: argparse.Namespace, length: int, batch: int) -> torch.Tensor:
+    """Ids `[batch, length]`: from the beginning of a long document on, or random ones for `--layer`."""
+    if args.layer:
+        return torch.randint(0, 1024, (batch, length), generator=torch.Generator().manual_seed(0))
+    tokenizer = AutoTokenizer.from_pretrained(args.base)
+    ids: list[int] = []
+    for name in args.text:
+        for source in mixture_from_files([name]).sources:
+            for _, text in source_documents(source):
+                if ids or len(text) > 4 * length:
+                    ids += tokenizer(text[: 16 * length * batch])["input_ids"]
+                if len(ids) >= length * batch:
+                    return torch.tensor(ids[: length * batch]).view(batch, length)
+    raise UserError(f"{', '.join(args.text)} hold fewer than {length * batch} tokens from a long document on; add text")
+
+
+def measure(
+    name: str, models: dict[str, PreTrainedModel], ids: torch.Tensor, length: int, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """A row per model of one pass, `prefill` or `decode`."""
+    peers = {peer: (model, None) for peer, model in models.items()}
+    if name == "decode":
+        peers = {"base": peers["base"], "base, keys read once": (models["base"], GROUPED)} | peers
+    seconds: dict[str, list[tuple[float, float]]] = {peer: [] for peer in peers}
+    prompt, steps = ids[:, :length], ids[:, length:]
+    caches = {}
+    for peer, (model, _) in peers.items() if name == "decode" else ():
+        caches[peer] = model(prompt[:1], use_cache=True, logits_to_keep=1).past_key_values
+    for number in tqdm(range(args.rounds + 1), desc=f"{name} {length} x {len(ids)}", leave=False):
+        for peer, (model, attention) in peers.items():
+            if attention:
+                model.set_attn_implementation(attention)
+            times = decode(model, caches[peer], steps) if caches else prefill(model, prompt)
+            if attention:
+                model.set_attn_implementation("sdpa")
+            if number:  # the first warms up
+                seconds[peer].append(times)
+    dense = [min(times) for times in zip(*(seconds[peer] for peer in peers if peer.startswith("base")), strict=True)]
+    rows = []
+    for peer, (model, _) in peers.items():
+        row: dict[str, Any] = {"model": peer, "pass": name, "tokens": length, "rows": len(ids)}
+        row["ms"] = 1e3 * statistics.median(whole for whole, _ in seconds[peer])
+        ratios = [
+            (whole / base[0], attention / base[1])
+            for (whole, attention), base in zip(seconds[peer], dense, strict=True)
+        ]
+        for kind, values in zip(("whole", "attention"), zip(*ratios, strict=True), strict=True):
+            row[kind] = [statistics.median(values), min(values), max(values)]
+        if isinstance(model, MoHLlamaForCausalLM):
+            hidden, gates = hidden_and_gates(model, ids[:1, :length])
+            row["keys"] = keys_read(gates.mean(0), model.config, length - 1 if name == "decode" else 0)
+            if (
+                not args.layer
+                and name == "prefill"
+                and HEADLINE + ROWS <= length <= model.config.max_position_embeddings
+            ):
+                row["kl"] = divergence(models["base"], model, hidden, ids[:1, :length])
+        rows.append(row)
+    return rows
+
+
+def prefill(model: PreTrainedModel, ids: torch.Tensor) -> tuple[float, float]:
+    """Seconds of a prefill, and of its attention."""
+    with attention_clock(model) as clock:
+        begin = now()
+        model(ids, use_cache=True, logits_to_keep=1)
+        return now() - begin, clock[0]
+
+
+def decode(model: PreTrainedModel, prompt: DynamicCache, ids: torch.Tensor) -> tuple[float, float]:
+    """Seconds of a step of decoding after a prompt that is the same in each row, the median, and of its attention."""
+    cache = copy.deepcopy(prompt)
+    cache.batch_repeat_interleave(len(ids))
+    found = []
+    for step in ids.T:
+        with attention_clock(model) as clock:
+            begin = now()
+            model(step[:, None], past_key_values=cache)
+            found.append((now() - begin, clock[0]))
+    return sorted(found)[len(found) // 2]
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@contextmanager
+def attention_clock(model: PreTrainedModel) -> Iterator[list[float]]:
+    """One number that grows by the seconds that layers' attention takes beyond its projections."""
+    clock, handles = [0.0], []
+
+    def add(sign: int) -> Any:
+        def hook(*_: Any) -> None:
+            clock[0] += sign * now()
+
+        return hook
+
+    for layer in model.model.layers:
+        for sign, module in [(1, layer.self_attn), *((-1, getattr(layer.self_attn, name)) for name in PROJECTIONS)]:
+            handles.append(module.register_forward_pre_hook(add(-sign)))
+            handles.append(module.register_forward_hook(add(sign)))
+    try:
+        yield clock
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def grouped_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+):
+    """Attention of one query per row without a mask that reads keys once for the heads of a group."""
+    if query.shape[2] > 1 or mask is not None:
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    own = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+    out = torch.nn.functional.scaled_dot_product_attention(own, key, value, scale=kwargs["scaling"])
+    return out.reshape(len(query), 1, -1, query.shape[-1]), None
+
+
+def divergence(base: PreTrainedModel, model: PreTrainedModel, hidden: torch.Tensor, ids: torch.Tensor) -> float:
+    """KL(base || model) from position 2,048 on."""
+    reference = base.model(ids, use_cache=False).last_hidden_state[0]
+    total, count = 0.0, 0
+    for rows in torch.arange(HEADLINE, ids.shape[1] - 1, device=ids.device).split(ROWS):
+        log_q, log_p = (
+            of.lm_head(states[rows]).float().log_softmax(-1) for of, states in ((base, reference), (model, hidden))
+        )
+        total += compare_predictions(log_p, log_q, ids[0, rows + 1])[:, 2].sum().item()
+        count += len(rows)
+    return total / count
+
+
+def show(row: dict[str, Any]) -> None:
+    ratios = [f"{value[0]:.3f} ({value[1]:.3f} to {value[2]:.3f})" for value in (row["whole"], row["attention"])]
+    known = [f"{row[name]:.{digits}f}" if name in row else "" for name, digits in (("keys", 3), ("kl", 4))]
+    print(LINE.format(row["model"][-28:], row["pass"], row["tokens"], row["rows"], f"{row['ms']:.1f}", *ratios, *known))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
