@@ -241,23 +241,28 @@ class MoHRouter(IndexedModule):
                 hidden_states = _at_least_float32(hidden_states)
             logits = self._routed_logits(hidden_states, query_states)
             selected = self.select(logits)
-            routed_score = logits.sigmoid() if self.router_type == "threshold" else logits.softmax(-1)
-            shared_score = logits.new_ones(*logits.shape[:-1], self.shared_groups)
-            if self.router_type == "two_stage":  # Eq. 5 and 6
-                shared_stage, routed_stage = self.stage(hidden_states).softmax(-1).split(1, dim=-1)
-                shared_score = shared_stage * self.shared(hidden_states).softmax(-1)
-                routed_score = routed_stage * routed_score
-
-            if self.router_score == "weighted":
-                parts = [shared_score, selected * routed_score]
+            if self.router_score == "quantized" and not torch.is_grad_enabled():  # scores have only gradients
+                parts = [logits.new_ones(*logits.shape[:-1], self.shared_groups), selected]
             else:
-                parts = [straight_through(1.0, shared_score), straight_through(selected, routed_score)]
+                shared_score, routed_score = self._scores(hidden_states, logits)
+                if self.router_score == "weighted":
+                    parts = [shared_score, selected * routed_score]
+                else:
+                    parts = [straight_through(1.0, shared_score), straight_through(selected, routed_score)]
             if self.local_groups:
                 value = float(self.num_active == self.num_heads)
                 parts.append(logits.new_full((*logits.shape[:-1], self.local_groups), value))
             gate = torch.cat(parts, dim=-1)
             gate = torch.zeros_like(gate).index_copy(-1, self.index, gate)
             return logits, gate if self.group_size == 1 else gate.repeat_interleave(self.group_size, dim=-1)
+
+    def _scores(self, hidden_states: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores of the shared and the routed groups."""
+        routed = logits.sigmoid() if self.router_type == "threshold" else logits.softmax(-1)
+        if self.router_type != "two_stage":
+            return logits.new_ones(*logits.shape[:-1], self.shared_groups), routed
+        shared_stage, routed_stage = self.stage(hidden_states).softmax(-1).split(1, dim=-1)  # Eq. 5 and 6
+        return shared_stage * self.shared(hidden_states).softmax(-1), routed_stage * routed
 
     def select(self, logits: torch.Tensor) -> torch.Tensor:
         """1 where a token has a routed group on, else 0, given the groups' logits `[..., U]`."""

@@ -13,7 +13,7 @@ import itertools
 import torch
 
 _BLOCK = 256  # tokens between which a mask is used: fewer waste fewer scores, more leave larger products
-_LEAST = 1024  # queries of a prefill, keys of a decoding step
+_LEAST_QUERIES, _LEAST_KEYS = 1024, 512  # of a prefill, and of a decoding step
 _OVERHEAD = 400  # over the number of queries: what this costs beyond its share of dense attention
 _PARTS = 8  # of the keys of a decoding step, at most
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns the log-sum-exp, too
@@ -30,8 +30,8 @@ def is_faster(gate: torch.Tensor, keys: torch.Tensor) -> bool:
         return False
     length = gate.shape[1]
     if length == 1:  # all heads on are left to what the base does, bit for bit
-        return keys.shape[2] >= _LEAST and bool((gate == 0).any())
-    return length >= _LEAST and gate.count_nonzero() < gate.numel() * (1 - _OVERHEAD / length)
+        return keys.shape[2] >= _LEAST_KEYS and bool((gate == 0).any())
+    return length >= _LEAST_QUERIES and gate.count_nonzero() < gate.numel() * (1 - _OVERHEAD / length)
 
 
 def selected_attention(
