@@ -5,8 +5,9 @@
 
 Models take turns in each round; a ratio is the median over rounds of time / the base's in the same round, with the
 least and the most. "attention" is what layers take beyond their linear projections. Decoding is one token per row after
-as many as `--lengths` says, with the cache that `generate` makes. The base is timed with transformers' SDPA attention,
-and in decoding also with one that reads keys once for all heads of a group; ratios are to the faster. Keys read: share
+as many as `--lengths` says; `--cache dynamic`, which `generate` makes, copies all keys in each step. The base is timed
+with transformers' SDPA attention, and in decoding also with one that reads keys once for all heads of a group; ratios
+are to the faster. Keys read: share
 of the base's keys that attention needs in this text, in prefill over all positions, in decoding at the last one. KL:
 nats per token to the base from position 2,048 on, of the first row. `--layer` makes one layer with random weights
 instead, without KL: half of the heads fixed, and half routed.
@@ -27,14 +28,18 @@ from long_context import HEADLINE, ROWS, hidden_and_gates, keys_read
 from tqdm import tqdm
 from transformers import (
     AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Cache,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    StaticCache,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
@@ -63,6 +68,7 @@ def main() -> int:
     parser.add_argument("--passes", nargs="+", choices=["prefill", "decode"], default=["prefill", "decode"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of decoding in a round")
+    parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic", help="in decoding")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path, help="write the figures there, after each row")
     args = parser.parse_args()
@@ -81,6 +87,7 @@ def run(args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     AttentionInterface.register(GROUPED, grouped_attention)
+    AttentionMaskInterface.register(GROUPED, sdpa_mask)
     models = layer_models(args.layer) if args.layer else real_models(args.base, args.models)
     models = {name: model.to(device, getattr(torch, args.dtype)).eval() for name, model in models.items()}
     found: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "dtype": args.dtype, "rows": []}
@@ -153,7 +160,10 @@ def measure(
     prompt, steps = ids[:, :length], ids[:, length:]
     caches = {}
     for peer, (model, _) in peers.items() if name == "decode" else ():
-        caches[peer] = model(prompt[:1], use_cache=True, logits_to_keep=1).past_key_values
+        caches[peer] = DynamicCache(config=model.config)
+        if args.cache == "static":
+            caches[peer] = StaticCache(config=model.config, max_cache_len=ids.shape[1])
+        model(prompt[:1], past_key_values=caches[peer], logits_to_keep=1)
     for number in tqdm(range(args.rounds + 1), desc=f"{name} {length} x {len(ids)}", leave=False):
         for peer, (model, attention) in peers.items():
             if attention:
@@ -195,10 +205,12 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor) -> tuple[float, float]:
         return now() - begin, clock[0]
 
 
-def decode(model: PreTrainedModel, prompt: DynamicCache, ids: torch.Tensor) -> tuple[float, float]:
+def decode(model: PreTrainedModel, prompt: Cache, ids: torch.Tensor) -> tuple[float, float]:
     """Seconds of a step of decoding after a prompt that is the same in each row, the median, and of its attention."""
     cache = copy.deepcopy(prompt)
-    cache.batch_repeat_interleave(len(ids))
+    for layer in cache.layers:
+        layer.keys, layer.values = (part.repeat_interleave(len(ids), 0) for part in (layer.keys, layer.values))
+        layer.max_batch_size = len(ids)  # of a static cache
     found = []
     for step in ids.T:
         with attention_clock(model) as clock:
@@ -239,11 +251,11 @@ def attention_clock(model: PreTrainedModel) -> Iterator[list[float]]:
 def grouped_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
 ):
-    """Attention of one query per row without a mask that reads keys once for the heads of a group."""
-    if query.shape[2] > 1 or mask is not None:
+    """Attention of one query per row that reads keys once for the heads of a group."""
+    if query.shape[2] > 1:
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     own = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
-    out = torch.nn.functional.scaled_dot_product_attention(own, key, value, scale=kwargs["scaling"])
+    out = torch.nn.functional.scaled_dot_product_attention(own, key, value, attn_mask=mask, scale=kwargs["scaling"])
     return out.reshape(len(query), 1, -1, query.shape[-1]), None
 
 

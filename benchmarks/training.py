@@ -3,8 +3,9 @@
     python benchmarks/training.py --rounds 5                  # a model of SmolLM2-135M's shape, random weights
     python benchmarks/training.py --size tiny --processes     # and one process against two (CPU: one thread each)
 
-- step: a step of cross-entropy of the MoH model (three quarters of the heads, linear router, fallbacks; all heads are
-  computed and masked) against the dense model with the same loop, each in its own process; at most 1.05 is asked.
+- step: a step of cross-entropy of the MoH model (value fallbacks, three quarters of the heads by a linear router; or
+  local ones, half of them by a threshold; all heads are computed and masked) against the dense model with the same
+  loop, each in its own process.
 - loop: a step of our loop against one of `transformers.Trainer`, both on the dense LLaMA with the same batch, dtype,
   optimiser and clipping; at most 1.05 is asked.
 - checkpoint: saving and loading a checkpoint against writing and reading as many bytes (hashing included in ours).
@@ -47,6 +48,10 @@ SIZES = {
     "tiny": {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 8192},
 }
 HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+FALLBACKS = {
+    "value": {"num_shared_heads": 1, "num_active_heads": 7, "router_type": "linear", "head_fallback": "value"},
+    "local": {"num_shared_heads": 1, "num_active_heads": 5, "router_type": "threshold", "head_fallback": "local"},
+}
 VOCABULARY = 128_256  # LLaMA 3's, for the loss
 PROCESSES = multiprocessing.get_context("spawn")
 Step = Callable[[], None]
@@ -58,6 +63,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="steps of each peer")
     parser.add_argument("--length", type=int, default=512, help="tokens of a block")
     parser.add_argument("--blocks", type=int, default=2, help="blocks of a step, in one pass")
+    parser.add_argument("--fallback", choices=FALLBACKS, default="value")
     parser.add_argument("--dtype", choices=["no", "bf16"], default="bf16", help="mixed precision")
     parser.add_argument("--processes", action="store_true", help="also one process against two")
     parser.add_argument("--only", nargs="+", choices=["step", "loop", "checkpoint", "loss"], help="not all of them")
@@ -110,9 +116,7 @@ def recipe(args: argparse.Namespace, scratch: Path) -> TrainConfig:
 def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
     """A random model of the size: MoH at three quarters of the heads, or its dense twin, which has no router."""
     torch.manual_seed(0)
-    heads = {"num_shared_heads": 9, "num_active_heads": 9}
-    if not dense:
-        heads = {"num_shared_heads": 1, "num_active_heads": 7, "router_type": "linear", "head_fallback": "value"}
+    heads = {"num_shared_heads": 9, "num_active_heads": 9} if dense else FALLBACKS[args.fallback]
     config = MoHLlamaConfig(**SIZES[args.size], **HEADS, **heads, max_position_embeddings=max(2048, args.length))
     return MoHLlamaForCausalLM(config)
 
