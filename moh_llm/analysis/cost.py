@@ -1,6 +1,7 @@
 """Cost of a MoH model and of its dense base against the length of the text (in the form of Tab. 7)."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,9 @@ def flops_by_length(config: MoHLlamaConfig, lengths: Sequence[int]) -> list[Cost
 
 
 @torch.no_grad()
-def seconds_by_length(model: MoHLlamaForCausalLM, lengths: Sequence[int], repeats: int = 5) -> list[Cost]:
+def seconds_by_length(
+    model: MoHLlamaForCausalLM, lengths: Sequence[int], repeats: int = 5, most: float = math.inf
+) -> list[Cost]:
     """Measured seconds of a forward pass over one text of each length (Tab. 7): logits of all positions, no cache.
 
     The dense base is the same model within `dense_attention`. Model and base take turns, so that a
@@ -45,6 +48,7 @@ def seconds_by_length(model: MoHLlamaForCausalLM, lengths: Sequence[int], repeat
         model: as it is set, in evaluation mode, where it lies.
         lengths: in tokens, which are drawn at random.
         repeats: turns that count.
+        most: seconds of a forward pass; longer texts than the first that takes as many are left out.
     """
     draw = torch.Generator().manual_seed(0)
     costs = []
@@ -56,6 +60,8 @@ def seconds_by_length(model: MoHLlamaForCausalLM, lengths: Sequence[int], repeat
             with dense_attention(model):
                 dense.append(_seconds(model, ids))
         costs.append(Cost(length, median(moh[1:]), median(dense[1:])))
+        if max(moh + dense) > most:
+            break
     return costs
 
 

@@ -30,7 +30,8 @@ BINS = 20  # of the histograms in the record: finer ones would be most of it
 _ROW = 512  # tokens
 _ROWS = 4  # of a batch
 _COSTLY_TOKENS = 2048  # of all texts together, where attention weights are computed
-_LONGEST_TIMED = 1024  # tokens
+_LONGEST_TIMED = 8192  # tokens
+_SLOW = 5.0  # seconds of a forward pass, after which no longer one is timed
 _REPEATS = 3
 
 
@@ -56,7 +57,7 @@ def analyse(
         sentence: what `token_heads` shows.
         tokens_per_text: the most that is read of a text.
         lengths: in tokens, for the cost. FLOPs leave out those beyond the model's context, measured
-            seconds those beyond 1,024, too.
+            seconds those beyond 8,192 and beyond the first that takes more than 5 s, too.
         say: receives the name of each stage as it begins.
 
     Raises:
@@ -111,7 +112,7 @@ def analyse(
     lengths = [length for length in lengths if length <= context]
     record["flops"] = [asdict(cost) for cost in flops_by_length(model.config, lengths)]
     timed = [length for length in lengths if length <= _LONGEST_TIMED]
-    record["seconds"] = [asdict(cost) for cost in seconds_by_length(model, timed, _REPEATS)]
+    record["seconds"] = [asdict(cost) for cost in seconds_by_length(model, timed, _REPEATS, _SLOW)]
     return record
 
 

@@ -242,16 +242,20 @@ def _shown(evaluated: Evaluated) -> Record:
     """What the template shows of an evaluation."""
     record, label, base = evaluated.record, evaluated.label, evaluated.base
     names = {label: "this model"} | ({base: "base"} if base else {})
+    seconds = sections.measured_costs(record.analysis.get(label, {}))
     return {
         "verdict": verdict(record, label),
         "warnings": [Caution(line) for line in warnings(record)],
         "limited": record.limit is not None,
         "scores": benchmark_blocks(record, names),
+        "seconds": [seconds] if seconds else [],
+        "hardware": record.models[label].hardware or record.models[label].device,
+        "dtype": record.models[label].dtype,
     }
 
 
 def _limits(config: MoHLlamaConfig, lineage: Lineage, evaluated: Evaluated | None) -> list[str]:
-    limits = ["It is not faster than with every head on, and its cache of keys and values is as large; see Efficiency."]
+    limits = ["Its cache of keys and values is as large as with every head on. Short texts are no faster."]
     if lineage.base_label:
         limits.append("What its base gets wrong, and what its base must not be used for, holds for this model, too.")
     if lineage.base_label and not lineage.tuned:

@@ -17,7 +17,7 @@ class Evaluated:
     """The part of an evaluation that is about one model.
 
     Attributes:
-        record: the evaluation's, with no other models than this one and its base.
+        record: the evaluation's, with no other models than this one and its base, and no other's analysis.
         label: this model's column.
     """
 
@@ -56,7 +56,7 @@ def find_evaluated(evaluation: Path, folder: Path) -> Evaluated:
     for row in record.benchmarks:
         row.scores = {name: figures for name, figures in row.scores.items() if name in record.models}
     record.errors = [error for error in record.errors if error.model in record.models]
-    record.analysis = {}
+    record.analysis = {name: found for name, found in record.analysis.items() if name == label}
     return Evaluated(record, label)
 
 

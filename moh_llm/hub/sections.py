@@ -2,8 +2,9 @@
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
@@ -76,6 +77,15 @@ def costs(config: MoHLlamaConfig) -> Table:
         dense, moh = forward_flops(config, length, dense=True), forward_flops(config, length)
         rows.append([f"{length:,}", f"{dense:.3e}", f"{moh:.3e}", f"{moh / dense:#.4g}"])
     return Table(["tokens", "every head on", "as planned", "ratio"], rows, text=0)
+
+
+def measured_costs(analysis: Mapping[str, Any]) -> Table | None:
+    """Time of a forward pass by length, with every head on and as MoH, where an evaluation measured it."""
+    rows = [
+        [f"{cost['length']:,}", f"{cost['dense']:.3g} s", f"{cost['moh']:.3g} s", f"{cost['moh'] / cost['dense']:.3f}"]
+        for cost in analysis.get("seconds", [])
+    ]
+    return Table(["tokens", "every head on", "as planned", "ratio"], rows, text=0) if rows else None
 
 
 def proof(found: Verification) -> Table:

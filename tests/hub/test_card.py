@@ -65,7 +65,7 @@ def test_a_converted_model(converted: Path) -> None:
     for length in (512, 2048, 8192):
         ratio = forward_flops(config, length) / forward_flops(config, length, dense=True)
         assert f"{ratio:#.4g} |" in sections["Efficiency"]
-    assert "There is no measured speed-up" in sections["Efficiency"]
+    assert "No time was measured on this model" in sections["Efficiency"]
     assert f'from_pretrained("{NAME}", trust_remote_code=True)' in sections["How to load"]
     assert "`modeling_moh_llama.py`" in sections["How to load"] and "docs/serving.md" in sections["How to serve"]
     assert "2410.11842" in sections["Citation"] and "ICML" in sections["Citation"]
@@ -148,9 +148,8 @@ def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
     assert f"| A | 0 | acc | 200 | 25.0 | {scores} | {row['delta']['value']:+.1f} ±" in found
     average = record["average"]["scores"]["model"]
     shares = f"| {average['recovery']['share']:.1f} | {average['margin_kept']['share']:.1f} |"
-    assert (
-        shares in found.split("average** |")[1] and average["recovery"]["share"] > average["margin_kept"]["share"] + 1
-    )
+    assert shares in found.split("average** |")[1]
+    assert average["recovery"]["share"] > average["margin_kept"]["share"]
     assert f"| {row['recovery']['share']:.1f} | {row['margin_kept']['share']:.1f} |" in found
     assert "| at chance |" in found.split("| B |")[1].split("\n")[0] and "base is at chance on B." in card
     assert "Every model was run in float32." in found and "Chance is what a uniform guess" in found

@@ -131,6 +131,16 @@ def test_model_index_holds_the_reports_numbers(folder: Path, tmp_path: Path) -> 
     assert first.dataset_config == "A" and not any(result.verified for result in results)
 
 
+def test_measured_times_are_those_of_the_evaluation(folder: Path, tmp_path: Path) -> None:
+    record = make_record({"model": (weights_of(folder), 0.9), "other": ("c" * 64, 0.8)}).content()
+    costs = [{"length": 2048, "moh": 0.5, "dense": 0.4}, {"length": 8192, "moh": 3.0, "dense": 4.0}]
+    record["analysis"] = {"model": {"seconds": costs}, "other": {"seconds": [{"length": 4, "moh": 9.0, "dense": 1.0}]}}
+    efficiency = check_card(build_card(folder, NAME, evaluation=write_evaluation(tmp_path / "report", record)))
+    found = efficiency["Efficiency"]
+    assert "| 2,048 | 0.4 s | 0.5 s | 1.250 |" in found and "| 8,192 | 4 s | 3 s | 0.750 |" in found
+    assert "9.000" not in found and "No time was measured" not in found
+
+
 def test_the_report_gives_the_config(folder: Path, tmp_path: Path) -> None:
     record = make_record({"model": (weights_of(folder), 0.9)}).content()
     record["benchmarks"][0] |= {"dataset": "allenai/ai2_arc", "dataset_config": "ARC-Challenge"}

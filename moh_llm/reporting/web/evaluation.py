@@ -60,8 +60,8 @@ def cost_charts(analyses: Mapping[str, Record], order: Sequence[str]) -> list[Ch
         "seconds": (
             "Measured time of a forward pass",
             "seconds",
-            "Model and base, the same weights through its own attention, take turns on the same device. A model "
-            "whose heads are all computed and then masked is no faster than its base.",
+            "Model and base, the same weights through its own attention, take turns on the same device. Where heads "
+            "are all computed and then masked, a model is no faster than its base.",
         ),
     }
     charts = []
