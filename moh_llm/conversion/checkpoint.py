@@ -27,6 +27,7 @@ REMOTE_CODE = (
     "routing_moh.py",
     "local_attention_moh.py",
     "selected_attention_moh.py",
+    "cache_moh.py",
 )
 # Tokenizer, generation settings and licence go along; weights in other formats, records and the card do not.
 _KEPT_ENDINGS = (".json", ".txt", ".model", ".jinja")

@@ -150,6 +150,16 @@ class MoHLlamaConfig(LlamaConfig):
         others = {*self.shared_heads_per_layer[layer_idx], *self.local_heads_per_layer[layer_idx]}
         return [head for head in range(self.num_attention_heads) if head not in others]
 
+    def local_groups(self, layer_idx: int) -> list[int]:
+        """Sorted ids of a layer's key-value groups whose heads are never on and attend locally."""
+        if self.head_fallback != "local":
+            return []
+        size = self.num_attention_heads // self.num_key_value_heads
+        on = {head // size for head in self.shared_heads_per_layer[layer_idx]}
+        if self.router_type != "none":
+            on.update(head // size for head in self.routed_heads(layer_idx))
+        return [group for group in range(self.num_key_value_heads) if group not in on]
+
     @property
     def active_heads_per_layer(self) -> list[int]:
         """Number of heads that each layer uses per token, shared heads included."""

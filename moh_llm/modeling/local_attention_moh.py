@@ -83,6 +83,12 @@ class Band(NamedTuple):
         """Whether local attention sees every key that causal attention sees, `[B or 1, T]`."""
         return self.hidden <= 0
 
+    def near(self, begin: int, sinks: int) -> "Band":
+        """The band of keys that are the documents' first ones, `sinks`, and then those from the index `begin` on."""
+        steps = torch.arange(self.index.shape[-1], device=self.index.device)
+        index = torch.where(steps < sinks, steps, (self.index - begin).clamp_min(0) + sinks)
+        return self._replace(index=index)
+
     def blocks(self, queries: torch.Tensor, groups: int) -> torch.Tensor:
         """Queries `[B, H, T, D]` by blocks and key-value heads, `[B, N, groups, H / groups, block, D]`."""
         count, block = self.visible.shape[1:3]
@@ -187,11 +193,12 @@ class MoHLocalFallback(IndexedModule):
         super().__init__(heads)
         self.num_heads = config.num_attention_heads
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        # Groups with as many heads that are not shared are computed together.
-        counts = Counter(head // self.num_key_value_groups for head in heads)
-        of_place = [counts[head // self.num_key_value_groups] for head in heads]
-        self.order = IndexedModule(sorted(range(len(heads)), key=of_place.__getitem__))
-        self.sizes = sorted(Counter(of_place).items())  # heads of a group, and heads in all such groups
+        # Groups with as many heads that are not shared are computed together, those that are never on by themselves.
+        groups, never_on = [head // self.num_key_value_groups for head in heads], config.local_groups(layer_idx)
+        counts = Counter(groups)
+        kinds = [(group in never_on, counts[group]) for group in groups]
+        self.order = IndexedModule(sorted(range(len(heads)), key=kinds.__getitem__))
+        self.kinds = sorted(Counter(kinds).items())  # and how many heads are of the kind
         self.window, self.sinks = config.local_window, config.local_sinks
         self.distant_score = MoHLinear(config.hidden_size, len(heads))
         self.distant_value = nn.Parameter(torch.zeros(len(heads), config.head_dim))
@@ -210,18 +217,29 @@ class MoHLocalFallback(IndexedModule):
         band: Band,
         scaling: float,
         dropout: float,
+        near: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+        kept: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Outputs `[B, T, len(heads), D]` of `heads`.
 
-        `queries` are those of all heads, `hidden_states` `[B, T, C]` is the layer's input; see `local_attention`.
+        `queries` are those of all heads, `hidden_states` `[B, T, C]` is the layer's input; see `local_attention`. With
+        a `MoHCache` `near` is what its layer keeps of groups that are never on, and `keys` and `values` are those of
+        the other groups, `kept`.
         """
         scores = self.distant_score(hidden_states).transpose(1, 2)
-        if len(self.index) == self.num_heads:
+        if len(self.kinds) == 1 and len(self.index) == self.num_heads and near is None:
             return local_attention(queries, keys, values, band, scaling, dropout, (scores, self.distant_value))
         outputs = []
-        for (count, _), places in zip(self.sizes, self.order.index.split([n for _, n in self.sizes]), strict=True):
+        for ((never_on, count), _), places in zip(
+            self.kinds, self.order.index.split([n for _, n in self.kinds]), strict=True
+        ):
             heads = self.index.index_select(0, places)
             distant = scores.index_select(1, places), self.distant_value.index_select(0, places)
             own, groups = queries.index_select(1, heads), heads[::count] // self.num_key_value_groups
-            outputs.append(local_attention(own, keys, values, band, scaling, dropout, distant, groups))
+            read = keys, values, band
+            if near is not None and never_on:
+                read, groups = (*near[:2], band.near(near[2], self.sinks)), None
+            elif kept is not None:
+                groups = torch.searchsorted(kept, groups)
+            outputs.append(local_attention(own, *read, scaling, dropout, distant, groups))
         return torch.cat(outputs, dim=2)

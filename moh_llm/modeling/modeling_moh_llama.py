@@ -29,6 +29,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder
 
+from .cache_moh import MoHCache
 from .configuration_moh_llama import MoHLlamaConfig
 from .local_attention_moh import Band, MoHLocalFallback
 from .routing_moh import (
@@ -39,7 +40,7 @@ from .routing_moh import (
     document_starts,
     load_balancing_loss,
 )
-from .selected_attention_moh import is_faster, selected_attention
+from .selected_attention_moh import has_flash_attention, is_faster, selected_attention
 
 HEAD_SPARSE = "moh_sparse"  # the attention implementation that `moh_llm.kernels` registers
 GATE_GRADIENTS = ("exact", "selected")
@@ -110,7 +111,22 @@ class MoHLlamaAttention(LlamaAttention):
 
         cos, sin = position_embeddings
         queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys, cos, sin)
-        if past_key_values is not None:
+        near = kept = None
+        if isinstance(past_key_values, MoHCache):
+            layer = past_key_values.layers[self.layer_idx]
+            how = {"starts": document_starts[1], "all": band is None}
+            keys, values = past_key_values.update(keys, values, self.layer_idx, how)
+            near = layer.take_near()
+            if near is not None:
+                kept = torch.tensor(layer.kept_groups, dtype=torch.long, device=keys.device)
+                if self.router.num_active == self.router.num_heads:
+                    raise ValueError("a MoHCache lacks keys that all heads read; use a DynamicCache")
+                if self.config._attn_implementation in ("eager", HEAD_SPARSE):
+                    raise ValueError(
+                        f"attn_implementation={self.config._attn_implementation!r} does not work with a MoHCache; use "
+                        "'sdpa' or a DynamicCache"
+                    )
+        elif past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
 
         gates_itself = self.config._attn_implementation == HEAD_SPARSE
@@ -125,21 +141,34 @@ class MoHLlamaAttention(LlamaAttention):
             self.config._attn_implementation, eager_attention_forward
         )
         dropout = self.attention_dropout if self.training else 0.0
-        attn_weights = None
-        if whole_documents and not dropout and is_faster(gate, keys):
-            head_outputs = selected_attention(queries, keys, values, gate != 0, *document_starts, self.scaling)
-        elif band is not None and self._skips_heads(queries.shape[2]):
-            used = self.router.used_heads()
-            gate = torch.zeros_like(gate).index_copy(-1, used, gate.index_select(-1, used))
-            head_outputs = self._attend_used(
-                used, attention, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-            )
+        is_selected = whole_documents and not dropout and is_faster(gate, keys)
+        heads = None  # those that are computed; None: all
+        if kept is not None:
+            heads = kept[:, None] * self.num_key_value_groups
+            heads = (heads + torch.arange(self.num_key_value_groups, device=kept.device)).flatten()
+        elif band is not None and not is_selected and self._skips_heads(queries.shape[2]):
+            heads = self.router.used_heads()
+        own, own_gate, attn_weights = queries, gate, None
+        if heads is not None:
+            own = queries.transpose(1, 2).index_select(2, heads).transpose(1, 2)  # outputs get its strides
+            own_gate = gate.index_select(-1, heads)
+            gate = torch.zeros_like(gate).index_copy(-1, heads, own_gate)
+        if not own.shape[1]:
+            head_outputs = own
+        elif is_selected:
+            head_outputs = selected_attention(own, keys, values, own_gate != 0, *document_starts, self.scaling)
         else:
+            module, read_keys, read_values = self, keys, values
+            if heads is not None:
+                module, read_keys, read_values, attention_mask = self._for_heads(heads, keys, values, attention_mask)
             head_outputs, attn_weights = attention(
-                self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+                module, own, read_keys, read_values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
             )
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
-        head_outputs = head_outputs.reshape(head_shape)
+        head_outputs = head_outputs.reshape(*input_shape, own.shape[1], self.head_dim)
+        if heads is not None:
+            every = head_outputs.new_zeros(head_shape[:-2] + queries.shape[1::2])
+            head_outputs = every.index_copy(2, heads, head_outputs)
         gate = gate.to(head_outputs.dtype)
         # Where the gate is 1 a fallback adds an exact zero.
         if self.fallback is not None and not is_local:
@@ -148,9 +177,11 @@ class MoHLlamaAttention(LlamaAttention):
             head_outputs = self.fallback(head_outputs, gate, hidden_states, own_values, is_first, gates_itself)
         elif not (gates_itself or (is_local and band is None)):
             head_outputs = head_outputs * gate.unsqueeze(-1)
-        is_step = not torch.is_grad_enabled() and queries.shape[2] == 1 and gate.device.type == "cpu"
-        if band is not None and not (is_step and bool((gate == 1).all())):  # waiting costs nothing on a CPU
-            local = self.fallback(queries, keys, values, hidden_states, band, self.scaling, dropout)
+        is_step = queries.shape[2] == 1 and has_flash_attention(gate)
+        if band is not None and not (is_step and bool((gate == 1).all())):  # to ask costs nothing on a CPU
+            local = self.fallback(
+                queries, keys, values, hidden_states, band, self.scaling, dropout, near=near, kept=kept
+            )
             heads = self.fallback.heads
             off = 1 - gate.index_select(-1, heads)
             head_outputs = head_outputs.index_add(2, heads, local * off.unsqueeze(-1))
@@ -166,27 +197,16 @@ class MoHLlamaAttention(LlamaAttention):
             and self.config._attn_implementation not in ("eager", HEAD_SPARSE)  # one returns weights of all heads
         )
 
-    def _attend_used(
-        self,
-        used: torch.Tensor,
-        attention: Callable,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **kwargs,
-    ) -> torch.Tensor:
-        """Outputs `[B, T, H, D]` of `attention` for the heads `used`, zero for the others."""
-        outputs = queries.new_zeros(queries.transpose(1, 2).shape)
-        if len(used) == 0:
-            return outputs
-        groups = used // self.num_key_value_groups
-        own = queries.transpose(1, 2).index_select(2, used).transpose(1, 2)  # outputs get its strides
+    def _for_heads(
+        self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> tuple["MoHLlamaAttention | _HeadsAlone", torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Module, keys, values and mask to call attention with for these heads, given those of all or of theirs."""
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
-            attention_mask = attention_mask.index_select(1, used)
-        keys, values = keys.index_select(1, groups), values.index_select(1, groups)
-        found, _ = attention(_HeadsAlone(self), own, keys, values, attention_mask, **kwargs)
-        return outputs.index_copy(2, used, found.reshape(*outputs.shape[:2], len(used), -1))
+            attention_mask = attention_mask.index_select(1, heads)
+        if keys.shape[1] * self.num_key_value_groups == len(heads):
+            return self, keys, values, attention_mask
+        groups = heads // self.num_key_value_groups
+        return _HeadsAlone(self), keys.index_select(1, groups), values.index_select(1, groups), attention_mask
 
 
 class _HeadsAlone:
@@ -249,6 +269,10 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         top_k = [router.top_k_of(active) for router, active in zip(self.routers, num_active_heads, strict=True)]
         for router, active, k in zip(self.routers, num_active_heads, top_k, strict=True):
             router.num_active, router.top_k = active, k
+
+    def make_cache(self) -> MoHCache:
+        """An empty cache for `past_key_values` that keeps of key-value groups that are never on only what is read."""
+        return MoHCache(self.config)
 
     def set_sparse_gate_gradient(self, kind: str) -> None:
         """Set which gradient the gate of a head that is off gets from that head's output, with "moh_sparse".

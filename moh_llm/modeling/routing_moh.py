@@ -241,7 +241,8 @@ class MoHRouter(IndexedModule):
                 hidden_states = _at_least_float32(hidden_states)
             logits = self._routed_logits(hidden_states, query_states)
             selected = self.select(logits)
-            if self.router_score == "quantized" and not torch.is_grad_enabled():  # scores have only gradients
+            needs_scores = torch.is_grad_enabled() or self.router_type == "two_stage"
+            if self.router_score == "quantized" and not needs_scores:  # a gate is 0 or 1, whatever the score
                 parts = [logits.new_ones(*logits.shape[:-1], self.shared_groups), selected]
             else:
                 shared_score, routed_score = self._scores(hidden_states, logits)

@@ -136,7 +136,7 @@ def test_the_command_records_it(smoke_report: Path, tiny_moh: Path, load: Callab
     page = (smoke_report / "report" / "report.md").read_text()
     assert f"| num_active_heads | - | {active[0]}, {active[1]} |" in page and "| router_type | - | linear |" in page
     for record in (analysis, direct):
-        assert [cost["length"] for cost in record["model"].pop("seconds")] == [128, 256, 512, 1024]
+        assert [cost["length"] for cost in record["model"].pop("seconds")] == [128, 256, 512, 1024, 2048]
     assert analysis == direct
     assert sorted(path.name for path in smoke_report.iterdir()) == ["err.txt", "out.txt", "report"]
 

@@ -1,0 +1,148 @@
+"""A cache that keeps only what is read: of groups that no token can have on, the first tokens and the last ones."""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .configuration_moh_llama import MoHLlamaConfig
+
+_MORE = 64  # tokens beyond the window that are kept at least, so that as many can be cropped
+_STEPS = 256  # tokens after which older ones are dropped, all at once
+
+
+class MoHCacheLayer(DynamicLayer):
+    """Keys and values of one layer.
+
+    `keys` and `values` `[B, groups that may be on, S, D]` are what a dynamic cache has. Of the others the layer keeps
+    `local_sinks` first tokens of each row's document and `local_window` last ones, and some more.
+
+    Args:
+        config: the model's.
+        layer_idx: the layer.
+    """
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        super().__init__()
+        self.local_groups = config.local_groups(layer_idx)
+        self.kept_groups = [g for g in range(config.num_key_value_heads) if g not in self.local_groups]
+        self.window, self.num_sinks = config.local_window, config.local_sinks
+        self._drop()
+
+    def _drop(self) -> None:
+        self.begin = 0  # index of the first token in `recent`
+        self.recent: list[torch.Tensor] = []
+        self.sinks: list[torch.Tensor] = []
+        self._near: tuple[torch.Tensor, torch.Tensor, int] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, cache_kwargs: dict[str, Any] | None = None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add keys and values `[B, KV, T, D]`; returns those of `kept_groups`, and `take_near` has those of the others.
+
+        Up to `local_window` tokens, where nothing was dropped yet, it returns those of all groups.
+
+        Args:
+            key_states, value_states: of the new tokens.
+            cache_kwargs: `starts`, the first token of each row's document, `[B or 1, T]`, and `all`, whether all groups
+                are asked for.
+        """
+        states = key_states, value_states
+        if self.local_groups:
+            groups = torch.tensor(self.local_groups, device=key_states.device)
+            new = [tensor.index_select(1, groups) for tensor in states]
+            if self.recent:
+                new = [torch.cat(pair, dim=2) for pair in zip(self.recent, new, strict=True)]
+            self.recent = new
+            self.sinks = self._first(cache_kwargs["starts"][:, -1:])
+            if not cache_kwargs["all"]:
+                keys, values = (torch.cat(pair, dim=2) for pair in zip(self.sinks, self.recent, strict=True))
+                self._near = keys, values, self.begin
+            local, recent = groups, self.recent
+            extra = self.recent[0].shape[2] - (max(self.window - 1, self.num_sinks) + _MORE)
+            if extra > _STEPS:
+                self.recent = [tensor[:, :, extra:].clone() for tensor in self.recent]
+                self.begin += extra
+            groups = torch.tensor(self.kept_groups, dtype=torch.long, device=key_states.device)
+            states = [tensor.index_select(1, groups) for tensor in states]
+        keys, values = super().update(*states)
+        if self.local_groups and cache_kwargs["all"]:
+            order = torch.cat([groups, local]).argsort()
+            keys, values = (
+                torch.cat(pair, dim=1).index_select(1, order) for pair in zip((keys, values), recent, strict=True)
+            )
+        return keys, values
+
+    def _first(self, starts: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values of the documents' first tokens, `[B, groups, sinks, D]`, given their `starts` `[B or 1, 1]`.
+
+        Of those that come later it has any; of those that `recent` no longer has it keeps them.
+        """
+        index = (starts + torch.arange(self.num_sinks, device=starts.device) - self.begin)[:, None, :, None]
+        found = []
+        for number, tensor in enumerate(self.recent):
+            there = index.clamp(0, tensor.shape[2] - 1).expand(*tensor.shape[:2], -1, tensor.shape[3])
+            first = tensor.gather(2, there)
+            found.append(torch.where(index >= 0, first, self.sinks[number]) if self.begin else first)
+        return found
+
+    def take_near(self) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        """Keys and values of `local_groups`, sinks first, and the index of the token after; once after each update."""
+        near, self._near = self._near, None
+        return near
+
+    def get_seq_length(self) -> int:
+        """Tokens that it was given."""
+        return self.keys.shape[-2] if self.is_initialized else 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.keys, self.values = (tensor[:, :, :0] for tensor in (key_states, value_states))
+
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+        self._drop()
+
+    def crop(self, max_length: int) -> None:
+        """Remove the last tokens: as many as a negative number says, or so that `max_length` are left.
+
+        Raises:
+            ValueError: earlier ones would be needed, which are not kept.
+        """
+        length = self.get_seq_length()
+        left = length + max_length if max_length <= 0 else max_length
+        if left >= length:
+            return
+        if self.begin and left - self.begin < self.window - 1:
+            raise ValueError(
+                f"{length - left} tokens cannot be removed from the cache: of groups that are never on only the last "
+                f"{length - self.begin} are kept; use a DynamicCache"
+            )
+        self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
+        self.recent = [tensor[:, :, : left - self.begin] for tensor in self.recent]
+
+    def _each(self, change: Any) -> None:
+        if self.is_initialized:
+            self.keys, self.values = change(self.keys), change(self.values)
+            self.recent, self.sinks = [*map(change, self.recent)], [*map(change, self.sinks)]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._each(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._each(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._each(lambda tensor: tensor[indices])
+
+
+class MoHCache(Cache):
+    """A cache for `generate` and `forward` (`past_key_values`) in place of a `DynamicCache`.
+
+    It is smaller where whole key-value groups are never on, which plans of whole groups have
+    (`routing_granularity="kv_group"`), and those without a router.
+    """
+
+    def __init__(self, config: MoHLlamaConfig):
+        super().__init__(layers=[MoHCacheLayer(config, index) for index in range(config.num_hidden_layers)])

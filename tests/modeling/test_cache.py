@@ -1,0 +1,110 @@
+"""The cache that drops what is not read gives what a dynamic cache gives, and is smaller."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from moh_llm.modeling import MoHCache, cache_moh
+
+WINDOW, SINKS = 8, 3
+GROUPS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+LOCAL = {"head_fallback": "local", "local_window": WINDOW, "local_sinks": SINKS}
+PLANS = {
+    "fixed groups": {"shared_heads": [[2, 3], []], "router_type": "none", "routing_granularity": "kv_group"}
+    | {"num_shared_heads": [2, 0], "num_active_heads": [2, 0]},
+    "fixed heads": {"shared_heads": [[1, 3], [0, 5]], "router_type": "none"}
+    | {"num_shared_heads": 2, "num_active_heads": 2},
+    "routed": {"shared_heads": [[1], [4]], "local_heads": [[2, 3], [0, 1, 2]], "router_type": "threshold"}
+    | {"num_shared_heads": 1, "num_active_heads": 2},
+    "all may be on": {"router_type": "linear", "num_shared_heads": 1, "num_active_heads": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def drop_soon(monkeypatch) -> None:
+    monkeypatch.setattr(cache_moh, "_MORE", 4)
+    monkeypatch.setattr(cache_moh, "_STEPS", 5)
+
+
+@pytest.fixture
+def make(make_pair):
+    return lambda name: make_pair(dtype=torch.float64, **GROUPS, **LOCAL, **PLANS[name])[1]
+
+
+def draw(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(1, 257, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("chunks", [[40, 1, 1], [5, 4, 1, 1, 1, 20, 10], [1] * 42])
+def test_logits_are_those_of_one_pass(make, name, chunks) -> None:
+    moh = make(name)
+    ids, mask = draw(3, sum(chunks)), torch.ones(3, sum(chunks), dtype=torch.long)
+    mask[1, :4], mask[2, :17] = 0, 0  # padding on the left
+    for given in ({}, {"attention_mask": mask}):
+        expected = moh(ids, **given).logits
+        cache, found, end = MoHCache(moh.config), [], 0
+        for chunk in chunks:
+            end += chunk
+            so_far = {"attention_mask": mask[:, :end]} if given else {}
+            found.append(moh(ids[:, end - chunk : end], past_key_values=cache, **so_far).logits)
+            assert cache.get_seq_length() == end
+        seen = mask.bool() if given else slice(None)
+        torch.testing.assert_close(torch.cat(found, dim=1)[seen], expected[seen])
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3}]
+)
+def test_generate_writes_the_same(make, name, how) -> None:
+    moh = make(name)
+    given = {"attention_mask": torch.ones(2, 30, dtype=torch.long), "max_new_tokens": 20, "eos_token_id": None} | how
+    given["attention_mask"][1, :6] = 0
+    rows = 1 if "prompt_lookup_num_tokens" in how else 2  # assisted decoding takes one
+    given["attention_mask"] = given["attention_mask"][:rows]
+    texts = []
+    for cache in (DynamicCache(config=moh.config), moh.make_cache()):
+        torch.manual_seed(0)
+        texts.append(moh.generate(draw(2, 30)[:rows], past_key_values=cache, pad_token_id=0, **given))
+    assert texts[0].equal(texts[1])
+
+
+@torch.no_grad()
+def test_it_keeps_sinks_and_windows_of_groups_that_are_never_on(make) -> None:
+    moh, length = make("fixed groups"), 200
+    cache = MoHCache(moh.config)
+    moh(draw(2, length), past_key_values=cache)
+    for layer, kept in zip(cache.layers, ([1], []), strict=True):
+        assert layer.keys.shape == layer.values.shape == (2, len(kept), length, 8)
+        assert [tensor.shape[1:3] for tensor in layer.recent] == [(3 - len(kept), WINDOW - 1 + 4)] * 2
+        assert [tensor.shape[1:3] for tensor in layer.sinks] == [(3 - len(kept), SINKS)] * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PLANS)
+def test_the_last_tokens_can_be_removed(make, name) -> None:
+    moh, ids = make(name), draw(2, 60)
+    cache = MoHCache(moh.config)
+    moh(ids[:, :50], past_key_values=cache)
+    cache.crop(-3)
+    found = moh(ids[:, 47:], past_key_values=cache).logits
+    torch.testing.assert_close(found, moh(ids).logits[:, 47:])
+    if moh.config.local_groups(0):
+        with pytest.raises(ValueError, match=r"40 tokens cannot be removed from the cache.*use a DynamicCache"):
+            cache.crop(-40)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    torch.testing.assert_close(moh(ids, past_key_values=cache).logits, moh(ids).logits)
+
+
+@torch.no_grad()
+def test_what_it_cannot_do_is_refused(make) -> None:
+    moh = make("fixed groups")
+    cache = MoHCache(moh.config)
+    with moh.all_heads_active(), pytest.raises(ValueError, match="lacks keys that all heads read; use a DynamicCache"):
+        moh(draw(1, 30), past_key_values=cache)
+    moh.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="'eager' does not work with a MoHCache; use 'sdpa'"):
+        moh(draw(1, 30), past_key_values=MoHCache(moh.config))
