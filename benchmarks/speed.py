@@ -5,9 +5,9 @@
 
 Models take turns in each round; a ratio is the median over rounds of time / the base's in the same round, with the
 least and the most. "attention" is what layers take beyond their linear projections. Decoding is one token per row after
-as many as `--lengths` says; `--cache dynamic`, which `generate` makes, copies all keys in each step. The base is timed
-with transformers' SDPA attention, and in decoding also with one that reads keys once for all heads of a group; ratios
-are to the faster. Keys read: share
+as many as `--lengths` says; `--cache dynamic`, which `generate` makes, copies all keys in each step; with `own` models
+take their `make_cache()`, and the base a static cache. The base is timed with transformers' SDPA attention, and in
+decoding also with one that reads keys once for all heads of a group; ratios are to the faster. Keys read: share
 of the base's keys that attention needs in this text, in prefill over all positions, in decoding at the last one. KL:
 nats per token to the base from position 2,048 on, of the first row. `--layer` makes one layer with random weights
 instead, without KL: half of the heads fixed, and half routed.
@@ -38,6 +38,7 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
+from transformers.cache_utils import StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -53,6 +54,7 @@ LAYERS = {  # heads, key-value heads, head size, width, width of the feed-forwar
     "smollm2-135m": (9, 3, 64, 576, 1536),
 }
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+CACHES = "dynamic", "static", "own"
 GROUPED = "grouped_decoding"
 LINE = "{:<28} {:<8}{:>7}{:>5}{:>10}{:>26}{:>26}{:>8}{:>9}"
 
@@ -68,7 +70,7 @@ def main() -> int:
     parser.add_argument("--passes", nargs="+", choices=["prefill", "decode"], default=["prefill", "decode"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of decoding in a round")
-    parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic", help="in decoding")
+    parser.add_argument("--cache", choices=CACHES, default="dynamic", help="in decoding")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path, help="write the figures there, after each row")
     args = parser.parse_args()
@@ -161,8 +163,10 @@ def measure(
     caches = {}
     for peer, (model, _) in peers.items() if name == "decode" else ():
         caches[peer] = DynamicCache(config=model.config)
-        if args.cache == "static":
+        if args.cache == "static" or (args.cache == "own" and not isinstance(model, MoHLlamaForCausalLM)):
             caches[peer] = StaticCache(config=model.config, max_cache_len=ids.shape[1])
+        elif args.cache == "own":
+            caches[peer] = model.make_cache()
         model(prompt[:1], past_key_values=caches[peer], logits_to_keep=1)
     for number in tqdm(range(args.rounds + 1), desc=f"{name} {length} x {len(ids)}", leave=False):
         for peer, (model, attention) in peers.items():
@@ -209,8 +213,11 @@ def decode(model: PreTrainedModel, prompt: Cache, ids: torch.Tensor) -> tuple[fl
     """Seconds of a step of decoding after a prompt that is the same in each row, the median, and of its attention."""
     cache = copy.deepcopy(prompt)
     for layer in cache.layers:
-        layer.keys, layer.values = (part.repeat_interleave(len(ids), 0) for part in (layer.keys, layer.values))
-        layer.max_batch_size = len(ids)  # of a static cache
+        if isinstance(layer, StaticLayer):
+            layer.keys, layer.values = (part.repeat_interleave(len(ids), 0) for part in (layer.keys, layer.values))
+            layer.max_batch_size = len(ids)
+        else:
+            layer.batch_repeat_interleave(len(ids))
     found = []
     for step in ids.T:
         with attention_clock(model) as clock:

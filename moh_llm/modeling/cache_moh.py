@@ -1,5 +1,6 @@
 """A cache that keeps only what is read: of groups that no token can have on, the first tokens and the last ones."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,14 +9,15 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .configuration_moh_llama import MoHLlamaConfig
 
 _MORE = 64  # tokens beyond the window that are kept at least, so that as many can be cropped
-_STEPS = 256  # tokens after which older ones are dropped, all at once
+_STEPS = 256  # tokens after which older ones are dropped, and for which room is made, all at once
 
 
 class MoHCacheLayer(DynamicLayer):
     """Keys and values of one layer.
 
-    `keys` and `values` `[B, groups that may be on, S, D]` are what a dynamic cache has. Of the others the layer keeps
-    `local_sinks` first tokens of each row's document and `local_window` last ones, and some more.
+    `keys` and `values` `[B, groups that may be on, S, D]` are what a dynamic cache has, but a step of decoding does not
+    copy them all. Of the other groups the layer keeps `local_sinks` first tokens of each row's document and
+    `local_window` last ones, and some more.
 
     Args:
         config: the model's.
@@ -30,6 +32,7 @@ class MoHCacheLayer(DynamicLayer):
         self._drop()
 
     def _drop(self) -> None:
+        self._room: list[torch.Tensor] = []  # of which `keys` and `values` are the beginnings
         self.begin = 0  # index of the first token in `recent`
         self.recent: list[torch.Tensor] = []
         self.sinks: list[torch.Tensor] = []
@@ -65,13 +68,27 @@ class MoHCacheLayer(DynamicLayer):
                 self.begin += extra
             groups = torch.tensor(self.kept_groups, dtype=torch.long, device=key_states.device)
             states = [tensor.index_select(1, groups) for tensor in states]
-        keys, values = super().update(*states)
+        keys, values = self._append(states)
         if self.local_groups and cache_kwargs["all"]:
             order = torch.cat([groups, local]).argsort()
             keys, values = (
                 torch.cat(pair, dim=1).index_select(1, order) for pair in zip((keys, values), recent, strict=True)
             )
         return keys, values
+
+    def _append(self, new: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(*new)
+        length, end = self.keys.shape[2], self.keys.shape[2] + new[0].shape[2]
+        if not self._room or self._room[0].shape[2] < end:
+            room = [tensor.new_empty(*tensor.shape[:2], end + _STEPS, tensor.shape[3]) for tensor in new]
+            for tensor, old in zip(room, (self.keys, self.values), strict=True):
+                tensor[:, :, :length] = old
+            self._room = room
+        for tensor, states in zip(self._room, new, strict=True):
+            tensor[:, :, length:end] = states
+        self.keys, self.values = (tensor[:, :, :end] for tensor in self._room)
+        return self.keys, self.values
 
     def _first(self, starts: torch.Tensor) -> list[torch.Tensor]:
         """Keys and values of the documents' first tokens, `[B, groups, sinks, D]`, given their `starts` `[B or 1, 1]`.
@@ -126,6 +143,13 @@ class MoHCacheLayer(DynamicLayer):
         if self.is_initialized:
             self.keys, self.values = change(self.keys), change(self.values)
             self.recent, self.sinks = [*map(change, self.recent)], [*map(change, self.sinks)]
+            self._room = []
+
+    def offload(self) -> None:
+        self._each(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._each(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._each(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -140,8 +164,8 @@ class MoHCacheLayer(DynamicLayer):
 class MoHCache(Cache):
     """A cache for `generate` and `forward` (`past_key_values`) in place of a `DynamicCache`.
 
-    It is smaller where whole key-value groups are never on, which plans of whole groups have
-    (`routing_granularity="kv_group"`), and those without a router.
+    A step of decoding does not copy the keys and values of all steps before. It is smaller where whole key-value groups
+    are never on, which plans of whole groups have (`routing_granularity="kv_group"`), and those without a router.
     """
 
     def __init__(self, config: MoHLlamaConfig):

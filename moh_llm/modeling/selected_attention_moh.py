@@ -167,19 +167,18 @@ def _decode(
         whole = (end - start) // parts * parts
         own, found = (tensor[first:last].flatten(0, 1) for tensor in (queries, out))
         taken = [tensor[first:last, :, start:end].flatten(0, 1) for tensor in (keys, values)]
-        chosen = groups[first:last].flatten().nonzero()[:, 0]
-        for run in _runs(chosen.tolist()):
-            outputs, sums = flash_attention(
-                own[run].expand(-1, parts, -1, -1),
-                *(tensor[run, :whole].unflatten(1, (parts, -1)) for tensor in taken),
-                scale=scaling,
+        outputs = own.new_zeros(len(own), parts, *own.shape[2:])
+        sums = torch.zeros(outputs.shape[:-1], dtype=torch.promote_types(own.dtype, torch.float32))
+        parted = [tensor[:, :whole].unflatten(1, (parts, -1)) for tensor in taken]
+        for run in _runs(groups[first:last].flatten().nonzero()[:, 0].tolist()):
+            outputs[run], sums[run] = flash_attention(
+                own[run].expand(-1, parts, -1, -1), *(tensor[run] for tensor in parted), scale=scaling
             )
-            weights = sums.softmax(1).unsqueeze(-1)
-            merged = (outputs * weights).sum(1, keepdim=True).to(out.dtype), sums.logsumexp(1, keepdim=True)
-            if start + whole < end:
-                rest = (tensor[run, whole:].unsqueeze(1) for tensor in taken)
-                merged = _merge(merged, flash_attention(own[run], *rest, scale=scaling))
-            found[run] = merged[0]
+        merged = (outputs * sums.softmax(1).unsqueeze(-1)).sum(1, keepdim=True), sums.logsumexp(1, keepdim=True)
+        if start + whole < end:
+            rest = flash_attention(own, *(tensor[:, None, whole:] for tensor in taken), scale=scaling)
+            merged = _merge(merged, (rest[0].to(merged[0].dtype), rest[1]))
+        found[:] = merged[0]
     return out.reshape(batch, 1, heads, size)
 
 
