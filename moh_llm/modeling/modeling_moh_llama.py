@@ -323,8 +323,9 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         own_mask = attention_mask is not None and not (
             isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
         )
-        # What `selected_attention` can be taken for.
+        # What `selected_attention` can be taken for. With all heads on the base's attention gives the base's bits.
         whole_documents = implementation == "sdpa" and not own_mask and not torch.is_grad_enabled()
+        whole_documents = whole_documents and any(router.num_active < router.num_heads for router in self.routers)
         if inputs is not None and (
             self.config.head_fallback != "none" or implementation == HEAD_SPARSE or whole_documents
         ):

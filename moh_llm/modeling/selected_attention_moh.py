@@ -29,8 +29,8 @@ def is_faster(gate: torch.Tensor, keys: torch.Tensor) -> bool:
     if not has_flash_attention(gate):
         return False
     length = gate.shape[1]
-    if length == 1:  # all heads on are left to what the base does, bit for bit
-        return keys.shape[2] >= _LEAST_KEYS and bool((gate == 0).any())
+    if length == 1:
+        return keys.shape[2] >= _LEAST_KEYS
     return length >= _LEAST_QUERIES and gate.count_nonzero() < gate.numel() * (1 - _OVERHEAD / length)
 
 
