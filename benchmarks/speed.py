@@ -9,7 +9,7 @@ as many as `--lengths` says; `--cache dynamic`, which `generate` makes, copies a
 take their `make_cache()`, and the base a static cache. The base is timed with transformers' SDPA attention, and in
 decoding also with one that reads keys once for all heads of a group; ratios are to the faster. Keys read: share
 of the base's keys that attention needs in this text, in prefill over all positions, in decoding at the last one. KL:
-nats per token to the base from position 2,048 on, of the first row. `--layer` makes one layer with random weights
+nats per token to the base from position 2,048 on, of the first row. Cache: MiB of one row's. `--layer` makes one layer with random weights
 instead, without KL: half of the heads fixed, and half routed.
 """
 
@@ -56,7 +56,8 @@ LAYERS = {  # heads, key-value heads, head size, width, width of the feed-forwar
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 CACHES = "dynamic", "static", "own"
 GROUPED = "grouped_decoding"
-LINE = "{:<28} {:<8}{:>7}{:>5}{:>10}{:>26}{:>26}{:>8}{:>9}"
+SHOWN = ("keys", 3), ("kl", 4), ("cache_mib", 1)
+LINE = "{:<28} {:<8}{:>7}{:>5}{:>10}{:>26}{:>26}{:>8}{:>9}{:>8}"
 
 
 def main() -> int:
@@ -94,7 +95,17 @@ def run(args: argparse.Namespace) -> None:
     models = {name: model.to(device, getattr(torch, args.dtype)).eval() for name, model in models.items()}
     found: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "dtype": args.dtype, "rows": []}
     print(f"{machine}; torch {torch.__version__}; {args.dtype}; {args.rounds} rounds")
-    header = "pass", "tokens", "rows", "ms", "x base (least to most)", "attention (least to most)", "keys", "KL"
+    header = (
+        "pass",
+        "tokens",
+        "rows",
+        "ms",
+        "x base (least to most)",
+        "attention (least to most)",
+        "keys",
+        "KL",
+        "cache",
+    )
     print(LINE.format("model", *header))
     for length in args.lengths:
         for batch in args.batch:
@@ -188,6 +199,8 @@ def measure(
         ]
         for kind, values in zip(("whole", "attention"), zip(*ratios, strict=True), strict=True):
             row[kind] = [statistics.median(values), min(values), max(values)]
+        if caches:
+            row["cache_mib"] = cache_bytes(caches[peer]) / 2**20
         if isinstance(model, MoHLlamaForCausalLM):
             hidden, gates = hidden_and_gates(model, ids[:1, :length])
             row["keys"] = keys_read(gates.mean(0), model.config, length - 1 if name == "decode" else 0)
@@ -225,6 +238,16 @@ def decode(model: PreTrainedModel, prompt: Cache, ids: torch.Tensor) -> tuple[fl
             model(step[:, None], past_key_values=cache)
             found.append((now() - begin, clock[0]))
     return sorted(found)[len(found) // 2]
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Memory of a cache, room for further tokens included."""
+    found = {}
+    for value in (value for layer in cache.layers for value in vars(layer).values()):
+        for tensor in value if isinstance(value, list) else [value]:
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                found[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
 
 
 def now() -> float:
@@ -281,7 +304,7 @@ def divergence(base: PreTrainedModel, model: PreTrainedModel, hidden: torch.Tens
 
 def show(row: dict[str, Any]) -> None:
     ratios = [f"{value[0]:.3f} ({value[1]:.3f} to {value[2]:.3f})" for value in (row["whole"], row["attention"])]
-    known = [f"{row[name]:.{digits}f}" if name in row else "" for name, digits in (("keys", 3), ("kl", 4))]
+    known = [f"{row[name]:.{digits}f}" if name in row else "" for name, digits in SHOWN]
     print(LINE.format(row["model"][-28:], row["pass"], row["tokens"], row["rows"], f"{row['ms']:.1f}", *ratios, *known))
     sys.stdout.flush()
 
