@@ -9,8 +9,8 @@ as many as `--lengths` says; `--cache dynamic`, which `generate` makes, copies a
 take their `make_cache()`, and the base a static cache. The base is timed with transformers' SDPA attention, and in
 decoding also with one that reads keys once for all heads of a group; ratios are to the faster. Keys read: share
 of the base's keys that attention needs in this text, in prefill over all positions, in decoding at the last one. KL:
-nats per token to the base from position 2,048 on, of the first row. Cache: MiB of one row's. `--layer` makes one layer with random weights
-instead, without KL: half of the heads fixed, and half routed.
+nats per token to the base from position 2,048 on, of the first row. Cache: MiB of one row's. `--layer` makes one layer
+with random weights instead, without KL: half of the heads fixed, and half routed.
 """
 
 import argparse
@@ -95,18 +95,8 @@ def run(args: argparse.Namespace) -> None:
     models = {name: model.to(device, getattr(torch, args.dtype)).eval() for name, model in models.items()}
     found: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "dtype": args.dtype, "rows": []}
     print(f"{machine}; torch {torch.__version__}; {args.dtype}; {args.rounds} rounds")
-    header = (
-        "pass",
-        "tokens",
-        "rows",
-        "ms",
-        "x base (least to most)",
-        "attention (least to most)",
-        "keys",
-        "KL",
-        "cache",
-    )
-    print(LINE.format("model", *header))
+    ratios = "x base (least to most)", "attention (least to most)"
+    print(LINE.format("model", "pass", "tokens", "rows", "ms", *ratios, "keys", "KL", "cache"))
     for length in args.lengths:
         for batch in args.batch:
             ids = tokens(args, length + args.steps, batch).to(device)
