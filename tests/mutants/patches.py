@@ -14,6 +14,7 @@ class Patch:
     tests: tuple[str, ...]
 
 
+SELECTED = "tests/modeling/test_selected_attention.py"
 FALLBACKS = "tests/training/test_fallbacks.py"
 NETWORKS = "tests/training/test_networks.py"
 PATCHES = (
@@ -52,6 +53,34 @@ PATCHES = (
         "(logits > 0)",
         "(logits < 0)",
         ("tests/modeling/test_forward.py",),
+    ),
+    Patch(
+        "a selected query does not see its own key",
+        "moh_llm/modeling/selected_attention_moh.py",
+        "steps > positions[low:high, None]",
+        "(steps >= positions[low:high, None]) & (steps > first)",
+        (SELECTED,),
+    ),
+    Patch(
+        "parts of attention are merged by the other's weight",
+        "moh_llm/modeling/selected_attention_moh.py",
+        "torch.sigmoid(other[1] - one[1])",
+        "torch.sigmoid(one[1] - other[1])",
+        (SELECTED,),
+    ),
+    Patch(
+        "decoding reads a group only where its first head is on",
+        "moh_llm/modeling/selected_attention_moh.py",
+        "(-1, shared)).any(-1)",
+        "(-1, shared))[..., 0]",
+        (SELECTED,),
+    ),
+    Patch(
+        "the cache drops tokens that the window reads",
+        "moh_llm/modeling/cache_moh.py",
+        "max(self.window - 1, self.num_sinks) + _MORE",
+        "max(self.window - 1, self.num_sinks) - 1",
+        ("tests/modeling/test_cache.py",),
     ),
     Patch(
         "the threshold leaves one group too many on",
