@@ -114,7 +114,7 @@ class MoHLlamaAttention(LlamaAttention):
         near = kept = None
         if isinstance(past_key_values, MoHCache):
             layer = past_key_values.layers[self.layer_idx]
-            how = {"starts": document_starts[1], "all": band is None}
+            how = {"starts": None if document_starts is None else document_starts[1], "all": band is None}
             keys, values = past_key_values.update(keys, values, self.layer_idx, how)
             near = layer.take_near()
             if near is not None:

@@ -20,8 +20,10 @@ flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # 
 
 
 def has_flash_attention(tensor: torch.Tensor) -> bool:
-    """Whether `flash_attention` can be called: on a CPU, without gradients and outside of compiled code."""
-    return tensor.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    """Whether `flash_attention` can be called: on a CPU, without gradients, outside of autocast and compiled code."""
+    # Autocast leaves queries in another dtype than values, and does not cast the arguments of this function.
+    varied = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    return tensor.device.type == "cpu" and not varied and not torch.compiler.is_compiling()
 
 
 def is_faster(gate: torch.Tensor, keys: torch.Tensor) -> bool:
@@ -31,7 +33,7 @@ def is_faster(gate: torch.Tensor, keys: torch.Tensor) -> bool:
     length = gate.shape[1]
     if length == 1:
         return keys.shape[2] >= _LEAST_KEYS
-    return length >= _LEAST_QUERIES and gate.count_nonzero() < gate.numel() * (1 - _OVERHEAD / length)
+    return length >= _LEAST_QUERIES and int(gate.count_nonzero()) < gate.numel() * (1 - _OVERHEAD / length)
 
 
 def selected_attention(

@@ -99,6 +99,12 @@ def test_the_last_tokens_can_be_removed(make, name) -> None:
     torch.testing.assert_close(moh(ids, past_key_values=cache).logits, moh(ids).logits)
 
 
+def test_a_model_without_local_fallbacks_takes_it(make_pair) -> None:
+    _, moh = make_pair(num_shared_heads=1, num_active_heads=2)
+    found = moh(draw(1, 30), past_key_values=moh.make_cache()).logits
+    torch.testing.assert_close(found, moh(draw(1, 30)).logits)
+
+
 @torch.no_grad()
 def test_what_it_cannot_do_is_refused(make) -> None:
     moh = make("fixed groups")

@@ -122,6 +122,16 @@ def test_the_model_is_that_without_it(make_pair, name, monkeypatch) -> None:
         torch.testing.assert_close(found, moh(ids[:1]).logits[:, 20:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_autocast_is_left_to_dense_attention(make_pair, name) -> None:
+    _, moh = make_pair(max_position_embeddings=2048, **{"num_shared_heads": 1, "num_active_heads": 2} | PLANS[name])
+    ids = torch.randint(1, 257, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = moh(ids).logits.detach()
+        with torch.no_grad():
+            torch.testing.assert_close(moh(ids).logits, expected)
+
+
 def test_masks_of_ones_own_and_all_heads_on_are_left_to_dense_attention(make_pair, monkeypatch) -> None:
     dense, moh = make_pair(max_position_embeddings=2048, num_shared_heads=1, num_active_heads=2, router_type="linear")
     monkeypatch.setattr(modeling_moh_llama, "selected_attention", None)
