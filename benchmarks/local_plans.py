@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", nargs="+", required=True, help="text files, or one mixture (.yaml)")
     parser.add_argument("--keys", type=float, nargs="+", default=[0.67, 0.5, 0.33])
     parser.add_argument("--context", type=int, default=DEFAULT.context)
+    parser.add_argument("--local-start", type=int, help="default: that of convert.py")
     parser.add_argument("--calibration-tokens", type=int, default=DEFAULT.calibration_tokens)
 
 
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
             router=router,
             fallback="local",
             local_window=window,
+            local_start=args.local_start,
             keys=keys,
             context=args.context,
             routing_granularity=granularity,

@@ -17,6 +17,7 @@ c_h that they predict, and have one threshold for all layers:
 """
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 from collections import defaultdict
@@ -58,18 +59,16 @@ def main() -> int:
 def run(args: argparse.Namespace) -> None:
     base = open_base(args.base)
     of_all = base.config.num_attention_heads * base.config.num_hidden_layers
-    budgets = {
-        keys: shared_and_active(
-            PlanOptions(fallback="local", local_window=args.window, keys=keys, context=args.context), base.config
-        )[1]
-        for keys in args.keys
-    }
+    options = PlanOptions(
+        fallback="local", local_window=args.window, local_start=args.local_start, context=args.context
+    )
+    budgets = {keys: shared_and_active(dataclasses.replace(options, keys=keys), base.config)[1] for keys in args.keys}
     dense, batches = local_plans.open_calibration(args, base)
-    seen = (args.window, PlanOptions().local_sinks)
+    seen = (args.window, options.local_sinks)
     plans: dict[str, list[dict[int, tuple[float, torch.Tensor]]]] = defaultdict(list)
     effects, predicted = [], defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
-        for sample, local in layer_samples(dense, batches, [seen], Path(scratch)):
+        for sample, local in layer_samples(dense, batches, [seen], options.all_heads_until, Path(scratch)):
             sample.local = local[seen]
             compared = (sample.local.far[sample.fitted :, 0].isfinite()).nonzero()[:, 0]
             fitters = {name: LocalFitter(sample, router) for name, router in PLANS.items()}

@@ -175,7 +175,7 @@ def compare(base: PreTrainedModel, models: dict[str, MoHLlamaForCausalLM], ids: 
 
 
 def hidden_and_gates(model: MoHLlamaForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Last hidden states `[T, C]`, and the share of heads that each layer's router has on `[layers, T]`."""
+    """Last hidden states `[T, C]`, and the share of heads that each layer has on `[layers, T]`."""
     gates: list[torch.Tensor] = []
     handles = [
         router.register_forward_hook(lambda _, args, output: gates.append(output[1][0].ne(0).float().mean(-1)))
@@ -184,7 +184,10 @@ def hidden_and_gates(model: MoHLlamaForCausalLM, ids: torch.Tensor) -> tuple[tor
     hidden = model.model(ids, use_cache=False).last_hidden_state[0]
     for handle in handles:
         handle.remove()
-    return hidden, torch.stack(gates).cpu()
+    on = torch.stack(gates).cpu()
+    if model.config.head_fallback == "local":
+        on[:, : model.config.all_heads_until] = 1
+    return hidden, on
 
 
 def keys_read(on: torch.Tensor, config: Any, start: int = 0) -> float:

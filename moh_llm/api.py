@@ -46,6 +46,7 @@ def convert(
     fallback: Literal["value", "local", "none"] | None = None,
     local_window: int = 256,
     local_sinks: int = 4,
+    local_start: int | None = None,
     calibration: PathLike | Sequence[PathLike] | None = None,
     context: int = 8192,
     calibration_tokens: int = 24576,
@@ -73,6 +74,8 @@ def convert(
         budgets: active heads per layer: by what each layer loses (default), or equal.
         fallback: what replaces a head that is off (default: "local" from 2,048 tokens of context on, else "value").
         local_window, local_sinks: last and first tokens that a head that is off attends to, with fallback "local".
+        local_start: how many first tokens of a document have all heads on, with fallback "local" (default: an eighth
+            of the context, 1,024 at most).
         calibration: text files, or one mixture (.yaml), to fit and verify on (default: what Python itself ships).
         context: tokens in a sequence of the text, at most what the base was made for.
         calibration_tokens: tokens to fit on.
@@ -123,6 +126,7 @@ def convert(
                 fallback=fallback,
                 local_window=local_window,
                 local_sinks=local_sinks,
+                local_start=local_start,
                 routing_granularity=routing_granularity or "head",
             ),
             calibration=mixture_from_arguments([os.fspath(text) for text in texts]) if texts else EMBEDDED,

@@ -65,17 +65,25 @@ def computed_parts(config: MoHLlamaConfig, length: int, sparse: bool = False) ->
 
 
 def fallback_keys(config: MoHLlamaConfig, length: int, start: int = 0) -> float:
-    """Keys that a fallback reads in a sequence, from position `start` on, over those that a head reads."""
-    return local_keys(length, config.local_window + config.local_sinks, start) if config.head_fallback == "local" else 0
+    """Keys that are read of a head that is off in a sequence, from position `start` on, over those that a head reads.
+
+    A document's first tokens, which have all heads on, count as tokens of which all keys are read.
+    """
+    if config.head_fallback != "local":
+        return 0
+    return local_keys(length, config.local_window + config.local_sinks, config.all_heads_until, start)
 
 
-def local_keys(length: int, seen: int, start: int = 0) -> float:
-    """Keys that local attention to `seen` tokens reads in a sequence, from `start` on, over causal attention's."""
+def local_keys(length: int, seen: int, until: int = 0, start: int = 0) -> float:
+    """Keys that local attention to `seen` tokens reads in a sequence, from `start` on, over causal attention's.
+
+    The first `until` tokens read all keys.
+    """
 
     def keys(most: int, upto: int) -> int:
-        """Keys that positions below `upto` read, `most` at most."""
-        least = min(most, upto)
-        return least * (least + 1) // 2 + (upto - least) * most
+        """Keys that positions below `upto` read, `most` at most from `until` on."""
+        whole = min(max(most, until), upto)
+        return whole * (whole + 1) // 2 + (upto - whole) * most
 
     return (keys(seen, length) - keys(seen, start)) / (keys(length, length) - keys(length, start))
 

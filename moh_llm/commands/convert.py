@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads.add_argument(
         "--local-sinks", type=int, default=4, metavar="N", help="first tokens that a local fallback sees"
     )
+    heads.add_argument(
+        "--local-start",
+        type=int,
+        metavar="N",
+        help="first tokens of a document that have all heads on (default: 1/8 of the context, 1,024 at most)",
+    )
 
     text = parser.add_argument_group("calibration and proof")
     text.add_argument(

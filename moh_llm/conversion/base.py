@@ -47,6 +47,7 @@ MOH_FIELDS = {
     "head_fallback",
     "local_window",
     "local_sinks",
+    "local_start",
     "local_heads",
     "moh_format",
 }

@@ -62,12 +62,13 @@ def calibrate(
         seed: draws the labels y.
 
     Returns:
-        Of each plan its layers. Where a plan has local fallbacks, documents' first tokens, up to the longest window and
-        its sinks, are left out of all fits.
+        Of each plan its layers. Where plans have local fallbacks, documents' first tokens, up to the most that have all
+        heads on, are left out of all fits.
     """
     windows = {seen for plan in plans if (seen := in_sight(plan))}
+    skipped = max((plan.all_heads_until for plan in plans if in_sight(plan)), default=1)
     found: list[list[LayerCalibration]] = [[] for _ in plans]
-    for sample, local in layer_samples(base, batches, windows, scratch, seed):
+    for sample, local in layer_samples(base, batches, windows, skipped, scratch, seed):
         fitters: dict[PlanOptions, LayerFitter | LocalFitter] = {}
         fits: dict[tuple[PlanOptions, int], RoutingFit] = {}
         for plan, layers in zip(plans, found, strict=True):

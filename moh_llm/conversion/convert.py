@@ -135,6 +135,7 @@ def convert(options: ConversionOptions) -> Conversion:
             keys_read=round(keys_read(config, length), 4),
             local_window=config.local_window if plan.head_fallback == "local" else None,
             local_sinks=config.local_sinks if plan.head_fallback == "local" else None,
+            local_start=config.local_start if plan.head_fallback == "local" else None,
             **{name: getattr(config, name) for name in fields},
         )
         weight_map = write_weights(folder, base, routing, options.dtype, options.link)

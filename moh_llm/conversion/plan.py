@@ -12,6 +12,7 @@ from moh_llm.flops import local_keys
 from moh_llm.modeling import MoHLlamaConfig
 
 LONG = 2048  # tokens of context from which on local fallbacks are the default
+_MOST_START = 1024  # tokens: with fewer, attention is too small a part of the time for heads to matter
 _MOST_FITS = 16  # numbers of dropped heads that a layer is fitted for
 
 
@@ -32,6 +33,8 @@ class PlanOptions:
         budgets: "uneven", by what each layer loses, or "even".
         fallback: "value", "local" or "none"; see `MoHLlamaConfig.head_fallback`.
         local_window, local_sinks: what local fallbacks attend to.
+        local_start: how many first tokens of a document have all heads on with local fallbacks; None for an eighth of
+            the context, 1,024 at most.
         routing_granularity: "head" or "kv_group"; see `MoHLlamaConfig.routing_granularity`. Numbers of heads must
             be whole groups.
     """
@@ -48,6 +51,7 @@ class PlanOptions:
     fallback: str | None = None
     local_window: int = 256
     local_sinks: int = 4
+    local_start: int | None = None
     routing_granularity: str = "head"
 
     def __post_init__(self) -> None:
@@ -56,6 +60,10 @@ class PlanOptions:
         if self.local_window < 1 or self.local_sinks < 0:
             flag, least = ("--local-window", 1) if self.local_window < 1 else ("--local-sinks", 0)
             raise UserError(f"{flag} {min(self.local_window, self.local_sinks)} must be at least {least}")
+        if self.local_start is not None and not 0 <= self.local_start < self.context:
+            raise UserError(
+                f"--local-start {self.local_start} must be at least 0 and below the context, {self.context} tokens"
+            )
         if self.router == "threshold" and self.head_fallback != "local":
             raise UserError("the threshold router is fitted with local fallbacks; add --fallback local")
         if self.router == "none" and self.num_shared_heads is not None:
@@ -79,6 +87,16 @@ class PlanOptions:
         if self.fallback or self.preset or self.router == "query_norm":
             return self.fallback or "none"
         return "local" if self.context >= LONG else "value"
+
+    @property
+    def all_heads_until(self) -> int:
+        """Number of first tokens of a document that have all heads on, with local fallbacks."""
+        return max(self.start, self.local_window + self.local_sinks)
+
+    @property
+    def start(self) -> int:
+        """The config's `local_start`."""
+        return min(_MOST_START, self.context // 8) if self.local_start is None else self.local_start
 
     @property
     def fits(self) -> bool:
@@ -144,7 +162,9 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
         total = active * layers
     elif options.keys is not None:
         seen = options.local_window + options.local_sinks
-        fallback = local_keys(options.context, seen) if options.head_fallback == "local" else 0.0
+        fallback = (
+            local_keys(options.context, seen, options.all_heads_until) if options.head_fallback == "local" else 0.0
+        )
         mean = (options.keys - fallback) / (1 - fallback) * heads / group_size + 1e-9
         total = group_size * (math.floor(mean * layers) if options.uneven else math.floor(mean) * layers)
         if options.keys < fallback:
@@ -256,6 +276,7 @@ def build_config(
             head_fallback=options.head_fallback,
             local_window=options.local_window,
             local_sinks=options.local_sinks,
+            local_start=options.start if options.head_fallback == "local" else 0,
             local_heads=[list(ids) for ids in local_heads] if any(local_heads) else None,
         )
     except ValueError as error:

@@ -33,20 +33,21 @@ def layer_samples(
     base: LayerwiseModel,
     batches: Sequence[Batch],
     windows: Collection[tuple[int, int]],
+    skipped: int,
     scratch: Path,
     seed: int = 0,
 ) -> Iterator[tuple[LayerSample, dict[tuple[int, int], LocalSample]]]:
     """What the batches show of each layer, the last layer first, and local attention's part by window and sinks.
 
-    Other arguments are those of `calibrate`.
+    The first `skipped` tokens of each document are left out. Other arguments are those of `calibrate`.
 
     Raises:
-        UserError: next to no token has more before it than the windows show.
+        UserError: next to no token is left.
     """
-    order, fitted = _fitted_first(batches, max(map(sum, windows), default=1))
+    order, fitted = _fitted_first(batches, skipped)
     if windows and min(fitted, len(order) - fitted) < _LEAST:
         raise UserError(
-            f"the calibration text has {len(order)} tokens that are more than {max(map(sum, windows))} after the first "
+            f"the calibration text has {len(order)} tokens that are more than {skipped} after the first "
             "of their document, too few to fit local fallbacks; give longer documents (--calibration), more of them "
             "(--calibration-tokens), or --fallback value"
         )
@@ -106,7 +107,7 @@ def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed
 def _fitted_first(batches: Sequence[Batch], skipped: int) -> tuple[torch.Tensor, int]:
     """An order of tokens with the held-out ones last, and how many come before them.
 
-    Documents' first `skipped` tokens are left out: their fallbacks are exact, and nothing is to be fitted.
+    Documents' first `skipped` tokens are left out: they have all heads on, or fallbacks that are exact.
     """
     positions = torch.cat([_within_documents(batch["position_ids"]).flatten() for batch in batches])
     length = batches[0]["input_ids"].shape[1]

@@ -28,12 +28,17 @@ class MoHCacheLayer(DynamicLayer):
         super().__init__()
         self.local_groups = config.local_groups(layer_idx)
         self.kept_groups = [g for g in range(config.num_key_value_heads) if g not in self.local_groups]
-        self.window, self.num_sinks = config.local_window, config.local_sinks
+        self.window, self.num_sinks, self.all_heads_until = (
+            config.local_window,
+            config.local_sinks,
+            config.all_heads_until,
+        )
         self._drop()
 
     def _drop(self) -> None:
         self._room: list[torch.Tensor] = []  # of which `keys` and `values` are the beginnings
         self.begin = 0  # index of the first token in `recent`
+        self.late = 0  # index of the first token after which no row has all heads on
         self.recent: list[torch.Tensor] = []
         self.sinks: list[torch.Tensor] = []
         self._near: tuple[torch.Tensor, torch.Tensor, int] | None = None
@@ -43,12 +48,12 @@ class MoHCacheLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add keys and values `[B, KV, T, D]`; returns those of `kept_groups`, and `take_near` has those of the others.
 
-        Up to `local_window` tokens, where nothing was dropped yet, it returns those of all groups.
+        As long as all heads are on in a row nothing is dropped, and it can return those of all groups.
 
         Args:
             key_states, value_states: of the new tokens.
             cache_kwargs: `starts`, the first token of each row's document, `[B or 1, T]`, and `all`, whether all groups
-                are asked for.
+                are asked for, as some of the new tokens have all heads on.
         """
         states = key_states, value_states
         if self.local_groups:
@@ -58,12 +63,16 @@ class MoHCacheLayer(DynamicLayer):
                 new = [torch.cat(pair, dim=2) for pair in zip(self.recent, new, strict=True)]
             self.recent = new
             self.sinks = self._first(cache_kwargs["starts"][:, -1:])
+            if self.all_heads_until > self.window + self.num_sinks:
+                self.late = int(cache_kwargs["starts"][:, -1].max()) + self.all_heads_until
+            if cache_kwargs["all"] and self.begin:
+                raise ValueError("tokens were dropped before it was known where a row begins; use a DynamicCache")
             if not cache_kwargs["all"]:
                 keys, values = (torch.cat(pair, dim=2) for pair in zip(self.sinks, self.recent, strict=True))
                 self._near = keys, values, self.begin
             local, recent = groups, self.recent
             extra = self.recent[0].shape[2] - (max(self.window - 1, self.num_sinks) + _MORE)
-            if extra > _STEPS:
+            if extra > _STEPS and self.begin + self.recent[0].shape[2] >= self.late:
                 self.recent = [tensor[:, :, extra:].clone() for tensor in self.recent]
                 self.begin += extra
             groups = torch.tensor(self.kept_groups, dtype=torch.long, device=key_states.device)
@@ -131,7 +140,7 @@ class MoHCacheLayer(DynamicLayer):
         left = length + max_length if max_length <= 0 else max_length
         if left >= length:
             return
-        if self.begin and left - self.begin < self.window - 1:
+        if self.begin and (left - self.begin < self.window - 1 or left < self.late):
             raise ValueError(
                 f"{length - left} tokens cannot be removed from the cache: of groups that are never on only the last "
                 f"{length - self.begin} are kept; use a DynamicCache"

@@ -9,9 +9,9 @@ from transformers.utils.versions import require_version
 require_version("transformers>=5.2,!=5.3.0", "MoH models need another version: pip install -U transformers")
 
 # What this code can read. It grows when a field or a tensor changes its meaning, never with a patch release.
-# 2: routing_granularity="kv_group". 3: head_fallback="local", router_type="none" and "threshold", local_heads. All
-# else is still written as 1, which older code reads.
-FORMAT = 3
+# 2: routing_granularity="kv_group". 3: head_fallback="local", router_type="none" and "threshold", local_heads.
+# 4: local_start. All else is still written as 1, which older code reads.
+FORMAT = 4
 CHOICES = {
     "router_type": ("query_norm", "linear", "threshold", "two_stage", "none"),
     "router_score": ("quantized", "weighted"),
@@ -58,6 +58,9 @@ class MoHLlamaConfig(LlamaConfig):
             Number of tokens, up to its own, that a head that is off attends to (`head_fallback="local"`).
         local_sinks (`int`):
             Number of first tokens of the document that it attends to.
+        local_start (`int`):
+            Number of first tokens of a document that have all heads on (`head_fallback="local"`). There are as many as
+            `local_window + local_sinks` at least: their local attention is the head's own.
         local_heads (`list[list[int]]`, *optional*):
             Ids of the heads that are never on, one list per layer (`head_fallback="local"`). Default: none.
         router_aux_loss_coef (`float`):
@@ -88,6 +91,7 @@ class MoHLlamaConfig(LlamaConfig):
     head_fallback: str = "none"
     local_window: int = 256
     local_sinks: int = 4
+    local_start: int = 0
     local_heads: list[list[int]] | None = None
     router_aux_loss_coef: float = 0.01
     output_router_logits: bool = False
@@ -123,6 +127,8 @@ class MoHLlamaConfig(LlamaConfig):
         self.moh_format = 2 if self.routing_granularity == "kv_group" else 1
         if self.head_fallback == "local" or self.router_type in ("none", "threshold"):
             self.moh_format = 3
+        if self.head_fallback == "local" and self.all_heads_until > self.local_window + self.local_sinks:
+            self.moh_format = 4
 
     def _per_layer(self, name: str) -> list[int]:
         value = getattr(self, name)
@@ -159,6 +165,11 @@ class MoHLlamaConfig(LlamaConfig):
         if self.router_type != "none":
             on.update(head // size for head in self.routed_heads(layer_idx))
         return [group for group in range(self.num_key_value_heads) if group not in on]
+
+    @property
+    def all_heads_until(self) -> int:
+        """Number of first tokens of a document that have all heads on, with local fallbacks."""
+        return max(self.local_start, self.local_window + self.local_sinks)
 
     @property
     def active_heads_per_layer(self) -> list[int]:
@@ -223,9 +234,10 @@ class MoHLlamaConfig(LlamaConfig):
 
     def _validate_local_heads(self) -> None:
         """Raise `ValueError` unless what belongs to local fallbacks goes together."""
-        if self.local_window < 1 or self.local_sinks < 0:
+        if self.local_window < 1 or min(self.local_sinks, self.local_start) < 0:
             raise ValueError(
-                f"local_window={self.local_window} must be at least 1 and local_sinks={self.local_sinks} at least 0"
+                f"local_window={self.local_window} must be at least 1, local_sinks={self.local_sinks} and "
+                f"local_start={self.local_start} at least 0"
             )
         if self.local_heads is None:
             return

@@ -36,14 +36,20 @@ class Band(NamedTuple):
             of the keys that there are, is not visible.
         visible: whether a query sees a key of its block and, last, the distant token, `[B or 1, N, block, K + 1]`.
         hidden: how many keys of causal attention a query does not see, zero or less where none, `[B or 1, T]`.
+        all_on: whether a query has all heads on, which its document's first ones have, `[B or 1, T]`.
+        early: how many first queries have all of these among them; None where finding out is not worth its cost.
     """
 
     index: torch.Tensor
     visible: torch.Tensor
     hidden: torch.Tensor
+    all_on: torch.Tensor
+    early: int | None
 
     @classmethod
-    def of(cls, positions: torch.Tensor, starts: torch.Tensor, window: int, sinks: int) -> "Band":
+    def of(
+        cls, positions: torch.Tensor, starts: torch.Tensor, window: int, sinks: int, all_on_until: int = 0
+    ) -> "Band":
         """The band of queries at p: keys j with s <= j <= p and (j > p - window or j < s + sinks).
 
         Args:
@@ -52,8 +58,14 @@ class Band(NamedTuple):
                 query's own position, as padding has, counts as the query's position.
             window: how many tokens a query sees up to itself.
             sinks: how many first tokens of its document it sees.
+            all_on_until: how many first tokens of a document have all heads on; those that see every key have, too.
         """
         hidden = out_of_sight(positions, starts, window, sinks)
+        all_on = positions - starts < max(all_on_until, window + sinks)
+        early = None
+        if not torch.compiler.is_compiling():
+            (places,) = all_on.any(0).nonzero(as_tuple=True)
+            early = int(places[-1]) + 1 if len(places) else 0
         length = positions.shape[1]
         block = min(length, window, _BLOCK)
         count, missing = -(-length // block), -length % block
@@ -76,12 +88,7 @@ class Band(NamedTuple):
         # In the band a sink is seen there. A document that begins before the band is that of the block's first query.
         is_sink = torch.arange(index.shape[-1], device=positions.device) < sinks
         visible &= ~is_sink | (j < band[..., :1].unsqueeze(-2))
-        return cls(index, torch.cat([visible, p - s >= window + sinks], dim=-1), hidden)
-
-    @property
-    def sees_everything(self) -> torch.Tensor:
-        """Whether local attention sees every key that causal attention sees, `[B or 1, T]`."""
-        return self.hidden <= 0
+        return cls(index, torch.cat([visible, p - s >= window + sinks], dim=-1), hidden, all_on, early)
 
     def near(self, begin: int, sinks: int) -> "Band":
         """The band of keys that are the documents' first ones, `sinks`, and then those from the index `begin` on."""

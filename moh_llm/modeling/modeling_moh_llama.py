@@ -82,7 +82,7 @@ class MoHLlamaAttention(LlamaAttention):
         """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and the weights, if any.
 
         `document_starts` is what the function of that name gives; fallbacks need it, and so does "moh_sparse". `band`
-        is that of local fallbacks; None: they see every key, so that all heads are on. `whole_documents` says that the
+        is that of local fallbacks; None: all heads are on for these tokens. `whole_documents` says that the
         mask shows each token all of its document up to itself.
         """
         input_shape = hidden_states.shape[:-1]
@@ -104,8 +104,8 @@ class MoHLlamaAttention(LlamaAttention):
         if document_starts is None and self.fallback is not None:
             raise ValueError("fallbacks need document_starts, which MoHLlamaModel.forward gives to its layers")
         is_local = isinstance(self.fallback, MoHLocalFallback)
-        if is_local:  # where the fallback sees what the head sees, the head is on: its result is the base's
-            gate = torch.ones_like(gate) if band is None else torch.where(band.sees_everything[..., None], 1.0, gate)
+        if is_local:  # a document's first tokens have all heads on: their result is the base's
+            gate = torch.ones_like(gate) if band is None else torch.where(band.all_on[..., None], 1.0, gate)
         else:
             band = None
 
@@ -114,11 +114,13 @@ class MoHLlamaAttention(LlamaAttention):
         near = kept = None
         if isinstance(past_key_values, MoHCache):
             layer = past_key_values.layers[self.layer_idx]
-            how = {"starts": None if document_starts is None else document_starts[1], "all": band is None}
+            needs_all = band is None or (band.early != 0 and self._has_early_heads)
+            how = {"starts": None if document_starts is None else document_starts[1], "all": needs_all}
             keys, values = past_key_values.update(keys, values, self.layer_idx, how)
             near = layer.take_near()
             if near is not None:
                 kept = torch.tensor(layer.kept_groups, dtype=torch.long, device=keys.device)
+            if layer.local_groups and band is not None:
                 if self.router.num_active == self.router.num_heads:
                     raise ValueError("a MoHCache lacks keys that all heads read; use a DynamicCache")
                 if self.config._attn_implementation in ("eager", HEAD_SPARSE):
@@ -146,13 +148,16 @@ class MoHLlamaAttention(LlamaAttention):
         if kept is not None:
             heads = kept[:, None] * self.num_key_value_groups
             heads = (heads + torch.arange(self.num_key_value_groups, device=kept.device)).flatten()
-        elif band is not None and not is_selected and self._skips_heads(queries.shape[2]):
+        elif band is not None and not is_selected and self._skips_heads(queries.shape[2], band.early):
             heads = self.router.used_heads()
-        own, own_gate, attn_weights = queries, gate, None
+        own, own_gate, attn_weights, early_outputs = queries, gate, None, None
+        if heads is not None and band.early and self._has_early_heads:
+            early_outputs = self._early_outputs(attention, queries, keys, values, attention_mask, band.early, dropout)
         if heads is not None:
             own = queries.transpose(1, 2).index_select(2, heads).transpose(1, 2)  # outputs get its strides
             own_gate = gate.index_select(-1, heads)
-            gate = torch.zeros_like(gate).index_copy(-1, heads, own_gate)
+            if early_outputs is None:  # the fallbacks of the others are these heads where all are on
+                gate = torch.zeros_like(gate).index_copy(-1, heads, own_gate)
         if not own.shape[1]:
             head_outputs = own
         elif is_selected:
@@ -169,6 +174,9 @@ class MoHLlamaAttention(LlamaAttention):
         if heads is not None:
             every = head_outputs.new_zeros(head_shape[:-2] + queries.shape[1::2])
             head_outputs = every.index_copy(2, heads, head_outputs)
+        if early_outputs is not None:
+            early = head_outputs[:, : band.early].index_copy(2, self.router.unused_heads(), early_outputs)
+            head_outputs = torch.cat([early, head_outputs[:, band.early :]], dim=1)
         gate = gate.to(head_outputs.dtype)
         # Where the gate is 1 a fallback adds an exact zero.
         if self.fallback is not None and not is_local:
@@ -187,15 +195,50 @@ class MoHLlamaAttention(LlamaAttention):
             head_outputs = head_outputs.index_add(2, heads, local * off.unsqueeze(-1))
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
 
-    def _skips_heads(self, length: int) -> bool:
-        """Whether full attention is computed for the heads alone that some token may have on."""
+    def _skips_heads(self, length: int, early: int | None) -> bool:
+        """Whether full attention is computed for the heads alone that some token of a pass may have on.
+
+        `early` is that of the pass's `Band`: for these queries the other heads are computed, too.
+        """
         router = self.router
         return (
             (router.local_groups > 0 or (router.router_type == "none" and router.routed_groups > 0))
             and router.num_active < router.num_heads
-            and length > self.fallback.window + self.fallback.sinks  # up to there the result is the base's bit for bit
-            and self.config._attn_implementation not in ("eager", HEAD_SPARSE)  # one returns weights of all heads
+            and length > self.config.all_heads_until  # up to there the result is the base's bit for bit
+            # One returns weights of all heads, one skips them itself; others would have to be told of fewer queries.
+            and self.config._attn_implementation not in ("eager", HEAD_SPARSE)
+            and (early == 0 or not self._has_early_heads or self.config._attn_implementation == "sdpa")
+            and (early is not None or not self._has_early_heads)
+            and (early or 0) < length
         )
+
+    @property
+    def _has_early_heads(self) -> bool:
+        """Whether tokens have all heads on whose local attention is not the head's own."""
+        return (
+            isinstance(self.fallback, MoHLocalFallback)
+            and self.config.all_heads_until > self.fallback.window + self.fallback.sinks
+        )
+
+    def _early_outputs(
+        self,
+        attention: Callable,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        early: int,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Outputs `[B, early, heads, D]` of the first `early` queries, of heads that no later token may have on."""
+        heads = self.router.unused_heads()
+        seen = keys.shape[2] - (queries.shape[2] - early)
+        keys, values = keys[:, :, :seen], values[:, :, :seen]
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, :, :early, :seen]
+        module, keys, values, attention_mask = self._for_heads(heads, keys, values, attention_mask)
+        own = queries[:, :, :early].index_select(1, heads)
+        return attention(module, own, keys, values, attention_mask, dropout=dropout, scaling=self.scaling)[0]
 
     def _for_heads(
         self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention_mask: torch.Tensor | None
@@ -341,8 +384,9 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
                 inputs, attention_mask, position_ids, past_key_values, bool(use_cache), implementation, paged
             )
             kwargs["document_starts"] = starts
-            if self.config.head_fallback == "local" and not self._sees_everything(inputs.shape[1], past_key_values):
-                kwargs["band"] = Band.of(*starts, self.config.local_window, self.config.local_sinks)
+            if self.config.head_fallback == "local" and not self._all_heads_on(inputs.shape[1], past_key_values):
+                seen = self.config.local_window, self.config.local_sinks
+                kwargs["band"] = Band.of(*starts, *seen, self.config.local_start)
             kwargs["whole_documents"] = whole_documents
         return super().forward(
             input_ids=input_ids,
@@ -354,10 +398,10 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
             **kwargs,
         )
 
-    def _sees_everything(self, length: int, past_key_values: Cache | None) -> bool:
-        """Whether it is known without asking the device that local attention sees every key."""
+    def _all_heads_on(self, length: int, past_key_values: Cache | None) -> bool:
+        """Whether it is known without asking the device that all tokens are first ones of their document."""
         before = 0 if past_key_values is None else past_key_values.get_seq_length()
-        return isinstance(before, int) and before + length <= self.config.local_window + self.config.local_sinks
+        return isinstance(before, int) and before + length <= self.config.all_heads_until
 
 
 def predicted_tokens(

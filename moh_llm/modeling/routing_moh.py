@@ -198,10 +198,19 @@ class MoHRouter(IndexedModule):
 
     def used_heads(self) -> torch.Tensor:
         """Sorted ids of the heads that some token may have on."""
-        routed = 0 if self.router_type == "none" else self.routed_groups
-        groups = self.index[: self.shared_groups + routed].sort().values
+        return self._heads_of(self.index[: self._used_groups])
+
+    def unused_heads(self) -> torch.Tensor:
+        """Sorted ids of the other heads: on only where all heads are."""
+        return self._heads_of(self.index[self._used_groups :])
+
+    @property
+    def _used_groups(self) -> int:
+        return self.shared_groups + (0 if self.router_type == "none" else self.routed_groups)
+
+    def _heads_of(self, groups: torch.Tensor) -> torch.Tensor:
         steps = torch.arange(self.group_size, device=self.index.device)
-        return (groups[:, None] * self.group_size + steps).flatten()
+        return (groups.sort().values[:, None] * self.group_size + steps).flatten()
 
     def top_k_of(self, active: int) -> int:
         """How many routed groups a token selects that uses so many heads; ValueError where no number does."""

@@ -42,6 +42,7 @@ class Plan(Record):
         context: tokens in a sequence of calibration and verification.
         keys_read: share of the keys that the base's attention reads at that length.
         local_window, local_sinks: what local fallbacks attend to; None with others.
+        local_start: how many first tokens of a document have all heads on.
     """
 
     preset: str | None
@@ -58,6 +59,7 @@ class Plan(Record):
     keys_read: float | None = None
     local_window: int | None = None
     local_sinks: int | None = None
+    local_start: int | None = None
 
 
 class Calibration(Record):

@@ -28,6 +28,7 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")
     config, heads = moh.config, 8
     assert (config.head_fallback, config.router_type, config.moh_format) == ("local", router, 3)
+    assert (config.local_start, config.all_heads_until) == (256, 260)
     pairs = zip(config.shared_heads_per_layer, config.local_heads_per_layer, strict=True)
     never_routed = all({*shared, *local} == {*range(4)} for shared, local in pairs)
     on = sum(config.active_heads_per_layer)

@@ -83,6 +83,10 @@ def heads_of(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, 
 
     found = [route(config, weights, layer, x[t], q[t]) for t in range(len(x))]
     gates, scores = np.stack([gate for gate, _ in found]), [scores for _, scores in found]
+    if config.head_fallback == "local":
+        for t, position in enumerate(positions):
+            if position < config.local_start:
+                gates[t] = 1
     patterns, outputs = np.zeros((len(x), heads, len(x))), np.zeros((len(x), heads, size))
     for t, position in enumerate(positions):
         document = range(t - position, t + 1)

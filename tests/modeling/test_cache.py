@@ -16,6 +16,8 @@ PLANS = {
     | {"num_shared_heads": 2, "num_active_heads": 2},
     "routed": {"shared_heads": [[1], [4]], "local_heads": [[2, 3], [0, 1, 2]], "router_type": "threshold"}
     | {"num_shared_heads": 1, "num_active_heads": 2},
+    "start": {"shared_heads": [[2, 3], []], "router_type": "none", "routing_granularity": "kv_group"}
+    | {"num_shared_heads": [2, 0], "num_active_heads": [2, 0], "local_start": 16},
     "all may be on": {"router_type": "linear", "num_shared_heads": 1, "num_active_heads": 2},
 }
 
@@ -69,6 +71,28 @@ def test_generate_writes_the_same(make, name, how) -> None:
         torch.manual_seed(0)
         texts.append(moh.generate(draw(2, 30)[:rows], past_key_values=cache, pad_token_id=0, **given))
     assert texts[0].equal(texts[1])
+
+
+@torch.no_grad()
+def test_nothing_is_dropped_while_a_row_has_all_heads_on(make) -> None:
+    moh = make("start")
+    cache, mask = MoHCache(moh.config), torch.ones(2, 50, dtype=torch.long)
+    mask[1, :30] = 0  # this row has all heads on up to the 46th token
+    for end in (45, 46):
+        moh(draw(2, end)[:, cache.get_seq_length() :], attention_mask=mask[:, :end], past_key_values=cache)
+        assert [layer.begin > 0 for layer in cache.layers] == [end == 46] * 2
+    with pytest.raises(ValueError, match="1 tokens cannot be removed from the cache"):
+        cache.crop(-1)
+
+
+@torch.no_grad()
+def test_a_row_of_which_only_padding_was_seen_is_refused(make) -> None:
+    moh = make("start")
+    cache, mask = MoHCache(moh.config), torch.ones(2, 50, dtype=torch.long)
+    mask[1, :40] = 0
+    moh(draw(2, 35), attention_mask=mask[:, :35], past_key_values=cache)
+    with pytest.raises(ValueError, match="dropped before it was known where a row begins; use a DynamicCache"):
+        moh(draw(2, 10), attention_mask=mask[:, :45], past_key_values=cache)
 
 
 @torch.no_grad()

@@ -26,6 +26,19 @@ PLANS = {
     "local, mixed": plan(
         1, 2, shared_heads=[[1], [0]], local_heads=[[0], [2, 3]], head_fallback="local", local_window=4, local_sinks=3
     ),
+    "local, start": plan(
+        1,
+        2,
+        "threshold",
+        head_fallback="local",
+        local_window=4,
+        local_sinks=2,
+        local_start=9,
+        local_heads=[[3], [1, 2]],
+    ),
+    "local, fixed, start": plan(
+        *([2, 0], [2, 0], "none"), head_fallback="local", local_window=4, local_sinks=1, local_start=12
+    ),
     "threshold": plan(1, 2, "threshold"),
     "threshold, mixed": plan(
         *(1, 2, "threshold"),
@@ -158,21 +171,30 @@ def test_all_heads_active_is_the_base_bit_for_bit(make_pair, ids, dtype, impleme
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), [(torch.float32, "sdpa"), (torch.bfloat16, "eager")], ids=str)
-def test_up_to_window_and_sinks_a_local_fallback_is_the_base(make_pair, ids, dtype, implementation):
-    routing = plan([1, 0], [2, 0], head_fallback="local", local_window=9, local_sinks=3)
+@pytest.mark.parametrize(
+    "routing",
+    [
+        plan([1, 0], [2, 0], head_fallback="local", local_window=9, local_sinks=3),
+        plan(1, 2, head_fallback="local", local_window=2, local_sinks=1, local_start=12, local_heads=[[3], []]),
+    ],
+    ids=["window", "start"],
+)
+def test_a_documents_first_tokens_are_the_base(make_pair, ids, dtype, implementation, routing):
     dense, moh = make_pair(dtype=dtype, attn_implementation=implementation, **routing)
     with torch.no_grad():
         expected, got = dense(ids).logits, moh(ids).logits
-    assert torch.equal(got[:, :12], expected[:, :12])
+        assert torch.equal(moh(ids[:, :12]).logits, dense(ids[:, :12]).logits)
+    if "local_start" not in routing:  # no head is skipped for the others
+        assert torch.equal(got[:, :12], expected[:, :12])
+    torch.testing.assert_close(got[:, :12], expected[:, :12])
     assert not torch.isclose(got[:, 12:], expected[:, 12:]).all(-1).any()
 
 
-@pytest.mark.parametrize("fallback", ["none", "value", "local"])
+@pytest.mark.parametrize(("fallback", "start"), [("none", 0), ("value", 0), ("local", 0), ("local", 10)])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_decoding_with_a_cache_gives_one_full_pass(make_pair, ids, implementation, fallback):
-    _, moh = make_pair(
-        attn_implementation=implementation, **plan(1, 2, head_fallback=fallback, local_window=5, local_sinks=2)
-    )
+def test_decoding_with_a_cache_gives_one_full_pass(make_pair, ids, implementation, fallback, start):
+    routing = plan(1, 2, head_fallback=fallback, local_window=5, local_sinks=2, local_start=start)
+    _, moh = make_pair(attn_implementation=implementation, **routing)
     with torch.no_grad():
         full = moh(ids).logits
         past, steps = None, []

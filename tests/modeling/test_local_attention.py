@@ -112,4 +112,4 @@ def test_where_everything_is_seen() -> None:
     full = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=0.3)
     found = banded(queries, keys, values, positions, starts, 4, 2, 0.3)
     same = (found - full.transpose(1, 2)).abs().amax((0, 2, 3)) < 1e-5
-    assert same.tolist() == Band.of(positions, starts, 4, 2).sees_everything[0].tolist() == [True] * 6 + [False] * 6
+    assert same.tolist() == Band.of(positions, starts, 4, 2).all_on[0].tolist() == [True] * 6 + [False] * 6
