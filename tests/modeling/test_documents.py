@@ -15,10 +15,11 @@ from tests.modeling import naive
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
 LOCAL = {"head_fallback": "local", "local_window": 4, "local_sinks": 3}
+START = LOCAL | {"local_start": 9, "local_heads": [[3], [1, 2]], "router_type": "threshold"}
 LENGTHS = [24, 17, 1, 0]
 
 
-@pytest.fixture(params=[{}, LOCAL], ids=["value", "local"])
+@pytest.fixture(params=[{}, LOCAL, START], ids=["value", "local", "start"])
 def plan(request) -> dict:
     return PLAN | request.param
 
@@ -54,6 +55,7 @@ def check_rows(moh, got: torch.Tensor, ids: torch.Tensor, places: list[slice]) -
         *(("sdpa", {"num_key_value_heads": 1}), ("sdpa", {"num_key_value_heads": 4, "head_fallback": "none"})),
         *(("sdpa", {}), ("eager", {}), ("moh_sparse", {})),
         *(("sdpa", LOCAL), ("eager", LOCAL), ("moh_sparse", LOCAL)),
+        *(("sdpa", START), ("eager", START), ("moh_sparse", START)),
     ],
     ids=str,
 )

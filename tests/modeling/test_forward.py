@@ -190,6 +190,26 @@ def test_a_documents_first_tokens_are_the_base(make_pair, ids, dtype, implementa
     assert not torch.isclose(got[:, 12:], expected[:, 12:]).all(-1).any()
 
 
+@pytest.mark.parametrize("name", [name for name in PLANS if "start" in name])
+def test_heads_that_are_computed_for_first_tokens_only_have_the_gradients_of_all(make_pair, ids, name, monkeypatch):
+    _, moh = make_pair(dtype=torch.float64, **PLANS[name])
+    kinds, gradients = [], []
+    for skips in (True, False):
+        if not skips:
+            monkeypatch.setattr(modeling_moh_llama.MoHLlamaAttention, "_skips_heads", lambda *args: False)
+        compute = modeling_moh_llama.MoHLlamaAttention._early_outputs
+        monkeypatch.setattr(
+            modeling_moh_llama.MoHLlamaAttention,
+            "_early_outputs",
+            lambda *args, compute=compute, skips=skips: (kinds.append(skips), compute(*args))[1],
+        )
+        moh.zero_grad()
+        moh(ids, labels=ids, output_router_logits=False).loss.backward()
+        gradients.append({name: tensor.grad for name, tensor in moh.named_parameters() if tensor.grad is not None})
+    assert kinds == [True] * 2  # both layers
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize(("fallback", "start"), [("none", 0), ("value", 0), ("local", 0), ("local", 10)])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_decoding_with_a_cache_gives_one_full_pass(make_pair, ids, implementation, fallback, start):

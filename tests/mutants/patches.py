@@ -83,6 +83,27 @@ PATCHES = (
         ("tests/modeling/test_cache.py",),
     ),
     Patch(
+        "one token less has all heads on",
+        "moh_llm/modeling/local_attention_moh.py",
+        "positions - starts < max(all_on_until, window + sinks)",
+        "positions - starts < max(all_on_until, window + sinks) - 1",
+        ("tests/modeling/test_forward.py",),
+    ),
+    Patch(
+        "first queries see keys of their first ones only",
+        "moh_llm/modeling/modeling_moh_llama.py",
+        "seen = keys.shape[2] - (queries.shape[2] - early)",
+        "seen = early",
+        ("tests/modeling/test_documents.py",),
+    ),
+    Patch(
+        "the cache drops tokens while all heads are on",
+        "moh_llm/modeling/cache_moh.py",
+        " and self.begin + self.recent[0].shape[2] >= self.late",
+        "",
+        ("tests/modeling/test_cache.py",),
+    ),
+    Patch(
         "the threshold leaves one group too many on",
         "moh_llm/conversion/local_fit.py",
         "kthvalue(drops * len(logits))",
