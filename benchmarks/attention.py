@@ -9,8 +9,8 @@
   backend, compiled FlexAttention, and our kernel with all and with part of the heads, drawn for each token. Beneath,
   what routing takes: the routers, and the lists of selected positions, which MoH's times include.
 - decode: one new token per row over a cache, routed by whole groups of keys and values, and by heads.
-- stack: prefill and decoding of a few decoder layers with random weights: dense, MoH masked, MoH head-sparse, and so
-  with routing by groups.
+- stack: prefill and decoding of a few decoder layers with random weights: dense, MoH masked and MoH head-sparse; the
+  paper's layer, by heads and by groups, and the linear router with value and with local fallbacks.
 
 Times are medians over rounds in which peers take turns, and ratios medians of those within a round. "error" is the
 norm of the difference from dense attention times the gate, relative to that, the largest of the output or of the
@@ -289,7 +289,8 @@ class Tables:
     def stack(self) -> list[Row]:
         """Prefill and decoding of a few decoder layers."""
         args = self.args
-        stack = Stack(self.clock, self.shape, args.layers, self.middle(), self.dtype)
+        window = 16 if args.size == "tiny" else 256
+        stack = Stack(self.clock, self.shape, args.layers, self.middle(), self.dtype, window)
         title = f"stack: {args.layers} decoder layers; ms: of a prefill or a step of decoding; ratio: time / dense"
         grid = [(n, b) for n in args.contexts for b in args.batch or BATCHES]
         return self.cells(title, "pass path share ms tokens_s ratio error", grid, 0, stack.rows)

@@ -1,6 +1,5 @@
 """What `attention.py` measures over a cache: attention of one new token, and stacks of decoder layers."""
 
-import copy
 import statistics
 from typing import Any
 
@@ -55,9 +54,12 @@ def decode_rows(clock: Clock, shape: Shape, dtype: torch.dtype, context: int, ba
 
 
 class Stack:
-    """Decoders with the same weights: dense, MoH masked and, with Triton, MoH head-sparse."""
+    """Decoders with the same weights: dense, MoH masked and, with Triton, MoH head-sparse.
 
-    def __init__(self, clock: Clock, shape: Shape, layers: int, share: int, dtype: torch.dtype):
+    MoH is the paper's layer, by heads and by groups, and the linear router with value and with local fallbacks.
+    """
+
+    def __init__(self, clock: Clock, shape: Shape, layers: int, share: int, dtype: torch.dtype, window: int):
         self.clock, self.shape, self.layers, self.dtype = clock, shape, layers, dtype
         fields = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "vocab_size": VOCABULARY}
         fields |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.groups}
@@ -66,21 +68,32 @@ class Stack:
         on, in_groups = heads_on(share, shape.heads), heads_on(share, shape.groups) * group_size
         routed = {"num_shared_heads": on // 2, "num_active_heads": on}
         whole = {"num_shared_heads": in_groups // group_size // 2 * group_size, "num_active_heads": in_groups}
-        configs: dict[str, Any] = {"dense, sdpa": LlamaConfig(**fields)}
-        configs["MoH, sdpa"] = MoHLlamaConfig(**fields, **routed)
+        linear = routed | {"router_type": "linear"}
+        plans = {
+            "MoH": routed,
+            "MoH, value": linear | {"head_fallback": "value"},
+            "MoH, local": linear | {"head_fallback": "local", "local_window": window},
+            "MoH by groups": whole | {"routing_granularity": "kv_group"},
+        }
         self.models: dict[str, Any] = {}
-        self.shares = {"dense, sdpa": 100, "MoH, sdpa": share}
-        if triton:
-            configs["MoH, moh_sparse"] = copy.deepcopy(configs["MoH, sdpa"])
-            configs["MoH by groups, moh_sparse"] = MoHLlamaConfig(**fields, **whole, routing_granularity="kv_group")
-            self.shares |= {"MoH, moh_sparse": share, "MoH by groups, moh_sparse": round(100 * in_groups / shape.heads)}
-        for name, config in configs.items():
-            kind = name.split(", ")[1]
-            with torch.device(DEVICE):
-                model = AutoModel.from_config(config, dtype=dtype, attn_implementation=kind).eval()
-            if self.models:  # the default router, query_norm, has no weights
-                model.load_state_dict(self.models["dense, sdpa"].state_dict(), assign=True)
-            self.models[name] = model
+        self.shares = {"dense, sdpa": 100}
+        self._add("dense, sdpa", LlamaConfig(**fields), dtype)
+        for plan, more in plans.items():
+            for kind in ("sdpa", "moh_sparse") if triton else ("sdpa",):
+                if plan == "MoH by groups" and kind == "sdpa":  # costs what "MoH" does
+                    continue
+                self._add(f"{plan}, {kind}", MoHLlamaConfig(**fields, **more), dtype)
+                self.shares[f"{plan}, {kind}"] = round(100 * more["num_active_heads"] / shape.heads)
+
+    def _add(self, name: str, config: LlamaConfig, dtype: torch.dtype) -> None:
+        """A model with the weights of the dense one and, where it was added, of the same layer with SDPA."""
+        plan, kind = name.rsplit(", ", 1)
+        with torch.device(DEVICE):
+            model = AutoModel.from_config(config, dtype=dtype, attn_implementation=kind).eval()
+        for same in ("dense, sdpa", f"{plan}, sdpa"):
+            if same in self.models:
+                model.load_state_dict(self.models[same].state_dict(), strict=False, assign=True)
+        self.models[name] = model
 
     def cache_bytes(self, context: int, batch: int) -> int:
         """Of all layers."""
@@ -112,8 +125,9 @@ class Stack:
             run, interpreted = stack_run(model, ids, cache), not ON_CUDA and name.endswith("moh_sparse")
             row = {"path": name, "share": self.shares[name], "ours": name.startswith("MoH"), "failed": attempt(run)}
             rows.append(row)
-            if name == "MoH, moh_sparse" and not row["failed"]:
-                row["error"] = distance(run(), stack_run(self.models["MoH, sdpa"], ids, cache)())
+            masked = self.models.get(name.replace("moh_sparse", "sdpa"))
+            if name.endswith("moh_sparse") and masked is not None and not row["failed"]:
+                row["error"] = distance(run(), stack_run(masked, ids, cache)())
             if not row["failed"] and not interpreted:
                 runs[name] = run
         times = self.clock.turns(runs)
