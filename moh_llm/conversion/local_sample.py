@@ -54,6 +54,7 @@ def sample_local(
 ) -> LocalSample:
     """Record local attention; arguments are those of `local_attention` and `Band.of`, T queries and T keys."""
     band = Band.of(positions, starts, window, sinks)
+    assert band is not None  # without more tokens that have all heads on
     outputs = local_attention(queries, keys, values, band, scaling)
     queries = (queries * scaling).unflatten(1, (keys.shape[1], -1))  # [B, KV, H / KV, T, D]
     near = _near(queries, keys, band)

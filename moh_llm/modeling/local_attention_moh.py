@@ -28,16 +28,26 @@ def out_of_sight(positions: torch.Tensor, starts: torch.Tensor, window: int, sin
     return positions - starts + 1 - window - sinks
 
 
+def _can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether Python may depend on the tensor's numbers: not in compiled code, nor while a CUDA graph is recorded."""
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
 class Band(NamedTuple):
     """Which keys each block of queries sees: what all layers have in common.
+
+    It leaves out `lead` queries of each row, so that T' = T - lead are left.
 
     Attributes:
         index: keys of each block, the document's first ones and those of the band, `[B or 1, N, K]`. What lies outside
             of the keys that there are, is not visible.
         visible: whether a query sees a key of its block and, last, the distant token, `[B or 1, N, block, K + 1]`.
-        hidden: how many keys of causal attention a query does not see, zero or less where none, `[B or 1, T]`.
+        hidden: how many keys of causal attention a query does not see, zero or less where none, `[B or 1, T']`.
         all_on: whether a query has all heads on, which its document's first ones have, `[B or 1, T]`.
         early: how many first queries have all of these among them; None where finding out is not worth its cost.
+        lead: how many first queries are all of this kind, in each row, and are left out.
     """
 
     index: torch.Tensor
@@ -45,11 +55,12 @@ class Band(NamedTuple):
     hidden: torch.Tensor
     all_on: torch.Tensor
     early: int | None
+    lead: int
 
     @classmethod
     def of(
         cls, positions: torch.Tensor, starts: torch.Tensor, window: int, sinks: int, all_on_until: int = 0
-    ) -> "Band":
+    ) -> "Band | None":
         """The band of queries at p: keys j with s <= j <= p and (j > p - window or j < s + sinks).
 
         Args:
@@ -59,13 +70,22 @@ class Band(NamedTuple):
             window: how many tokens a query sees up to itself.
             sinks: how many first tokens of its document it sees.
             all_on_until: how many first tokens of a document have all heads on; those that see every key have, too.
+
+        Returns:
+            None where all queries are such first tokens.
         """
-        hidden = out_of_sight(positions, starts, window, sinks)
         all_on = positions - starts < max(all_on_until, window + sinks)
-        early = None
-        if not torch.compiler.is_compiling():
-            (places,) = all_on.any(0).nonzero(as_tuple=True)
-            early = int(places[-1]) + 1 if len(places) else 0
+        early, lead = None, 0
+        if _can_be_read(all_on):
+            some = all_on.any(0).nonzero()
+            early = int(some[-1]) + 1 if len(some) else 0
+            if early and all_on_until > window + sinks:  # else local attention is what a head that is skipped has there
+                others = (~all_on.all(0)).nonzero()
+                if not len(others):
+                    return None
+                lead = int(others[0])
+        positions, starts = positions[:, lead:], starts[:, lead:]
+        hidden = out_of_sight(positions, starts, window, sinks)
         length = positions.shape[1]
         block = min(length, window, _BLOCK)
         count, missing = -(-length // block), -length % block
@@ -88,7 +108,7 @@ class Band(NamedTuple):
         # In the band a sink is seen there. A document that begins before the band is that of the block's first query.
         is_sink = torch.arange(index.shape[-1], device=positions.device) < sinks
         visible &= ~is_sink | (j < band[..., :1].unsqueeze(-2))
-        return cls(index, torch.cat([visible, p - s >= window + sinks], dim=-1), hidden, all_on, early)
+        return cls(index, torch.cat([visible, p - s >= window + sinks], dim=-1), hidden, all_on, early, lead)
 
     def near(self, begin: int, sinks: int) -> "Band":
         """The band of keys that are the documents' first ones, `sinks`, and then those from the index `begin` on."""

@@ -187,12 +187,13 @@ class MoHLlamaAttention(LlamaAttention):
             head_outputs = head_outputs * gate.unsqueeze(-1)
         is_step = queries.shape[2] == 1 and has_flash_attention(gate)
         if band is not None and not (is_step and bool((gate == 1).all())):  # to ask costs nothing on a CPU
-            local = self.fallback(
-                queries, keys, values, hidden_states, band, self.scaling, dropout, near=near, kept=kept
-            )
+            late, late_states = queries[:, :, band.lead :], hidden_states[:, band.lead :]
+            local = self.fallback(late, keys, values, late_states, band, self.scaling, dropout, near=near, kept=kept)
             heads = self.fallback.heads
-            off = 1 - gate.index_select(-1, heads)
-            head_outputs = head_outputs.index_add(2, heads, local * off.unsqueeze(-1))
+            off = 1 - gate[:, band.lead :].index_select(-1, heads)
+            first, rest = head_outputs[:, : band.lead], head_outputs[:, band.lead :]
+            rest = rest.index_add(2, heads, local * off.unsqueeze(-1))
+            head_outputs = torch.cat([first, rest], dim=1) if band.lead else rest
         return self.o_proj(head_outputs.reshape(*input_shape, -1).contiguous()), attn_weights
 
     def _skips_heads(self, length: int, early: int | None) -> bool:
