@@ -42,7 +42,7 @@ MOH_FIELDS = {
     "router_type",
     "router_score",
     "routing_granularity",
-    "router_aux_loss_coef",
+    "head_balance_coef",
     "output_router_logits",
     "head_fallback",
     "local_window",

@@ -63,7 +63,7 @@ class MoHLlamaConfig(LlamaConfig):
             `local_window + local_sinks` at least: their local attention is the head's own.
         local_heads (`list[list[int]]`, *optional*):
             Ids of the heads that are never on, one list per layer (`head_fallback="local"`). Default: none.
-        router_aux_loss_coef (`float`):
+        head_balance_coef (`float`):
             Weight beta of the load-balance loss (Eq. 8).
         output_router_logits (`bool`):
             Whether a forward pass returns router logits and the load-balance loss.
@@ -93,7 +93,7 @@ class MoHLlamaConfig(LlamaConfig):
     local_sinks: int = 4
     local_start: int = 0
     local_heads: list[list[int]] | None = None
-    router_aux_loss_coef: float = 0.01
+    head_balance_coef: float = 0.01
     output_router_logits: bool = False
     attention_output_bias: bool | None = None
     query_key_norm: bool = False
@@ -108,6 +108,8 @@ class MoHLlamaConfig(LlamaConfig):
                 f"{old[0]} was written by an earlier version of MoH-LLM; convert the base again: `moh-llm convert BASE`"
             )
         kwargs.pop("sparse_gate_gradient", None)  # a setting of training, which earlier versions wrote
+        # Its name in earlier versions: libraries that find it take the model for a mixture of experts.
+        self.head_balance_coef = kwargs.pop("router_aux_loss_coef", self.head_balance_coef)
         super().__post_init__(**kwargs)
         heads, group_size = self.num_attention_heads, self.heads_per_group
         if self.num_shared_heads is None:

@@ -446,7 +446,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         Arguments are those of `LlamaForCausalLM`. With `output_router_logits` (default: the
         config's) the output holds `router_logits` (per layer `[B, T, U]`) and `aux_loss`, the
         load-balance loss of Eq. 7 averaged over layers and rows; given `labels`, `loss` is then
-        cross-entropy + `router_aux_loss_coef` * `aux_loss` (Eq. 8), and rows count in `aux_loss` by
+        cross-entropy + `head_balance_coef` * `aux_loss` (Eq. 8), and rows count in `aux_loss` by
         their predicted tokens. With `num_items_in_batch`, the predicted tokens of all passes that make
         one step, both terms of `loss` are this pass's part of the step's loss.
         """
@@ -474,7 +474,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
             balanced = () if self.config.router_type == "threshold" else outputs.router_logits
             aux_loss = load_balancing_loss(balanced, top_k[: len(balanced)], attention_mask, predicted)
             if loss is not None:
-                weight = self.config.router_aux_loss_coef
+                weight = self.config.head_balance_coef
                 if (of_step := kwargs.get("num_items_in_batch")) is not None:
                     weight = weight * predicted.sum().to(loss.device) / of_step
                 loss = loss + weight * aux_loss.to(loss.device)

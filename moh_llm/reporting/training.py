@@ -100,7 +100,7 @@ def recipe(run: TrainingRun) -> Pairs:
         layer = goal["layer_coefficient"]
         extra = f", layers' distance weighed {layer:g}" if layer else ""
         pairs.append(("distillation", f"temperature {goal['temperature']:g}{extra}"))
-    model_beta = ("the model's ", Code("router_aux_loss_coef"))
+    model_beta = ("the model's ", Code("head_balance_coef"))
     pairs.append(("load-balance weight", model_beta if beta is None else f"{beta:g}"))
     if schedule["anneal_steps"]:
         pairs.append(("heads switched off over", f"{schedule['anneal_steps']:,} steps"))

@@ -105,7 +105,7 @@ class ObjectiveConfig(_Keys, group="objective"):
     )
     temperature: float = key("softmax temperature of both sides of the KL", 1.0, above=0)
     balance_coefficient: float | None = key(
-        "weight beta of the load-balance loss; null: the model's router_aux_loss_coef", None, at_least=0
+        "weight beta of the load-balance loss; null: the model's head_balance_coef", None, at_least=0
     )
     layer_coefficient: float = key(
         "distillation: weight of the layers' squared distance to the base's, relative to their size; 0: none",

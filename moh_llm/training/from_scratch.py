@@ -149,8 +149,8 @@ def _check_values(path: Path, values: dict[str, Any]) -> None:
         raise UserError(f"{path}: num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}")
     if (size := values.get("head_dim") or values["hidden_size"] // heads) % 2:
         raise UserError(f"{path}: head_dim={size} must be even: rotary embedding turns pairs")
-    if not 0 <= (beta := values.get("router_aux_loss_coef", 0)) < math.inf:
-        raise UserError(f"{path}: router_aux_loss_coef={beta} must not be negative")
+    if not 0 <= (beta := values.get("head_balance_coef", 0)) < math.inf:
+        raise UserError(f"{path}: head_balance_coef={beta} must not be negative")
     if (act := values.get("hidden_act", "silu")) not in ACT2FN:
         raise UserError(f"{path}: hidden_act={act} is no activation of transformers; LLaMA's is silu")
 

@@ -123,7 +123,7 @@ def _train(
     teacher = networks.make_teacher(config, reference, accelerator.device)
     beta = config.objective.balance_coefficient
     if beta is None:
-        beta = student.config.router_aux_loss_coef
+        beta = student.config.head_balance_coef
     counts = {
         "trained": sum(networks.full_shape(w).numel() for w in networks.trained_weights(student).values()),
         "total": sum(networks.full_shape(weight).numel() for weight in student.parameters()),

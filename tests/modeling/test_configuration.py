@@ -10,7 +10,7 @@ SIZE = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "
 def test_defaults_are_the_papers():
     config = MoHLlamaConfig(hidden_size=32, num_attention_heads=32, num_hidden_layers=2)
     assert (config.num_shared_heads, config.num_active_heads) == (16, 24)
-    assert (config.router_type, config.router_score, config.router_aux_loss_coef) == ("query_norm", "quantized", 0.01)
+    assert (config.router_type, config.router_score, config.head_balance_coef) == ("query_norm", "quantized", 0.01)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,8 @@ def test_per_layer_counts_and_ids_survive_saving(tmp_path):
 
 def test_what_earlier_versions_wrote_is_dropped_or_refused():
     assert "sparse_gate_gradient" not in MoHLlamaConfig(**SIZE, sparse_gate_gradient="selected").to_dict()
+    renamed = MoHLlamaConfig(**SIZE, router_aux_loss_coef=0.5)
+    assert renamed.head_balance_coef == 0.5 and "router_aux_loss_coef" not in renamed.to_dict()
     for name in ("head_stand_in", "routing_unit"):
         with pytest.raises(ValueError, match=f"{name} was written by an earlier .* again: `moh-llm convert BASE`"):
             MoHLlamaConfig(**SIZE, **{name: "none"})

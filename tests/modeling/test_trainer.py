@@ -44,7 +44,7 @@ def one_step(folder: Path, output: Path, rows: list, batch: int) -> tuple[dict, 
     model = MoHLlamaForCausalLM.from_pretrained(folder)
     assert model.config.router_type == "linear" and model.config.head_fallback == "value"
     assert len(set(model.config.active_heads_per_layer)) > 1
-    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 4.0  # large enough to be seen
+    model.config.output_router_logits, model.config.head_balance_coef = True, 4.0  # large enough to be seen
     arguments = TrainingArguments(
         output_dir=output,
         gradient_accumulation_steps=len(rows) // batch,
@@ -68,7 +68,7 @@ def test_accumulation_does_not_change_a_step(converted, tmp_path):
             output = model(row["input_ids"][None], labels=row["labels"][None], output_router_logits=True)
             count = (row["labels"][1:] != -100).sum()
             if count:
-                cross_entropy = output.loss - model.config.router_aux_loss_coef * output.aux_loss
+                cross_entropy = output.loss - model.config.head_balance_coef * output.aux_loss
                 total, predicted = total + count * (cross_entropy + 4.0 * output.aux_loss), predicted + count
     assert log["loss"] == pytest.approx((total / predicted).item(), rel=1e-4)
     for batch in (4, 1):

@@ -88,7 +88,7 @@ def test_twins_differ_in_their_heads_only_and_every_key_is_explained(size: str) 
         for above, line in zip(["", *lines], lines, strict=False):
             assert not line or line.startswith("#") or above.startswith("#"), f"no comment above {line!r}"
     dense, moh = map(yaml.safe_load, texts)
-    plan = {"num_shared_heads", "num_active_heads", "router_type", "router_score", "router_aux_loss_coef"}
+    plan = {"num_shared_heads", "num_active_heads", "router_type", "router_score", "head_balance_coef"}
     assert {name for name in dense if dense[name] != moh[name]} == plan
     assert dense.keys() == moh.keys() <= architecture_keys().keys()
     assert moh["num_active_heads"] == 0.75 * moh["num_attention_heads"]
@@ -228,7 +228,7 @@ def refusal(capsys, *arguments: object) -> str:
         ("num_hidden_layers: true", "num_hidden_layers=True must be a whole number"),
         ("num_hidden_layers: 0", "num_hidden_layers=0 must be above 0"),
         ("rms_norm_eps: .nan", "rms_norm_eps=nan must be above 0"),
-        ("router_aux_loss_coef: -1", "router_aux_loss_coef=-1 must not be negative"),
+        ("head_balance_coef: -1", "head_balance_coef=-1 must not be negative"),
         ("num_key_value_heads: 5", "num_attention_heads=12 must be a multiple of num_key_value_heads=5"),
         ("head_dim: 5", "head_dim=5 must be even"),
         ("hidden_size: 50", "hidden size (50) is not a multiple of the number of attention heads (12)"),
