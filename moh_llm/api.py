@@ -14,9 +14,9 @@ The commands of `moh-llm` call these functions with the values of their flags. B
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 if TYPE_CHECKING:
     from moh_llm.conversion.convert import Restored
@@ -28,6 +28,18 @@ if TYPE_CHECKING:
     from moh_llm.training.config import TrainConfig
 
 PathLike = str | os.PathLike[str]
+
+
+def _refuse_unknown(function: Callable, given: Mapping[str, Any]) -> None:
+    """Raise UserError where an argument is none of the words that its type names."""
+    from moh_llm.errors import UserError
+
+    for name, hint in function.__annotations__.items():
+        literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+        words = [word for part in literals for word in get_args(part)]
+        value = given.get(name)
+        if isinstance(value, str) and words and value not in words:
+            raise UserError(f"{name}={value!r} must be {' or '.join(map(repr, words))}")
 
 
 def convert(
@@ -92,6 +104,7 @@ def convert(
     Raises:
         UserError: bad input; ``output`` is then as before.
     """
+    _refuse_unknown(convert, locals())
     import torch
 
     from moh_llm.conversion.convert import ConversionOptions
@@ -288,6 +301,7 @@ def evaluate(
     Raises:
         UserError: a model, the suite, the data or ``output`` cannot be used.
     """
+    _refuse_unknown(evaluate, locals())
     from moh_llm.reporting.evaluate import EvaluationOptions
     from moh_llm.reporting.evaluate import evaluate as evaluate_models
 
