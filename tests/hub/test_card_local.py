@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,24 @@ def test_a_conversion_leaves_its_card(conversion: Path) -> None:
     assert "inherited from the base, according to LICENSE of the base" in sections["Base model and licence"]
     assert 'folder = "path/to/this/folder"' in sections["How to load"] and "revision=" not in sections["How to load"]
     assert str(conversion.parent) not in card
+
+
+@pytest.mark.slow
+def test_how_to_load_runs_as_written(conversion: Path) -> None:
+    """In a process of its own, without MoH-LLM and without anybody to answer questions."""
+    sections, _ = read(conversion)
+    code = (
+        sections["How to load"].split("```python\n")[1].split("```")[0].replace("path/to/this/folder", str(conversion))
+    )
+    ran = subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys; sys.modules['moh_llm'] = None\n{code}"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() and "trust_remote_code" not in ran.stdout + ran.stderr
 
 
 def test_publishing_writes_the_card_anew(
