@@ -4,7 +4,8 @@
     python benchmarks/training.py --size tiny --processes     # and one process against two (CPU: one thread each)
 
 - step: a step of cross-entropy of the MoH model (value fallbacks, three quarters of the heads by a linear router; or
-  local ones, half of them by a threshold; all heads are computed and masked) against the dense model with the same
+  local ones, half of them by a threshold, where all heads are computed and masked, or always the same half, "fixed",
+  where full attention of the others is left out) against the dense model with the same
   loop, each in its own process.
 - loop: a step of our loop against one of `transformers.Trainer`, both on the dense LLaMA with the same batch, dtype,
   optimiser and clipping; at most 1.05 is asked.
@@ -34,6 +35,7 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from moh_llm.conversion.plan import PlanOptions
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
 from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
@@ -51,6 +53,7 @@ HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embedding
 FALLBACKS = {
     "value": {"num_shared_heads": 1, "num_active_heads": 7, "router_type": "linear", "head_fallback": "value"},
     "local": {"num_shared_heads": 1, "num_active_heads": 5, "router_type": "threshold", "head_fallback": "local"},
+    "fixed": {"num_shared_heads": 5, "num_active_heads": 5, "router_type": "none", "head_fallback": "local"},
 }
 VOCABULARY = 128_256  # LLaMA 3's, for the loss
 PROCESSES = multiprocessing.get_context("spawn")
@@ -117,7 +120,9 @@ def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
     """A random model of the size: MoH at three quarters of the heads, or its dense twin, which has no router."""
     torch.manual_seed(0)
     heads = {"num_shared_heads": 9, "num_active_heads": 9} if dense else FALLBACKS[args.fallback]
-    config = MoHLlamaConfig(**SIZES[args.size], **HEADS, **heads, max_position_embeddings=max(2048, args.length))
+    start = PlanOptions(context=args.length, fallback="local").start  # that of a default conversion
+    more = {"max_position_embeddings": max(2048, args.length), "local_start": start}
+    config = MoHLlamaConfig(**SIZES[args.size], **HEADS, **heads, **more)
     return MoHLlamaForCausalLM(config)
 
 
@@ -221,14 +226,16 @@ def take_turns(config: TrainConfig, args: argparse.Namespace, dense: bool, pipe:
 def summary(seconds: dict[str, list[float]], args: argparse.Namespace) -> dict[str, float]:
     """Print and return medians, and the median over rounds of the first peer's time over the second's."""
     (first, mine), (second, theirs) = seconds.items()
-    ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+    ratio = statistics.median(ratios)
     tokens = args.blocks * args.length
     print(
         f"{first}: {statistics.median(mine):.3f} s a step, {tokens / statistics.median(mine):.0f} tokens/s; "
-        f"{second}: {statistics.median(theirs):.3f} s; ratio {ratio:.3f} over {len(mine)} rounds",
+        f"{second}: {statistics.median(theirs):.3f} s; ratio {ratio:.3f} "
+        f"({min(ratios):.3f} to {max(ratios):.3f}) over {len(mine)} rounds",
         flush=True,
     )
-    return {first: statistics.median(mine), second: statistics.median(theirs), "ratio": ratio}
+    return {first: statistics.median(mine), second: statistics.median(theirs), "ratio": ratio, "ratios": ratios}
 
 
 def checkpoint(config: TrainConfig, args: argparse.Namespace, scratch: Path) -> dict[str, float]:
