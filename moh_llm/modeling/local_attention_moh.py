@@ -29,8 +29,8 @@ def out_of_sight(positions: torch.Tensor, starts: torch.Tensor, window: int, sin
 
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether Python may depend on the tensor's numbers: not in compiled code, nor while a CUDA graph is recorded."""
-    if torch.compiler.is_compiling():
+    """Whether Python may depend on the tensor's numbers: it has some, and no compiler or CUDA graph records."""
+    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) is not torch.Tensor:  # fake tensors have none
         return False
     return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 

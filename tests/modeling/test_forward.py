@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moh_llm.modeling import modeling_moh_llama, selected_attention_moh
 from tests.modeling import naive
@@ -208,6 +209,16 @@ def test_heads_that_are_computed_for_first_tokens_only_have_the_gradients_of_all
         gradients.append({name: tensor.grad for name, tensor in moh.named_parameters() if tensor.grad is not None})
     assert kinds == [True] * 2  # both layers
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if "local" in name])
+def test_a_pass_without_numbers_has_the_shapes(make_pair, ids, name):
+    """On the meta device, as tools that estimate memory run it, and with fake tensors."""
+    _, moh = make_pair(**PLANS[name])
+    shape = moh(ids).logits.shape
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert moh(ids).logits.shape == shape
+    assert moh.to("meta")(ids.to("meta")).logits.shape == shape
 
 
 @pytest.mark.parametrize(("fallback", "start"), [("none", 0), ("value", 0), ("local", 0), ("local", 10)])
