@@ -4,9 +4,9 @@
     python benchmarks/training.py --size tiny --processes     # and one process against two (CPU: one thread each)
 
 - step: a step of cross-entropy of the MoH model (value fallbacks, three quarters of the heads by a linear router; or
-  local ones, half of them by a threshold, where all heads are computed and masked, or always the same half, "fixed",
-  where full attention of the others is left out) against the dense model with the same
-  loop, each in its own process.
+  local ones, half of them by a threshold; in both all heads are computed and masked; or local ones and the same five
+  of nine heads for all tokens, "fixed", where full attention of the others is left out) against the dense model with
+  the same loop, each in its own process.
 - loop: a step of our loop against one of `transformers.Trainer`, both on the dense LLaMA with the same batch, dtype,
   optimiser and clipping; at most 1.05 is asked.
 - checkpoint: saving and loading a checkpoint against writing and reading as many bytes (hashing included in ours).
@@ -117,7 +117,7 @@ def recipe(args: argparse.Namespace, scratch: Path) -> TrainConfig:
 
 
 def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
-    """A random model of the size: MoH at three quarters of the heads, or its dense twin, which has no router."""
+    """A random model of the size: MoH with the plan of `FALLBACKS`, or its dense twin, which has no router."""
     torch.manual_seed(0)
     heads = {"num_shared_heads": 9, "num_active_heads": 9} if dense else FALLBACKS[args.fallback]
     start = PlanOptions(context=args.length, fallback="local").start  # that of a default conversion
@@ -199,7 +199,7 @@ def against_dense(config: TrainConfig, args: argparse.Namespace) -> dict[str, fl
     In one process they would share a heap, and the smaller of the two would find the memory it needs already mapped
     where the other has to ask for more: a difference that nobody who trains one model meets.
     """
-    seconds: dict[str, list[float]] = {"MoH (masked)": [], "dense": []}
+    seconds: dict[str, list[float]] = {"MoH": [], "dense": []}
     pipes = {}
     for name in seconds:
         pipes[name], end = PROCESSES.Pipe()

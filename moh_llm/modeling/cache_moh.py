@@ -28,17 +28,14 @@ class MoHCacheLayer(DynamicLayer):
         super().__init__()
         self.local_groups = config.local_groups(layer_idx)
         self.kept_groups = [g for g in range(config.num_key_value_heads) if g not in self.local_groups]
-        self.window, self.num_sinks, self.all_heads_until = (
-            config.local_window,
-            config.local_sinks,
-            config.all_heads_until,
-        )
+        self.window, self.num_sinks = config.local_window, config.local_sinks
+        self.all_heads_until = config.all_heads_until
         self._drop()
 
     def _drop(self) -> None:
         self._room: list[torch.Tensor] = []  # of which `keys` and `values` are the beginnings
         self.begin = 0  # index of the first token in `recent`
-        self.late = 0  # index of the first token after which no row has all heads on
+        self.late = 0  # index of the token from which on no row has all heads on
         self.recent: list[torch.Tensor] = []
         self.sinks: list[torch.Tensor] = []
         self._near: tuple[torch.Tensor, torch.Tensor, int] | None = None

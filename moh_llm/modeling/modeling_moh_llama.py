@@ -206,12 +206,13 @@ class MoHLlamaAttention(LlamaAttention):
             (router.local_groups > 0 or (router.router_type == "none" and router.routed_groups > 0))
             and router.num_active < router.num_heads
             and length > self.config.all_heads_until  # up to there the result is the base's bit for bit
-            # One returns weights of all heads, one skips them itself; others would have to be told of fewer queries.
-            and self.config._attn_implementation not in ("eager", HEAD_SPARSE)
-            and (early == 0 or not self._has_early_heads or self.config._attn_implementation == "sdpa")
-            and (early is not None or not self._has_early_heads)
-            and (early or 0) < length
+            and self.config._attn_implementation not in ("eager", HEAD_SPARSE)  # one returns weights of all heads
+            and (not self._has_early_heads or early == 0 or self._can_split(length, early))
         )
+
+    def _can_split(self, length: int, early: int | None) -> bool:
+        """Whether attention can be called for the first `early` queries alone; others than SDPA read more of kwargs."""
+        return early is not None and early < length and self.config._attn_implementation == "sdpa"
 
     @property
     def _has_early_heads(self) -> bool:
