@@ -272,27 +272,41 @@ class TrainConfig(_Keys):
         return self.data.batch_size * self.data.sequence_length
 
 
-# Keys (or groups) whose change leaves every number of the training curve as it was: where things
-# are written, what is only looked at, and recomputation, which repeats the same operations. `model`
-# and the mixture are here because the run record holds hashes of what they name, which are compared; so does `base`,
-# whose place may change and whose weights may not.
-_HARMLESS = {"model", "output_dir", "base", "save_dtype", "gradient_checkpointing", "checkpoint", "hub", "report_to"}
-_HARMLESS |= {
+# Keys that name places, and the group that publishes a finished run. The run record holds hashes of what `model`,
+# `base` and the mixture name, and those are compared.
+_PLACES = {"model", "output_dir", "base", "hub", "data.mixture"}
+# Keys (or groups) whose change leaves every number of the training curve as it was: what is kept, what is only looked
+# at, and recomputation, which repeats the same operations.
+_HARMLESS = {
+    "save_dtype",
+    "gradient_checkpointing",
+    "checkpoint",
+    "report_to",
     "attn_implementation",
     "evaluation.eval_steps",
     "evaluation.batch_size",
-    "data.mixture",
     "data.dataloader_num_workers",
 }
 
 
-def changed_keys(recorded: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted keys that differ between two recipes (nested dicts) and change the training curve."""
+def changed_keys(recorded: dict[str, Any], current: dict[str, Any], finished: bool = False) -> list[str]:
+    """Dotted keys that differ between two recipes (nested dicts) and matter.
+
+    Args:
+        recorded: one recipe.
+        current: the other.
+        finished: whether the run of ``recorded`` is finished. Keys that do not change the training curve
+            (``save_dtype``, say) then matter, too, since they would have no effect.
+    """
+    return _differing(recorded, current, _PLACES if finished else _PLACES | _HARMLESS, "")
+
+
+def _differing(recorded: dict[str, Any], current: dict[str, Any], left_out: set[str], prefix: str) -> list[str]:
     changed = []
     for name in sorted(recorded.keys() | current.keys()):
         old, new = recorded.get(name), current.get(name)
-        if prefix + name in _HARMLESS or old == new:
+        if prefix + name in left_out or old == new:
             continue
         nested = isinstance(old, dict) and isinstance(new, dict)
-        changed += changed_keys(old, new, f"{prefix}{name}.") if nested else [prefix + name]
+        changed += _differing(old, new, left_out, f"{prefix}{name}.") if nested else [prefix + name]
     return changed

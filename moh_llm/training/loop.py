@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -40,7 +41,7 @@ from moh_llm.training.parallel import (
     sum_over_processes,
 )
 from moh_llm.training.preflight import check_machine
-from moh_llm.training.reference import agreed_starting_point
+from moh_llm.training.reference import agreed_starting_point, expected_reference
 from moh_llm.training.runs import Run, find_fault, mark_files
 from moh_llm.training.scoring import evaluate, measure_floor, score_saved
 from moh_llm.training.step import DivergenceWatch, TrainingStep, accumulate_gradients
@@ -94,6 +95,9 @@ def _train(
         for milestone in sorted(run.milestones.glob("step-*")):
             on_milestone(milestone)
     if run.record.status == "finished" and not from_main(accelerator, lambda: _reopen(run, say)):
+        if config.base is not None:  # it may be another checkpoint than the run's
+            from_main(accelerator, lambda: expected_reference(config))
+        _open_data(config, run, accelerator, say)
         say(f"{run.folder} holds this run, finished after {config.max_steps} steps; nothing to do")
         end_distribution(accelerator)
         accelerator.end_training()
@@ -108,9 +112,7 @@ def _train(
 
     # ---- data
     data = config.data
-    tokenizer = networks.load_tokenizer(Path(config.model))
-    with accelerator.main_process_first():
-        _, token_folder, sources = tokens_for(data.mixture, tokenizer, say)
+    tokenizer, token_folder, sources = _open_data(config, run, accelerator, say)
     stream = SequenceStream(sources, data.sequence_length, config.seed)
     stream.check_epochs(config.max_steps * data.batch_size)
     held_out = validation_batches(
@@ -139,7 +141,7 @@ def _train(
 
     # ---- where to begin
     run.begin(
-        describe_data(sources),
+        data=describe_data(sources),
         tokens_in=token_folder,
         device=str(accelerator.device),
         processes=accelerator.num_processes,
@@ -270,6 +272,17 @@ def _reopen(run: Run, say: Callable[[str], None]) -> bool:
         )
     say(f"{run.model} is damaged ({fault}); it is made anew from the last checkpoint")
     return True
+
+
+def _open_data(
+    config: TrainConfig, run: Run, accelerator: Accelerator, say: Callable[[str], None]
+) -> tuple[Any, str, list[TokenizedSource]]:
+    """The tokenizer, the folder of the tokens and its sources; UserError unless they are what the run began with."""
+    tokenizer = networks.load_tokenizer(Path(config.model))
+    with accelerator.main_process_first():
+        _, folder, sources = tokens_for(config.data.mixture, tokenizer, say)
+    run.check_data(describe_data(sources))
+    return tokenizer, folder, sources
 
 
 def describe_data(sources: list[TokenizedSource]) -> dict[str, object]:

@@ -48,7 +48,7 @@ def read_run(config: TrainConfig) -> RunRecord | None:
             )
         return None
     record = RunRecord.read(folder / RECORD)
-    _refuse(folder, changed_keys(record.config, _as_json(config)))
+    _refuse(folder, changed_keys(record.config, _as_json(config), finished=record.status == "finished"))
     return record
 
 
@@ -86,21 +86,20 @@ class Run:
         record.config = _as_json(config)
         self.record = record
 
-    def begin(self, data: dict[str, Any], **facts: Any) -> None:
-        """Record the start, or check on resume that the data are those of the start.
-
-        Args:
-            data: what identifies the tokenised mixture.
-            facts: anything else worth recording (device, parameter counts).
-
-        Raises:
-            UserError: the data are not those that the run began with, or the disk refuses.
-        """
+    def check_data(self, data: dict[str, Any]) -> None:
+        """Raise UserError unless ``data``, what identifies the tokenised mixture, is what the run began with."""
         if self.record.data not in (None, data):
             raise UserError(
                 f"the text of data.mixture={self.record.config['data']['mixture']} is not what the run in "
                 f"{self.folder} began with; restore it, name a new --output_dir, or pass --overwrite to start anew"
             )
+
+    def begin(self, **facts: Any) -> None:
+        """Record the start and what is worth recording (data, device, parameter counts).
+
+        Raises:
+            UserError: the disk refuses.
+        """
         versions = {"moh_llm": __version__, "python": platform.python_version()}
         versions |= {name: version(name) for name in PACKAGES}
         if self._writes:
@@ -109,7 +108,7 @@ class Run:
             except OSError as error:
                 reason = f"cannot make output_dir={self.folder}: {error.strerror}"
                 raise UserError(f"{reason}; name another folder") from error
-        self._update(status="running", data=data, versions=versions, **facts)
+        self._update(status="running", versions=versions, **facts)
 
     def finish(self, model_files: dict[str, FileMark], **facts: Any) -> None:
         """Record the end, after reading the model back.

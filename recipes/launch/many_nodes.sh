@@ -6,9 +6,9 @@
 # NODES machines, NODE_RANK this one's number from 0, MASTER the address of number 0, GPUS those of one machine (8),
 # without GPUs the processes of one machine.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+root=$(cd "$(dirname "$0")/../.." && pwd)  # paths in the arguments are relative to the caller's folder
 strategy=$1
 shift
-exec accelerate launch --config_file "recipes/accelerate/$strategy.yaml" \
+exec accelerate launch --config_file "$root/recipes/accelerate/$strategy.yaml" \
     --num_machines "$NODES" --machine_rank "$NODE_RANK" --num_processes "$((NODES * ${GPUS:-8}))" \
-    --main_process_ip "$MASTER" --main_process_port "${PORT:-29500}" train.py "$@"
+    --main_process_ip "$MASTER" --main_process_port "${PORT:-29500}" "$root/train.py" "$@"

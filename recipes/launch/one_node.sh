@@ -6,8 +6,8 @@
 # The first argument names a file of recipes/accelerate; GPUS sets the number of processes (default: all GPUs). On a
 # machine without a GPU they are processes of the CPU (default: 1).
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+root=$(cd "$(dirname "$0")/../.." && pwd)  # paths in the arguments are relative to the caller's folder
 strategy=$1
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}
-exec accelerate launch --config_file "recipes/accelerate/$strategy.yaml" --num_processes "$gpus" train.py "$@"
+exec accelerate launch --config_file "$root/recipes/accelerate/$strategy.yaml" --num_processes "$gpus" "$root/train.py" "$@"

@@ -1,6 +1,8 @@
 """What `recipes/accelerate` and `recipes/launch` ship can be read by those it is for."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,24 @@ def test_accelerate_takes_its_configs(path: Path) -> None:
 def test_launchers_are_valid_shell(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
     assert path.stat().st_mode & 0o100, "not executable"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["one_node.sh", "many_nodes.sh"])
+def test_paths_are_relative_to_the_callers_folder(launcher: str, recipe: Path, tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {
+        "PATH": path,
+        "GPUS": "1",
+        "NODES": "1",
+        "NODE_RANK": "0",
+        "MASTER": "localhost",
+        "PORT": f"{20000 + os.getpid() % 20000}",
+    }
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPES.parent)}
+    words = ["ddp", recipe.name, "--output_dir", "here", "--max_steps", "1"]
+    ended = subprocess.run(
+        [RECIPES / "launch" / launcher, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "here" / "model" / "config.json").is_file()

@@ -158,6 +158,7 @@ def test_changed_keys_are_those_that_change_the_curve() -> None:
     old = {"model": "a", "data": {"batch_size": 4}, "lora": None, "evaluation": {"eval_steps": 1}}
     new = {"model": "b", "data": {"batch_size": 8}, "lora": {"rank": 4}, "evaluation": {"eval_steps": 2}}
     assert changed_keys(old, new) == ["data.batch_size", "lora"]
+    assert changed_keys(old, new, finished=True) == ["data.batch_size", "evaluation.eval_steps", "lora"]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

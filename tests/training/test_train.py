@@ -154,7 +154,26 @@ def test_a_finished_run_is_left_alone(configure, run) -> None:
     said: list[str] = []
     record = train(configure(), say=said.append).content()
     assert {**record, "config": None} == {**read_record(run), "config": None}  # whose output_dir is another
-    assert "nothing to do" in said[0]
+    assert "nothing to do" in said[-1]
+
+
+def test_a_finished_run_is_refused_what_it_did_not_do(
+    configure, run, mixture_file: Path, make_llama, tmp_path: Path
+) -> None:
+    text = Path(shutil.copytree(mixture_file.parent, tmp_path / "text"))  # to be changed
+    elsewhere = {"data.mixture": str(text / "mixture.yaml")}
+    assert train(configure(**elsewhere)).status == "finished"  # the same text at another place
+    with pytest.raises(UserError, match=r"different: evaluation\.eval_steps, gradient_checkpointing, save_dtype\."):
+        train(configure(save_dtype="bfloat16", gradient_checkpointing=True, **{"evaluation.eval_steps": 2}))
+    with pytest.raises(UserError, match="holds other weights than the checkpoint that model="):
+        train(configure(base=str(make_llama(max_position_embeddings=128))))
+    with next(text.glob("one*")).open("a") as file:
+        file.write('{"text": "One more document."}\n')
+    with pytest.raises(UserError, match=r"is not what the run in .* began with"):
+        train(configure(**elsewhere))
+    shutil.rmtree(text)
+    with pytest.raises(UserError, match="mixture"):
+        train(configure(**elsewhere))
 
 
 def test_another_recipe_does_not_resume(configure, mixture_file: Path, model_folder: Path, tmp_path: Path) -> None:
