@@ -19,8 +19,10 @@ if TYPE_CHECKING:
         MoHLlamaForSequenceClassification,
         MoHLlamaModel,
     )
+    from moh_llm.training.balance import HeadBalanceMixin
 
 __all__ = [
+    "HeadBalanceMixin",
     "MoHLlamaConfig",
     "MoHLlamaForCausalLM",
     "MoHLlamaForSequenceClassification",
@@ -41,6 +43,10 @@ def __getattr__(name: str) -> Any:
         from moh_llm import modeling
 
         return getattr(modeling, name)
+    if name == "HeadBalanceMixin":
+        from moh_llm.training.balance import HeadBalanceMixin
+
+        return HeadBalanceMixin
     from moh_llm import api
 
     return getattr(api, name)

@@ -8,6 +8,9 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import moh_llm
+import moh_llm.errors
+
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.slow
 
@@ -33,30 +36,35 @@ def folders(made_once, make_llama, convert) -> dict[str, Path]:
 
 
 def load(folder: Path, remote: bool) -> tuple:
-    import moh_llm  # noqa: F401  # registers the classes
-
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=remote), tokenizer
 
 
-def trainer_of(kind: str, model: torch.nn.Module, tokenizer, output: Path):
+def trainer_of(kind: str, model: torch.nn.Module, tokenizer, output: Path, *bases: type):
+    def make(trainer: type, *arguments, **keywords):
+        return type("Trainer", (*bases, trainer), {})(*arguments, **keywords)
+
     texts = Dataset.from_list([{"text": TEXT * 2}] * 8)
     if kind in ("sft", "packed", "lora"):
         packing = {"packing": True, "max_length": 64} if kind == "packed" else {"max_length": 64}
         adapter = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM") if kind == "lora" else None
         arguments = trl.SFTConfig(output_dir=output, **packing, **ARGUMENTS)
-        return trl.SFTTrainer(model, arguments, train_dataset=texts, processing_class=tokenizer, peft_config=adapter)
+        return make(
+            trl.SFTTrainer, model, arguments, train_dataset=texts, processing_class=tokenizer, peft_config=adapter
+        )
     if kind == "dpo":
         arguments = trl.DPOConfig(output_dir=output, max_length=64, **ARGUMENTS)
-        return trl.DPOTrainer(model, args=arguments, train_dataset=Dataset.from_list(PAIRS), processing_class=tokenizer)
+        return make(
+            trl.DPOTrainer, model, args=arguments, train_dataset=Dataset.from_list(PAIRS), processing_class=tokenizer
+        )
     arguments = trl.GRPOConfig(output_dir=output, num_generations=2, max_completion_length=8, **ARGUMENTS)
     prompts = Dataset.from_list([{"prompt": pair["prompt"]} for pair in PAIRS])
 
     def rewards(completions: list[str], **_) -> list[float]:
         return [float(len(set(text))) for text in completions]
 
-    return trl.GRPOTrainer(model, rewards, arguments, train_dataset=prompts, processing_class=tokenizer)
+    return make(trl.GRPOTrainer, model, rewards, arguments, train_dataset=prompts, processing_class=tokenizer)
 
 
 @pytest.mark.parametrize("name", ["value", "local"])
@@ -78,3 +86,71 @@ def test_it_trains_and_saves(folders, tmp_path, name, kind, remote):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=remote)
     assert again.config.head_balance_coef == model.config.head_balance_coef == 0.01
     assert all(tensor.equal(trained.state_dict()[key]) for key, tensor in again.state_dict().items())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_load_balance_loss_is_in_the_step(folders, tmp_path, accumulation):
+    """Of plain SGD, the step with the loss less the step without it is the gradient of the loss alone."""
+    texts = [TEXT[i:] * 2 for i in range(2 * accumulation)]
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
+    plain = {
+        "optim": "sgd",
+        "learning_rate": 1.0,
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "max_steps": 1,
+    }
+    weights, losses = [], []
+    for name, bases in {"without": (), "with": (moh_llm.HeadBalanceMixin,)}.items():
+        model, tokenizer = load(folders["value"], remote=True)
+        model.config.head_balance_coef = 0.5
+        arguments = trl.SFTConfig(output_dir=tmp_path / name, max_length=64, **ARGUMENTS | sizes | plain)
+        trainer = type("Trainer", (*bases, trl.SFTTrainer), {})(
+            model,
+            arguments,
+            train_dataset=Dataset.from_list([{"text": text} for text in texts]),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        weights.append({key: tensor.detach() for key, tensor in model.named_parameters()})
+        losses.append(trainer.state.log_history[0]["loss"])
+    start, _ = load(folders["value"], remote=True)
+    expected = 0.0
+    for first in range(0, len(texts), 2):
+        rows = [tokenizer(text, truncation=True, max_length=64)["input_ids"] for text in texts[first : first + 2]]
+        outputs = start(torch.tensor(rows), output_router_logits=True)
+        (0.5 * outputs.aux_loss / accumulation).backward()
+        expected += 0.5 * outputs.aux_loss.item() / accumulation
+    assert losses[1] - losses[0] == pytest.approx(expected, abs=1e-3)
+    without, with_it = weights
+    routers = [key for key in without if ".router." in key]
+    assert routers
+    for key, weight in start.named_parameters():
+        if weight.grad is not None:
+            torch.testing.assert_close(without[key] - with_it[key], weight.grad, atol=1e-5, rtol=1e-3)
+            assert key not in routers or weight.grad.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["lora", "dpo", "grpo"])
+def test_every_trainer_takes_the_load_balance_loss(folders, tmp_path, kind):
+    routers = []
+    for bases in ((), (moh_llm.HeadBalanceMixin,)):
+        model, tokenizer = load(folders["value"], remote=False)
+        model.config.head_balance_coef = 10.0
+        trainer = trainer_of(kind, model, tokenizer, tmp_path / str(len(bases)), *bases)
+        if kind == "lora":  # which freezes them
+            for key, parameter in trainer.model.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad or ".router." in key)
+        trainer.train()
+        routers.append(
+            torch.cat([p.detach().flatten() for key, p in trainer.model.named_parameters() if ".router." in key])
+        )
+    assert not torch.allclose(*routers, atol=1e-4)
+
+
+def test_a_loss_that_would_count_twice_is_refused(folders, tmp_path):
+    model, tokenizer = load(folders["value"], remote=False)
+    trainer = trainer_of("dpo", model, tokenizer, tmp_path, moh_llm.HeadBalanceMixin)
+    model.config.output_router_logits = True
+    with pytest.raises(moh_llm.errors.UserError, match="set it to False"):
+        trainer.train()
