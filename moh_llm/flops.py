@@ -46,18 +46,23 @@ def computed_parts(config: MoHLlamaConfig, length: int, sparse: bool = False) ->
 
     All heads and the fallbacks of all heads that are not shared are; the gate then picks. With `sparse`
     (attn_implementation="moh_sparse") scores and weighted sums are those of heads that are on. With local fallbacks
-    they are left out of heads that no token has on.
+    heads that are never on are computed for a document's first tokens alone, and the fallback is made for later ones.
     """
     total, on = config.num_attention_heads * config.num_hidden_layers, sum(config.active_heads_per_layer)
     others = total - sum(map(len, config.shared_heads_per_layer))
-    full = total
+    full, seen = total, 0.0
     if config.head_fallback == "local":
-        full -= others if config.router_type == "none" else sum(map(len, config.local_heads_per_layer))
+        window = config.local_window + config.local_sinks
+        start = config.local_start if config.local_start > window else 0
+        first = local_keys(length, 0, start)
+        seen = local_keys(length, window, start) - first
+        never = others if config.router_type == "none" else sum(map(len, config.local_heads_per_layer))
+        full -= never * (1 - first)
     return _parts(
         config,
         length,
         queries=total,
-        scores=(on if sparse else full) + others * fallback_keys(config, length),
+        scores=(on if sparse else full) + others * seen,
         projected=total,
         fallbacks=others if config.head_fallback != "none" else 0,
         router=_router_macs(config),

@@ -276,3 +276,23 @@ def test_a_local_fallback_costs_its_query_and_the_keys_in_sight():
     plan = {"num_shared_heads": 0, "num_active_heads": 1, "router_type": "threshold", "head_fallback": "local"}
     mixed = MoHLlamaConfig(**{**sizes, **plan}, local_heads=[[1]], local_window=1, local_sinks=0)
     assert computed_parts(mixed, 3)["scores and weighted sums"] == 2 * (6 * 4 + 2 * 3 * 4)
+
+
+@pytest.mark.parametrize("start", [0, 2, 5, 30])
+@pytest.mark.parametrize("length", [3, 8, 21])
+def test_the_computed_keys_are_those_of_a_loop(start, length):
+    """One shared head, one that is never on and two that may be, with three tokens in sight."""
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "head_dim": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    plan = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "threshold", "local_heads": [[3]]}
+    seen = {"head_fallback": "local", "local_window": 2, "local_sinks": 1, "local_start": start}
+    every = [position + 1 for position in range(length)]
+    first, later = (every[:start], every[start:]) if start > 3 else ([], every)
+    pairs = 3 * sum(every) + sum(first) + 3 * sum(min(keys, 3) for keys in later)
+    parts = computed_parts(MoHLlamaConfig(**sizes, **plan, **seen), length)
+    assert parts["scores and weighted sums"] == 2 * pairs * 2 * 2

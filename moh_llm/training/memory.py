@@ -225,14 +225,20 @@ def _local(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, sha
     """Bytes per token that local attention of the heads that are not shared keeps for its backward pass.
 
     Queries, outputs, and keys and values of a block, which a window and sinks more than it; 8 entries more in each for
-    the distant token; and the block's mask of each head. Full attention keeps nothing of heads that are never on.
+    the distant token; and the block's mask of each head. A sequence's first tokens, which have all heads on, have no
+    local attention. Full attention keeps nothing of heads that are never on, but for documents' first tokens: with
+    `local_start` they are taken for all tokens, as they nearly are of packed documents. They take a second call of
+    attention, with its mask and two more copies of the outputs.
     """
-    c, heads, size = precision.products, model.num_attention_heads, model.head_dim
-    off, block = heads - shared, min(model.local_window, config.data.sequence_length)
+    c, heads, size, length = precision.products, model.num_attention_heads, model.head_dim, config.data.sequence_length
+    off, block = heads - shared, min(model.local_window, length)
     keys = model.local_window + block + model.local_sinks
     read = off if off < heads else model.num_key_value_heads
     total = c * off * (2 * (size + 8) + size + keys) + c * read * 2 * (size + 8) * keys // block
-    return total - (config.data.sequence_length > keys - block) * c * never_on * 5 * size
+    if model.local_start > model.local_window + model.local_sinks:
+        again = c * (2 * heads * size + length) if never_on and length > model.local_start else 0
+        return total * max(0, length - model.local_start) // length + again
+    return total - (length > keys - block) * c * never_on * 5 * size
 
 
 def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision) -> int:

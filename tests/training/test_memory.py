@@ -129,6 +129,15 @@ SHAPES = {
     "local": ({"head_fallback": "local", "local_window": 32}, {}),
     "fixed": ({"head_fallback": "local", "local_window": 32, "router_type": "none"} | FIXED, {}),
     "mixed": ({"head_fallback": "local", "local_window": 32, "local_heads": [[6, 7]] * 6}, {}),
+    "first tokens": (
+        {"head_fallback": "local", "local_window": 16, "local_start": 48, "local_heads": [[6, 7]] * 6},
+        {},
+    ),
+    "fixed first tokens": (
+        {"head_fallback": "local", "local_window": 16, "local_start": 48, "router_type": "none"} | FIXED,
+        {"length": 128},
+    ),
+    "first tokens alone": ({"head_fallback": "local", "local_window": 16, "local_start": 512}, {}),
     "lora": ({}, {"lora": LORA}),
     "tied": ({"tie_word_embeddings": True, "num_hidden_layers": 3, "intermediate_size": 1024}, {}),
 }
