@@ -169,7 +169,9 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
         total = group_size * (math.floor(mean * layers) if options.uneven else math.floor(mean) * layers)
         if options.keys < fallback:
             raise UserError(
-                f"--keys {options.keys} is less than fallbacks alone read at {options.context} tokens, {fallback:.3f}"
+                f"--keys {options.keys} is less than the {fallback:.3f} that a document's first "
+                f"{options.all_heads_until} tokens, which have all heads on, and fallbacks read at {options.context} "
+                "tokens; ask for more keys, or lower --local-start or --local-window"
             )
     elif options.active_ratio is None and paper:
         total = max(low, (heads // 2 + heads // 4) // group_size * group_size) * layers

@@ -94,7 +94,7 @@ def test_documents_within_the_window_are_too_short(base, convert, tmp_path, caps
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--keys", "0.1", "--local-window", "256"], "--keys 0.1 is less than fallbacks alone read"),
+        (["--keys", "0.1", "--local-window", "256"], "which have all heads on, and fallbacks read at 2048 tokens"),
         (["--keys", "1.5"], "--keys 1.5 must be above 0 and at most 1"),
         (["--keys", "0.5", "--num-active-heads", "2"], "give --num-active-heads or --keys, not both"),
         (["--router", "threshold", "--fallback", "value"], "fitted with local fallbacks; add --fallback local"),
