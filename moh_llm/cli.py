@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import logging
 import os
 import shlex
 import sys
@@ -82,6 +83,12 @@ def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], 
     if args.command != "publish":  # an upload is the library's own step
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():  # all bars, those of libraries too: none of short work, and the others every 10 s
+        os.environ.setdefault("TQDM_MININTERVAL", "10")
+        os.environ.setdefault("TQDM_DELAY", "10")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+        # transformers imports DeepSpeed wherever it is installed, and DeepSpeed then tells which device it found.
+        logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     try:
         return (run or args.run)(args)
     except UserError as error:

@@ -148,7 +148,7 @@ def print_conversion(record: "Conversion", output: Path) -> None:
     plan = record.plan
     heads, active = plan.num_attention_heads, sum(plan.active_heads) / len(plan.active_heads)
     shared = sum(map(len, plan.shared_heads)) / len(plan.shared_heads)
-    console = Console()
+    console = Console(soft_wrap=True, highlight=False)  # so that paths stay whole
     console.print(
         f"{record.base.name}: {len(plan.active_heads)} layers of {heads} heads -> {active:.4g} active, "
         f"{shared:g} shared ({plan.shared}), router {plan.router_type}, fallback {plan.head_fallback}"
@@ -197,7 +197,7 @@ def _print_proof(console: Any, proof: "Verification") -> None:
             show_figure(row.kl, row.kl_interval, ".4f", "\n"),
             f"{100 * row.top1_agreement:.1f} %",
         )
-    console.print(table)
+    console.print(table, soft_wrap=False)
     for part in proof.by_position:
         console.print(
             f"converted, from position {part.start} of a document on: x {part.perplexity_ratio:.4f}, "

@@ -69,11 +69,16 @@ def evaluation_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_evaluation(evaluation: "Evaluation") -> None:
-    """Print the report's page, where it is, what failed, and how to repeat that. Only the first process prints."""
+    """Print the result, where the report is, what failed, and how to repeat that. Only the first process prints."""
+    from moh_llm.evaluation.verdict import verdict, warnings
+
     if not evaluation.first_process:
         return
-    print((evaluation.folder / "report.md").read_text(encoding="utf-8"))
-    print(f"report: {evaluation.folder / 'report.html'}, report.md and report.json")
+    record = evaluation.record
+    for sentence in (*warnings(record), *(verdict(record, label) for label in record.models)):
+        print(sentence)
+    print("report.html, report.md and report.json:")
+    print(evaluation.folder / "report.html")
     for label, error in evaluation.failed_analyses.items():
         print(f"the analysis of {label} failed, its scores stand: {error}")
     if evaluation.partial is not None:

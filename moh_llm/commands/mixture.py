@@ -77,6 +77,8 @@ def parse_tokens(text: str) -> int:
 
 def _estimates(mixture, tokenizer_name: str | None) -> tuple[dict[str, tuple[int | None, bool]], list[str]]:
     """Per source its training tokens and whether they are exact; and what could not be found out."""
+    from tqdm import tqdm
+
     from moh_llm.data.locate import locate
     from moh_llm.data.sample import estimate_source
     from moh_llm.data.tokenizer import TextTokenizer
@@ -86,7 +88,7 @@ def _estimates(mixture, tokenizer_name: str | None) -> tuple[dict[str, tuple[int
     tokenizer = TextTokenizer.load(tokenizer_name)
     found: dict[str, tuple[int | None, bool]] = {}
     notes = []
-    for source in mixture.sources:
+    for source in tqdm(mixture.sources, desc="reading", unit="source", leave=False):
         try:
             estimate = estimate_source(source, locate(source), tokenizer)
         except UserError as error:

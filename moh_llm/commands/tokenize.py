@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
 def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
+    from tqdm import tqdm
 
     from moh_llm.data.sample import estimate_source
     from moh_llm.data.tasks import is_done, make_tasks, prepare_sources
@@ -92,7 +93,7 @@ def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     for header in ("files", "MB", "tasks", "done", "tokens (estimate)"):
         table.add_column(header, justify="right")
     total = seconds = 0.0
-    for source in mixture.sources:
+    for source in tqdm(mixture.sources, desc="reading", unit="source", leave=False):
         own = [task for task in tasks if task.source.name == source.name]
         found = estimate_source(source, [file for task in own for file in task.files], tokenizer)
         sizes = [task.bytes for task in own]

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from moh_llm.errors import UserError
 from moh_llm.intervals import show_documents, show_figure
@@ -97,8 +98,8 @@ _QUIET_SECONDS = 10.0
 # Numbers of the log's line that are shown, with their short names and formats.
 _SHOWN = {
     "loss": ("loss", ".4f"),
-    "cross_entropy": ("ce", ".4f"),
     "kl": ("kl", ".4f"),
+    "cross_entropy": ("ce", ".4f"),
     "layer_distance": ("layers", ".4f"),
     "balance_loss": ("balance", ".3f"),
     "learning_rate": ("lr", ".1e"),
@@ -117,13 +118,16 @@ class ProgressLine:
 
     def __init__(self, done: int, total: int):
         self._console = Console(highlight=False, soft_wrap=True)
+        # Step and time left are always whole; of the numbers, the first ones that fit are shown.
+        rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
         self._bar = Progress(
             TextColumn("step"),
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
             BarColumn(bar_width=10),
-            TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[state]}", table_column=rest),
             console=self._console,
+            expand=True,
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("train", total=total, completed=done, state="")

@@ -12,10 +12,11 @@ import moh_llm
 import moh_llm.errors
 
 trl = pytest.importorskip("trl")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.clients, pytest.mark.slow]
 
 TEXT = "The river was high that spring, and the boats lay tied to the poplars below the mill. "
 PAIRS = [{"prompt": TEXT[:20], "chosen": TEXT[20 : 40 + i], "rejected": TEXT[40 - i : 60]} for i in range(8)]
+KINDS = {"sft": "SFT", "packed": "SFT, packed", "lora": "SFT with LoRA", "dpo": "DPO", "grpo": "GRPO"}
 ARGUMENTS = {
     **{"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "seed": 0},
     **{"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True},
@@ -72,7 +73,7 @@ def trainer_of(kind: str, model: torch.nn.Module, tokenizer, output: Path, *base
     ("kind", "remote"),
     [("sft", False), ("sft", True), ("packed", False), ("lora", False), ("dpo", False), ("grpo", False)],
 )
-def test_it_trains_and_saves(folders, tmp_path, name, kind, remote):
+def test_it_trains_and_saves(folders, tmp_path, name, kind, remote, record):
     model, tokenizer = load(folders[name], remote)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     trainer = trainer_of(kind, model, tokenizer, tmp_path / "run")
@@ -86,6 +87,8 @@ def test_it_trains_and_saves(folders, tmp_path, name, kind, remote):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=remote)
     assert again.config.head_balance_coef == model.config.head_balance_coef == 0.01
     assert all(tensor.equal(trained.state_dict()[key]) for key, tensor in again.state_dict().items())
+    how = f"{name} fallback" + (", remote code" if remote else "")
+    record(f"TRL {trl.__version__}", f"{KINDS[kind]}, {how}", "trains; what it saves loads again")
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

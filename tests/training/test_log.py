@@ -1,5 +1,6 @@
 """Lines of the log, the progress line, and curves in TensorBoard."""
 
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
         progress.step(dropped)
     said = capsys.readouterr().out
     for part in (
-        "step 4/10  loss 1.0800  ce 3.0000  kl 0.5000  layers 0.2500  balance 0.800  lr 1.0e-04",
+        "step 4/10  loss 1.0800  kl 0.5000  ce 3.0000  layers 0.2500  balance 0.800  lr 1.0e-04",
         "heads 1.50",
         "norm 0.70",
         "tokens/s  MFU 10.0 %",
@@ -53,6 +54,20 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
         "perplexity 2.000 on 9 held-out tokens of 2 documents, 3 dead heads, 37.5 % of routings changed",
     ):
         assert part in said, part
+
+
+@pytest.mark.parametrize(("columns", "last"), [(80, "ce 3.0000"), (110, "balance 0.800"), (160, "tokens/s")])
+def test_a_terminal_shows_step_and_time_left_at_any_width(configure, capsys, monkeypatch, columns, last) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with ProgressLine(1239, 100_000) as progress:
+        line = a_line(configure)
+        line.step = 1240
+        progress.step(line)
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out).replace("\r", "\n")
+    shown = [text for text in said.splitlines() if "1240/100000" in text][-1]
+    assert re.search(r"step +1240/100000 .* (-:--:--|\d+:\d\d:\d\d) loss 1\.0800  kl 0\.5000", shown), shown
+    assert last in shown and len(shown) <= columns
 
 
 def test_the_peak_rate_is_the_devices_over_a_tokens_flops(configure, monkeypatch: pytest.MonkeyPatch) -> None:
