@@ -22,6 +22,7 @@ from moh_llm.commands import (
     publish,
     quickstart,
     report,
+    serve,
     tokenize,
     train,
 )
@@ -39,6 +40,7 @@ COMMANDS = {
     "report": (report, "put evaluations and training runs on one page, and check against a baseline"),
     "data": (data, "fetch the benchmarks of a suite, to evaluate without a network"),
     "evaluate": (evaluate, "score a model and its base on benchmarks and write a report"),
+    "serve": (serve, "serve a model with transformers' OpenAI-compatible server"),
     "publish": (publish, "check a model, prove that it loads anywhere, and upload it with its card"),
 }
 

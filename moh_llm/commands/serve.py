@@ -1,0 +1,37 @@
+"""``moh-llm serve MODEL``: transformers' own server, an OpenAI-compatible one, for MoH models.
+
+``transformers serve`` looks a model's class up among those of transformers, and so knows no class of another package.
+"""
+
+import argparse
+import sys
+
+from moh_llm.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.usage = "%(prog)s [-h] MODEL [FLAGS OF transformers serve]"
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a MoH model, the only one that is served")
+    parser.add_argument(
+        "flags",
+        nargs=argparse.REMAINDER,
+        help="for example --port 8000 or --continuous-batching; see transformers serve --help",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted. Returns the exit status; raises `UserError` where the server's packages are missing."""
+    from transformers.utils.import_utils import is_serve_available
+
+    from moh_llm.modeling import MoHLlamaForCausalLM
+
+    if not is_serve_available():
+        raise UserError('serving needs packages that are not installed: pip install "transformers[serving]"')
+    from transformers.cli.transformers import app
+
+    # Where the server looks the class up. By name: the package puts another module in its own place.
+    setattr(sys.modules["transformers"], MoHLlamaForCausalLM.__name__, MoHLlamaForCausalLM)
+    sys.argv = ["transformers", "serve", args.model, *args.flags]
+    app()
+    return 0
