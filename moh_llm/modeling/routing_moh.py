@@ -104,13 +104,15 @@ def document_starts(
     if isinstance(before, torch.Tensor):  # that of a static cache
         before = before.to(inputs.device)
     positions = torch.arange(inputs.shape[1], device=inputs.device)[None] + before
+    if paged and position_ids is not None:  # its mask counts the keys of all requests
+        return positions, positions - position_ids
     if is_tensor and attention_mask.dim() == 4:
         visible = attention_mask != 0
         if attention_mask.is_floating_point():
             visible = attention_mask > torch.finfo(attention_mask.dtype).min / 2
         return positions, visible.any(1).int().argmax(-1).to(inputs.device)
     # As create_causal_mask has it: there is no mask for an attention that has registered no way to make one.
-    keeps_keys = paged or implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    keeps_keys = implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
     masked = attention_mask is not None
     if position_ids is not None and (keeps_keys or (masked and not is_tensor)):
         return positions, positions - position_ids

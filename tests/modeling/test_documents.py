@@ -215,6 +215,13 @@ def test_what_tells_documents_apart(rows, use_cache, how, expected):
     assert got.nonzero()[:, 1].tolist() == expected
 
 
+def test_a_paged_caches_mask_does_not_tell_documents_apart():
+    """It has the keys of all requests side by side, and for a step of decoding one query."""
+    mask = torch.ones(1, 1, 1, 6, dtype=torch.bool)
+    got = first_tokens(torch.zeros(1, 1), mask, torch.tensor([[5]]), None, False, "sdpa", paged=True)
+    assert got.tolist() == [[False]]
+
+
 def test_nothing_waits_for_the_device():
     """Reading a value of a fake tensor, as of a GPU's, raises."""
     draw = random.Random(1)
