@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from moh_llm.analysis.watch import LayerPass, last_routed_layer, shared_heads, watch
+from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaPreTrainedModel
 
@@ -98,15 +99,10 @@ def token_heads(model: MoHLlamaPreTrainedModel, tokenizer: PreTrainedTokenizerBa
     """
     last = last_routed_layer(model)
     ids = tokenizer(text)["input_ids"]
-    on: list[list[list[bool]]] = []
-
-    def take(seen: LayerPass) -> None:
-        if seen.layer == last:
-            on.append(seen.on[0].tolist())
-
-    batch = {"input_ids": torch.tensor([ids], dtype=torch.int64), "position_ids": torch.arange(len(ids))[None]}
-    watch(model, [batch], take)
-    return TokenHeads(token_strings(tokenizer, ids), [last], on)
+    if not ids:
+        raise UserError("the text has no tokens; give more text")
+    on = model.token_heads(torch.tensor([ids], device=model.device))[0, last]
+    return TokenHeads(token_strings(tokenizer, ids), [last], [on.tolist()])
 
 
 def token_strings(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:

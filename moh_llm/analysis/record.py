@@ -83,6 +83,8 @@ def analyse(
         "heads": model.config.num_attention_heads,
         "num_shared": [router.num_shared for router in model.routers],
         "num_active": [router.num_active for router in model.routers],
+        # Of a document: the loads below count them.
+        "all_heads_until": model.config.all_heads_until if model.config.head_fallback == "local" else 0,
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
     }

@@ -26,6 +26,7 @@ class LayerPass:
         router: its router.
         router_inputs: what that was given: the layer's input `[B, T, C]` and queries `[B, T, H, D]`.
         logits: of the routed groups, `[B, T, U]`.
+        on: which heads each token has on, bool `[B, T, H]`; see `MoHLlamaPreTrainedModel.token_heads`.
         heads: what enters the output projection, `[B, T, H, D]`: g_i H_i of Eq. 4, plus the
             fallback of a head that is off, where the model has any.
         patterns: attention weights `[B, H, T, T]`; None where the attention backend keeps them to itself.
@@ -35,22 +36,9 @@ class LayerPass:
     router: MoHRouter
     router_inputs: tuple[torch.Tensor, torch.Tensor]
     logits: torch.Tensor
+    on: torch.Tensor
     heads: torch.Tensor
     patterns: torch.Tensor | None
-
-    @property
-    def on(self) -> torch.Tensor:
-        """Which heads each token has on, bool `[B, T, H]`; shared ones always.
-
-        It is the router's choice, also where a local fallback sees all that a head sees.
-        """
-        all_on = self.router.num_active == self.router.num_heads
-        on = torch.full(self.heads.shape[:-1], all_on, device=self.logits.device)
-        # By selection, not by the gate: a weighted score may round to zero.
-        selected = self.router.select(self.logits).bool()
-        on[..., self.router.used_heads()] = True
-        on[..., self.router.routed_heads] = selected.repeat_interleave(self.router.group_size, dim=-1)
-        return on
 
 
 @torch.no_grad()
@@ -101,7 +89,8 @@ def _hooks(decoder: nn.Module, take: Callable[[LayerPass], None]) -> Iterator[No
 
 
 def _keep_routing(seen: dict, router: MoHRouter, args: tuple, output: tuple) -> None:
-    seen |= {"router": router, "router_inputs": args, "logits": output[0]}
+    logits, (*inputs, all_on) = output[0], args
+    seen |= {"router": router, "router_inputs": tuple(inputs), "logits": logits, "on": router.heads_on(logits, all_on)}
 
 
 def _keep_heads(seen: dict, o_proj: nn.Module, args: tuple) -> None:

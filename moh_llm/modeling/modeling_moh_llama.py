@@ -100,14 +100,12 @@ class MoHLlamaAttention(LlamaAttention):
                 f"{queries.shape[-2]} of {self.config.num_attention_heads} heads are on this device, and Top-K needs "
                 "all of them: MoH models do not support tensor parallelism; use pipeline or data parallelism"
             )
-        _, gate = self.router(hidden_states, queries)
         if document_starts is None and self.fallback is not None:
             raise ValueError("fallbacks need document_starts, which MoHLlamaModel.forward gives to its layers")
         is_local = isinstance(self.fallback, MoHLocalFallback)
-        if is_local:  # a document's first tokens have all heads on: their result is the base's
-            gate = torch.ones_like(gate) if band is None else torch.where(band.all_on[..., None], 1.0, gate)
-        else:
-            band = None
+        band = band if is_local else None
+        # With local fallbacks a document's first tokens have all heads on: their result is the base's.
+        _, gate = self.router(hidden_states, queries, is_local and (band is None or band.all_on))
 
         cos, sin = position_embeddings
         queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys, cos, sin)
@@ -314,6 +312,35 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         top_k = [router.top_k_of(active) for router, active in zip(self.routers, num_active_heads, strict=True)]
         for router, active, k in zip(self.routers, num_active_heads, top_k, strict=True):
             router.num_active, router.top_k = active, k
+
+    @torch.no_grad()
+    def token_heads(
+        self,
+        input_ids: torch.LongTensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Which heads each token has on, bool `[B, layers, T, H]`, from one forward pass of the decoder.
+
+        It is what the gates of the attention layers are made of: shared heads are on, those that are never on are off,
+        and a document's first tokens have all heads on with local fallbacks. Padding has entries, too, which mean
+        nothing. Arguments are those of `forward`, `past_key_values` included; without a mask documents begin where
+        `position_ids` restart.
+        """
+        found: list[torch.Tensor] = []
+
+        def keep(router: MoHRouter, args: tuple, output: tuple) -> None:
+            found.append(router.heads_on(output[0], *args[2:]).to(input_ids.device))
+
+        handles = [router.register_forward_hook(keep) for router in self.routers]
+        try:
+            decoder = getattr(self, self.base_model_prefix, self)
+            decoder(input_ids, attention_mask, position_ids, use_cache=False, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return torch.stack(found, dim=1)
 
     def make_cache(self) -> MoHCache:
         """An empty cache for `past_key_values` that keeps of key-value groups that are never on only what is read."""

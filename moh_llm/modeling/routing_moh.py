@@ -235,12 +235,15 @@ class MoHRouter(IndexedModule):
             raise ValueError(f"num_active_heads={active} must be {rule}")
         return (active - self.num_shared) // group_size
 
-    def forward(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, hidden_states: torch.Tensor, query_states: torch.Tensor, all_on: torch.Tensor | bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route every token.
 
         Args:
             hidden_states: the attention layer's input `[B, T, C]`.
             query_states: queries before rotary embedding `[B, T, H, D]`.
+            all_on: which tokens have all heads on, whatever their logits, bool `[B or 1, T]`; or True for all tokens.
 
         Returns:
             Logits of the routed groups `[B, T, U]` and the gate of all heads `[B, T, H]`, both
@@ -261,12 +264,26 @@ class MoHRouter(IndexedModule):
                     parts = [shared_score, selected * routed_score]
                 else:
                     parts = [straight_through(1.0, shared_score), straight_through(selected, routed_score)]
-            if self.local_groups:
-                value = float(self.num_active == self.num_heads)
-                parts.append(logits.new_full((*logits.shape[:-1], self.local_groups), value))
-            gate = torch.cat(parts, dim=-1)
-            gate = torch.zeros_like(gate).index_copy(-1, self.index, gate)
-            return logits, gate if self.group_size == 1 else gate.repeat_interleave(self.group_size, dim=-1)
+            gate = self._of_heads(*parts)
+            if isinstance(all_on, torch.Tensor):
+                gate = torch.where(all_on[..., None], 1.0, gate)
+            return logits, torch.ones_like(gate) if all_on is True else gate
+
+    def heads_on(self, logits: torch.Tensor, all_on: torch.Tensor | bool = False) -> torch.Tensor:
+        """Which heads each token has on, bool `[B, T, H]`: `logits` `[B, T, U]` and `all_on` are those of `forward`."""
+        # By selection, not by the gate: a weighted score may round to zero.
+        on = self._of_heads(logits.new_ones(*logits.shape[:-1], self.shared_groups), self.select(logits)).bool()
+        return on | (all_on[..., None] if isinstance(all_on, torch.Tensor) else all_on)
+
+    def _of_heads(self, shared: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
+        """Gates of all heads `[B, T, H]`, given those of the shared and of the routed groups."""
+        parts = [shared, routed]
+        if self.local_groups:
+            value = float(self.num_active == self.num_heads)
+            parts.append(routed.new_full((*routed.shape[:-1], self.local_groups), value))
+        gate = torch.cat(parts, dim=-1)
+        gate = torch.zeros_like(gate).index_copy(-1, self.index, gate)
+        return gate if self.group_size == 1 else gate.repeat_interleave(self.group_size, dim=-1)
 
     def _scores(self, hidden_states: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores of the shared and the routed groups."""

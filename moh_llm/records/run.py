@@ -72,7 +72,7 @@ class Routing(Record):
     """What the routers do on held-out text, by layer.
 
     Attributes:
-        load: share of tokens that select each routed head.
+        load: share of tokens that select each routed head, by its score: tokens that have all heads on, too.
         entropy: of the mean softmax score, over its maximum; None below two routed groups.
         dead_heads: how many heads no token selects.
         changed: share of tokens with other heads than when training began; None before.

@@ -104,6 +104,7 @@ def plan(request: pytest.FixtureRequest) -> dict:
         "default conversion",
         "two_stage, weighted, explicit ids",
         "fallbacks, last layer all shared",
+        "local, threshold",
         "groups, query_norm",
     ]
 )

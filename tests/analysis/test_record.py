@@ -94,6 +94,7 @@ def test_parts_are_those_of_direct_calls(make_moh, unlike_plan, tokenizer, by_ha
     assert (found["layers"], found["heads"], found["device"], found["dtype"]) == (2, heads, "cpu", "float64")
     assert found["num_shared"] == [len(ids) for ids in model.config.shared_heads_per_layer]
     assert found["num_active"] == model.config.active_heads_per_layer
+    assert found["all_heads_until"] == (3 if unlike_plan.get("head_fallback") == "local" else 0)
     assert found["flops"] == [asdict(cost) for cost in flops_by_length(model.config, [3, 64])]
     assert [cost["length"] for cost in found["seconds"]] == [3, 64]
     assert all(cost["moh"] > 0 and cost["dense"] > 0 for cost in found["seconds"])

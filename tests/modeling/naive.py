@@ -85,7 +85,7 @@ def heads_of(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, 
     gates, scores = np.stack([gate for gate, _ in found]), [scores for _, scores in found]
     if config.head_fallback == "local":
         for t, position in enumerate(positions):
-            if position < config.local_start:
+            if position < max(config.local_start, config.local_window + config.local_sinks):
                 gates[t] = 1
     patterns, outputs = np.zeros((len(x), heads, len(x))), np.zeros((len(x), heads, size))
     for t, position in enumerate(positions):
@@ -115,24 +115,24 @@ def heads_of(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, 
     return Heads(gates, scores, patterns, outputs)
 
 
-def attention(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray) -> np.ndarray:
-    """Causal MoH attention of one sequence: input [T, C] after the norm, output [T, C]. Eq. 4 by the letter."""
-    outputs = heads_of(config, weights, layer, x).outputs
-    return outputs.reshape(len(x), -1) @ weights[f"model.layers.{layer}.self_attn.o_proj.weight"].T
-
-
-def logits(config, weights: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
-    """Logits [T, V] of one sequence."""
+def decode(config, weights: dict[str, np.ndarray], ids: np.ndarray) -> tuple[np.ndarray, list[Heads]]:
+    """Logits [T, V] of one sequence, and what each layer's heads do. Attention is Eq. 4 by the letter."""
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * weights[name]
 
-    x = weights["model.embed_tokens.weight"][ids]
+    x, layers = weights["model.embed_tokens.weight"][ids], []
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
-        x = x + attention(config, weights, layer, norm(x, prefix + "input_layernorm.weight"))
+        layers.append(heads_of(config, weights, layer, norm(x, prefix + "input_layernorm.weight")))
+        x = x + layers[-1].outputs.reshape(len(x), -1) @ weights[prefix + "self_attn.o_proj.weight"].T
         h = norm(x, prefix + "post_attention_layernorm.weight")
         gate = h @ weights[prefix + "mlp.gate_proj.weight"].T
         up = h @ weights[prefix + "mlp.up_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[prefix + "mlp.down_proj.weight"].T
-    return norm(x, "model.norm.weight") @ weights["lm_head.weight"].T
+    return norm(x, "model.norm.weight") @ weights["lm_head.weight"].T, layers
+
+
+def logits(config, weights: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
+    """Logits [T, V] of one sequence."""
+    return decode(config, weights, ids)[0]

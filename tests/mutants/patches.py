@@ -55,6 +55,13 @@ PATCHES = (
         ("tests/modeling/test_forward.py",),
     ),
     Patch(
+        "a document's first tokens are shown with their routers' heads",
+        "moh_llm/modeling/routing_moh.py",
+        "        return on | (all_on[..., None] if isinstance(all_on, torch.Tensor) else all_on)\n",
+        "        return on\n",
+        ("tests/modeling/test_token_heads.py",),
+    ),
+    Patch(
         "a selected query does not see its own key",
         "moh_llm/modeling/selected_attention_moh.py",
         "steps > positions[low:high, None]",

@@ -140,6 +140,9 @@ def test_router_charts_hold_the_analysis(evaluation: Record, analysis: Record) -
     on = analysis["token_heads"]["on"][0]
     assert len(kinds) == sum(map(len, on))
     assert kinds.count("off") == sum(not head for token in on for head in token)
+    assert "have all heads on" not in page
+    analysis["all_heads_until"] = 1024
+    assert "A document's first 1,024 tokens have all heads on, and are counted." in text_of(to_html(evaluation))
 
 
 @pytest.mark.usefixtures("unrendered")

@@ -34,6 +34,8 @@ def router_blocks(number: int, found: Record) -> list[Block]:
 
 def _load(name: str, found: Record) -> Chart:
     load = found["head_load"]["load"]
+    first = found.get("all_heads_until", 0)  # older records lack it
+    all_on = f" A document's first {first:,} tokens have all heads on, and are counted." if first else ""
     return heat_map(
         f"{name}-load",
         "Head load in each layer",
@@ -43,7 +45,7 @@ def _load(name: str, found: Record) -> Chart:
         ("head", "layer"),
         "share of tokens that have the head on",
         f"Activations / tokens over {found['head_load']['tokens']:,} tokens of the benchmarks' prompts (in the form "
-        "of the paper's Fig. 3). Shared heads are always on.",
+        f"of the paper's Fig. 3). Shared heads are always on.{all_on}",
     )
 
 

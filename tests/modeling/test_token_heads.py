@@ -1,0 +1,104 @@
+"""`model.token_heads` against the naive loop: the heads that each token has on."""
+
+import json
+import os
+import sys
+
+import clean_forks
+import numpy as np
+import pytest
+import torch
+
+from moh_llm.modeling import MoHLlamaForCausalLM
+from tests.modeling import naive
+from tests.modeling.test_forward import GROUPS, plan
+
+START = 12  # first tokens that have all heads on, where not just those that see every key have
+LOCAL = {"head_fallback": "local", "local_window": 5, "local_sinks": 2}
+SIZES = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}
+PLANS = {
+    "paper": plan(2, 3, "query_norm"),
+    "weighted": plan(2, 3, "two_stage", router_score="weighted"),
+    "value": plan([1, 4, 1], [2, 4, 2], head_fallback="value", num_hidden_layers=3),
+    "local, top k": plan(1, 2, **LOCAL),
+    "local, threshold, never on": plan(1, 2, "threshold", local_heads=[[3], [1, 2]], local_start=START, **LOCAL),
+    "local, fixed": plan([2, 0], [2, 0], "none", local_start=START, **LOCAL),
+    "groups": plan(3, 6, "linear", routing_granularity="kv_group", head_fallback="value", **SIZES)
+    | {"shared_heads": GROUPS["3 heads"]["shared_heads"]},
+    "groups, threshold": plan(
+        3, 4, "threshold", routing_granularity="kv_group", local_heads=[[0, 1, 2], [6, 7, 8]], **SIZES, **LOCAL
+    )
+    | {"shared_heads": [[3, 4, 5], [0, 1, 2]], "num_active_heads": 6, "local_start": START},
+}
+
+
+def by_loops(moh: MoHLlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """The gates of the naive loop that are not zero, `[B, layers, T, H]`."""
+    weights = {name: tensor.double().numpy() for name, tensor in moh.state_dict().items()}
+    rows = [naive.decode(moh.config, weights, row)[1] for row in ids.numpy()]
+    return torch.from_numpy(np.array([[layer.gates != 0 for layer in row] for row in rows]))
+
+
+@pytest.mark.parametrize("fields", PLANS.values(), ids=PLANS)
+def test_heads_on_are_those_of_the_naive_loop(make_pair, ids, fields):
+    _, moh = make_pair(dtype=torch.float64, **fields)
+    gates = []  # that multiply the heads
+    handles = [router.register_forward_hook(lambda *seen: gates.append(seen[2][1] != 0)) for router in moh.routers]
+    found, wanted = moh.token_heads(ids), by_loops(moh, ids)
+    assert found.dtype == torch.bool and torch.equal(found, wanted) and torch.equal(found, torch.stack(gates, 1))
+    for handle in handles:
+        handle.remove()
+    first = moh.config.all_heads_until if moh.config.head_fallback == "local" else 0
+    assert found[:, :, :first].all() and not found[:, :, first:].all()
+    assert moh.token_heads(ids[:, : max(1, first)]).all() == bool(first)
+    with moh.all_heads_active():
+        assert moh.token_heads(ids).all()
+    assert torch.equal(moh.token_heads(ids), wanted)
+    assert torch.equal(moh.model.token_heads(ids), wanted)  # the decoder has the method, too
+    assert not any(module._forward_hooks for module in moh.modules())
+
+
+@pytest.mark.parametrize("name", ["value", "local, top k", "local, threshold, never on", "groups, threshold"])
+def test_padding_packing_and_caches_do_not_change_them(make_pair, ids, name):
+    _, moh = make_pair(dtype=torch.float64, **PLANS[name])
+    wanted, alone = by_loops(moh, ids[:1]), by_loops(moh, ids[:1, 6:])
+    mask = torch.ones(2, 24, dtype=torch.int64)
+    mask[1, :6] = 0
+    padded = moh.token_heads(ids[:1].expand(2, -1), attention_mask=mask)
+    assert torch.equal(padded[:1], wanted) and torch.equal(padded[1:, :, 6:], alone)
+    positions = torch.cat([torch.arange(6), torch.arange(18)])[None]
+    packed = moh.token_heads(ids[:1], position_ids=positions)
+    assert torch.equal(packed[:, :, 6:], alone) and torch.equal(packed[:, :, :6], wanted[:, :, :6])
+    assert not torch.equal(alone, wanted[:, :, 6:])
+    with torch.no_grad():
+        past = moh(ids[:1, :15], use_cache=True).past_key_values
+    assert torch.equal(moh.token_heads(ids[:1, 15:], past_key_values=past), wanted[:, :, 15:])
+
+
+def test_the_default_conversion_without_the_package(make_llama, convert, tmp_path):
+    """Converted with local fallbacks, and loaded by the code beside it in a process that never saw `moh_llm`."""
+    base = make_llama(num_attention_heads=8, hidden_size=64, initializer_range=0.1)
+    flags = ["--fallback", "local", "--local-window", "8", "--local-sinks", "2", "--local-start", "24"]
+    assert convert(base, tmp_path / "moh", *flags, "--context", "128", "--verify", "none") == 0
+    moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh", dtype=torch.float64)
+    assert moh.config.router_type == "threshold" and moh.config.local_start == 24
+    ids = torch.randint(1, 257, (1, 40), generator=torch.Generator().manual_seed(0))
+    found = moh.token_heads(ids)
+    assert torch.equal(found, by_loops(moh, ids)) and found[:, :, :24].all()
+    assert torch.equal(moh.token_heads(ids[:, :20]), found[:, :, :20])
+    later = found[:, :, 24:].float().mean((0, 2))
+    assert ((later > 0) & (later < 1)).any(1).all()  # a router chooses in each layer
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys, torch\nfrom transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float64)\n"
+        "heads = model.token_heads(torch.tensor(json.loads(sys.argv[2])))\n"
+        "assert 'moh_llm' not in sys.modules\nprint('heads', json.dumps(heads.tolist()))\n"
+    )
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    words = [sys.executable, "-I", str(script), str(tmp_path / "moh"), json.dumps(ids.tolist())]
+    done = clean_forks.run(words, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in (done.stdout + done.stderr).splitlines() if line.startswith("heads "))
+    assert json.loads(line.removeprefix("heads ")) == found.tolist()
