@@ -405,6 +405,11 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
             if self.config.head_fallback == "local" and (
                 paged or implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
             ):
+                if paged:
+                    raise ValueError(
+                        "head_fallback='local' reads keys that the paged cache of continuous batching keeps to itself; "
+                        "use another cache, or convert with --fallback value"
+                    )
                 raise ValueError(
                     f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; "
                     "use 'sdpa', 'eager' or a flash attention of transformers"
