@@ -8,11 +8,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from tiny import save_byte_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from moh_llm.data.chat import ChatText
 from moh_llm.data.mixture import load_mixture
-from moh_llm.data.records import Reading
+from moh_llm.data.records import Reading, source_documents
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import open_tokens, tokens_for
 from moh_llm.data.tokenize import tokenize_mixture
@@ -55,11 +56,9 @@ PAIRS = [
 CONVERSATIONS = [{"prompt": talk[:-1], "completion": talk[-1:]} for talk in TALKS]
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory) -> PreTrainedTokenizerFast:
-    """A BPE tokenizer with merges over spaces, which leaves spaces out of offsets and begins texts with <s>."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
+@pytest.fixture
+def words() -> PreTrainedTokenizerFast:
+    """A BPE tokenizer with merges over spaces, which begins texts with <s>."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,7 +67,7 @@ def words(tmp_path_factory) -> PreTrainedTokenizerFast:
     text = "The river was high that spring, and the boats lay tied to the poplars below the mill. The answer is "
     tokenizer.train_from_iterator([text] * 4, trainer)
     begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), begin])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", bos_token="<s>")
 
 
@@ -108,15 +107,14 @@ def write_mixture(folder: Path, kind: str, records: list[dict], **source: object
 
 
 def own_labels(tokenizer, kind: str, records: list[dict], folder: Path) -> list[tuple[list[int], list[int]]]:
-    """The same as MoH-LLM makes them, in the order of the records."""
-    path = write_mixture(folder, kind, records)
-    (source,) = sample_mixture(load_mixture(path), tokenizer)
-    found = []
-    for stream in (source.train, source.validation):
-        ids, begins = stream.read(0, len(stream))
-        labels = np.where(stream.targets(0, len(stream)), ids, -100)
-        found += [(a.tolist(), b.tolist()) for a, b in zip(np.split(ids, begins), np.split(labels, begins))][1:]
-    return sorted(found)
+    """The same as MoH-LLM makes them."""
+    return labels_of(tokenizer, write_mixture(folder, kind, records))
+
+
+def labels_of(tokenizer, mixture: Path) -> list[tuple[list[int], list[int]]]:
+    own, (source,) = TextTokenizer.of(tokenizer), load_mixture(mixture).sources
+    found = own.encode_with_targets(text for _, text in source_documents(source, template=own.chat))
+    return [(ids.tolist(), np.where(targets, ids.astype(int), -100).tolist()) for _, ids, targets in found]
 
 
 def template(name: str) -> str:
@@ -132,7 +130,10 @@ def test_of_messages_the_assistants_tokens_are_trls(words, trl_labels, tmp_path,
     records = [{"messages": talk} for talk in TALKS]
     wanted = trl_labels(words, records)
     assert all(0 < sum(label == -100 for label in labels) < len(ids) for ids, labels in wanted)
-    assert own_labels(words, "messages", records, tmp_path) == sorted(wanted)
+    assert own_labels(words, "messages", records, tmp_path) == wanted
+    # Offsets that leave leading spaces out make no difference; transformers loses all from such a turn on.
+    words.backend_tokenizer.post_processor[0] = processors.ByteLevel(trim_offsets=True)
+    assert own_labels(words, "messages", records, tmp_path) == wanted
 
 
 @pytest.mark.parametrize("records", [PAIRS, CONVERSATIONS], ids=["texts", "messages"])
@@ -144,7 +145,7 @@ def test_of_completions_they_are_trls(words, trl_labels, tmp_path, kind, records
     words.chat_template = CHATML
     wanted = trl_labels(words, records)
     assert all(0 < sum(label == -100 for label in labels) < len(ids) for ids, labels in wanted[:2])
-    assert own_labels(words, "prompt_completion", records, tmp_path) == sorted(wanted)
+    assert own_labels(words, "prompt_completion", records, tmp_path) == wanted
 
 
 def test_tools_and_arguments_of_the_template_are_trls(words, trl_labels, tmp_path):
@@ -155,7 +156,7 @@ def test_tools_and_arguments_of_the_template_are_trls(words, trl_labels, tmp_pat
     ]
     wanted = trl_labels(words, records)
     assert "sail" in words.decode(wanted[0][0]) and "!" in words.decode(wanted[0][0])
-    assert own_labels(words, "messages", records, tmp_path) == sorted(wanted)
+    assert own_labels(words, "messages", records, tmp_path) == wanted
 
 
 def test_only_the_assistant_counts_where_a_completion_has_others(words, tmp_path):
@@ -184,8 +185,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_record_is_named_or_left_out(words, tmp_path, case):
     record, kind, message = BAD[case]
-    refusal = "{% if messages and messages[0]['role'] == 'assistant' %}{{ raise_exception('begin with the user') }}{% endif %}"
-    words.chat_template = refusal + CHATML
+    refusal = "{{ raise_exception('begin with the user') }}"
+    words.chat_template = f"{{% if messages[0]['role'] == 'assistant' %}}{refusal}{{% endif %}}{CHATML}"
     good = {"messages": TALKS[0]} if kind == "messages" else PAIRS[0]
     mixture = load_mixture(write_mixture(tmp_path, kind, [record, good]))
     with pytest.raises(UserError) as error:
@@ -218,7 +219,9 @@ def test_a_source_that_makes_no_sense_is_refused(words, tmp_path, case):
     (tmp_path / "b.txt").write_text("text")
     changed, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
-        path = write_mixture(tmp_path, **{"kind": "messages", "records": []} | {"kind": changed.pop("type", "messages")})
+        path = write_mixture(
+            tmp_path, **{"kind": "messages", "records": []} | {"kind": changed.pop("type", "messages")}
+        )
         content = json.loads(path.read_text())
         content["sources"]["a"] |= changed
         path.write_text(json.dumps(content))
@@ -263,9 +266,7 @@ def test_shards_say_which_tokens_count(words, chats, tmp_path, monkeypatch):
     labels = np.concatenate([batch["labels"].numpy().ravel() for batch in batches])
     assert 0.3 < (labels == -100).mean() < 0.9
     documents = {int(number) for batch in batches for number in batch["documents"].ravel()}
-    assert len(documents) == sum(
-        len(s.validation.read(0, len(s.validation) // 16 * 16)[1]) for s in stored
-    )
+    assert len(documents) == sum(len(s.validation.read(0, len(s.validation) // 16 * 16)[1]) for s in stored)
 
 
 def test_another_template_is_another_text(words, chats, tmp_path):
@@ -280,7 +281,7 @@ def test_another_template_is_another_text(words, chats, tmp_path):
         tokenize_mixture(load_mixture(chats), TextTokenizer.of(words), tmp_path / "out", workers=1)
     assert tokens_for(str(chats), words, print).folder != first
     words.chat_template = None
-    with pytest.raises(UserError, match="source a has messages, and tokenizer .* has no chat template"):
+    with pytest.raises(UserError, match=r"source a has messages, and tokenizer .* has no chat template"):
         tokens_for(str(chats), words, print)
 
 
@@ -301,14 +302,9 @@ def test_parquet_gives_what_json_gives(words, tmp_path):
     records[1]["messages"][0]["name"] = "Ann"  # the others have none in their column
     wanted = own_labels(words, "messages", records, tmp_path)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
-    (source,) = sample_mixture(load_mixture(_renamed(tmp_path)), words)
-    assert len(source.train) + len(source.validation) == sum(len(ids) for ids, _ in wanted)
-
-
-def _renamed(folder: Path) -> Path:
-    path = folder / "mixture.yaml"
+    path = tmp_path / "mixture.yaml"
     path.write_text(path.read_text().replace("a.jsonl", "a.parquet"))
-    return path
+    assert labels_of(words, path) == wanted
 
 
 def test_half_a_surrogate_pair_is_a_question_mark(words, tmp_path):
@@ -325,8 +321,6 @@ def test_a_token_counts_with_any_character():
 
 def test_reading_counts_conversations(words, tmp_path):
     words.chat_template = CHATML
-    from moh_llm.data.records import source_documents
-
     mixture = load_mixture(write_mixture(tmp_path, "messages", [{"messages": talk} for talk in TALKS]))
     reading = Reading()
     texts = [t for _, t in source_documents(mixture.sources[0], reading=reading, template=TextTokenizer.of(words).chat)]
