@@ -31,7 +31,7 @@ MARKED = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == "
     "'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{% else %}"
     "{{ message['content'] }}{% if tools %}{{ tools | tojson }}{% endif %}{% if loud %}!{% endif %}<|im_end|>"
-    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end|>"]
 SPECIAL += ["<|user|>", "<|assistant|>", "<|system|>", "<start_of_turn>", "<end_of_turn>"]
@@ -202,6 +202,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(words, tmp_path):
     words.chat_template = template("qwen3")  # writes empty thoughts into the last turn only
     assert own_labels(words, "messages", [{"messages": TALKS[1]}], tmp_path)  # of one turn it does not
     with pytest.raises(UserError, match=r"writes what comes before or in message 2 otherwise .* \{% generation %\}"):
+        own_labels(words, "messages", [{"messages": TALKS[0]}], tmp_path)
+    words.chat_template = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+    with pytest.raises(UserError, match="so the assistant's text cannot be told"):
         own_labels(words, "messages", [{"messages": TALKS[0]}], tmp_path)
 
 
