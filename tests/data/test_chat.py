@@ -329,3 +329,18 @@ def test_reading_counts_conversations(words, tmp_path):
     texts = [t for _, t in source_documents(mixture.sources[0], reading=reading, template=TextTokenizer.of(words).chat)]
     assert reading.documents == 3 and reading.bytes == sum(len(text.encode()) for text in texts)
     assert texts[0] == words.apply_chat_template(TALKS[0], tokenize=False)
+
+
+def test_another_boundary_of_the_same_text_is_another_source(words, tmp_path):
+    found = []
+    for cut in (4, 6):
+        folder = tmp_path / f"{cut}"
+        folder.mkdir()
+        pairs = [{"prompt": f"{i:02d} river"[:cut], "completion": f"{i:02d} river"[cut:]} for i in range(40)]
+        path = write_mixture(folder, "prompt_completion", pairs)
+        save_byte_tokenizer(folder)
+        tokenizer = TextTokenizer.load(str(folder))
+        tokenize_mixture(load_mixture(path), tokenizer, folder / "out", workers=1)
+        found.append(open_tokens(folder / "out")[0])
+    ids = [source.train.read(0, len(source.train))[0] for source in found]
+    assert np.array_equal(*ids) and found[0].sha256 != found[1].sha256
