@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name, source in record.sources.items():
         left_out = "".join(f", {count:,} {kind}" for kind in ("filtered", "bad") if (count := getattr(source, kind)))
+        if (targets := source.loss_tokens) is not None:
+            left_out = f", loss on {targets:,} tokens{left_out}"
         print(
             f"{name}: {source.tokens:,} tokens of {source.documents:,} documents, "
             f"{source.tokens_per_byte:.3f} tokens per byte{left_out}"
@@ -88,7 +90,7 @@ def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     from moh_llm.data.tokenize import count_workers
 
     tasks = make_tasks(mixture, output)
-    prepare_sources(tasks, tokenizer.sha256, mixture.validation_share, args.overwrite, write=False)
+    prepare_sources(tasks, tokenizer, mixture.validation_share, args.overwrite, write=False)
     table = Table("source", box=None)
     for header in ("files", "MB", "tasks", "done", "tokens (estimate)"):
         table.add_column(header, justify="right")

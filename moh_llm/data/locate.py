@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from moh_llm.data.mixture import Source
 from moh_llm.data.opening import SPLIT, special_kind
+from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError, reason, shown, without_passwords_in
 from moh_llm.records.tokens import SourceIdentity, TextRecord
 
@@ -69,17 +71,30 @@ def locate(source: Source) -> list[SourceFile]:
 
 
 def source_identity(
-    source: Source, files: Sequence[SourceFile], tokenizer: str, validation_share: float
+    source: Source, files: Sequence[SourceFile], tokenizer: TextTokenizer, validation_share: float
 ) -> SourceIdentity:
-    """All that decides a source's shards: text, tokenizer (its hash), what is kept and held out."""
+    """All that decides a source's shards: text, tokenizer, what is kept and held out.
+
+    Raises:
+        UserError: the source has messages, and the tokenizer no chat template.
+    """
+    if source.type == "messages" and tokenizer.chat is None:
+        raise UserError(
+            f"source {source.name} has messages, and tokenizer {tokenizer.name} has no chat template; "
+            "put a chat_template.jinja beside it"
+        )
+    chat: dict[str, Any] = {}
+    if source.type != "text":
+        chat = {"type": source.type, "chat_template": tokenizer.chat and tokenizer.chat.sha256}
     builtin = {"builtin": source.builtin or "", "python": platform.python_version(), "split": SPLIT}
     return SourceIdentity(
-        tokenizer=tokenizer,
+        tokenizer=tokenizer.sha256,
         validation_share=validation_share,
         format=source.format,
         text_field=source.text_field,
         filters=without_passwords_in(source.filters),  # as they are recorded, since the two are compared
         text=builtin if source.builtin else [file.record() for file in files],
+        **chat,
     )
 
 

@@ -84,6 +84,7 @@ class Source:
         url_list: path or address of a text with one address a line; `match` is a glob that keeps some.
         builtin: text that every Python carries, so that everything runs with no download: see data/opening.py.
         format: of the files; None: by their endings.
+        type: what a record is: a text, a conversation (`messages`), or `prompt` and `completion` (data/chat.py).
         text_field: dotted name of the field that holds the text; None: a known name.
         filters: dotted field name -> the value, the values (list), or the range (``{min:, max:}``)
             of the records to keep.
@@ -101,6 +102,7 @@ class Source:
     match: _Text | None = None
     builtin: Literal["python_topics", "python_docstrings", "python_sources"] | None = None
     format: Literal["jsonl", "parquet", "text"] | None = None
+    type: Literal["text", "messages", "prompt_completion"] = "text"
     text_field: _Text | None = None
     filters: dict[str, Annotated[Any, AfterValidator(_check_filter)]] = field(default_factory=dict)
     max_epochs: Annotated[float, Field(gt=0, lt=1e9)] | None = None
@@ -210,6 +212,9 @@ def _source(name: str, values: dict[str, Any], path: Path) -> Source:
     for key, needs in (("data_files", "hub"), ("revision", "hub"), ("match", "url_list")):
         if getattr(source, key) and not getattr(source, needs):
             raise UserError(f"{where}: {key} goes with {needs}, which is not given")
+    if source.type != "text" and (source.text_field or source.builtin or source.format == "text"):
+        wrong = next(key for key in ("text_field", "builtin", "format") if getattr(source, key))
+        raise UserError(f"{where}: {wrong} goes with type: text, and its type is {source.type}; remove one of them")
     if source.hub and not source.data_files:
         raise UserError(f"{where}: hub={source.hub} needs data_files, for example data/*.parquet")
     url_list = source.url_list

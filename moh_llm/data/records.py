@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from moh_llm.data import chat
 from moh_llm.data.locate import SourceFile, locate
 from moh_llm.data.mixture import Source
 from moh_llm.data.opening import embedded_documents, is_corruption, open_binary
@@ -55,7 +56,10 @@ class Reading:
 
 
 def source_documents(
-    source: Source, files: Sequence[SourceFile] | None = None, reading: Reading | None = None
+    source: Source,
+    files: Sequence[SourceFile] | None = None,
+    reading: Reading | None = None,
+    template: chat.ChatTemplate | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Yield group and text of a source's documents in their order, without empty and filtered ones.
 
@@ -65,6 +69,7 @@ def source_documents(
         source: what to read.
         files: those of its files to read; None: all.
         reading: counts; None: a bad record stops the reading.
+        template: that of the tokenizer, which messages become text by.
 
     Raises:
         UserError: text that cannot be read.
@@ -76,17 +81,20 @@ def source_documents(
             reading.bytes += len(text.encode())
             yield group, text
     for file in locate(source) if files is None else files:
-        for text in read_documents(file, source, reading):
+        for text in read_documents(file, source, reading, template):
             yield text, text
 
 
-def read_documents(file: SourceFile, source: Source, reading: Reading) -> Iterator[str]:
+def read_documents(
+    file: SourceFile, source: Source, reading: Reading, template: chat.ChatTemplate | None = None
+) -> Iterator[str]:
     """Yield the file's documents in their order; empty and filtered ones are left out and counted.
 
     Args:
         file: what to read.
-        source: gives format, text field and filters.
+        source: gives format, type, text field and filters.
         reading: counts, and stops or skips at a bad record.
+        template: that of the tokenizer; with a source of another type than text, documents are `ChatText`.
 
     Memory is bounded by `RECORD_BYTES` and, for parquet, by its pages; a longer record is a bad one.
 
@@ -95,11 +103,13 @@ def read_documents(file: SourceFile, source: Source, reading: Reading) -> Iterat
             or, unless bad records are skipped, one is met. The message names file and record.
     """
     kind = source.format or _format_of(file)
+    if kind == "text" and source.type != "text":
+        raise UserError(f"{file.name}: type: {source.type} needs JSON lines or parquet, not plain text")
     reader = {"jsonl": _json_lines, "parquet": _parquet_rows, "text": _whole_text}[kind]
     before, number = reading.stored, 0  # the number is that of the last record that was read
     try:
         with open_binary(file.path, seekable=kind == "parquet") as (raw, plain):
-            records = _Records(file, source, reading, raw.tell)
+            records = _Records(file, source, reading, raw.tell, template)
             for at, text in reader(plain, records):
                 number = at
                 reading.stored = before + records.tell()
@@ -146,10 +156,13 @@ class _Records:
     source: Source
     reading: Reading
     tell: Callable[[], int]  # stored bytes read so far
+    template: chat.ChatTemplate | None = None
     text_field: str | None = None
 
     def candidates(self) -> tuple[str, ...]:
-        """Names that the field of the text may have."""
+        """Names of the fields to read, or that the field of the text may have."""
+        if self.source.type != "text":
+            return (*chat.FIELDS[self.source.type], *chat.OPTIONS)
         return (self.source.text_field,) if self.source.text_field else TEXT_FIELDS
 
     def too_long(self, where: str, count: int = 1) -> None:
@@ -168,6 +181,8 @@ class _Records:
             if not _accepts(_value_at(record, name), accepted):
                 self.reading.filtered += 1
                 return None
+        if self.source.type != "text":
+            return self._chat(record, where)
         if self.text_field is None:
             self.text_field = next((n for n in self.candidates() if isinstance(_value_at(record, n), str)), None)
         text = _value_at(record, self.text_field) if self.text_field else None
@@ -183,6 +198,14 @@ class _Records:
         fields = fields if len(fields) <= _SHOWN_FIELDS else f"{fields[:_SHOWN_FIELDS]}..."
         self.reading.fault(f"{where}: {found or f'no text field {wanted}; the record has {fields}'}")
         return None
+
+    def _chat(self, record: dict[str, Any], where: str) -> str | None:
+        try:
+            values = {name: _value_at(record, name) for name in self.candidates()}
+            return chat.read_chat(self.source.type, values, self.template)
+        except ValueError as error:
+            self.reading.fault(f"{where}: {error}")
+            return None
 
 
 def _json_lines(plain: IO[bytes], records: _Records) -> Iterator[tuple[int, str | None]]:

@@ -20,6 +20,9 @@ _SLACK = 1024  # tokens more than a share, so that a share rounded up to full wi
 _SEARCHED = 32  # times what is asked for, how many tokens are read to find long documents
 _SAMPLE = 2 << 20  # bytes of text that an estimate tokenises
 
+# A document's token ids, and which of them the loss is taken on; None: all.
+_Piece = tuple[np.ndarray, np.ndarray | None]
+
 
 def sample_mixture(
     mixture: Mixture,
@@ -61,19 +64,20 @@ def _sample_source(
     validation_limit: float,
     long: int | None,
 ) -> TokenizedSource:
-    pieces: dict[bool, list[np.ndarray]] = {False: [], True: []}  # by whether the document is held out
-    short: dict[bool, list[np.ndarray]] = {False: [], True: []}  # likewise, of documents that are not long
+    pieces: dict[bool, list[_Piece]] = {False: [], True: []}  # by whether the document is held out
+    short: dict[bool, list[_Piece]] = {False: [], True: []}  # likewise, of documents that are not long
     lengths, searched = {False: 0, True: 0}, 0
+    documents = source_documents(source, template=tokenizer.chat)
     with tqdm(desc=f"tokenize {source.name[-40:]}", unit="token", unit_scale=True, leave=False) as bar:
-        for group, ids in tokenizer.encode_grouped(source_documents(source)):
+        for group, ids, targets in tokenizer.encode_grouped(documents):
             held_out = is_held_out(group, validation_share)
             bar.update(len(ids))
             searched += len(ids)
             if long and len(ids) < long:
-                short[held_out].append(ids)
+                short[held_out].append((ids, targets))
             else:
-                pieces[held_out].append(ids[:long])
-                lengths[held_out] += len(pieces[held_out][-1])
+                pieces[held_out].append((ids[:long], None if targets is None else targets[:long]))
+                lengths[held_out] += len(ids[:long])
             if lengths[False] >= train_limit and lengths[True] >= validation_limit:
                 break
             if long and searched >= _SEARCHED * (train_limit + validation_limit):
@@ -81,10 +85,15 @@ def _sample_source(
     pieces = {side: pieces[side] + short[side] for side in pieces}
     if not searched:
         raise UserError(f"source {source.name} holds no text")
-    train, validation = (TokenStream.of([Shard.of(pieces[side])]) for side in (False, True))
+    train, validation = (TokenStream.of([_shard(pieces[side])]) for side in (False, True))
     if not len(train) or not len(validation):
         train, validation = split_tail(train if len(train) else validation, validation_share)
     return TokenizedSource(source.name, source.weight, train, validation, source.max_epochs)
+
+
+def _shard(pieces: Sequence[_Piece]) -> Shard:
+    ids, targets = [piece[0] for piece in pieces], [piece[1] for piece in pieces if piece[1] is not None]
+    return Shard.of(ids, targets or None)
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ def estimate_source(source: Source, files: Sequence[SourceFile], tokenizer: Text
     sampled = stored = 0
     ended = True
     reading = Reading(skip_bad=True)  # tokenising itself reports bad records
-    for _, text in source_documents(source, files, reading):
+    for _, text in source_documents(source, files, reading, tokenizer.chat):
         if sampled < _SAMPLE:
             sample.append(text)
             sampled, stored = reading.bytes, reading.stored

@@ -1,14 +1,15 @@
 """Tokens of a mixture: shards in files, mapped into memory as they are read, or arrays; opening them for training.
 
 A shard is what datatrove's tokenizer writes: ``X.ds``, little-endian uint16 or uint32 token ids;
-``X.ds.index``, uint64, where each document ends, in tokens; ``X.ds.metadata``.
+``X.ds.index``, uint64, where each document ends, in tokens; ``X.ds.metadata``; and, where the loss is taken on a part
+of the tokens, ``X.ds.loss``, a byte for each token, 0 or 1.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +22,7 @@ from moh_llm.data.mixture import EMBEDDED, Mixture, load_mixture
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder
-from moh_llm.records.tokens import SPLITS, TokensRecord, index_of
+from moh_llm.records.tokens import SPLITS, TokensRecord, index_of, loss_of
 
 # More text than this is not tokenised by training itself: it takes minutes, and the user is to choose its folder.
 ON_THE_FLY_BYTES = 1 << 30
@@ -34,6 +35,7 @@ class Shard:
         length: number of tokens.
         path: the ``.ds`` file; `dtype` is its tokens' and `documents` their number.
         arrays: instead of a file, tokens `[length]` and document ends, uint64.
+        targets: which tokens the loss is taken on, bool `[length]`, or whether a file says so; None, False: all.
     """
 
     def __init__(
@@ -43,20 +45,24 @@ class Shard:
         dtype: np.dtype | None = None,
         documents: int = 0,
         arrays: tuple[np.ndarray, np.ndarray] | None = None,
+        targets: np.ndarray | bool | None = None,
     ):
         self.length, self.path, self.dtype, self.documents = length, path, dtype, documents
         self._arrays = arrays
+        self._targets = targets if isinstance(targets, np.ndarray) else None
+        self.masked = targets is not None and targets is not False
 
     @classmethod
-    def of(cls, pieces: Sequence[np.ndarray]) -> "Shard":
-        """A shard in memory, of one array of ids per document."""
+    def of(cls, pieces: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None = None) -> "Shard":
+        """A shard in memory, of one array of ids per document, and of one of the tokens that the loss is taken on."""
         ends = np.cumsum([len(piece) for piece in pieces], dtype=np.uint64)
         tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint32)
-        return cls(len(tokens), documents=len(pieces), arrays=(tokens, ends))
+        counted = None if targets is None else np.concatenate(targets)
+        return cls(len(tokens), documents=len(pieces), arrays=(tokens, ends), targets=counted)
 
     def __getstate__(self) -> dict:
         # A worker process maps the file itself.
-        return self.__dict__ | ({"_arrays": None} if self.path else {})
+        return self.__dict__ | ({"_arrays": None, "_targets": None} if self.path else {})
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens `start` to `stop`, and where among them documents begin, as offsets from `start`."""
@@ -75,6 +81,18 @@ class Shard:
         if start == 0 and stop > 0:
             begins = np.concatenate([[0], begins])
         return tokens[start:stop], begins
+
+    def targets(self, start: int, stop: int) -> np.ndarray:
+        """On which of the tokens `start` to `stop` the loss is taken, bool."""
+        if not self.masked:
+            return np.ones(stop - start, dtype=bool)
+        if self._targets is None:
+            assert self.path is not None
+            try:
+                self._targets = np.asarray(np.memmap(loss_of(self.path), dtype=bool, mode="r", shape=(self.length,)))
+            except (OSError, ValueError) as error:
+                raise UserError(f"{loss_of(self.path)} cannot be read: {error}; tokenise again") from error
+        return self._targets[start:stop]
 
 
 @dataclass(frozen=True)
@@ -108,17 +126,29 @@ class TokenStream:
         """
         if start < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of a stream of {len(self)}")
-        position, stop = self.start + start, self.start + start + length
         ids, begins, done = np.empty(length, dtype=np.int64), [], 0
-        number = int(np.searchsorted(self.ends, position, side="right"))
-        while position < stop:
-            first = self.ends[number] - self.shards[number].length
-            upto = min(stop, self.ends[number])
-            tokens, found = self.shards[number].read(position - first, upto - first)
+        for shard, low, high in self._parts(start, length):
+            tokens, found = shard.read(low, high)
             ids[done : done + len(tokens)] = tokens
             begins.append(found + done)
-            done, position, number = done + len(tokens), upto, number + 1
+            done += len(tokens)
         return ids, np.concatenate(begins) if begins else np.zeros(0, dtype=np.int64)
+
+    def targets(self, start: int, length: int) -> np.ndarray | None:
+        """On which of `length` tokens from `start` the loss is taken, bool; None: on all of the stream's."""
+        if not any(shard.masked for shard in self.shards):
+            return None
+        return np.concatenate([shard.targets(low, high) for shard, low, high in self._parts(start, length)])
+
+    def _parts(self, start: int, length: int) -> Iterator[tuple[Shard, int, int]]:
+        """The shards of `length` tokens from `start`, and where in each they begin and end."""
+        position, stop = self.start + start, self.start + start + length
+        number = int(np.searchsorted(self.ends, position, side="right"))
+        while position < stop:
+            shard, upto = self.shards[number], min(stop, self.ends[number])
+            first = self.ends[number] - shard.length
+            yield shard, position - first, upto - first
+            position, number = upto, number + 1
 
 
 @dataclass(frozen=True)
@@ -205,6 +235,12 @@ def open_tokens(
             f"the tokens in {folder} were made with tokenizer {made_by.name} ({made_by.sha256[:12]}), "
             f"not with {tokenizer.name} ({tokenizer.sha256[:12]}); tokenise the mixture with the latter"
         )
+    template = made_by.chat_template
+    if tokenizer is not None and template and template != (tokenizer.chat and tokenizer.chat.sha256):
+        raise UserError(
+            f"the conversations in {folder} were written with another chat template than that of {tokenizer.name}; "
+            "tokenise the mixture with the latter"
+        )
     shares = {name: (entry.weight, entry.max_epochs) for name, entry in record.sources.items()}
     if mixture is not None:
         shares = {source.name: (source.weight, source.max_epochs) for source in mixture.sources}
@@ -227,7 +263,7 @@ def cache_folder(mixture: Mixture, tokenizer: TextTokenizer) -> Path:
         if source.builtin is None and any(file.size is None or "://" in file.path for file in files):
             raise UserError(f"source {source.name} is read over the network; {_tokenize_first(mixture)}")
         total += sum(file.size or 0 for file in files)
-        own = source_identity(source, files, tokenizer.sha256, mixture.validation_share)
+        own = source_identity(source, files, tokenizer, mixture.validation_share)
         identity[source.name] = own.content()
     if total > ON_THE_FLY_BYTES:
         raise UserError(f"mixture {mixture.name} has {total / 2**30:.1f} GiB of text; {_tokenize_first(mixture)}")
@@ -264,10 +300,12 @@ def _open_source(
             path = folder / name / entry.file
             if fault := entry.fault(path):
                 raise UserError(f"{fault}; give the same moh-llm tokenize command again, which repairs the folder")
-            shards.append(Shard(entry.tokens, path, dtype, entry.documents))
+            masked = entry.loss_sha256 is not None
+            shards.append(Shard(entry.tokens, path, dtype, entry.documents, targets=masked))
         streams.append(TokenStream.of(shards))
     train, validation = streams
     if not len(train) or not len(validation):
         train, validation = split_tail(train if len(train) else validation, record.validation_share)
-    digest = hashlib.sha256("".join(entry.sha256 for split in SPLITS for entry in entries.get(split, [])).encode())
+    found = [entry for split in SPLITS for entry in entries.get(split, [])]
+    digest = hashlib.sha256("".join(entry.sha256 + (entry.loss_sha256 or "") for entry in found).encode())
     return TokenizedSource(name, weight, train, validation, max_epochs, digest.hexdigest())

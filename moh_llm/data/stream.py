@@ -88,7 +88,7 @@ class SequenceStream:
         """Sequences `first` to `first + count - 1` as int64 tensors `[count, L]`.
 
         `input_ids`; `position_ids`, which restart with each document; `labels`, equal to the ids
-        but -100 at a document's first token, which nothing before it predicts.
+        but -100 at a document's first token, which nothing before it predicts, and where no loss is taken.
         """
         sequences = []
         for number in range(first, first + count):

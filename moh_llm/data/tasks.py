@@ -3,7 +3,8 @@
 OUTPUT/mixture.json             the record: see `moh_llm.data.tokenize`
        tokenizer.json           the tokenizer, as `tokenizers` reads it
        SOURCE/source.json       what the source's shards are made from
-              train-00000.ds    tokens of task 0 (with .index and .metadata), validation-00000.ds likewise
+              train-00000.ds    tokens of task 0 (with .index and .metadata), validation-00000.ds likewise;
+                                with .loss where the loss is taken on a part of them
               tasks/00000.json  counts of task 0; it is done when this is there
 """
 
@@ -22,7 +23,7 @@ from moh_llm.data.records import Reading, source_documents
 from moh_llm.data.tokenizer import TextTokenizer, is_held_out
 from moh_llm.errors import UserError
 from moh_llm.files import scratch_folder, sha256, write_text
-from moh_llm.records.tokens import SPLITS, SourceIdentity, Split, SplitRecord, TaskRecord
+from moh_llm.records.tokens import SPLITS, SourceIdentity, Split, SplitRecord, TaskRecord, loss_of
 
 TOKENIZER = "tokenizer.json"
 # Small files share a task, so that a million of them do not become a million shards.
@@ -99,13 +100,13 @@ def _tasks_of(source: Source, output: Path) -> Iterator[Task]:
 
 
 def prepare_sources(
-    tasks: Sequence[Task], tokenizer: str, validation_share: float, overwrite: bool, write: bool = True
+    tasks: Sequence[Task], tokenizer: TextTokenizer, validation_share: float, overwrite: bool, write: bool = True
 ) -> None:
     """Make the sources' folders, or check that those there were made from the same.
 
     Args:
         tasks: all tasks.
-        tokenizer: hash of the tokenizer.
+        tokenizer: the tokenizer.
         validation_share: share of held-out documents.
         overwrite: remove the shards of a source that was made from something else.
         write: whether to change anything; without, only what is in the way is reported.
@@ -158,7 +159,7 @@ def _difference(path: Path, wanted: SourceIdentity) -> str | None:
         return None
     if recorded.tokenizer != wanted.tokenizer:
         return f"the tokenizer (its hash was {recorded.tokenizer[:12]}, now {wanted.tokenizer[:12]})"
-    for name in ("validation_share", "format", "text_field", "filters"):
+    for name in ("validation_share", "format", "text_field", "filters", "type", "chat_template"):
         before, now = getattr(recorded, name), getattr(wanted, name)
         if before != now:
             return f"{name} was {before}, now {now}"
@@ -210,6 +211,7 @@ def _write(task: Task, tokenizer: TextTokenizer, validation_share: float, skip_b
     started = noted = time.perf_counter()
     reading, tokens = Reading(skip_bad), 0
     splits: dict[Split, SplitRecord] = {}
+    masked, loss_tokens = task.source.type != "text", dict.fromkeys(SPLITS, 0)
     with scratch_folder(task.record.with_suffix("")) as scratch:
         shards = {
             split: TokenizedFile(
@@ -218,12 +220,17 @@ def _write(task: Task, tokenizer: TextTokenizer, validation_share: float, skip_b
                 tokenizer_name_or_path=tokenizer.name,
                 save_final_metadata=True,
                 token_size=tokenizer.dtype.itemsize,
+                save_loss_metadata=masked,
             )
             for split in SPLITS
         }
-        documents = source_documents(task.source, task.files, reading)
-        for group, ids in tokenizer.encode_grouped(documents, ahead=2):
-            shards[SPLITS[is_held_out(group, validation_share)]].write_bytes(ids.tobytes())
+        documents = source_documents(task.source, task.files, reading, tokenizer.chat)
+        for group, ids, targets in tokenizer.encode_grouped(documents, ahead=2):
+            split = SPLITS[is_held_out(group, validation_share)]
+            shards[split].write_bytes(ids.tobytes())
+            if targets is not None:
+                shards[split].write_loss_bytes(targets.tobytes())
+                loss_tokens[split] += int(targets.sum())
             tokens += len(ids)
             if time.perf_counter() - noted > _PROGRESS_SECONDS:
                 noted = time.perf_counter()
@@ -237,6 +244,7 @@ def _write(task: Task, tokenizer: TextTokenizer, validation_share: float, skip_b
                     tokens=len(shard),
                     bytes=path.stat().st_size,
                     sha256=sha256(path),
+                    **({"loss_tokens": loss_tokens[split], "loss_sha256": sha256(loss_of(path))} if masked else {}),
                 )
                 for file in sorted(scratch.glob(f"{shard.filename}*")):
                     os.replace(file, task.folder / file.name)

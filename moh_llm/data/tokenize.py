@@ -79,14 +79,15 @@ def tokenize_mixture(
         except OSError as error:
             raise UserError(f"--output {output} cannot be read: {error.strerror}; name another folder") from error
         tasks = make_tasks(mixture, output)
-        prepare_sources(tasks, tokenizer.sha256, mixture.validation_share, overwrite)
+        prepare_sources(tasks, tokenizer, mixture.validation_share, overwrite)
         write_text(output / TOKENIZER, tokenizer.backend.to_str())
-        finish = partial(write_record, mixture, tasks, output, tokenizer.record())
+        chats = any(source.type != "text" for source in mixture.sources)
+        finish = partial(write_record, mixture, tasks, output, tokenizer.record(chats))
         # The largest first, so that none is left to the end alone.
         if left := sorted((task for task in tasks if not is_done(task)), key=lambda task: -task.work):
             write_json(output / RECORD, {"status": "running"})
             workers, threads = count_workers(left, workers, executor, executor_args)
-            settings = (tokenizer.end, tokenizer.name, mixture.validation_share, skip_bad, threads)
+            settings = (tokenizer.end, tokenizer.name, tokenizer.chat, mixture.validation_share, skip_bad, threads)
             step = WriteShards(left, output / TOKENIZER, *settings)
             logs = new_log_folder(output)
             if executor == "slurm":
@@ -142,6 +143,8 @@ def _source_record(source: Source, tasks: Sequence[Task]) -> SourceRecord:
         raise UserError(f"source {source.name} holds no text{why}")
     # The location of the text is in `text`, by names that may be shown; addresses themselves can hold a password.
     spec = {name: value for name in _RECORDED if (value := getattr(source, name)) not in (None, (), {})}
+    if source.type != "text":
+        spec["type"] = source.type
     return SourceRecord(
         **spec,
         **sums,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from moh_llm.data.chat import ChatTemplate, ChatText
 from moh_llm.errors import UserError
 from moh_llm.reading import read_json
 from moh_llm.records.tokens import TokenizerRecord
@@ -72,14 +73,15 @@ class TextTokenizer:
         backend: the tokenizer of the `tokenizers` library.
         end: id of the end-of-sequence token that closes each document; None: documents are not closed.
         name: what to call it in records.
+        chat: its chat template; None where it has none.
     """
 
-    def __init__(self, backend: Tokenizer, end: int | None, name: str):
+    def __init__(self, backend: Tokenizer, end: int | None, name: str, chat: ChatTemplate | None = None):
         # A copy, since the original may cut and pad for other uses.
         self.backend = Tokenizer.from_str(backend.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.end, self.name = end, name
+        self.end, self.name, self.chat = end, name, chat
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=0)
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
@@ -91,7 +93,7 @@ class TextTokenizer:
         name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         if backend is None:
             raise UserError(f"tokenizer {name} is not a fast one (it has no tokenizer.json); convert it first")
-        return cls(backend, tokenizer.eos_token_id, name)
+        return cls(backend, tokenizer.eos_token_id, name, ChatTemplate.of(tokenizer))
 
     @classmethod
     def load(cls, name_or_path: str) -> "TextTokenizer":
@@ -100,22 +102,33 @@ class TextTokenizer:
 
     @property
     def sha256(self) -> str:
-        """Hex SHA-256 of all that decides which ids a text becomes."""
+        """Hex SHA-256 of all that decides which ids a text becomes; messages become text by `chat`."""
         canonical = json.dumps([json.loads(self.backend.to_str()), self.end], sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
-    def record(self) -> TokenizerRecord:
-        """What identifies it, for records."""
+    def record(self, chats: bool = False) -> TokenizerRecord:
+        """What identifies it, for records; ``chats``: with its chat template."""
+        template = {"chat_template": self.chat.sha256} if chats and self.chat else {}
         return TokenizerRecord(
             name=self.name,
             sha256=self.sha256,
             vocab_size=self.vocab_size,
             end_of_document=self.end,
             dtype=self.dtype.name,
+            **template,
         )
 
     def encode(self, documents: Iterable[str], ahead: int = 0) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each document with its token ids, of `dtype`, closed by `end`.
+        """Yield each document with its token ids, as `encode_with_targets` does."""
+        return ((text, ids) for text, ids, _ in self.encode_with_targets(documents, ahead))
+
+    def encode_with_targets(
+        self, documents: Iterable[str], ahead: int = 0
+    ) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
+        """Yield each document with its token ids, of `dtype`, and the tokens that the loss is taken on.
+
+        A document is closed by `end`, but for one that a chat template wrote. The third is bool, of a `ChatText`; None
+        means all tokens.
 
         Args:
             documents: the texts.
@@ -124,31 +137,49 @@ class TextTokenizer:
         """
         if not ahead:
             for batch in _batches(documents):
-                yield from self._finish(batch, self.backend.encode_batch_fast(batch))
+                yield from self._finish(batch, self._encode(batch))
             return
         # The library works without Python's lock, so that reading and writing go on beside it.
         waiting: deque[tuple[list[str], Future]] = deque()
         with ThreadPoolExecutor(max_workers=ahead) as pool:
             for batch in _batches(documents):
-                waiting.append((batch, pool.submit(self.backend.encode_batch_fast, batch)))
+                waiting.append((batch, pool.submit(self._encode, batch)))
                 if len(waiting) > ahead:
                     oldest, future = waiting.popleft()
                     yield from self._finish(oldest, future.result())
             for batch, future in waiting:
                 yield from self._finish(batch, future.result())
 
-    def encode_grouped(self, documents: Iterable[tuple[str, str]], ahead: int = 0) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each document's group with its token ids; `documents` are pairs of group and text, `ahead` as above."""
+    def encode_grouped(
+        self, documents: Iterable[tuple[str, str]], ahead: int = 0
+    ) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
+        """The same with the group of each document in place of its text; `documents` are pairs of group and text."""
         pairs, texts = itertools.tee(documents)
-        for (group, _), (_, ids) in zip(pairs, self.encode((text for _, text in texts), ahead), strict=False):
-            yield group, ids
+        encoded = self.encode_with_targets((text for _, text in texts), ahead)
+        for (group, _), (_, ids, targets) in zip(pairs, encoded, strict=False):
+            yield group, ids, targets
 
-    def _finish(self, batch: list[str], encodings: list[Encoding]) -> Iterator[tuple[str, np.ndarray]]:
+    def _encode(self, batch: list[str]) -> list[Encoding]:
+        if not any(isinstance(text, ChatText) for text in batch):
+            return self.backend.encode_batch_fast(batch)
+        found: dict[int, Encoding] = {}
+        for templated in (False, True):
+            rows = [row for row, text in enumerate(batch) if getattr(text, "templated", False) == templated]
+            # Not the fast way, which leaves out the ranges of characters.
+            encodings = self.backend.encode_batch([batch[row] for row in rows], add_special_tokens=not templated)
+            found |= zip(rows, encodings, strict=True)
+        return [found[row] for row in range(len(batch))]
+
+    def _finish(
+        self, batch: list[str], encodings: list[Encoding]
+    ) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
         for text, encoding in zip(batch, encodings, strict=True):
-            ids = encoding.ids
-            if self.end is not None and ids[-1:] != [self.end]:
+            ids, chat = encoding.ids, isinstance(text, ChatText)
+            closed = self.end is not None and ids[-1:] != [self.end] and not (chat and text.templated)
+            if closed:
                 ids.append(self.end)
-            yield text, np.array(ids, dtype=self.dtype)
+            targets = text.targets(encoding.offsets, closed) if chat else None
+            yield text, np.array(ids, dtype=self.dtype), targets
 
 
 def is_held_out(group: str, share: float) -> bool:

@@ -10,7 +10,10 @@ from moh_llm.errors import UserError
 
 
 def window(stream: TokenStream, start: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens `start` to `start + length` of a stream: ids, positions within documents, labels."""
+    """Tokens `start` to `start + length` of a stream: ids, positions within documents, labels.
+
+    Labels are the ids, but -100 where documents begin, and at tokens that the loss is not taken on.
+    """
     ids, begins = stream.read(start, length)
     # A window that opens inside a document counts positions from its own start.
     origin = np.zeros(length, dtype=np.int64)
@@ -18,6 +21,8 @@ def window(stream: TokenStream, start: int, length: int) -> tuple[np.ndarray, np
     positions = np.arange(length) - np.maximum.accumulate(origin)
     labels = ids.copy()
     labels[begins] = -100
+    if (targets := stream.targets(start, length)) is not None:
+        labels[~targets] = -100
     return ids, positions, labels
 
 
@@ -66,8 +71,9 @@ def fixed_batches(
         last += 1  # a stream may open inside a document
         for index in range(count):
             windows.append(window(stream, index * length, length))
-            # Labels are -100 where documents begin, and only there.
-            documents.append(last + np.cumsum(windows[-1][2] == -100))
+            begins = np.zeros(length, dtype=np.int64)
+            begins[stream.read(index * length, length)[1]] = 1
+            documents.append(last + np.cumsum(begins))
             last = int(documents[-1][-1])
     return [
         stack(windows[first : first + batch_size], length)
@@ -91,5 +97,10 @@ def validation_batches(
         held_out = sum(len(source.validation) for source in sources)
         raise UserError(
             f"the held-out text has {held_out} tokens, fewer than one window of {sequence_length}; give more text"
+        )
+    if not any((batch["labels"][:, 1:] != -100).any() for batch in batches):
+        raise UserError(
+            "the loss is taken on none of the held-out tokens: what the assistant says is not among them; "
+            "give more text, or raise evaluation.max_tokens"
         )
     return batches

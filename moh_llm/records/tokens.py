@@ -15,13 +15,17 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
 class TokenizerRecord(Record):
-    """The tokenizer of some tokens: `end_of_document` is the id that closes documents, `dtype` that of stored ids."""
+    """The tokenizer of some tokens: `end_of_document` is the id that closes documents, `dtype` that of stored ids.
+
+    `chat_template` is the hash of the template that wrote conversations, where there are any.
+    """
 
     name: str
     sha256: str
     vocab_size: int
     end_of_document: int | None
     dtype: Literal["uint16", "uint32"]
+    chat_template: str | None = None
 
 
 class TextRecord(Record):
@@ -38,6 +42,7 @@ class SourceIdentity(Record):
     Attributes:
         tokenizer: hash of the tokenizer.
         text: the files, or what identifies built-in text.
+        type, chat_template: of a source of conversations or completions, with the hash of the template.
     """
 
     tokenizer: str
@@ -46,19 +51,30 @@ class SourceIdentity(Record):
     text_field: str | None
     filters: dict[str, Any]
     text: list[TextRecord] | dict[str, str]
+    type: str = "text"
+    chat_template: str | None = None
 
 
 class SplitRecord(Record):
-    """One shard: its documents and tokens, and the size and hash of its file of tokens."""
+    """One shard: its documents and tokens, and the size and hash of its file of tokens.
+
+    Of a source that the loss is taken on in part, also the number of tokens that it is taken on, and the hash of the
+    file that says which.
+    """
 
     documents: int = Field(ge=0)
     tokens: int = Field(ge=0)
     bytes: int = Field(ge=0)
     sha256: str
+    loss_tokens: int | None = Field(default=None, ge=0)
+    loss_sha256: str | None = None
 
     def fault(self, path: Path) -> str | None:
         """What is wrong with the sizes of the shard's files, tokens at ``path`` and their index; None if nothing."""
-        for file, size in ((path, self.bytes), (index_of(path), 8 * self.documents)):
+        sizes = {path: self.bytes, index_of(path): 8 * self.documents}
+        if self.loss_sha256 is not None:
+            sizes[loss_of(path)] = self.tokens
+        for file, size in sizes.items():
             found = file.stat().st_size if file.is_file() else None
             if found != size:
                 what = "is missing" if found is None else f"has {found} bytes, {size} were written"
@@ -100,6 +116,12 @@ class SourceRecord(Counts):
     tokens_per_byte: float
     text: list[TextRecord]
     shards: dict[Split, list[ShardRecord]]
+
+    @property
+    def loss_tokens(self) -> int | None:
+        """Tokens that the loss is taken on; None: all."""
+        counts = [shard.loss_tokens for shards in self.shards.values() for shard in shards]
+        return None if None in counts else sum(count for count in counts if count is not None)
 
 
 class TokensRecord(Record):
@@ -143,3 +165,8 @@ class TokensRecord(Record):
 def index_of(path: Path) -> Path:
     """The index of a shard: where each document ends, in tokens."""
     return path.with_name(path.name + ".index")
+
+
+def loss_of(path: Path) -> Path:
+    """Which tokens of a shard the loss is taken on, a byte each, 0 or 1."""
+    return path.with_name(path.name + ".loss")

@@ -57,14 +57,17 @@ def paper_folder(made_once: Callable[..., Path], base_folder: Path, convert: Cal
 
 @pytest.fixture(scope="session")
 def mixture_file(made_once: Callable[..., Path]) -> Path:
-    """A mixture of two sources with documents of 5 to 200 letters, so that blocks differ in valid tokens."""
+    """A mixture of texts and of completions, of 5 to 200 letters, so that blocks differ in tokens with a loss."""
 
     def make(folder: Path) -> None:
         draw = random.Random(0)
-        for name in ("one", "two"):
-            lines = [" ".join(draw.choices(WORDS, k=draw.choice([1, 2, 8, 30]))) for _ in range(150)]
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        lines = [" ".join(draw.choices(WORDS, k=draw.choice([1, 2, 8, 30]))) for _ in range(300)]
+        texts = [{"text": line} for line in lines[:150]]
+        pairs = [{"prompt": f"{line[: len(line) // 2]} ", "completion": line.upper()} for line in lines[150:]]
+        for name, records in (("one", texts), ("two", pairs)):
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         sources = {"one": {"weight": 0.7, "files": "one.jsonl"}, "two": {"weight": 0.3, "files": "two.jsonl"}}
+        sources["two"]["type"] = "prompt_completion"
         (folder / "mixture.yaml").write_text(yaml.safe_dump({"name": "tiny", "sources": sources}))
 
     return made_once("mixture", make) / "mixture.yaml"

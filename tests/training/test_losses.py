@@ -1,5 +1,6 @@
 """Losses, gradients and scores of a step, against plain formulas."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,36 @@ def test_accumulation_1x8_equals_8x1(configure, kind: str, layers: float) -> Non
             assert getattr(other, name) == pytest.approx(getattr(losses, name), abs=1e-6)
         for name, gradient in gradients.items():
             torch.testing.assert_close(other_gradients[name], gradient, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["distillation", "cross_entropy"])
+def test_losses_and_scores_are_of_completions_alone(configure, tmp_path, kind: str) -> None:
+    lines = [{"prompt": "ab cd " * (i % 5), "completion": f"{i * i}"} for i in range(200)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = {"weight": 1, "files": "pairs.jsonl", "type": "prompt_completion"}
+    (tmp_path / "pairs.yaml").write_text(json.dumps({"sources": {"pairs": source}}))
+    config = configure(**{"objective.kind": kind, "data.mixture": str(tmp_path / "pairs.yaml")})
+    model, batch = student_and_batch(config, 4)
+    losses, _ = gradients_of(config, model, batch, beta=1.0)
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    counted, begins = set(tokenizer("0123456789<end>")["input_ids"]), batch["position_ids"] == 0
+    values = []
+    with torch.no_grad():
+        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+        own = model(**inputs, use_cache=False).logits.log_softmax(-1)
+        with model.all_heads_active():
+            base = model(**inputs, use_cache=False).logits.log_softmax(-1)
+    for row in range(4):
+        for at in range(own.shape[1] - 1):
+            token = int(batch["input_ids"][row, at + 1])
+            if token in counted and not begins[row, at + 1]:
+                kl = (base[row, at].exp() * (base[row, at] - own[row, at])).sum()
+                values.append((float(kl), -float(own[row, at, token])))
+    mean = torch.tensor(values).mean(0).tolist()
+    assert 0 < len(values) < 0.7 * own[:, :, 0].numel()
+    assert losses.task == pytest.approx(mean[0 if kind == "distillation" else 1], rel=1e-4)
+    assert losses.cross_entropy == pytest.approx(mean[1], rel=1e-4)
 
 
 def test_the_balance_loss_is_added_with_its_coefficient(configure) -> None:

@@ -1,0 +1,194 @@
+"""Conversations and instructions as text, with the characters that the loss is taken on.
+
+Records have the fields that TRL's trainers take: `messages`, or `prompt` and `completion`, both texts or both lists of
+messages; beside messages also `tools` and `chat_template_kwargs`.
+Messages become text by the tokenizer's chat template.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+FIELDS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion")}
+OPTIONS = ("tools", "chat_template_kwargs")
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatText(str):
+    """The text of a record; the loss is taken on a part of it.
+
+    Attributes:
+        spans: that part, as ranges of characters in ascending order.
+        templated: whether a chat template wrote it, special tokens and all: a tokenizer adds none.
+    """
+
+    __slots__ = ("spans", "templated")
+
+    spans: tuple[tuple[int, int], ...]
+    templated: bool
+
+    @classmethod
+    def of(cls, text: str, spans: list[tuple[int, int]], templated: bool) -> "ChatText":
+        """Make one; half a surrogate pair, which JSON can hold, becomes a question mark."""
+        made = cls(text.encode("utf-8", "replace").decode())
+        made.spans, made.templated = tuple(spans), templated
+        return made
+
+    def targets(self, offsets: list[tuple[int, int]], closed: bool) -> np.ndarray:
+        """Which tokens the loss is taken on, bool `[N]`: those that hold a character of a span.
+
+        Args:
+            offsets: the range of characters of each token.
+            closed: whether an end-of-sequence token of no characters was added; it counts with the last character.
+        """
+        # Ends ascend, but for special tokens that the tokenizer added, which have the range (0, 0). Beginnings would
+        # not do: some tokenizers leave a leading space out of the range.
+        ends = np.maximum.accumulate(np.array([end for _, end in offsets] + [len(self)] * closed, dtype=np.int64))
+        found = np.zeros(len(ends), dtype=bool)
+        for low, high in self.spans:
+            last = max(int((ends < high).sum()) + 1, int((ends <= high).sum()))
+            found[int((ends <= low).sum()) : last] = True
+        return found
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's chat template (Jinja) with the special tokens that it may name, as JSON."""
+
+    template: str
+    special_tokens: str
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> "ChatTemplate | None":
+        """That of a Hugging Face tokenizer; of several the default one. None where there is none."""
+        template = getattr(tokenizer, "chat_template", None)
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not template:
+            return None
+        return cls(template, json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str))
+
+    @property
+    def sha256(self) -> str:
+        """Hex SHA-256 of all that decides which text messages become."""
+        return hashlib.sha256(json.dumps([self.template, self.special_tokens]).encode()).hexdigest()
+
+    def conversation(self, messages: Any, options: dict[str, Any]) -> ChatText:
+        """Messages as text, with what the assistant says as spans.
+
+        Args:
+            messages: a list of maps with `role` and `content`.
+            options: further arguments of the template.
+
+        Raises:
+            ValueError: they are no messages, none is the assistant's, or the template does not say which text is its.
+        """
+        messages = _checked(messages, "messages")
+        if _MARKERS.search(self.template):
+            text, spans = self._render(messages, options, markers=True)
+            spans = [(low, high) for low, high in spans if low < high]
+        else:
+            text, spans = self._render(messages, options)[0], []
+            spans = self._turns(messages, 0, text, options)
+        if not spans:
+            raise ValueError("no message is the assistant's, so there is nothing to learn from it")
+        return ChatText.of(text, spans, templated=True)
+
+    def completion(self, prompt: Any, completion: Any, options: dict[str, Any]) -> ChatText:
+        """Messages of a prompt and of its completion as text, with what the assistant says in the latter as spans."""
+        prompt, completion = _checked(prompt, "prompt"), _checked(completion, "completion")
+        messages = prompt + completion
+        text = self._render(messages, options)[0]
+        spans = self._turns(messages, len(prompt), text, options)
+        if not spans:
+            raise ValueError("no message of its completion is the assistant's, so there is nothing to learn from it")
+        return ChatText.of(text, spans, templated=True)
+
+    def _turns(self, messages: list[dict], first: int, text: str, options: dict[str, Any]) -> list[tuple[int, int]]:
+        """What the assistant says from a message on: its turn begins where the model is asked to go on."""
+        spans = []
+        for number in range(first, len(messages)):
+            if messages[number]["role"] != "assistant":
+                continue
+            before = self._render(messages[:number], options, add_generation_prompt=True)[0]
+            upto = text if number + 1 == len(messages) else self._render(messages[: number + 1], options)[0]
+            if not text.startswith(upto):  # some templates close a conversation, of however many messages
+                upto = upto.removesuffix(json.loads(self.special_tokens).get("eos_token") or "")
+            if not (text.startswith(upto) and text.startswith(before) and len(before) < len(upto)):
+                raise ValueError(
+                    f"the chat template writes what comes before or in message {number + 1} otherwise when nothing "
+                    "follows it, so the assistant's text cannot be told; use a template with {% generation %} markers"
+                )
+            spans.append((len(before), len(upto)))
+        return spans
+
+    def _render(
+        self, messages: list[dict], options: dict[str, Any], markers: bool = False, **more: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        given = {**json.loads(self.special_tokens), **options, **more}
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[messages],
+                chat_template=self.template,
+                return_assistant_tokens_mask=markers,
+                **given,
+            )
+        # Templates raise what they like, and Python does for them.
+        except Exception as error:
+            raise ValueError(f"the chat template cannot write it: {' '.join(str(error).split())[:160]}") from error
+        return texts[0], spans[0] if markers else []
+
+
+def read_chat(kind: str, values: dict[str, Any], template: ChatTemplate | None) -> ChatText:
+    """The text of a record.
+
+    Args:
+        kind: `messages` or `prompt_completion`.
+        values: its fields of `FIELDS` and `OPTIONS`; None for one that it lacks.
+        template: the tokenizer's; None where it has none.
+
+    Raises:
+        ValueError: what is wrong with it, in words that follow its place.
+    """
+    missing = [name for name in FIELDS[kind] if values[name] is None]
+    if missing:
+        raise ValueError(f"no field {' or '.join(missing)}")
+    if kind == "prompt_completion" and isinstance(values["prompt"], str) and isinstance(values["completion"], str):
+        prompt, text = values["prompt"], values["prompt"] + values["completion"]
+        if not values["completion"]:
+            raise ValueError("its completion is empty")
+        return ChatText.of(text, [(len(prompt), len(text))], templated=False)
+    if template is None:
+        raise ValueError("it has messages, and the tokenizer has no chat template")
+    options = _options(values)
+    if kind == "messages":
+        return template.conversation(values["messages"], options)
+    return template.completion(values["prompt"], values["completion"], options)
+
+
+def _options(values: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the template; tools may be JSON in a text, as in parquet files."""
+    tools, more = values["tools"], values["chat_template_kwargs"] or {}
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise ValueError(f"its tools are no JSON ({error})") from error
+    if not isinstance(tools, list | None) or not isinstance(more, dict):
+        raise ValueError("its tools must be a list, its chat_template_kwargs a map")
+    return {"tools": tools or None, **more}
+
+
+def _checked(messages: Any, name: str) -> list[dict]:
+    """Messages without the keys that hold nothing: columns of a parquet file are there for all."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"its {name} must be a list of messages, or prompt and completion both texts")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"its {name} hold something other than maps with role and content")
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
