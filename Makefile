@@ -3,11 +3,12 @@
 # make test         sets up and runs the tests but for the slow ones
 # make test-all     all of them, as CI does
 # make mutants      puts faults into a copy of the package and sees a test find each
+# make docs         builds the documentation in site/, and fails on a broken link
 PYTHON ?= python3
 VENV ?= .venv
 OUTPUT ?= out/quickstart
 
-.PHONY: quickstart test test-slow test-all mutants lint
+.PHONY: quickstart test test-slow test-all mutants lint docs
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/moh-llm quickstart --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
@@ -27,6 +28,9 @@ lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports --no-logo
+
+docs: $(VENV)/installed
+	$(VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env --conf-dir docs . site
 
 # torch first and by its exact version: what is asked for later then accepts it as it is.
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt tests/oldest-transformers.txt
