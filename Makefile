@@ -4,12 +4,13 @@
 # make test-all     all of them, as CI does
 # make test-clients runs TRL's trainers and vLLM (in an environment of its own, of 4 GB) on converted models
 # make mutants      puts faults into a copy of the package and sees a test find each
+# make docs         builds the documentation in site/, and fails on a broken link
 PYTHON ?= python3
 VENV ?= .venv
 VLLM ?= .venv-vllm
 OUTPUT ?= out/quickstart
 
-.PHONY: quickstart test test-slow test-all test-clients mutants lint
+.PHONY: quickstart test test-slow test-all test-clients mutants lint docs
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/moh-llm quickstart --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
@@ -32,6 +33,9 @@ lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports --no-logo
+
+docs: $(VENV)/installed
+	$(VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env --conf-dir docs . site
 
 # torch first and by its exact version: what is asked for later then accepts it as it is.
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt tests/oldest-transformers.txt
