@@ -21,16 +21,18 @@ from moh_llm.commands import (
     mixture,
     publish,
     quickstart,
+    recipes,
     report,
     serve,
     tokenize,
     train,
 )
-from moh_llm.commands.recipes import expand_recipe
+from moh_llm.commands.recipe_flags import expand_recipe
 from moh_llm.errors import UserError, without_passwords
 
 COMMANDS = {
     "quickstart": (quickstart, "convert, tune and score a small real model in one go"),
+    "recipes": (recipes, "list the recipes and data mixtures of this package, and copy them"),
     "convert": (convert, "turn a LLaMA checkpoint into a Mixture-of-Head one, with proof"),
     "mixture": (mixture, "show a data mixture: shares, tokens, epochs for a budget"),
     "tokenize": (tokenize, "turn a data mixture into token shards, once, for long or many runs"),

@@ -1,78 +1,85 @@
-"""YAML recipes of `convert` and `evaluate`: each key is the name of a flag, with underscores.
+"""``moh-llm recipes``: list the recipes and data mixtures that come with this package, and copy them to edit and run.
 
-    python convert.py recipes/convert_llama3_8b.yaml --num_active_heads 24
+    moh-llm recipes
+    moh-llm recipes copy recipes/smollm2_recovery.yaml data_mixtures --output my-runs
 
-A recipe is put in front of the command line's own flags, so that these override it.
+Copies keep their paths below the output folder, so that commands run there find what a recipe's comments name.
 """
 
 import argparse
 import difflib
-from collections.abc import Iterator, Sequence
+import os
 from pathlib import Path
-from typing import Any
 
+import moh_llm
 from moh_llm.errors import UserError
-from moh_llm.reading import read_yaml
 
 
-def expand_recipe(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """The arguments with a recipe, where the first one names a YAML file, in the words of the command line.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    copy = actions.add_parser("copy", help="copy some of them (default: list all)", description=__doc__)
+    copy.add_argument("names", metavar="NAME", nargs="+", help="file or folder of the list, such as recipes/launch")
+    copy.add_argument("--output", type=Path, default=Path(), help="folder to copy into (default: the working folder)")
 
-    Underscores in the names of flags become hyphens.
 
-    Args:
-        parser: the command's.
-        arguments: what follows the command's name.
+def run(args: argparse.Namespace) -> int:
+    """List or copy. Returns the exit status; raises `UserError` for bad input."""
+    if args.action == "copy":
+        for path in copy_files(args.names, args.output):
+            print(path)
+        return 0
+    files = shipped_files()
+    width = max(map(len, files))
+    for name, path in files.items():
+        print(f"{name:{width}}  {summary(path)}")
+    return 0
+
+
+def shipped_files() -> dict[str, Path]:
+    """Recipes and mixtures by name, their path below the folder that holds both: the package's, or the checkout's."""
+    package = Path(moh_llm.__file__).parent
+    root = package if (package / "recipes").is_dir() else package.parent  # a wheel holds copies (setup.py)
+    found = [path for folder in ("recipes", "data_mixtures") for path in sorted((root / folder).rglob("*"))]
+    return {path.relative_to(root).as_posix(): path for path in found if path.is_file()}
+
+
+def summary(path: Path) -> str:
+    """The first comment line of a file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith("#!")), "")
+
+
+def copy_files(names: list[str], output: Path) -> list[Path]:
+    """Copy recipes and data mixtures to the paths below the output folder that they have in the list.
+
+    A file that is there is not replaced, and then nothing is copied.
+
+    Returns:
+        The copies.
 
     Raises:
-        UserError: the recipe cannot be read, holds a key that is no flag, or a value that no flag takes.
+        UserError: an unknown name, a file that is there, or an output folder that cannot be written.
     """
-    words = [_hyphens(word) for word in arguments]
-    if not words or not words[0].endswith((".yaml", ".yml")):
-        return words
-    content = read_yaml(Path(words[0]))
-    if not isinstance(content, dict):
-        raise UserError(f"recipe {words[0]} must hold `key: value` lines")
-    known = {action.dest: action for action in parser._actions if action.dest != "help"}
-    named: list[str] = []
-    flags: list[str] = []
-    for key, value in content.items():
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise UserError(f"recipe {words[0]}: unknown key {key!r}; the nearest known key is {nearest!r}")
-        action = known[key]
-        given = list(_texts(words[0], key, value, action))
-        if action.option_strings:
-            flags += given
-        else:
-            named += given
-    # Positional arguments first: a flag that takes several values would swallow them.
-    return [*named, *flags, *words[1:]]
-
-
-def _hyphens(word: str) -> str:
-    """`--num_active_heads=24` as `--num-active-heads=24`."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
-
-
-def _texts(recipe: str, key: str, value: Any, action: argparse.Action) -> Iterator[str]:
-    """The words of the command line that say the same."""
-    is_switch = action.nargs == 0
-    if value is None or (is_switch and value is False):
-        return
-    if is_switch != (value is True) or isinstance(value, dict):
-        expected = "true or false" if is_switch else "a value"
-        raise UserError(f"recipe {recipe}: {key}={value} must be {expected}")
-    flag = action.option_strings[-1:]
-    if is_switch:
-        yield from flag
-        return
-    values = value if isinstance(value, list) else [value]
-    if len(values) != 1 and action.nargs not in ("+", "*"):
-        raise UserError(f"recipe {recipe}: {key} takes one value, not {len(values)}")
-    if action.nargs in ("+", "*"):
-        yield from flag
-        yield from map(str, values)
-    else:
-        yield from (f"{flag[0]}={values[0]}",) if flag else (str(values[0]),)
+    files = shipped_files()
+    chosen: dict[str, Path] = {}
+    for name in names:
+        matches = {file: path for file, path in files.items() if f"{file}/".startswith(f"{name.rstrip('/')}/")}
+        if not matches:
+            nearest = difflib.get_close_matches(name, files, n=1, cutoff=0.0)[0]
+            raise UserError(f"no recipe or data mixture {name!r}; the nearest name is {nearest!r}")
+        chosen |= matches
+    copies = {output / name: path for name, path in chosen.items()}
+    for copy in copies:
+        if os.path.lexists(copy):
+            raise UserError(f"{copy} exists already; remove it or name another folder with --output")
+    for copy, path in copies.items():
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with open(copy, "xb") as file:
+                file.write(path.read_bytes())
+            if os.access(path, os.X_OK):
+                copy.chmod(copy.stat().st_mode | 0o111)
+        except OSError as error:
+            raise UserError(f"{copy} cannot be written: {error.strerror}; name another folder with --output") from error
+    return list(copies)

@@ -11,4 +11,4 @@ strategy=$1
 shift
 exec accelerate launch --config_file "$root/recipes/accelerate/$strategy.yaml" \
     --num_machines "$NODES" --machine_rank "$NODE_RANK" --num_processes "$((NODES * ${GPUS:-8}))" \
-    --main_process_ip "$MASTER" --main_process_port "${PORT:-29500}" "$root/train.py" "$@"
+    --main_process_ip "$MASTER" --main_process_port "${PORT:-29500}" -m moh_llm.cli train "$@"

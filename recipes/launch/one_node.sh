@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# One machine, one process per GPU. Give the same command again after an interruption and the run goes on.
+# One machine, one process per GPU.
+# Give the same command again after an interruption and the run goes on.
 #
 #     recipes/launch/one_node.sh ddp recipes/smollm2_recovery.yaml --model out/moh
 #
@@ -10,4 +11,5 @@ root=$(cd "$(dirname "$0")/../.." && pwd)  # paths in the arguments are relative
 strategy=$1
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}
-exec accelerate launch --config_file "$root/recipes/accelerate/$strategy.yaml" --num_processes "$gpus" "$root/train.py" "$@"
+exec accelerate launch --config_file "$root/recipes/accelerate/$strategy.yaml" --num_processes "$gpus" \
+    -m moh_llm.cli train "$@"

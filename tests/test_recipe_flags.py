@@ -7,7 +7,7 @@ import yaml
 
 from moh_llm.cli import main
 from moh_llm.commands import convert, evaluate
-from moh_llm.commands.recipes import expand_recipe
+from moh_llm.commands.recipe_flags import expand_recipe
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = {"convert": (convert, "convert_llama3_8b"), "evaluate": (evaluate, "evaluate_paper")}

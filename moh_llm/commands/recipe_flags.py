@@ -1,0 +1,78 @@
+"""YAML recipes of `convert` and `evaluate`: each key is the name of a flag, with underscores.
+
+    python convert.py recipes/convert_llama3_8b.yaml --num_active_heads 24
+
+A recipe is put in front of the command line's own flags, so that these override it.
+"""
+
+import argparse
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from moh_llm.errors import UserError
+from moh_llm.reading import read_yaml
+
+
+def expand_recipe(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
+    """The arguments with a recipe, where the first one names a YAML file, in the words of the command line.
+
+    Underscores in the names of flags become hyphens.
+
+    Args:
+        parser: the command's.
+        arguments: what follows the command's name.
+
+    Raises:
+        UserError: the recipe cannot be read, holds a key that is no flag, or a value that no flag takes.
+    """
+    words = [_hyphens(word) for word in arguments]
+    if not words or not words[0].endswith((".yaml", ".yml")):
+        return words
+    content = read_yaml(Path(words[0]))
+    if not isinstance(content, dict):
+        raise UserError(f"recipe {words[0]} must hold `key: value` lines")
+    known = {action.dest: action for action in parser._actions if action.dest != "help"}
+    named: list[str] = []
+    flags: list[str] = []
+    for key, value in content.items():
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            raise UserError(f"recipe {words[0]}: unknown key {key!r}; the nearest known key is {nearest!r}")
+        action = known[key]
+        given = list(_texts(words[0], key, value, action))
+        if action.option_strings:
+            flags += given
+        else:
+            named += given
+    # Positional arguments first: a flag that takes several values would swallow them.
+    return [*named, *flags, *words[1:]]
+
+
+def _hyphens(word: str) -> str:
+    """`--num_active_heads=24` as `--num-active-heads=24`."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def _texts(recipe: str, key: str, value: Any, action: argparse.Action) -> Iterator[str]:
+    """The words of the command line that say the same."""
+    is_switch = action.nargs == 0
+    if value is None or (is_switch and value is False):
+        return
+    if is_switch != (value is True) or isinstance(value, dict):
+        expected = "true or false" if is_switch else "a value"
+        raise UserError(f"recipe {recipe}: {key}={value} must be {expected}")
+    flag = action.option_strings[-1:]
+    if is_switch:
+        yield from flag
+        return
+    values = value if isinstance(value, list) else [value]
+    if len(values) != 1 and action.nargs not in ("+", "*"):
+        raise UserError(f"recipe {recipe}: {key} takes one value, not {len(values)}")
+    if action.nargs in ("+", "*"):
+        yield from flag
+        yield from map(str, values)
+    else:
+        yield from (f"{flag[0]}={values[0]}",) if flag else (str(values[0]),)
