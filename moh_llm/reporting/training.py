@@ -85,11 +85,12 @@ def recipe(run: TrainingRun) -> Pairs:
     warmup = "1 step" if schedule["warmup_steps"] == 1 else f"{schedule['warmup_steps']:,} steps"
     router_rate = optimizer["router_learning_rate"] or optimizer["learning_rate"]
     lora, beta, betas = given["lora"], goal["balance_coefficient"], optimizer["betas"]
+    base = f" on weights in {given['quantization']}" if given.get("quantization") else ""
     pairs: Pairs = [
         ("objective", objective(goal["kind"], run.reference)),
         ("tokens", f"{run.tokens:,}"),
         ("steps", f"{last.step:,} of {given['max_steps']:,}, each {batch}"),
-        ("weights trained", "all" if lora is None else f"LoRA of rank {lora['rank']}, merged, and the routers"),
+        ("weights trained", "all" if lora is None else f"LoRA of rank {lora['rank']}{base}, merged, and the routers"),
         ("highest learning rate", f"{optimizer['learning_rate']:g}, of the routers {router_rate:g}"),
         ("schedule", f"{warmup} of warm-up, then cosine to {schedule['final_learning_rate']:g}"),
         ("AdamW", f"betas {betas[0]:g} and {betas[1]:g}, weight decay {optimizer['weight_decay']:g}"),

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from moh_llm.errors import UserError
 from moh_llm.reading import check_path
 
+Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "moh_sparse"]
 _RULES = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt}
 
 
@@ -219,9 +220,15 @@ class TrainConfig(_Keys):
     seed: int = key("seed of data order, adapters and dropout", 0, at_least=0, below=2**32)
     mixed_precision: Literal["no", "bf16"] = key("bf16: forward and backward in bfloat16; weights stay float32", "no")
     gradient_checkpointing: bool = key("recompute activations in the backward pass to save memory", False)
-    attn_implementation: Literal["sdpa", "moh_sparse"] = key(
-        "sdpa: all heads are computed, then gated; moh_sparse: Triton kernels that skip heads that are off (CUDA only)",
+    attn_implementation: Attention = key(
+        "sdpa, flash_attention_2, flash_attention_3 and flex_attention compute all heads, which are then gated; "
+        "moh_sparse: Triton kernels that skip heads that are off; all but sdpa need a CUDA device",
         "sdpa",
+    )
+    quantization: Literal["nf4"] | None = key(
+        "nf4: the weights under the adapters are held in 4 bits by bitsandbytes (QLoRA), and the adapters merged into "
+        "those of the model folder; null: not quantized",
+        None,
     )
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = key(
         "dtype of the saved weights; null: that of the model folder", None
@@ -261,6 +268,11 @@ class TrainConfig(_Keys):
                 f"schedule.{name}={value} must not exceed optimizer.learning_rate={self.optimizer.learning_rate}; "
                 "lower it too",
             )
+        _require(
+            self.quantization is None or self.lora is not None,
+            f"quantization={self.quantization} needs adapters, as 4-bit weights cannot be trained: set lora, or "
+            "quantization to null",
+        )
         _require(
             self.hub is None or not self.hub.milestones or self.checkpoint.milestone_every > 0,
             "hub.milestones=true needs milestones: set checkpoint.milestone_every to the steps between them",

@@ -121,7 +121,13 @@ def _train(
 
     # ---- networks
     seed_step(config, 0, 0)  # of adapters, alike on all processes: each keeps its part of the same draw
-    student = networks.make_student(config)
+    student = networks.make_student(config, accelerator.device)
+    if config.quantization is not None:
+        teacher_too = config.objective.has_teacher and reference is not None and reference.own
+        say(
+            f"the layers' linear maps are quantized to {config.quantization} in training"
+            f"{', for the teacher, too' if teacher_too else ''}; adapters are merged into {config.model}"
+        )
     teacher = networks.make_teacher(config, reference, accelerator.device)
     beta = config.objective.balance_coefficient
     if beta is None:

@@ -1,11 +1,13 @@
 """The networks of a run: the student, its adapters, the teacher, the saved model."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedTokenizerBase
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
 from moh_llm.conversion.base import moh_fields
 from moh_llm.data.tokenizer import open_tokenizer
@@ -19,8 +21,12 @@ from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.reference import Reference, StartingPoint
 
 
-def load_network(folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None = None) -> MoHLlamaForCausalLM:
+def load_network(
+    folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None = None, **loading: Any
+) -> MoHLlamaForCausalLM:
     """A converted model with its weights in ``dtype``; ``config`` in place of the folder's own.
+
+    ``loading`` goes to `from_pretrained`.
 
     Raises:
         UserError: the weights cannot be read, some are missing, or transformers would load an adapter on top.
@@ -30,7 +36,7 @@ def load_network(folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None
     config = config or MoHLlamaConfig.from_pretrained(folder)
     check_tensors(str(folder), read_weight_map(Path(folder))[0], config)
     try:
-        return MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, config=config)
+        return MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, config=config, **loading)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the weights in {folder} cannot be read: {' '.join(str(error).split())}") from error
 
@@ -40,9 +46,16 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return open_tokenizer(folder, read_config(Path(folder)).get("vocab_size"))
 
 
-def make_student(config: TrainConfig) -> torch.nn.Module:
-    """The network that is trained, with adapters if the recipe has any; master weights are float32 always."""
-    network = load_network(Path(config.model), torch.float32)
+def make_student(config: TrainConfig, device: torch.device | None = None) -> torch.nn.Module:
+    """The network that is trained, with adapters if the recipe has any; master weights are float32 always.
+
+    Args:
+        config: the recipe; with ``quantization`` the linear maps of the layers are held in 4 bits, all but routing.
+        device: where weights are quantized, and stay; None: the CPU.
+    """
+    network = load_network(Path(config.model), torch.float32, **_quantized(config, device))
+    if config.quantization is not None and network.device.type == "cpu":
+        _check_on_cpu(network)
     network.set_attn_implementation(config.attn_implementation)
     if network.config.router_type == "threshold":  # trained, they would turn on more and more heads
         for router in network.routers:
@@ -51,6 +64,34 @@ def make_student(config: TrainConfig) -> torch.nn.Module:
         # The re-entrant kind would lose the load-balance loss's gradient.
         network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return network if config.lora is None else add_lora(network, config.lora)
+
+
+def _quantized(config: TrainConfig, device: torch.device | None) -> dict[str, Any]:
+    """What `from_pretrained` takes to quantize the weights as it reads them."""
+    if config.quantization is None:
+        return {}
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=config.quantization,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=reference_dtype(config),
+    )
+    return {"quantization_config": four_bits, "device_map": {"": device or torch.device("cpu")}}
+
+
+def _check_on_cpu(network: MoHLlamaForCausalLM) -> None:
+    """Keep bitsandbytes 0.50 from what goes wrong on CPUs. Raises UserError for sizes that it misreads there."""
+    from bitsandbytes.nn import Linear4bit
+
+    for name, module in network.named_modules():
+        if isinstance(module, Linear4bit):
+            # Else it packs the weights anew when they first score, and rounds them a second time.
+            module.support_avx512bf16_for_cpu = False
+            if module.in_features % 64:  # its blocks of 64 numbers would span rows, which its kernel does not expect
+                raise UserError(
+                    f"quantization=nf4 on a CPU: bitsandbytes misreads {name}, whose {module.in_features} inputs are "
+                    "no multiple of 64; take a GPU, or set quantization to null"
+                )
 
 
 def reference_dtype(config: TrainConfig) -> torch.dtype:
@@ -108,15 +149,16 @@ def trained_weights(network: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def full_shape(weight: torch.nn.Parameter) -> torch.Size:
-    """A weight's shape; under ZeRO-3 what a process holds of it is a flat part."""
-    return torch.Size(getattr(weight, "ds_shape", weight.shape))
+    """A weight's shape; under ZeRO-3 what a process holds of it is a flat part, and a weight of 4 bits is packed."""
+    packed = getattr(weight, "quant_state", None)
+    return torch.Size(getattr(weight, "ds_shape", weight.shape) if packed is None else packed.shape)
 
 
 def make_teacher(config: TrainConfig, reference: Reference | None, device: torch.device) -> MoHLlamaForCausalLM | None:
     """A frozen copy of the reference; None where none is needed.
 
     Under LoRA, where the model that the run began with is the reference with all heads on, the student without its
-    adapters is the reference, at no memory.
+    adapters is the reference, at no memory; of quantized weights it is the quantized reference.
     """
     if not config.objective.has_teacher or reference is None:
         return None
@@ -133,8 +175,8 @@ def save_network(
 ) -> None:
     """Write the tuned model as a folder of its own: weights, config, tokenizer, remote code, lineage.
 
-    Adapters are merged and the weights cast. The record of the conversion goes along, since it
-    names the base, and so do the texts of its licence.
+    Adapters are merged into the weights of ``config.model``, quantized or not in training, and these are cast. The
+    record of the conversion goes along, since it names the base, and so do the texts of its licence.
 
     Args:
         config: the recipe; ``config.model`` gives what was not trained.
@@ -147,7 +189,7 @@ def save_network(
     Raises:
         UserError: ``config.model`` cannot be read, or the disk refuses.
     """
-    network = make_student(config)
+    network = make_student(replace(config, quantization=None))
     with torch.no_grad():
         for name, weight in trained_weights(network).items():
             weight.copy_(weights[name])

@@ -6,6 +6,7 @@ each strategy takes of gradients, makes the curve the same for all.
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import signal
 import threading
@@ -49,16 +50,33 @@ def count_micro_batches(config: TrainConfig, processes: int) -> int:
     return count
 
 
+def check_quantization(config: TrainConfig, strategy: str) -> None:
+    """Raise UserError where bitsandbytes is not there, or a strategy divides the weights that are quantized."""
+    if config.quantization is None:
+        return
+    if strategy not in ("one", "ddp"):
+        raise UserError(
+            f"quantization={config.quantization} and {strategy}: 4-bit weights are not divided among processes; "
+            "take ddp or one process"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f'quantization={config.quantization} needs bitsandbytes; pip install "moh-llm[qlora]"')
+
+
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator of a run, set up from the environment that the launcher made.
 
     Raises:
-        UserError: ``data.batch_size`` does not divide evenly, DeepSpeed is asked to skip steps, or the processes
-            that the launcher started are no group.
+        UserError: ``data.batch_size`` does not divide evenly, DeepSpeed is asked to skip steps, quantized weights
+            cannot be had or divided, or the processes that the launcher started are no group.
     """
     # An earlier run in this process may have used another precision, and the state is a singleton.
     AcceleratorState._reset_state()
     micro_batches = count_micro_batches(config, world_size())
+    for strategy in ("DEEPSPEED", "FSDP"):
+        if _asked_for(strategy):
+            check_quantization(config, strategy)
+    check_quantization(config, "one")
     kwargs: dict[str, Any] = {}
     if _asked_for("DEEPSPEED"):
         if config.divergence.action == "skip":

@@ -20,14 +20,13 @@ from packaging.specifiers import SpecifierSet
 from moh_llm.devices import GPUS, check_memory, check_workers, choose_device, find_gpu, memory_bytes, peak_flops
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
-from moh_llm.kernels import NAME as HEAD_SPARSE
-from moh_llm.kernels import what_lacks
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import read_conversion
 from moh_llm.records.model import check_tensors, read_weight_map
+from moh_llm.training.attention import check_attention
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.memory import Memory, Sizes, estimate_memory
-from moh_llm.training.parallel import count_micro_batches
+from moh_llm.training.parallel import check_quantization, count_micro_batches
 from moh_llm.training.preflight_data import Finding, check_data
 from moh_llm.training.reference import expected_reference
 from moh_llm.training.runs import PACKAGES, check_converted, read_run
@@ -107,6 +106,7 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
 
     check("devices", check_device, config, device, processes, gpu)
     check("batch", check_batch, config, processes)
+    check("strategy", check_quantization, config, strategy)
     check("output", check_output, config)
     try:
         model = read_model_config(config)
@@ -281,8 +281,7 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
             f"schedule.anneal_steps={config.schedule.anneal_steps}: model={folder} cannot have other heads on: "
             f"{what}; set it to 0"
         )
-    if config.attn_implementation == HEAD_SPARSE and (lacking := what_lacks(choose_device())):
-        raise UserError(f"attn_implementation={HEAD_SPARSE} needs {lacking}; set it to sdpa")
+    check_attention(config, choose_device())
     return model
 
 

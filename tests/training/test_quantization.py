@@ -1,0 +1,203 @@
+"""Adapters over weights of 4 bits (QLoRA), and the attention that a recipe may ask for."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trained import read_log, unfinish
+
+from moh_llm.errors import UserError
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.training import attention, networks
+from moh_llm.training.loop import train
+from moh_llm.training.memory import Sizes, estimate_memory
+
+QLORA = {"quantization": "nf4", "lora.rank": 4}
+SIZES = {"hidden_size": 64, "intermediate_size": 128}  # bitsandbytes needs multiples of 64 on a CPU
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+
+
+@pytest.fixture(scope="session")
+def wide_folder(made_once, make_llama, convert) -> Path:
+    """The default conversion of a LLaMA of those sizes, not to be changed."""
+    flags = ["--active-ratio", "0.5", "--verify", "none"]
+    base = make_llama(max_position_embeddings=64, tie_word_embeddings=True, **SIZES)
+    return made_once("wide", lambda folder: convert(base, folder, *flags))
+
+
+@pytest.fixture
+def configure_wide(configure, wide_folder: Path):
+    """`configure` with adapters over that model in 4 bits."""
+    return lambda **keys: configure(model=str(wide_folder), **QLORA | keys)
+
+
+@needs_bitsandbytes
+def test_the_linear_maps_alone_are_quantized(configure_wide, wide_folder: Path) -> None:
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Params4bit
+
+    whole = MoHLlamaForCausalLM.from_pretrained(wide_folder).state_dict()
+    student = networks.make_student(configure_wide())
+    found = dict(student.get_base_model().named_parameters())
+    quantized = {name.replace(".base_layer", ""): w for name, w in found.items() if isinstance(w, Params4bit)}
+    maps = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert quantized.keys() == {name for name in whole if name.endswith(tuple(f"{part}.weight" for part in maps))}
+    for name, weight in quantized.items():
+        assert weight.quant_state.quant_type == "nf4" and networks.full_shape(weight) == whole[name].shape
+        near = dequantize_4bit(weight.data, weight.quant_state)
+        assert 0.01 < float((near - whole[name]).norm() / whole[name].norm()) < 0.2, name
+    for name, weight in found.items():
+        if name in whole and name not in quantized:
+            assert torch.equal(weight, whole[name]), name  # embedding, norms, routers, fallbacks
+    trained = networks.trained_weights(student)
+    assert all("lora_" in name or is_routing_weight(name) for name in trained)
+    assert any("router" in name for name in trained) and any("fallback" in name for name in trained)
+
+
+@needs_bitsandbytes
+def test_the_loss_falls_and_adapters_are_merged_into_the_whole_weights(
+    configure_wide, wide_folder: Path, read_tensors
+) -> None:
+    rates = {"optimizer.learning_rate": 2e-3, "checkpoint.save_steps": 12}
+    config = configure_wide(max_steps=24, **{"evaluation.eval_steps": 12, **rates})
+    said: list[str] = []
+    record = train(config, say=said.append)
+    assert any("quantized to nf4 in training" in line for line in said)
+    log = [line for line in read_log(Path(config.output_dir)) if "loss" in line]
+    assert sum(line["loss"] for line in log[-4:]) < 0.95 * sum(line["loss"] for line in log[:4])
+    before, after = read_tensors(wide_folder), read_tensors(Path(config.output_dir) / "model")
+    last = load_file(Path(config.output_dir) / "checkpoints" / "step-000024" / "model.safetensors")
+    assert after.keys() == before.keys()
+    for name, weight in after.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.default.weight" in last:
+            a, b = (last[f"{stem}.lora_{letter}.default.weight"] for letter in "AB")
+            assert b.abs().max() > 0
+            torch.testing.assert_close(weight, before[name] + 32 / 4 * b @ a, atol=1e-6, rtol=1e-5)
+        elif (trained := last.get(f"base_model.model.{name}")) is not None:
+            assert torch.equal(weight, trained), name
+        else:
+            assert torch.equal(weight, before[name]), name
+    assert (
+        not MoHLlamaForCausalLM.from_pretrained(Path(config.output_dir) / "model")
+        .config.to_dict()
+        .get("quantization_config")
+    )
+    # The totals are of weights, not of the bytes that hold them.
+    student = networks.make_student(replace(config, quantization=None))
+    assert record.parameters["total"] == sum(weight.numel() for weight in student.parameters())
+
+
+@pytest.mark.slow
+@needs_bitsandbytes
+def test_scoring_on_the_way_changes_no_step_and_a_run_resumes(configure_wide, tmp_path: Path) -> None:
+    # On some CPUs bitsandbytes packs the weights otherwise when it only infers.
+    keys = {"max_steps": 4, "objective.kind": "cross_entropy"}  # there is no teacher to infer in every step
+    runs = {n: configure_wide(output_dir=str(tmp_path / f"{n}"), **keys | {"evaluation.eval_steps": n}) for n in (0, 1)}
+    for config in runs.values():
+        train(config)
+    losses = [[line["loss"] for line in read_log(tmp_path / f"{every}") if "loss" in line] for every in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    whole = load_file(tmp_path / "1" / "model" / "model.safetensors")
+    unfinish(tmp_path / "1", 2)
+    train(runs[1])
+    again = load_file(tmp_path / "1" / "model" / "model.safetensors")
+    assert all(torch.equal(weight, again[name]) for name, weight in whole.items())
+
+
+@needs_bitsandbytes
+def test_the_memory_of_quantized_weights_is_counted(configure, make_llama, convert, tmp_path: Path) -> None:
+    convert(make_llama(hidden_size=256, intermediate_size=512), tmp_path / "moh", "--verify", "none")
+    config = configure(model=str(tmp_path / "moh"), **QLORA)
+    model = MoHLlamaConfig.from_pretrained(tmp_path / "moh")
+    estimated = estimate_memory(config, model, Sizes.of(config, model), "one", 1).weights
+    held = 0
+    for weight in networks.make_student(config).parameters():
+        held += weight.numel() * weight.element_size()
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            held += state.absmax.numel() + 4 * state.state2.absmax.numel()
+    assert estimated == pytest.approx(held, rel=0.03)
+
+
+@needs_bitsandbytes
+def test_a_cpu_that_would_misread_the_weights_is_refused(configure) -> None:
+    with pytest.raises(UserError, match="q_proj, whose 32 inputs are no multiple of 64"):
+        train(configure(**QLORA))
+
+
+def test_what_cannot_be_quantized_is_refused(configure, monkeypatch) -> None:
+    with pytest.raises(UserError, match="quantization=nf4 needs adapters"):
+        configure(quantization="nf4")
+    with pytest.raises(UserError, match="quantization=int8 must be nf4 or null"):
+        configure(quantization="int8")
+    for strategy in ("DEEPSPEED", "FSDP"):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"ACCELERATE_USE_{strategy}", "true")
+            with pytest.raises(UserError, match=f"quantization=nf4 and {strategy}: 4-bit weights are not divided"):
+                train(configure(**QLORA))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="quantization=nf4 needs bitsandbytes; pip install"):
+        train(configure(**QLORA))
+
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+LACKS = [
+    ("flash_attention_2", CPU, {}, "needs a CUDA device"),
+    ("flex_attention", CPU, {}, "has no backward pass on a CPU; set it to sdpa"),
+    ("flash_attention_3", CUDA, {"package": False}, "needs the package flash-attn-3, which is not there"),
+    ("flash_attention_2", CUDA, {"mixed_precision": "no"}, "computes in bfloat16; set mixed_precision to bf16"),
+    (
+        "flash_attention_2",
+        CUDA,
+        {"data.micro_batch_size": 2},
+        "batches of one sequence only; set data.micro_batch_size",
+    ),
+    ("flash_attention_2", CUDA, {"evaluation.batch_size": 2}, "of one sequence only; set evaluation.batch_size to 1"),
+    ("flash_attention_2", CUDA, {}, None),
+    ("flash_attention_3", CUDA, {}, None),
+    ("flex_attention", CUDA, {"mixed_precision": "no", "data.micro_batch_size": 2}, None),
+    ("sdpa", CPU, {"mixed_precision": "no", "data.micro_batch_size": 2}, None),
+]
+
+
+@pytest.mark.parametrize(("name", "device", "keys", "message"), LACKS)
+def test_attention_that_cannot_be_had_is_refused(configure, monkeypatch, name, device, keys, message) -> None:
+    there = keys.pop("package", True)
+    found = {known: (lambda: there, package) for known, (_, package) in attention._FLASH.items()}
+    monkeypatch.setattr(attention, "_FLASH", found)
+    single = {"mixed_precision": "bf16", "data.micro_batch_size": 1, "evaluation.batch_size": 1}
+    config = configure(attn_implementation=name, **single | keys)
+    if message is None:
+        attention.check_attention(config, device)
+        return
+    with pytest.raises(UserError, match=message) as error:
+        attention.check_attention(config, device)
+    assert str(error.value).startswith(f"attn_implementation={name} ") and "\n" not in str(error.value)
+
+
+@pytest.mark.slow  # torch compiles it
+@pytest.mark.parametrize("flags", [(), ("--fallback", "local", "--local-window", "6", "--local-sinks", "2")])
+def test_flex_attention_gives_what_sdpa_gives(make_llama, convert, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    base = make_llama(hidden_size=64, num_attention_heads=4)
+    context = ("--context", "64") if flags else ()
+    convert(base, tmp_path / "moh", "--active-ratio", "0.5", "--verify", "none", *flags, *context)
+    model = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").eval()
+    ids = torch.randint(1, 200, (2, 128), generator=torch.Generator().manual_seed(0))
+    packed = torch.stack([torch.cat([torch.arange(n), torch.arange(128 - n)]) for n in (50, 90)])
+    padding = torch.ones_like(ids)
+    padding[1, :30] = 0
+    found = {}
+    for name in ("sdpa", "flex_attention"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            of_packed = model(input_ids=ids, position_ids=packed, use_cache=False).logits
+            of_padded = model(input_ids=ids, attention_mask=padding).logits[padding.bool()]
+        found[name] = of_packed, of_padded
+    for one, other in zip(*found.values(), strict=True):
+        assert one.abs().max() > 1
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
