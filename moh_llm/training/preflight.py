@@ -146,7 +146,9 @@ def check_versions(strategy: str) -> Iterator[Finding]:
         extra = options.get("options.extras_require", "deepspeed", fallback="")
         texts = (options.get("options", "install_requires", fallback="") + extra).split("\n")
         python = options.get("options", "python_requires", fallback="")
-    wanted = {found.name: found.specifier for found in (Requirement(text) for text in texts if text)}
+    wanted: dict[str, SpecifierSet] = {}
+    for found in (Requirement(text) for text in texts if text):  # an extra may name a package again
+        wanted[found.name] = wanted.get(found.name, SpecifierSet()) & found.specifier
     have, faults = [f"python {platform.python_version()}"], []
     if not SpecifierSet(python).contains(platform.python_version(), prereleases=True):
         faults.append(f"{have[0]} is there, {python} is needed")
