@@ -222,7 +222,9 @@ def _gathered(
 
         tensor = safe_get_full_fp32_param(weight) if moment is None else safe_get_full_optimizer_state(weight, moment)
     else:
-        part = weight.detach() if optimizer is None else optimizer.state[weight][moment]
+        part = weight.detach()
+        if optimizer is not None:  # a weight that has had no gradient has no moments
+            part = optimizer.state[weight].get(moment, torch.zeros_like(part))
         tensor = part.full_tensor() if hasattr(part, "full_tensor") else part
     return tensor if accelerator.is_main_process else None
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from trained import unfinish
 
 from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
@@ -95,3 +96,14 @@ def test_recomputation_gives_the_same_gradients(local_folders, router: str) -> N
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, msg=lambda message, name=name: f"{name}: {message}")
         assert gradient.abs().max() > 0, name
+
+
+def test_sequences_that_see_all_leave_the_distant_token_as_it_is(configure, local_folders, read_tensors) -> None:
+    keys = {"data.sequence_length": 6, "max_steps": 2, "evaluation.eval_steps": 0, "checkpoint.save_steps": 1}
+    config = configure(model=str(local_folders["linear"]), **keys | {"evaluation.max_tokens": 64})
+    train(config)
+    unfinish(Path(config.output_dir), 1)
+    train(config)  # from a checkpoint of weights that had no gradient
+    before, after = read_tensors(local_folders["linear"]), read_tensors(Path(config.output_dir) / "model")
+    (name, *_) = [name for name in before if name.endswith("distant_value")]
+    assert torch.equal(before[name], after[name])

@@ -15,7 +15,7 @@ from trained import read_log, read_record, unfinish
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training import preflight
+from moh_llm.training import attention as module
 from moh_llm.training.loop import train
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def test_skipping_heads_that_are_off_trains_alike(configure, tmp_path) -> None:
 
 
 def test_kernels_that_do_not_run_here_are_refused(configure, monkeypatch) -> None:
-    monkeypatch.setattr(preflight, "what_lacks", lambda device: "a CUDA device")
+    monkeypatch.setattr(module, "what_lacks", lambda device: "a CUDA device")
     with pytest.raises(UserError, match="attn_implementation=moh_sparse needs a CUDA device; set it to sdpa"):
         train(configure(attn_implementation="moh_sparse"))
 
