@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -76,7 +77,8 @@ def main() -> int:
     print(f"(a shard of both models is {shard / MIB:.0f}, a layer in float32 {4 * layer / MIB:.0f})")
     print(f"over all: {sum(peaks) / MIB:.0f} MiB = {sum(peaks) / (6 * weights):.2f} x weights and teacher,", end=" ")
     print(f"{sum(peaks) / wanted:.2f} x (weights and teacher + 4 layers)")
-    print(f"pages of files mapped at most, MiB: {', '.join(f'{rank["mapped"] / MIB:.0f}' for rank in ranks)}")
+    mapped = [f"{rank['mapped'] / MIB:.0f}" for rank in ranks]
+    print(f"pages of files mapped at most, MiB: {', '.join(mapped)}")
     return 0
 
 
@@ -140,7 +142,9 @@ def probe(kind: str, folder: Path) -> None:
     ended.set()
     sampler.join()
     del held
-    parts = dict(zip(("hashes and checks", "networks", "distribution"), (b - a for a, b in zip(times, times[1:]))))
+    parts = dict(
+        zip(("hashes and checks", "networks", "distribution"), (b - a for a, b in pairwise(times)), strict=True)
+    )
     found = {"seconds": times[-1] - times[0], "parts": parts}
     found |= {"peak": highest[0] - before[0], "mapped": highest[1] - before[1]}
     (folder / f"{accelerator.process_index}.json").write_text(json.dumps(found))

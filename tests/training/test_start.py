@@ -8,9 +8,14 @@ import forks
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_distributed import DDP, FSDP, ROOT
 
 from moh_llm.records.model import hash_weights
+
+ROOT = Path(__file__).resolve().parents[2]
+# As accelerate launch sets it for recipes/accelerate/ddp.yaml and fsdp2.yaml, efficient loading among it.
+DDP = {"ACCELERATE_USE_CPU": "False"}
+FSDP = DDP | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+FSDP |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 # Stops where the first step would begin, and writes what this process has done until then.
