@@ -104,7 +104,9 @@ def probe(kind: str, folder: Path) -> None:
     """A process of the measurement; writes what it has found beside the model."""
     data = DataConfig(sequence_length=32, batch_size=64, micro_batch_size=1)
     output = str(folder / "run")
-    config = TrainConfig(model=str(folder / "model"), output_dir=output, max_steps=1, mixed_precision="bf16", data=data)
+    config = TrainConfig(
+        model=str(folder / "model"), output_dir=output, max_steps=10, mixed_precision="bf16", data=data
+    )
     if kind != "start":
         began = time.perf_counter()
         if kind == "load":
