@@ -4,7 +4,8 @@
     python benchmarks/start.py --shape half --way ddp
 
 The start is what `moh-llm train` does before it reads text: hashes, student, teacher, their distribution. It is
-compared with one process that reads the bytes of the weights once, and with one that loads the student alone. Memory is
+compared with one process that reads the bytes of the weights once from the page cache, and with one that loads student
+and teacher whole. They take turns, and times are medians over rounds. Memory is
 what a process has of its own (RssAnon), beyond what it had when Python's modules were imported, at its highest; pages
 of the weights' files that it maps (RssFile) belong to the machine's page cache, and are given apart. It is sampled
 every 5 ms.
@@ -13,6 +14,7 @@ every 5 ms.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -51,6 +53,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--way", choices=WAYS, default="fsdp2")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scratch", type=Path, help="where the model and the output go for the time (default: /tmp)")
     parser.add_argument("--probe", choices=["start", "load", "read"], help=argparse.SUPPRESS)  # fresh processes
     args = parser.parse_args()
@@ -60,19 +63,27 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         folder = Path(scratch)
         file, weights, layer = make_model(args.shape, folder / "model")
-        read, load = (alone(kind, folder)["seconds"] for kind in ("read", "load"))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc_per_node", str(args.processes), __file__, "--probe", "start", "--scratch", scratch]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | WAYS[args.way]
-        subprocess.run(command, check=True, env=environment)
-        ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(args.processes)]
-    seconds, peaks = max(rank["seconds"] for rank in ranks), [rank["peak"] for rank in ranks]
+        times: dict[str, list[float]] = {"read": [], "load": [], "start": []}
+        for _ in range(args.rounds):
+            for kind in ("read", "load"):
+                times[kind].append(alone(kind, folder))
+            subprocess.run(command, check=True, env=environment)
+            ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(args.processes)]
+            times["start"].append(max(rank["seconds"] for rank in ranks))
+    read, load, seconds = (statistics.median(taken) for taken in times.values())
+    peaks = [rank["peak"] for rank in ranks]
     wanted = 6 * weights + 4 * 4 * layer  # the student in float32, the teacher in bfloat16; four layers
     shard = 6 * weights / args.processes
     print(f"{args.shape}: {weights / 1e6:.0f}M weights, a file of {file / MIB:.0f} MiB, {args.processes} x {args.way}")
-    print(f"start {seconds:.1f} s; one process reads the bytes in {read:.1f} s (ratio {seconds / read:.2f})", end=" ")
-    print(f"and loads the student in {load:.1f} s (ratio {seconds / load:.2f})")
-    print("on the main process: " + ", ".join(f"{name} {taken:.1f} s" for name, taken in ranks[0]["parts"].items()))
+    print(f"start {seconds:.1f} s; one process reads the bytes in {read:.2f} s (ratio {seconds / read:.2f})", end=" ")
+    print(f"and loads both models in {load:.1f} s (ratio {seconds / load:.2f})")
+    print(
+        "on the main process, last round: "
+        + ", ".join(f"{name} {taken:.1f} s" for name, taken in ranks[0]["parts"].items())
+    )
     print(f"peak of each process, MiB: {', '.join(f'{peak / MIB:.0f}' for peak in peaks)}", end=" ")
     print(f"(a shard of both models is {shard / MIB:.0f}, a layer in float32 {4 * layer / MIB:.0f})")
     print(f"over all: {sum(peaks) / MIB:.0f} MiB = {sum(peaks) / (6 * weights):.2f} x weights and teacher,", end=" ")
@@ -93,11 +104,11 @@ def make_model(shape: str, folder: Path) -> tuple[int, int, int]:
     return size, sum(weight.numel() for weight in network.parameters()), layer
 
 
-def alone(kind: str, folder: Path) -> dict[str, float]:
-    """What one fresh process takes, the files being in the page cache."""
+def alone(kind: str, folder: Path) -> float:
+    """Seconds that one fresh process takes, the files being in the page cache."""
     command = [sys.executable, __file__, "--probe", kind, "--scratch", str(folder)]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    return json.loads((folder / "alone.json").read_text())
+    return float((folder / "alone.json").read_text())
 
 
 def probe(kind: str, folder: Path) -> None:
@@ -110,13 +121,14 @@ def probe(kind: str, folder: Path) -> None:
     if kind != "start":
         began = time.perf_counter()
         if kind == "load":
-            networks.load_network(folder / "model", torch.float32)
+            held = [networks.load_network(folder / "model", dtype) for dtype in (torch.float32, torch.bfloat16)]
+            del held
         else:
             for path in sorted((folder / "model").glob("*.safetensors")):
                 with path.open("rb", buffering=0) as file:
                     while file.read(1 << 22):
                         pass
-        (folder / "alone.json").write_text(json.dumps({"seconds": time.perf_counter() - began}))
+        (folder / "alone.json").write_text(str(time.perf_counter() - began))
         return
     accelerator = make_accelerator(config)
     accelerator.wait_for_everyone()

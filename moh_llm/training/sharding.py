@@ -56,5 +56,4 @@ def _read_slices(network: nn.Module, folder: Path, device: torch.device) -> None
             read[name.replace(".base_layer.", ".")] = made[weight].detach()  # peft's name for what it adapts
         module, _, key = name.rpartition(".")
         setattr(network.get_submodule(module), key, made[weight])
-    # Each process alone: all of them find the same files, and a fault in these was found before.
-    checkpoint.load(read, storage_reader=checkpoint.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    checkpoint.load(read, storage_reader=checkpoint.HuggingFaceStorageReader(str(folder)))
