@@ -6,9 +6,12 @@ a lineage follows. `fingerprint` reads samples of the files: it finds in an inst
 base, and where it differs, `hash_weights` decides.
 """
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +34,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "voc
 _SETTINGS = (CONFIG, "generation_config.json", *TOKENIZERS, "special_tokens_map.json", "added_tokens.json")
 # Names of the texts that accompany the weights begin with one of these.
 LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-_CHUNK = 1 << 22  # bytes read at once
+_CHUNK = 1 << 22  # bytes read at once, by each thread
+_THREADS = 8  # that hash a file
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
 
 
@@ -301,20 +305,34 @@ def fingerprint(shards: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _describe_tensors(shard: Path) -> Iterator[tuple[str, str]]:
+def _describe_tensors(shard: Path) -> tuple[tuple[str, str], ...]:
     """Name of each tensor of a safetensors file, and a line that tells it from any other."""
+    found = shard.stat()
+    return _read_tensors(shard.resolve(), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+@functools.lru_cache(maxsize=1024)  # files; a start asks for the hashes of one model several times
+def _read_tensors(shard: Path, size: int, modified: int, changed: int) -> tuple[tuple[str, str], ...]:
+    """The same of a file that has not changed since, by its size in bytes and its times in ns."""
     with shard.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        for name, about in header.items():
-            first, last = about["data_offsets"]
-            file.seek(8 + size + first)
-            digest, left = hashlib.sha256(), last - first
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+
+    def describe(entry: tuple[str, dict[str, Any]]) -> tuple[str, str]:
+        name, about = entry
+        first, last = about["data_offsets"]
+        digest, left = hashlib.sha256(), last - first
+        with shard.open("rb", buffering=0) as file:
+            file.seek(8 + length + first)
             while left and (chunk := file.read(min(left, _CHUNK))):
                 digest.update(chunk)
                 left -= len(chunk)
-            yield name, f"{name} {about['dtype']} {about['shape']} {digest.hexdigest()}\n"
+        return name, f"{name} {about['dtype']} {about['shape']} {digest.hexdigest()}\n"
+
+    # hashlib computes beside other threads.
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        return tuple(threads.map(describe, header.items()))
 
 
 def _digest(lines: list[str]) -> str:

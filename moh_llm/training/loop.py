@@ -30,7 +30,7 @@ from moh_llm.training.checkpoints import (
 )
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import ProgressLine, check_trackers, show_scores, start_trackers, step_line, track
-from moh_llm.training.optimizer import annealed_heads, make_optimizer, set_learning_rates
+from moh_llm.training.optimizer import annealed_heads, set_learning_rates
 from moh_llm.training.parallel import (
     Interruption,
     end_distribution,
@@ -42,8 +42,9 @@ from moh_llm.training.parallel import (
 )
 from moh_llm.training.preflight import check_machine
 from moh_llm.training.reference import agreed_starting_point, expected_reference
-from moh_llm.training.runs import Run, find_fault, mark_files
+from moh_llm.training.runs import Run, find_fault, mark_files, mark_model
 from moh_llm.training.scoring import evaluate, measure_floor, score_saved
+from moh_llm.training.sharding import distribute
 from moh_llm.training.step import DivergenceWatch, TrainingStep, accumulate_gradients
 
 
@@ -89,8 +90,9 @@ def _train(
 ) -> RunRecord:
     main = accelerator.is_main_process
     say = say if main else lambda _: None
+    mark = from_main(accelerator, lambda: mark_model(config))
     with accelerator.main_process_first():
-        run = Run(config, overwrite and main, writes=main)
+        run = Run(config, overwrite and main, writes=main, mark=mark)
     if main:
         for milestone in sorted(run.milestones.glob("step-*")):
             on_milestone(milestone)
@@ -120,15 +122,18 @@ def _train(
     )
 
     # ---- networks
+    if accelerator.num_processes > 1:  # all would refuse
+        from_main(accelerator, lambda: networks.check_network(Path(config.model)))
     seed_step(config, 0, 0)  # of adapters, alike on all processes: each keeps its part of the same draw
-    student = networks.make_student(config, accelerator.device)
+    empty = accelerator.is_fsdp2
+    student = networks.make_student(config, accelerator.device, empty)
     if config.quantization is not None:
         teacher_too = config.objective.has_teacher and reference is not None and reference.own
         say(
             f"the layers' linear maps are quantized to {config.quantization} in training"
             f"{', for the teacher, too' if teacher_too else ''}; adapters are merged into {config.model}"
         )
-    teacher = networks.make_teacher(config, reference, accelerator.device)
+    teacher = networks.make_teacher(config, reference, accelerator.device, empty)
     beta = config.objective.balance_coefficient
     if beta is None:
         beta = student.config.head_balance_coef
@@ -137,7 +142,7 @@ def _train(
         "total": sum(networks.full_shape(weight).numel() for weight in student.parameters()),
     }
     step_module = TrainingStep(student, teacher, config.objective, reference)
-    model, optimizer = accelerator.prepare(step_module, make_optimizer(student, config))
+    model, optimizer = distribute(accelerator, step_module, config)
     model.train()
     weights = networks.trained_weights(accelerator.unwrap_model(model).student)
     network = accelerator.unwrap_model(model).network
@@ -155,8 +160,7 @@ def _train(
         reference=reference and reference.mark(),
     )
     done, updates, seconds = 0, 0, 0.0
-    with accelerator.main_process_first():
-        found = newest_checkpoint(run.checkpoints, say)
+    found = from_main(accelerator, lambda: newest_checkpoint(run.checkpoints, say))
     # What the routers do before any step is what later changes are measured by, on resume too.
     start_scores, start_routing, floor = None, None, None
     if config.evaluation.eval_steps:
@@ -210,7 +214,7 @@ def _train(
                 optimizer.step()
                 updates += 1
             elif config.divergence.action == "roll_back":
-                newest = newest_checkpoint(run.checkpoints, say)
+                newest = from_main(accelerator, lambda: newest_checkpoint(run.checkpoints, say))
                 if newest is None:
                     raise UserError(
                         f"step {step}: {fault}, and there is no checkpoint yet to go back to; lower "

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 
 from moh_llm.conversion.base import moh_fields
 from moh_llm.data.tokenizer import open_tokenizer
@@ -21,20 +23,32 @@ from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.reference import Reference, StartingPoint
 
 
+def check_network(folder: Path, config: MoHLlamaConfig | None = None) -> None:
+    """Raise UserError where weights are missing or an adapter would be loaded on top; headers only are read."""
+    if Path(folder, "adapter_config.json").exists():
+        raise UserError(f"{folder} holds an adapter (adapter_config.json); merge it into the weights or move it out")
+    check_tensors(str(folder), read_weight_map(Path(folder))[0], config or MoHLlamaConfig.from_pretrained(folder))
+
+
 def load_network(
-    folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None = None, **loading: Any
+    folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None = None, empty: bool = False, **loading: Any
 ) -> MoHLlamaForCausalLM:
     """A converted model with its weights in ``dtype``; ``config`` in place of the folder's own.
 
-    ``loading`` goes to `from_pretrained`.
+    With ``empty`` the parameters are on the meta device, and nothing is checked (`check_network`); buffers have their
+    numbers. ``loading`` goes to `from_pretrained`.
 
     Raises:
         UserError: the weights cannot be read, some are missing, or transformers would load an adapter on top.
     """
-    if Path(folder, "adapter_config.json").exists():
-        raise UserError(f"{folder} holds an adapter (adapter_config.json); merge it into the weights or move it out")
     config = config or MoHLlamaConfig.from_pretrained(folder)
-    check_tensors(str(folder), read_weight_map(Path(folder))[0], config)
+    if empty:
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            network = MoHLlamaForCausalLM._from_config(config, dtype=dtype)
+        network.tie_weights()  # what each module registers there is a weight of its own
+        network.name_or_path = str(folder)
+        return network.eval()
+    check_network(folder, config)
     try:
         return MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, config=config, **loading)
     except (OSError, SafetensorError) as error:
@@ -46,14 +60,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return open_tokenizer(folder, read_config(Path(folder)).get("vocab_size"))
 
 
-def make_student(config: TrainConfig, device: torch.device | None = None) -> torch.nn.Module:
+def make_student(config: TrainConfig, device: torch.device | None = None, empty: bool = False) -> torch.nn.Module:
     """The network that is trained, with adapters if the recipe has any; master weights are float32 always.
 
     Args:
         config: the recipe; with ``quantization`` the linear maps of the layers are held in 4 bits, all but routing.
         device: where weights are quantized, and stay; None: the CPU.
+        empty: leave the weights of ``config.model`` on the meta device; adapters are made.
     """
-    network = load_network(Path(config.model), torch.float32, **_quantized(config, device))
+    network = load_network(Path(config.model), torch.float32, empty=empty, **_quantized(config, device))
     if config.quantization is not None and network.device.type == "cpu":
         _check_on_cpu(network)
     network.set_attn_implementation(config.attn_implementation)
@@ -99,18 +114,20 @@ def reference_dtype(config: TrainConfig) -> torch.dtype:
     return torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
 
 
-def load_reference(config: TrainConfig, reference: Reference, device: torch.device) -> MoHLlamaForCausalLM:
+def load_reference(
+    config: TrainConfig, reference: Reference, device: torch.device, empty: bool = False
+) -> MoHLlamaForCausalLM:
     """What the run is compared with, frozen: the base, or the model that the run began with, with every head on."""
     dtype, base = reference_dtype(config), reference.base
     if base is None:
-        network = load_network(Path(config.model), dtype)
+        network = load_network(Path(config.model), dtype, empty=empty)
         network.set_active_heads(network.config.num_attention_heads)
     else:
         heads = base.config.num_attention_heads
         # The dense model in our own classes: what distributes the student then distributes it, too.
         always_on = {"num_shared_heads": heads, "num_active_heads": heads, "router_type": "query_norm"}
-        network = load_network(base.folder, dtype, MoHLlamaConfig(**moh_fields(base.config), **always_on))
-    return network.to(device).eval().requires_grad_(False)
+        network = load_network(base.folder, dtype, MoHLlamaConfig(**moh_fields(base.config), **always_on), empty)
+    return (network if empty else network.to(device)).eval().requires_grad_(False)
 
 
 def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Module:
@@ -124,6 +141,7 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
     """
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
+    from peft.tuners.lora import LoraLayer
 
     linear = [name for name, module in network.named_modules() if isinstance(module, torch.nn.Linear)]
     known = sorted({name.rsplit(".", 1)[-1] for name in linear if not is_routing_weight(name)} - {"lm_head"})
@@ -138,6 +156,11 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
     )
     trained = [w for name, w in network.named_parameters() if is_routing_weight(name) and w.requires_grad]
     adapted = get_peft_model(network, adapters)
+    for layer in (module for module in network.modules() if isinstance(module, LoraLayer)):
+        for parts in (layer.lora_A, layer.lora_B):
+            if parts["default"].weight.is_meta:  # peft puts them where the weight is that they adapt
+                parts["default"].to_empty(device="cpu")
+        layer.reset_lora_parameters("default", True)  # drawn in one order, wherever they were
     for weight in trained:
         weight.requires_grad_(True)
     return adapted
@@ -154,7 +177,9 @@ def full_shape(weight: torch.nn.Parameter) -> torch.Size:
     return torch.Size(getattr(weight, "ds_shape", weight.shape) if packed is None else packed.shape)
 
 
-def make_teacher(config: TrainConfig, reference: Reference | None, device: torch.device) -> MoHLlamaForCausalLM | None:
+def make_teacher(
+    config: TrainConfig, reference: Reference | None, device: torch.device, empty: bool = False
+) -> MoHLlamaForCausalLM | None:
     """A frozen copy of the reference; None where none is needed.
 
     Under LoRA, where the model that the run began with is the reference with all heads on, the student without its
@@ -162,7 +187,7 @@ def make_teacher(config: TrainConfig, reference: Reference | None, device: torch
     """
     if not config.objective.has_teacher or reference is None:
         return None
-    return None if config.lora is not None and reference.own else load_reference(config, reference, device)
+    return None if config.lora is not None and reference.own else load_reference(config, reference, device, empty)
 
 
 def save_network(

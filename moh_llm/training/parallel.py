@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DeepSpeedPlugin,
     DistributedType,
@@ -33,6 +33,7 @@ from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
+from moh_llm.training.fsdp_on_cpu import shard_on_cpu
 from moh_llm.training.runs import TRACKERS
 
 T = TypeVar("T")
@@ -93,6 +94,14 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         if not torch.cuda.is_available():
             # The same without `cpu=True`, which would give DDP instead.
             kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+    if _asked_for("FSDP"):
+        # From the launcher's environment, but for this: `moh_llm.training.sharding` has every process read its slices.
+        plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)
+        if plugin.fsdp_version != 2:
+            raise UserError("FSDP needs version 2 (fsdp_version: 2 in the accelerate config)")
+        if plugin.activation_checkpointing:
+            raise UserError("drop fsdp_activation_checkpointing and set gradient_checkpointing in the recipe")
+        kwargs["fsdp_plugin"] = plugin
     accumulation = GradientAccumulationPlugin(micro_batches, sync_with_dataloader=False)
     accelerator = Accelerator(
         # Without `cpu=True` each process without a GPU takes itself for the only one.
@@ -104,7 +113,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         **kwargs,
     )
     if _asked_for("FSDP") and not torch.cuda.is_available():
-        _shard_on_cpu(accelerator)
+        shard_on_cpu(kwargs["fsdp_plugin"])
     check_group(accelerator.num_processes)
     return accelerator
 
@@ -132,16 +141,6 @@ def from_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
 
 def _asked_for(what: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{what}", "false").lower() == "true"
-
-
-def _shard_on_cpu(accelerator: Accelerator) -> None:
-    """FSDP2 on CPUs, which accelerate otherwise takes for plain DDP."""
-    plugin = FullyShardedDataParallelPlugin()  # from the launcher's environment
-    if plugin.fsdp_version != 2:
-        raise UserError("FSDP needs version 2 (fsdp_version: 2 in the accelerate config)")
-    for state in (AcceleratorState, PartialState):
-        state._shared_state["distributed_type"] = DistributedType.FSDP
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
 
 
 def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConfig) -> float | None:

@@ -59,19 +59,21 @@ class Run:
         config: the recipe; ``config.output_dir`` is the folder.
         overwrite: start anew, removing what an earlier run wrote there (and nothing else).
         writes: whether this process is the one that writes; of several only one does.
+        mark: of ``config.model``; None: read it here.
 
     Raises:
         UserError: the folder cannot be used (`read_run`), or holds a run of another model.
     """
 
-    def __init__(self, config: TrainConfig, overwrite: bool = False, writes: bool = True):
+    def __init__(
+        self, config: TrainConfig, overwrite: bool = False, writes: bool = True, mark: ModelMark | None = None
+    ):
         self._writes = writes
         self.folder = Path(config.output_dir)
         self.model = self.folder / "model"
         self.checkpoints, self.milestones = self.folder / "checkpoints", self.folder / "milestones"
         self._record_path, self._log_path = self.folder / RECORD, self.folder / LOG
-        check_converted(Path(config.model))
-        mark = ModelMark(sha256=identify(config.model).sha256)
+        mark = mark or mark_model(config)
         if overwrite and self.folder.is_dir():
             # `--model RUN/model --output_dir RUN` would remove the model before it is read.
             check_holds_none(self.folder, [config.model])
@@ -177,6 +179,12 @@ def _refuse(folder: Path, changed: list[str]) -> None:
             f"output_dir={folder} holds a run with another recipe; different: {', '.join(changed)}. "
             "Put them back to resume, name a new --output_dir, or pass --overwrite to start anew"
         )
+
+
+def mark_model(config: TrainConfig) -> ModelMark:
+    """What identifies the model of a recipe; all its weights are read. Raises UserError where it is no MoH model."""
+    check_converted(Path(config.model))
+    return ModelMark(sha256=identify(config.model).sha256)
 
 
 def mark_files(folder: Path) -> dict[str, FileMark]:

@@ -1,0 +1,59 @@
+"""A run's module, distributed over the processes. Under FSDP2 no process ever holds a whole model.
+
+There the networks are built without weights (`networks.load_network(..., empty=True)`) and divided, and each process
+then reads the slices that it holds from the safetensors files. ZeRO-3 divides them in `from_pretrained`: transformers
+has the first process read, weight by weight. Under DDP, ZeRO-1 and 2 every process holds whole models and reads the
+files itself, by memory maps, so that the machine's page cache has them once.
+"""
+
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import fsdp2_prepare_model
+from torch import nn
+
+from moh_llm.training.config import TrainConfig
+from moh_llm.training.optimizer import make_optimizer
+from moh_llm.training.step import TrainingStep
+
+
+def distribute(
+    accelerator: Accelerator, module: TrainingStep, config: TrainConfig
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The prepared module and its optimizer.
+
+    Args:
+        accelerator: of the run.
+        module: its networks; without weights where `accelerator.is_fsdp2` (adapters have theirs).
+        config: the recipe.
+    """
+    if not accelerator.is_fsdp2:
+        return accelerator.prepare(module, make_optimizer(module.student, config))
+    model = fsdp2_prepare_model(accelerator, module)
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    device = torch.device("cpu") if offloads else accelerator.device
+    _read_slices(module.network, Path(config.model), device)
+    if module.teacher is not None:
+        _read_slices(module.teacher, Path(module.teacher.name_or_path), device)
+    # Made of the slices: `Accelerator.prepare` tells weights apart by addresses, which those without numbers lack.
+    return model, accelerator.prepare_optimizer(make_optimizer(module.student, config))
+
+
+def _read_slices(network: nn.Module, folder: Path, device: torch.device) -> None:
+    """Give a divided network its weights; this process reads of each what it holds."""
+    from torch.distributed import checkpoint
+
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+    read: dict[str, torch.Tensor] = {}
+    for name, weight in list(network.named_parameters(remove_duplicate=False)):
+        if not weight.is_meta:
+            continue
+        if weight not in made:
+            made[weight] = nn.Parameter(torch.empty_like(weight, device=device), weight.requires_grad)
+            read[name.replace(".base_layer.", ".")] = made[weight].detach()  # peft's name for what it adapts
+        module, _, key = name.rpartition(".")
+        setattr(network.get_submodule(module), key, made[weight])
+    checkpoint.load(read, storage_reader=checkpoint.HuggingFaceStorageReader(str(folder)))

@@ -1,0 +1,100 @@
+"""The start of a run on several processes: who reads and hashes what, and what each of them holds."""
+
+import json
+import shutil
+from pathlib import Path
+
+import forks
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moh_llm.records.model import hash_weights
+
+ROOT = Path(__file__).resolve().parents[2]
+# As accelerate launch sets it for recipes/accelerate/ddp.yaml and fsdp2.yaml, efficient loading among it.
+DDP = {"ACCELERATE_USE_CPU": "False"}
+FSDP = DDP | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+FSDP |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+# Stops where the first step would begin, and writes what this process has done until then.
+START = """
+import json, os, sys
+from transformers import PreTrainedModel
+from moh_llm.records import model
+from moh_llm.training import loop, networks
+from moh_llm.training.recipe import load_config
+found = {"loaded": 0}
+load, distribute = networks.MoHLlamaForCausalLM.from_pretrained, loop.distribute
+def counted(*args, **kwargs):
+    found["loaded"] += 1
+    return load(*args, **kwargs)
+def watched(accelerator, module, config):
+    step, optimizer = distribute(accelerator, module, config)
+    inner = accelerator.unwrap_model(step)
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in inner.parameters()]
+    found["held"] = sum(part.numel() for part in parts)
+    found["total"] = sum(p.numel() for p in inner.parameters())
+    found["optimized"] = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    found["teacher"] = sum(p.numel() for p in inner.teacher.parameters())
+    return step, optimizer
+def stop(*_):
+    found["hashed"] = model._read_tensors.cache_info().misses
+    with open(f"{sys.argv[2]}.{os.environ['RANK']}.json", "w") as file:
+        json.dump(found, file)
+    os._exit(0)
+networks.MoHLlamaForCausalLM.from_pretrained = counted
+loop.distribute, loop.start_trackers = watched, stop
+loop.train(load_config(sys.argv[1], [f"--output_dir={sys.argv[2]}", "--evaluation.eval_steps=0"]))
+"""
+
+
+def start(environment: dict[str, str], recipe: Path, output: Path, processes: int = 2) -> list[dict[str, int]]:
+    """What each process has done when the first step would begin."""
+    environment = environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = forks.run("-c", START, recipe, output, folder=ROOT, environment=environment, processes=processes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(Path(f"{output}.{rank}.json").read_text()) for rank in range(processes)]
+
+
+@pytest.mark.slow
+def test_no_process_of_fsdp2_holds_a_whole_model(recipe, tmp_path):
+    found = start(FSDP, recipe, tmp_path / "run")
+    total = found[0]["total"]
+    assert sum(each["held"] for each in found) == total
+    for each in found:
+        assert each["loaded"] == 0 and each["held"] < 0.55 * total
+        assert each["teacher"] + each["optimized"] == total and each["teacher"] > 0.4 * total
+
+
+@pytest.mark.parametrize("way", [pytest.param(DDP, id="ddp"), pytest.param(FSDP, id="fsdp2", marks=pytest.mark.slow)])
+def test_the_weights_are_hashed_once(model_folder, recipe, tmp_path, way):
+    first, second = start(way, recipe, tmp_path / "run")
+    files = len(list(model_folder.glob("*.safetensors")))
+    assert (first["hashed"], second["hashed"]) == (files, 0)
+
+
+@pytest.mark.slow
+def test_missing_weights_are_refused_once(model_folder, recipe, tmp_path):
+    broken = Path(shutil.copytree(model_folder, tmp_path / "broken"))
+    index = json.loads((broken / "model.safetensors.index.json").read_text())
+    file = broken / index["weight_map"].pop("model.norm.weight")
+    tensors = load_file(file)
+    tensors.pop("model.norm.weight")
+    save_file(tensors, file, {"format": "pt"})
+    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
+    environment = FSDP | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    words = ["train.py", recipe, f"--model={broken}", f"--output_dir={tmp_path / 'run'}"]
+    done = forks.run(*words, folder=ROOT, environment=environment, processes=2)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode != 0 and "lack model.norm.weight" in line
+
+
+def test_a_file_that_changed_is_hashed_again(tmp_path):
+    before = {"a": torch.zeros(4), "b": torch.ones(4)}
+    save_file(before, tmp_path / "model.safetensors")
+    first = hash_weights(tmp_path)
+    assert hash_weights(tmp_path) == first
+    save_file(before | {"a": torch.full((4,), 2.0)}, tmp_path / "model.safetensors")
+    assert hash_weights(tmp_path).dense != first.dense
