@@ -142,6 +142,46 @@ class Band(NamedTuple):
         return taken if groups is None else taken.index_select(2, groups)
 
 
+class Requests(NamedTuple):
+    """Bands of requests whose tokens lie side by side in one row, and so do their keys (continuous batching).
+
+    Attributes:
+        parts: tokens of each request of which some may have heads off, and their band.
+        all_on: as in `Band`, `[1, T]`.
+        early, lead: as in `Band`.
+    """
+
+    parts: list[tuple[slice, Band]]
+    all_on: torch.Tensor
+    early: int | None = None
+    lead: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        position_ids: torch.Tensor,
+        token_edges: list[int],
+        key_edges: list[int],
+        window: int,
+        sinks: int,
+        all_on_until: int,
+    ) -> "Requests":
+        """Bands of the tokens at `position_ids` `[1, T]` of their requests.
+
+        The edges are the first token, or key, of each request and the end of the last one; tokens after it are padding.
+        """
+        parts, all_on = [], torch.ones_like(position_ids, dtype=torch.bool)
+        for first, last, begin in zip(token_edges[:-1], token_edges[1:], key_edges[:-1], strict=True):
+            if first == last:
+                continue
+            positions = position_ids[:, first:last] + begin
+            band = Band.of(positions, torch.full_like(positions, begin), window, sinks, all_on_until)
+            if band is not None:
+                parts.append((slice(first + band.lead, last), band))
+                all_on[:, first:last] = band.all_on
+        return cls(parts, all_on)
+
+
 def local_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -241,7 +281,7 @@ class MoHLocalFallback(IndexedModule):
         keys: torch.Tensor,
         values: torch.Tensor,
         hidden_states: torch.Tensor,
-        band: Band,
+        band: Band | Requests,
         scaling: float,
         dropout: float,
         near: tuple[torch.Tensor, torch.Tensor, int] | None = None,
@@ -253,6 +293,12 @@ class MoHLocalFallback(IndexedModule):
         a `MoHCache` `near` is what its layer keeps of groups that are never on, and `keys` and `values` are those of
         the other groups, `kept`.
         """
+        if isinstance(band, Requests):
+            out = queries.new_zeros(*hidden_states.shape[:2], len(self.index), queries.shape[-1])
+            for tokens, part in band.parts:
+                given = queries[:, :, tokens], keys, values, hidden_states[:, tokens]
+                out[:, tokens] = self(*given, part, scaling, dropout)
+            return out
         scores = self.distant_score(hidden_states).transpose(1, 2)
         if len(self.kinds) == 1 and len(self.index) == self.num_heads and near is None:
             return local_attention(queries, keys, values, band, scaling, dropout, (scores, self.distant_value))

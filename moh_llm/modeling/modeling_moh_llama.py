@@ -31,7 +31,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .cache_moh import MoHCache
 from .configuration_moh_llama import MoHLlamaConfig
-from .local_attention_moh import Band, MoHLocalFallback
+from .local_attention_moh import Band, MoHLocalFallback, Requests
 from .routing_moh import (
     IndexedModule,
     MoHFallback,
@@ -75,7 +75,7 @@ class MoHLlamaAttention(LlamaAttention):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         document_starts: tuple[torch.Tensor, torch.Tensor] | None = None,
-        band: Band | None = None,
+        band: Band | Requests | None = None,
         whole_documents: bool = False,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -128,6 +128,9 @@ class MoHLlamaAttention(LlamaAttention):
                     )
         elif past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
+
+        if isinstance(band, Requests):  # what SDPA does with a paged cache
+            keys, values = kwargs.pop("cache").update(keys, values, self.layer_idx, kwargs)
 
         gates_itself = self.config._attn_implementation == HEAD_SPARSE
         if gates_itself:
@@ -403,24 +406,23 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         ):
             paged = kwargs.get("cache") is not None
             if self.config.head_fallback == "local" and (
-                paged or implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+                implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+                or (paged and (implementation != "sdpa" or kwargs.get("block_table") is not None))
             ):
-                if paged:
-                    raise ValueError(
-                        "head_fallback='local' reads keys that the paged cache of continuous batching keeps to itself; "
-                        "use another cache, or convert with --fallback value"
-                    )
                 raise ValueError(
-                    f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; "
-                    "use 'sdpa', 'eager' or a flash attention of transformers"
+                    f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; use "
+                    + ("'sdpa'" if paged else "'sdpa', 'eager' or a flash attention of transformers")
                 )
             starts = document_starts(
                 inputs, attention_mask, position_ids, past_key_values, bool(use_cache), implementation, paged
             )
             kwargs["document_starts"] = starts
-            if self.config.head_fallback == "local" and not self._all_heads_on(inputs.shape[1], past_key_values):
-                seen = self.config.local_window, self.config.local_sinks
-                kwargs["band"] = Band.of(*starts, *seen, self.config.local_start)
+            seen = self.config.local_window, self.config.local_sinks, self.config.local_start
+            if self.config.head_fallback == "local" and paged:
+                edges = kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"]["full_attention"].tolist()
+                kwargs["band"] = Requests.of(position_ids, *edges, *seen)
+            elif self.config.head_fallback == "local" and not self._all_heads_on(inputs.shape[1], past_key_values):
+                kwargs["band"] = Band.of(*starts, *seen)
             kwargs["whole_documents"] = whole_documents
         return super().forward(
             input_ids=input_ids,

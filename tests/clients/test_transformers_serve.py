@@ -74,7 +74,8 @@ def ask(address: str, folder: Path, question: str) -> str:
         return json.load(reply)["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize(("name", "flags"), [("value", []), ("local", []), ("value", ["--continuous-batching"])])
+@pytest.mark.parametrize("flags", [[], ["--continuous-batching"]])
+@pytest.mark.parametrize("name", PLANS)
 def test_it_answers_as_the_model_generates(folders, tmp_path, record, name, flags) -> None:
     folder = folders[name]
     with serve(folder, tmp_path / "log", *flags) as address, ThreadPoolExecutor() as threads:

@@ -14,7 +14,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, ContinuousBatchingConfig, GenerationConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -167,3 +167,35 @@ def test_a_local_fallback_is_refused(make_pair, ids, monkeypatch):
     model.set_attn_implementation("engine")
     with pytest.raises(ValueError, match="head_fallback='local' reads keys that attn_implementation='engine' keeps"):
         model(ids)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="attn_implementation='eager' keeps to itself; use 'sdpa'$"):
+        model(ids, cache=object())
+
+
+LOCAL = {"head_fallback": "local", "local_window": 4, "local_sinks": 2}
+GROUPS = {"num_shared_heads": 0, "num_active_heads": 2, "routing_granularity": "kv_group"}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        PLANS[1],
+        LOCAL | {"router_type": "linear", "local_start": 8},
+        LOCAL | {"router_type": "threshold", "local_start": 8},
+        LOCAL | {"router_type": "threshold", "local_start": 0},
+        LOCAL | {"router_type": "threshold", "local_start": 8} | GROUPS,
+        LOCAL | {"router_type": "none", "shared_heads": [[0, 1], [2, 3]], "num_shared_heads": 2},
+    ],
+)
+def test_continuous_batching_gives_what_each_request_gives_alone(make_pair, plan):
+    """Of several lengths at once; prompts that are longer than a batch come in chunks."""
+    _, model = make_pair(**(PLAN | plan))
+    ids = torch.randint(1, model.config.vocab_size, (3, 60), generator=torch.Generator().manual_seed(3))
+    prompts = [ids[0, :17].tolist(), ids[1, :1].tolist(), ids[2, :57].tolist(), ids[1, :40].tolist()]
+    greedy = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=0, pad_token_id=0)
+    small = ContinuousBatchingConfig(page_size=16, num_blocks=32, max_batch_tokens=32)  # else most of the memory
+    for some in (prompts, prompts[:1]):
+        found = model.generate_batch(some, generation_config=greedy, continuous_batching_config=small)
+        got = [one.generated_tokens for one in found.values()]
+        for prompt, tokens in zip(some, got, strict=True):
+            assert tokens == model.generate(torch.tensor([prompt]), generation_config=greedy)[0, len(prompt) :].tolist()
