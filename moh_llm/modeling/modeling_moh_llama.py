@@ -410,8 +410,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
                 or (paged and (implementation != "sdpa" or kwargs.get("block_table") is not None))
             ):
                 raise ValueError(
-                    f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; use "
-                    + ("'sdpa'" if paged else "'sdpa', 'eager' or a flash attention of transformers")
+                    f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; "
+                    "use " + ("'sdpa'" if paged else "'sdpa', 'eager' or a flash attention of transformers")
                 )
             starts = document_starts(
                 inputs, attention_mask, position_ids, past_key_values, bool(use_cache), implementation, paged

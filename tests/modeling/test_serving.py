@@ -168,7 +168,7 @@ def test_a_local_fallback_is_refused(make_pair, ids, monkeypatch):
     with pytest.raises(ValueError, match="head_fallback='local' reads keys that attn_implementation='engine' keeps"):
         model(ids)
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="attn_implementation='eager' keeps to itself; use 'sdpa'$"):
+    with pytest.raises(ValueError, match=r"attn_implementation='eager' keeps to itself; use 'sdpa'$"):
         model(ids, cache=object())
 
 
