@@ -99,9 +99,6 @@ class MoHLlamaConfig(LlamaConfig):
     query_key_norm: bool = False
     moh_format: int = 1
 
-    # LLaMA's plan would give each device a part of the heads; Top-K is taken over all of a layer's.
-    base_model_tp_plan = None
-
     def __post_init__(self, **kwargs):
         if old := [name for name in ("head_stand_in", "routing_unit") if name in kwargs]:
             raise ValueError(

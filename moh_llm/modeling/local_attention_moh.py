@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .configuration_moh_llama import MoHLlamaConfig
-from .routing_moh import IndexedModule, MoHLinear
+from .routing_moh import HeadShard, IndexedModule, MoHLinear
 from .selected_attention_moh import flash_attention, has_flash_attention
 
 _BLOCK = 128  # queries of a block at most: fewer read fewer keys that they do not see, but copy each key more often
@@ -270,10 +270,10 @@ class MoHLocalFallback(IndexedModule):
         self.distant_score = MoHLinear(config.hidden_size, len(heads))
         self.distant_value = nn.Parameter(torch.zeros(len(heads), config.head_dim))
 
-    @property
-    def heads(self) -> torch.Tensor:
-        """Ids of the heads in the order of outputs."""
-        return self.index.index_select(0, self.order.index)
+    def heads(self, shard: HeadShard | None = None) -> torch.Tensor:
+        """Ids of the heads in the order of outputs; with `shard` those of its heads, by their numbers there."""
+        heads = self.index.index_select(0, self.order.index)
+        return heads if shard is None else shard.own(heads)
 
     def forward(
         self,
@@ -286,27 +286,32 @@ class MoHLocalFallback(IndexedModule):
         dropout: float,
         near: tuple[torch.Tensor, torch.Tensor, int] | None = None,
         kept: torch.Tensor | None = None,
+        shard: HeadShard | None = None,
     ) -> torch.Tensor:
-        """Outputs `[B, T, len(heads), D]` of `heads`.
+        """Outputs `[B, T, len(heads), D]` of `heads(shard)`.
 
-        `queries` are those of all heads, `hidden_states` `[B, T, C]` is the layer's input; see `local_attention`. With
-        a `MoHCache` `near` is what its layer keeps of groups that are never on, and `keys` and `values` are those of
-        the other groups, `kept`.
+        `queries` are those of all heads or of the shard's, `hidden_states` `[B, T, C]` is the layer's input; see
+        `local_attention`. With a `MoHCache` `near` is what its layer keeps of groups that are never on, and `keys` and
+        `values` are those of the other groups, `kept`.
         """
         if isinstance(band, Requests):
-            out = queries.new_zeros(*hidden_states.shape[:2], len(self.index), queries.shape[-1])
+            out = queries.new_zeros(*hidden_states.shape[:2], len(self.heads(shard)), queries.shape[-1])
             for tokens, part in band.parts:
                 given = queries[:, :, tokens], keys, values, hidden_states[:, tokens]
-                out[:, tokens] = self(*given, part, scaling, dropout)
+                out[:, tokens] = self(*given, part, scaling, dropout, shard=shard)
             return out
         scores = self.distant_score(hidden_states).transpose(1, 2)
-        if len(self.kinds) == 1 and len(self.index) == self.num_heads and near is None:
+        if len(self.kinds) == 1 and len(self.index) == self.num_heads and near is None and shard is None:
             return local_attention(queries, keys, values, band, scaling, dropout, (scores, self.distant_value))
         outputs = []
         for ((never_on, count), _), places in zip(
             self.kinds, self.order.index.split([n for _, n in self.kinds]), strict=True
         ):
             heads = self.index.index_select(0, places)
+            if shard is not None:
+                places, heads = places[shard.has(heads)], shard.own(heads)
+                if not len(heads):
+                    continue
             distant = scores.index_select(1, places), self.distant_value.index_select(0, places)
             own, groups = queries.index_select(1, heads), heads[::count] // self.num_key_value_groups
             read = keys, values, band
@@ -315,4 +320,4 @@ class MoHLocalFallback(IndexedModule):
             elif kept is not None:
                 groups = torch.searchsorted(kept, groups)
             outputs.append(local_attention(own, *read, scaling, dropout, distant, groups))
-        return torch.cat(outputs, dim=2)
+        return torch.cat(outputs, dim=2) if outputs else queries.transpose(1, 2)[:, :, :0]

@@ -33,6 +33,7 @@ from .cache_moh import MoHCache
 from .configuration_moh_llama import MoHLlamaConfig
 from .local_attention_moh import Band, MoHLocalFallback, Requests
 from .routing_moh import (
+    HeadShard,
     IndexedModule,
     MoHFallback,
     MoHLinear,
@@ -88,24 +89,25 @@ class MoHLlamaAttention(LlamaAttention):
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
 
-        queries = self.q_proj(hidden_states).view(head_shape)
+        queries, shard = self.q_proj(hidden_states), None
+        if (width := queries.shape[-1]) != self.config.num_attention_heads * self.head_dim:
+            shard = HeadShard.of(self.q_proj.weight, width / self.head_dim, self.config)
+            if isinstance(past_key_values, MoHCache):
+                raise ValueError("a MoHCache does not work with tensor parallelism; use a DynamicCache")
+        queries = queries.view(head_shape)
         keys = self.k_proj(hidden_states).view(head_shape)
         if self.normed:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         keys = keys.transpose(1, 2)
         own_values = self.v_proj(hidden_states).view(head_shape)
         values = own_values.transpose(1, 2)
-        if queries.shape[-2] != self.config.num_attention_heads:
-            raise ValueError(
-                f"{queries.shape[-2]} of {self.config.num_attention_heads} heads are on this device, and Top-K needs "
-                "all of them: MoH models do not support tensor parallelism; use pipeline or data parallelism"
-            )
         if document_starts is None and self.fallback is not None:
             raise ValueError("fallbacks need document_starts, which MoHLlamaModel.forward gives to its layers")
         is_local = isinstance(self.fallback, MoHLocalFallback)
         band = band if is_local else None
         # With local fallbacks a document's first tokens have all heads on: their result is the base's.
-        _, gate = self.router(hidden_states, queries, is_local and (band is None or band.all_on))
+        _, gate = self.router(hidden_states, queries, is_local and (band is None or band.all_on), shard)
+        gate = gate if shard is None else shard.take(gate)
 
         cos, sin = position_embeddings
         queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys, cos, sin)
@@ -150,10 +152,13 @@ class MoHLlamaAttention(LlamaAttention):
             heads = kept[:, None] * self.num_key_value_groups
             heads = (heads + torch.arange(self.num_key_value_groups, device=kept.device)).flatten()
         elif band is not None and not is_selected and self._skips_heads(queries.shape[2], band.early):
-            heads = self.router.used_heads()
+            heads = self.router.used_heads(shard)
         own, own_gate, attn_weights, early_outputs = queries, gate, None, None
         if heads is not None and band.early and self._has_early_heads:
-            early_outputs = self._early_outputs(attention, queries, keys, values, attention_mask, band.early, dropout)
+            unused = self.router.unused_heads(shard)
+            if len(unused):  # else all heads of this shard may be on later
+                given = queries, keys, values, attention_mask, band.early, dropout
+                early_outputs = self._early_outputs(attention, unused, *given)
         if heads is not None:
             own = queries.transpose(1, 2).index_select(2, heads).transpose(1, 2)  # outputs get its strides
             own_gate = gate.index_select(-1, heads)
@@ -176,21 +181,22 @@ class MoHLlamaAttention(LlamaAttention):
             every = head_outputs.new_zeros(head_shape[:-2] + queries.shape[1::2])
             head_outputs = every.index_copy(2, heads, head_outputs)
         if early_outputs is not None:
-            early = head_outputs[:, : band.early].index_copy(2, self.router.unused_heads(), early_outputs)
+            early = head_outputs[:, : band.early].index_copy(2, unused, early_outputs)
             head_outputs = torch.cat([early, head_outputs[:, band.early :]], dim=1)
         gate = gate.to(head_outputs.dtype)
         # Where the gate is 1 a fallback adds an exact zero.
         if self.fallback is not None and not is_local:
             positions, starts = document_starts
             is_first = positions == starts
-            head_outputs = self.fallback(head_outputs, gate, hidden_states, own_values, is_first, gates_itself)
+            head_outputs = self.fallback(head_outputs, gate, hidden_states, own_values, is_first, gates_itself, shard)
         elif not (gates_itself or (is_local and band is None)):
             head_outputs = head_outputs * gate.unsqueeze(-1)
         is_step = queries.shape[2] == 1 and has_flash_attention(gate)
         if band is not None and not (is_step and bool((gate == 1).all())):  # to ask costs nothing on a CPU
             late, late_states = queries[:, :, band.lead :], hidden_states[:, band.lead :]
-            local = self.fallback(late, keys, values, late_states, band, self.scaling, dropout, near=near, kept=kept)
-            heads = self.fallback.heads
+            given = late, keys, values, late_states, band, self.scaling, dropout
+            local = self.fallback(*given, near=near, kept=kept, shard=shard)
+            heads = self.fallback.heads(shard)
             off = 1 - gate[:, band.lead :].index_select(-1, heads)
             first, rest = head_outputs[:, : band.lead], head_outputs[:, band.lead :]
             rest = rest.index_add(2, heads, local * off.unsqueeze(-1))
@@ -226,6 +232,7 @@ class MoHLlamaAttention(LlamaAttention):
     def _early_outputs(
         self,
         attention: Callable,
+        heads: torch.Tensor,
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -234,7 +241,6 @@ class MoHLlamaAttention(LlamaAttention):
         dropout: float,
     ) -> torch.Tensor:
         """Outputs `[B, early, heads, D]` of the first `early` queries, of heads that no later token may have on."""
-        heads = self.router.unused_heads()
         seen = keys.shape[2] - (queries.shape[2] - early)
         keys, values = keys[:, :, :seen], values[:, :, :seen]
         if attention_mask is not None:

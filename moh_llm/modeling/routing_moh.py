@@ -5,8 +5,11 @@ that they make up), U routed groups, D head size, C hidden size.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -166,6 +169,57 @@ class IndexedModule(nn.Module):
         init.copy_(self.index, torch.tensor(self._ids, dtype=torch.int64, device=self.index.device))
 
 
+@dataclass(frozen=True)
+class HeadShard:
+    """The heads that a process computes under tensor parallelism: `count` from `first` on, whole key-value groups.
+
+    Routers and fallbacks are replicated, so each process routes over all heads and takes what belongs to its own.
+    """
+
+    first: int
+    count: int
+    group: Any  # of torch.distributed
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, found: float, config: MoHLlamaConfig) -> "HeadShard":
+        """The shard of a process that makes `found` of the heads, by transformers' plan, with the projection `weight`.
+
+        Raises ValueError where another library has divided the heads, or the key-value heads do not divide.
+        """
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        mesh = getattr(weight, "device_mesh", None)
+        if mesh is None:
+            raise ValueError(
+                f"{found:g} of {heads} heads are on this device, and Top-K needs all of them: MoH models take "
+                "transformers' tensor parallelism (tp_plan='auto'); use that, or pipeline or data parallelism"
+            )
+        mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+        if groups % mesh.size():
+            raise ValueError(
+                f"{groups} key-value heads do not divide by {mesh.size()} devices; use a tp_size that divides them"
+            )
+        count = heads // mesh.size()
+        return cls(mesh.get_local_rank() * count, count, mesh.get_group())
+
+    def take(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The part of this process of what all heads have."""
+        return tensor.narrow(dim, self.first, self.count)
+
+    def has(self, heads: torch.Tensor) -> torch.Tensor:
+        """Which of `heads` are of this process, bool."""
+        return (heads >= self.first) & (heads < self.first + self.count)
+
+    def own(self, heads: torch.Tensor) -> torch.Tensor:
+        """Those of `heads` that are of this process, by their numbers there."""
+        return heads[self.has(heads)] - self.first
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """What all processes have, side by side in the last dimension; no gradient."""
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
+
+
 class MoHRouter(IndexedModule):
     """Scores the routed groups of one layer and builds the gate of all heads.
 
@@ -198,21 +252,22 @@ class MoHRouter(IndexedModule):
             self.shared = MoHLinear(config.hidden_size, self.shared_groups, bias=False)
             self.stage = MoHLinear(config.hidden_size, 2, bias=False)
 
-    def used_heads(self) -> torch.Tensor:
-        """Sorted ids of the heads that some token may have on."""
-        return self._heads_of(self.index[: self._used_groups])
+    def used_heads(self, shard: HeadShard | None = None) -> torch.Tensor:
+        """Sorted ids of the heads that some token may have on; with `shard` of its heads, by their numbers there."""
+        return self._heads_of(self.index[: self._used_groups], shard)
 
-    def unused_heads(self) -> torch.Tensor:
+    def unused_heads(self, shard: HeadShard | None = None) -> torch.Tensor:
         """Sorted ids of the other heads: on only where all heads are."""
-        return self._heads_of(self.index[self._used_groups :])
+        return self._heads_of(self.index[self._used_groups :], shard)
 
     @property
     def _used_groups(self) -> int:
         return self.shared_groups + (0 if self.router_type == "none" else self.routed_groups)
 
-    def _heads_of(self, groups: torch.Tensor) -> torch.Tensor:
+    def _heads_of(self, groups: torch.Tensor, shard: HeadShard | None) -> torch.Tensor:
         steps = torch.arange(self.group_size, device=self.index.device)
-        return (groups.sort().values[:, None] * self.group_size + steps).flatten()
+        heads = (groups.sort().values[:, None] * self.group_size + steps).flatten()
+        return heads if shard is None else shard.own(heads)
 
     def top_k_of(self, active: int) -> int:
         """How many routed groups a token selects that uses so many heads; ValueError where no number does."""
@@ -236,13 +291,17 @@ class MoHRouter(IndexedModule):
         return (active - self.num_shared) // group_size
 
     def forward(
-        self, hidden_states: torch.Tensor, query_states: torch.Tensor, all_on: torch.Tensor | bool = False
+        self,
+        hidden_states: torch.Tensor,
+        query_states: torch.Tensor,
+        all_on: torch.Tensor | bool = False,
+        shard: HeadShard | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route every token.
 
         Args:
             hidden_states: the attention layer's input `[B, T, C]`.
-            query_states: queries before rotary embedding `[B, T, H, D]`.
+            query_states: queries before rotary embedding `[B, T, H, D]`; with `shard` of its heads alone.
             all_on: which tokens have all heads on, whatever their logits, bool `[B or 1, T]`; or True for all tokens.
 
         Returns:
@@ -253,7 +312,7 @@ class MoHRouter(IndexedModule):
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
             if self.router_type != "query_norm":  # which does not read them: on a GPU this copy costs time
                 hidden_states = _at_least_float32(hidden_states)
-            logits = self._routed_logits(hidden_states, query_states)
+            logits = self._routed_logits(hidden_states, query_states, shard)
             selected = self.select(logits)
             needs_scores = torch.is_grad_enabled() or self.router_type == "two_stage"
             if self.router_score == "quantized" and not needs_scores:  # a gate is 0 or 1, whatever the score
@@ -299,18 +358,18 @@ class MoHRouter(IndexedModule):
             return (logits > 0).to(logits.dtype)
         return select_top_k(logits, self.top_k)
 
-    def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
+    def _routed_logits(
+        self, hidden_states: torch.Tensor, query_states: torch.Tensor, shard: HeadShard | None
+    ) -> torch.Tensor:
         if self.router_type == "none":
             return hidden_states.new_zeros(*hidden_states.shape[:-1], self.routed_groups)
         if self.router_type != "query_norm":
             return self.routed(hidden_states) if self.num_routed else hidden_states[..., :0]
         # The norm of a group's queries, side by side. Norms of all groups cost less than a copy of the routed queries.
         queries = query_states.unflatten(-2, (-1, self.group_size)).flatten(-2)
-        norms = (
-            _at_least_float32(queries)
-            .norm(dim=-1)
-            .index_select(-1, self.index[self.shared_groups : self.shared_groups + self.routed_groups])
-        )
+        norms = _at_least_float32(queries).norm(dim=-1)
+        norms = norms if shard is None else shard.gather(norms)
+        norms = norms.index_select(-1, self.index[self.shared_groups : self.shared_groups + self.routed_groups])
         if self.routed_groups < 2:
             return norms  # one group has no spread to divide by, and nothing to compete with
         # Heads that are copies of one another have no spread: the quotient must stay finite all the same.
@@ -331,6 +390,7 @@ class MoHFallback(IndexedModule):
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
         routed = config.routed_heads(layer_idx)
         super().__init__(routed)
+        self.num_heads = config.num_attention_heads
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.own_value = MoHLinear(config.hidden_size, len(routed))
         self.bias = nn.Parameter(torch.zeros(len(routed), config.head_dim))
@@ -343,6 +403,7 @@ class MoHFallback(IndexedModule):
         value_states: torch.Tensor,
         is_first: torch.Tensor,
         gated: bool = False,
+        shard: HeadShard | None = None,
     ) -> torch.Tensor:
         """Gated head outputs, with fallbacks where heads are off: g_h H_h + (1 - g_h) S_h, `[B, T, H, D]`.
 
@@ -353,15 +414,16 @@ class MoHFallback(IndexedModule):
             value_states: values of these tokens `[B, T, KV, D]`.
             is_first: whether a token is the first of its document, `[B or 1, T]`.
             gated: `head_outputs` are times their gate already.
+            shard: the heads that these are, of all.
         """
         dtype = head_outputs.dtype
         is_first, off = is_first.unsqueeze(-1), 1 - gate
         # Numbers per head are made first, and tensors of the heads' full size are added to in place (nothing that is
         # overwritten is needed for a gradient).
         share = torch.where(is_first, 1.0, self.own_value(hidden_states).to(dtype))
-        share = self._of_all_heads(share, -1, off.shape[-1]) * off
+        share = self._of_heads(share, -1, shard) * off
         level = torch.where(is_first, 0.0, off)
-        bias = self._of_all_heads(self.bias.to(dtype), 0, off.shape[-1])
+        bias = self._of_heads(self.bias.to(dtype), 0, shard)
         out = self._grouped(head_outputs, -2)
         # A tensor of its own in both cases, since what a view is added to in place costs a copy going backward.
         out = out.clone() if gated else out * self._grouped(gate).unsqueeze(-1)
@@ -373,8 +435,9 @@ class MoHFallback(IndexedModule):
         """The dimension of heads split into key-value heads and the query heads that share each."""
         return heads.unflatten(dim, (-1, self.num_key_value_groups))
 
-    def _of_all_heads(self, routed: torch.Tensor, dim: int, heads: int) -> torch.Tensor:
-        """What the routed heads have, in the model's order of all `heads`, with zeros for the shared ones."""
+    def _of_heads(self, routed: torch.Tensor, dim: int, shard: HeadShard | None) -> torch.Tensor:
+        """What the routed heads have, in order of all heads or of a shard's, with zeros for the shared ones."""
         shape = list(routed.shape)
-        shape[dim] = heads
-        return routed.new_zeros(shape).index_copy(dim, self.index, routed)
+        shape[dim] = self.num_heads
+        heads = routed.new_zeros(shape).index_copy(dim, self.index, routed)
+        return heads if shard is None else shard.take(heads, dim)

@@ -151,12 +151,11 @@ def test_attention_is_called_in_the_form_that_is_looked_for(make_pair):
 
 def test_a_part_of_the_heads_is_refused(make_pair, ids):
     _, model = make_pair(**PLAN)
-    assert not model.supports_tp_plan and not model.tp_plan
     attention = model.model.layers[0].self_attn
     for name in ("q_proj", "k_proj", "v_proj"):  # what each of two devices would hold
         whole = getattr(attention, name)
         whole.weight = nn.Parameter(whole.weight[: whole.weight.shape[0] // 2])
-    with pytest.raises(ValueError, match=r"2 of 4 heads are on this device.*do not support tensor parallelism"):
+    with pytest.raises(ValueError, match=r"2 of 4 heads are on this device.*tp_plan"):
         model(ids)
 
 
