@@ -216,7 +216,7 @@ def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
 class _AllOn(MoHRouter):
     """A gate of ones, so that the oracle's hook sees every head's output."""
 
-    def forward(self, hidden_states, query_states, all_on=False):
+    def forward(self, hidden_states, query_states, all_on=False, shard=None):
         gate = hidden_states.new_ones(*hidden_states.shape[:-1], self.num_shared + self.num_routed)
         return gate[..., self.num_shared :], gate
 

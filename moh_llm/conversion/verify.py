@@ -17,6 +17,7 @@ from moh_llm.conversion.plan import paper_plan
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch, Comparison, LogitsOf, compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
+from moh_llm.modeling.routing_moh import HeadShard
 from moh_llm.records.conversion import (
     AllHeadsActive,
     Figures,
@@ -38,7 +39,9 @@ class RandomRouter(MoHRouter):
         super().__init__(config, layer_idx)
         self.generator = torch.Generator().manual_seed(layer_idx)
 
-    def _routed_logits(self, hidden_states: torch.Tensor, query_states: torch.Tensor) -> torch.Tensor:
+    def _routed_logits(
+        self, hidden_states: torch.Tensor, query_states: torch.Tensor, shard: HeadShard | None
+    ) -> torch.Tensor:
         shape = (*hidden_states.shape[:-1], self.routed_groups)
         return torch.rand(shape, generator=self.generator).to(hidden_states)
 

@@ -106,7 +106,7 @@ class MoHLlamaAttention(LlamaAttention):
         is_local = isinstance(self.fallback, MoHLocalFallback)
         band = band if is_local else None
         # With local fallbacks a document's first tokens have all heads on: their result is the base's.
-        _, gate = self.router(hidden_states, queries, is_local and (band is None or band.all_on), shard)
+        _, gate = self.router(hidden_states, queries, is_local and (band is None or band.all_on), shard=shard)
         gate = gate if shard is None else shard.take(gate)
 
         cos, sin = position_embeddings

@@ -102,7 +102,7 @@ def route_by_chance(model, batches):
         source = torch.Generator().manual_seed(number)
         drawn = [torch.rand((*batch["input_ids"].shape, 2), generator=source) for batch in batches]
         rows = iter([row[None] for batch in drawn for row in batch])
-        block.self_attn.router._routed_logits = lambda hidden, queries, rows=rows: next(rows)
+        block.self_attn.router._routed_logits = lambda hidden, queries, shard, rows=rows: next(rows)
 
 
 @torch.no_grad()
