@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 
 from moh_llm.conversion.base import BaseCheckpoint, open_base
+from moh_llm.conversion.budget import plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import calibrate
 from moh_llm.conversion.checkpoint import write_description, write_weights
-from moh_llm.conversion.convert import ConversionOptions, calibration_batches, plan_config, routing_tensors
+from moh_llm.conversion.convert import ConversionOptions, calibration_batches
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import LONG, PlanOptions, shared_and_active
 from moh_llm.data.mixture import mixture_from_arguments
@@ -96,13 +97,13 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=args.output) as scratch:
         calibrated = calibrate(dense, batches, [*plans.values()], Path(scratch))
     for (name, plan), layers in zip(plans.items(), calibrated, strict=True):
-        config = plan_config(plan, base.config, layers)
+        config, fits = plan_layers(plan, base.config, layers)
         config.dtype = base.dtype
-        routing = {key: tensor.to(base.dtype) for key, tensor in routing_tensors(config, layers).items()}
+        routing = {key: tensor.to(base.dtype) for key, tensor in routing_tensors(fits).items()}
         with new_folder(args.output / name) as folder:
             write_description(folder, base, config, write_weights(folder, base, routing, link=True))
         active = config.active_heads_per_layer
-        cost = sum(fit.fit_for(config.num_attention_heads - on).cost for fit, on in zip(layers, active, strict=True))
+        cost = sum(fit.cost for fit in fits)
         print(f"{name}: {sum(active) / len(active):.3f} heads per layer, estimated KL {cost:.4f}", flush=True)
 
 

@@ -32,8 +32,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moh_llm.analysis.watch import shared_heads
 from moh_llm.conversion.base import open_base
+from moh_llm.conversion.budget import plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate
-from moh_llm.conversion.convert import peak_memory_mib, plan_config, routing_tensors
+from moh_llm.conversion.convert import peak_memory_mib
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.conversion.verify import routed_as
@@ -151,9 +152,9 @@ def _calibrate(base, plan: PlanOptions, batches: list[Batch], dtype, device) -> 
 
 def _model(base, dense, plan: PlanOptions, calibrated, dtype) -> MoHLlamaForCausalLM:
     """The conversion that `convert` would write, in memory."""
-    config = plan_config(plan, base.config, calibrated)
+    config, fits = plan_layers(plan, base.config, calibrated)
     model = MoHLlamaForCausalLM(config).to(dtype)
-    weights = dense.state_dict() | routing_tensors(config, calibrated)
+    weights = dense.state_dict() | routing_tensors(fits)
     model.load_state_dict(weights)
     return model.to(dense.device).eval()
 

@@ -17,9 +17,7 @@ import argparse
 import copy
 import statistics
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +40,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from moh_llm.conversion.attention_time import attention_clock, now
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
 from moh_llm.errors import UserError
@@ -53,7 +52,6 @@ LAYERS = {  # heads, key-value heads, head size, width, width of the feed-forwar
     "llama3-8b": (32, 8, 128, 4096, 14336),
     "smollm2-135m": (9, 3, 64, 576, 1536),
 }
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 CACHES = "dynamic", "static", "own"
 GROUPED = "grouped_decoding"
 SHOWN = ("keys", 3), ("kl", 4), ("cache_mib", 1)
@@ -206,7 +204,7 @@ def measure(
 
 def prefill(model: PreTrainedModel, ids: torch.Tensor) -> tuple[float, float]:
     """Seconds of a prefill, and of its attention."""
-    with attention_clock(model) as clock:
+    with attention_clock(model.model.layers) as clock:
         begin = now()
         model(ids, use_cache=True, logits_to_keep=1)
         return now() - begin, clock[0]
@@ -223,7 +221,7 @@ def decode(model: PreTrainedModel, prompt: Cache, ids: torch.Tensor) -> tuple[fl
             layer.batch_repeat_interleave(len(ids))
     found = []
     for step in ids.T:
-        with attention_clock(model) as clock:
+        with attention_clock(model.model.layers) as clock:
             begin = now()
             model(step[:, None], past_key_values=cache)
             found.append((now() - begin, clock[0]))
@@ -238,34 +236,6 @@ def cache_bytes(cache: Cache) -> int:
             if isinstance(tensor, torch.Tensor) and tensor.numel():
                 found[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())
-
-
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-@contextmanager
-def attention_clock(model: PreTrainedModel) -> Iterator[list[float]]:
-    """One number that grows by the seconds that layers' attention takes beyond its projections."""
-    clock, handles = [0.0], []
-
-    def add(sign: int) -> Any:
-        def hook(*_: Any) -> None:
-            clock[0] += sign * now()
-
-        return hook
-
-    for layer in model.model.layers:
-        for sign, module in [(1, layer.self_attn), *((-1, getattr(layer.self_attn, name)) for name in PROJECTIONS)]:
-            handles.append(module.register_forward_pre_hook(add(-sign)))
-            handles.append(module.register_forward_hook(add(sign)))
-    try:
-        yield clock
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def grouped_attention(

@@ -21,6 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads.add_argument("--num-active-heads", type=int, metavar="N", help="mean heads per token, shared ones included")
     heads.add_argument("--active-ratio", type=float, metavar="X", help="the same as a share (default: 0.75)")
     heads.add_argument("--keys", type=float, metavar="X", help="the same as a share of the keys read at the context")
+    heads.add_argument(
+        "--attention-time",
+        type=float,
+        metavar="X",
+        help="the same as a share of the time of the base's attention at the context, measured on this device",
+    )
     heads.add_argument("--shared", choices=["first", "importance"], default="first", help="which heads are shared")
     heads.add_argument(
         "--router",
@@ -99,7 +105,7 @@ def restore(args: argparse.Namespace) -> int:
     import moh_llm
     from moh_llm.errors import UserError
 
-    counts = ("num_shared_heads", "num_active_heads", "active_ratio", "keys")
+    counts = ("num_shared_heads", "num_active_heads", "active_ratio", "keys", "attention_time")
     for flag in ("preset", *counts, "router", "routing_granularity", "budgets", "fallback", "dtype"):
         if getattr(args, flag) is not None:
             raise UserError(f"--to-dense copies the dense weights as they are; drop --{flag.replace('_', '-')}")
@@ -156,6 +162,10 @@ def print_conversion(record: "Conversion", output: Path) -> None:
     )
     if plan.budgets == "uneven":
         console.print(f"active heads by layer: {' '.join(map(str, plan.active_heads))}")
+    if plan.attention_time is not None:
+        console.print(
+            f"attention at {plan.context} tokens takes {plan.attention_time:.3f} of the base's time, as timed here"
+        )
     if calibration := record.calibration:
         console.print(f"calibrated on {calibration.tokens} tokens of {', '.join(calibration.sources)}")
     cost = record.arithmetic

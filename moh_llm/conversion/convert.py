@@ -12,14 +12,15 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors import safe_open
-from transformers import PreTrainedConfig
 
 import moh_llm
+from moh_llm.conversion.attention_time import measure_attention
 from moh_llm.conversion.base import BaseCheckpoint, open_base
+from moh_llm.conversion.budget import mean_time, plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate, in_sight
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.plan import LONG, PlanOptions, allocate, build_config, shared_and_active
+from moh_llm.conversion.plan import LONG, PlanOptions, shared_and_active
 from moh_llm.conversion.verify import retrieval_prompt, verify
 from moh_llm.data.mixture import EMBEDDED, Mixture
 from moh_llm.data.sample import sample_mixture
@@ -119,11 +120,14 @@ def convert(options: ConversionOptions) -> Conversion:
         calibrated: list[LayerCalibration] | None = None
         if plan.needs_calibration:
             batches = calibration_batches(sources, length, options.calibration_tokens)
-            (calibrated,) = calibrate(dense, batches, [plan], folder)
+            times = None
+            if plan.attention_time is not None:
+                times = measure_attention(base.config, plan, computed, device)
+            (calibrated,) = calibrate(dense, batches, [plan], folder, times=[times])
             record.calibration = _calibration_record(options, sources, batches, calibrated)
-        config = plan_config(plan, base.config, calibrated)
+        config, fits = plan_layers(plan, base.config, calibrated)
         config.dtype = dtype
-        routing = {name: tensor.to(dtype) for name, tensor in routing_tensors(config, calibrated).items()}
+        routing = {name: tensor.to(dtype) for name, tensor in routing_tensors(fits).items()}
         fields = ("router_type", "router_score", "routing_granularity", "head_fallback", "num_attention_heads")
         record.plan = Plan(
             preset=plan.preset,
@@ -133,6 +137,7 @@ def convert(options: ConversionOptions) -> Conversion:
             active_heads=config.active_heads_per_layer,
             context=length,
             keys_read=round(keys_read(config, length), 4),
+            attention_time=None if plan.attention_time is None else mean_time(fits),
             local_window=config.local_window if plan.head_fallback == "local" else None,
             local_sinks=config.local_sinks if plan.head_fallback == "local" else None,
             local_start=config.local_start if plan.head_fallback == "local" else None,
@@ -230,36 +235,6 @@ def calibration_batches(sources: Sequence[TokenizedSource], length: int, tokens:
     return batches
 
 
-def plan_config(
-    plan: PlanOptions, base: PreTrainedConfig, calibrated: Sequence[LayerCalibration] | None
-) -> MoHLlamaConfig:
-    """The converted model's config: even budgets, or the uneven ones of least estimated KL."""
-    shared, active = shared_and_active(plan, base)
-    heads, layers = base.num_attention_heads, base.num_hidden_layers
-    budgets = [active // layers] * layers
-    shared_heads = [list(range(shared))] * layers
-    local_heads: list[list[int]] = []
-    if calibrated:
-        shared_heads = [layer.shared_heads for layer in calibrated]
-        if plan.uneven:
-            budgets = [heads - drops for drops in allocate([c.costs for c in calibrated], heads * layers - active)]
-        if all(layer.fits for layer in calibrated):
-            fits = [layer.fit_for(heads - budget) for layer, budget in zip(calibrated, budgets, strict=True)]
-            shared_heads, local_heads = [fit.shared_heads for fit in fits], [fit.local_heads for fit in fits]
-    return build_config(base, plan, shared_heads, budgets, local_heads)
-
-
-def routing_tensors(config: MoHLlamaConfig, calibrated: Sequence[LayerCalibration] | None) -> dict[str, torch.Tensor]:
-    """The fitted tensors by name, those of each layer's budget; nothing for a router without weights."""
-    tensors: dict[str, torch.Tensor] = {}
-    for number, (layer, active) in enumerate(zip(calibrated or [], config.active_heads_per_layer, strict=False)):
-        if layer.fits:
-            fit = layer.fit_for(config.num_attention_heads - active)
-            prefix = f"model.layers.{number}.self_attn."
-            tensors |= {prefix + name: tensor.cpu().contiguous() for name, tensor in fit.tensors.items()}
-    return tensors
-
-
 def _arithmetic(config: MoHLlamaConfig, base: BaseCheckpoint, routing: Mapping[str, torch.Tensor]) -> Arithmetic:
     """Theoretical cost of the converted model beside its base's."""
     dense = 0
@@ -284,7 +259,10 @@ def _calibration_record(
     batches: Sequence[Batch],
     calibrated: Sequence[LayerCalibration],
 ) -> Calibration:
-    costs = [{str(drops): float(f"{fit.cost:.4g}") for drops, fit in layer.fits.items()} for layer in calibrated]
+    costs = [
+        {str(fit.dropped): float(f"{fit.cost:.4g}") for fit in layer.by_time or layer.fits.values()}
+        for layer in calibrated
+    ]
     return Calibration(
         mixture=options.calibration.name,
         sources={source.name: round(source.weight, 6) for source in sources},

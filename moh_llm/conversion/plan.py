@@ -1,7 +1,7 @@
 """The head plan: how many heads are shared and active, which are shared, and how tokens choose."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
@@ -27,6 +27,8 @@ class PlanOptions:
         num_active_heads: heads per token, shared ones included; with uneven budgets the mean over layers.
         active_ratio: instead of `num_active_heads`, a share of the heads.
         keys: instead of these, a share of the keys that the base's attention reads at `context` tokens.
+        attention_time: instead of these, a share of the time that the base's attention takes at `context` tokens on
+            this device; see `moh_llm.conversion.attention_time`.
         context: tokens in a sequence.
         router: "linear", "threshold", "query_norm", or "none", which has the same heads on for all tokens.
         shared: "first" or "importance".
@@ -44,6 +46,7 @@ class PlanOptions:
     num_active_heads: int | None = None
     active_ratio: float | None = None
     keys: float | None = None
+    attention_time: float | None = None
     context: int = 512
     router: str | None = None
     shared: str = "first"
@@ -68,6 +71,14 @@ class PlanOptions:
             raise UserError("the threshold router is fitted with local fallbacks; add --fallback local")
         if self.router == "none" and self.num_shared_heads is not None:
             raise UserError("with --router none the heads that are on are the shared ones; drop --num-shared-heads")
+        if self.attention_time is not None:
+            if self.head_fallback != "local" or not self.mixes:
+                raise UserError(
+                    "--attention-time chooses which heads are always on, routed and never on, with local fallbacks: "
+                    "add --fallback local, and drop --preset and --num-shared-heads"
+                )
+            if not self.uneven:
+                raise UserError("--attention-time spends one budget over all layers; drop --budgets even")
 
     @property
     def router_type(self) -> str:
@@ -128,20 +139,26 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
     whole heads per layer, an uneven one to the nearest whole head of the model. Where key-value
     groups are routed, read "group" for "head", and below eight of them none is shared: with few to
     choose from a fixed one costs more. With local fallbacks, and without a router, the fit finds the
-    shared heads, and zero stands for them here. `keys` is rounded down.
+    shared heads, and zero stands for them here. `keys` is rounded down. With `attention_time` the fit
+    finds the active heads, and the most that there can be stand for them here.
 
     Raises:
         UserError: counts that no layer can follow.
     """
     heads, layers, group_size = config.num_attention_heads, config.num_hidden_layers, options.heads_per_group(config)
     shared, active = options.num_shared_heads, options.num_active_heads
-    given = {"--num-active-heads": active, "--active-ratio": options.active_ratio, "--keys": options.keys}
+    given = {
+        "--num-active-heads": active,
+        "--active-ratio": options.active_ratio,
+        "--keys": options.keys,
+        "--attention-time": options.attention_time,
+    }
     flags = [flag for flag, value in given.items() if value is not None]
     if len(flags) > 1:
         raise UserError(f"give {flags[0]} or {flags[1]}, not both")
-    for flag in ("--active-ratio", "--keys"):
-        if given[flag] is not None and not 0 < given[flag] <= 1:
-            raise UserError(f"{flag} {given[flag]} must be above 0 and at most 1")
+    for flag, value in given.items():
+        if flag != "--num-active-heads" and value is not None and not 0 < value <= 1:
+            raise UserError(f"{flag} {value} must be above 0 and at most 1")
     if shared is not None and not 0 <= shared <= heads:
         raise UserError(
             f"impossible head plan: num_shared_heads={shared} must lie between 0 and num_attention_heads={heads}"
@@ -160,6 +177,8 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
     low = shared if options.head_fallback == "local" else max(group_size, shared)
     if active is not None:
         total = active * layers
+    elif options.attention_time is not None:
+        total = heads * layers
     elif options.keys is not None:
         seen = options.local_window + options.local_sinks
         fallback = (
@@ -221,39 +240,6 @@ def drops_to_fit(options: PlanOptions, config: PreTrainedConfig) -> list[int]:
         return [max(group_size, heads - active // config.num_hidden_layers)]
     step = math.ceil(most / _MOST_FITS)
     return [drops * group_size for drops in sorted({1, *range(step, most + 1, step), most})]
-
-
-def allocate(costs: Sequence[Mapping[int, float]], total: int) -> list[int]:
-    """How many heads each layer drops, so that `total` are dropped at the least summed cost.
-
-    Exact, by dynamic programming over layers: costs need not be convex in the number of drops.
-
-    Args:
-        costs: per layer, number of drops -> cost; dropping none costs nothing and need not be named.
-        total: drops in all layers together.
-
-    Raises:
-        UserError: the layers together cannot drop so many.
-    """
-    best = [0.0] + [math.inf] * total
-    choices = []
-    for layer in costs:
-        options = {0: 0.0, **layer}
-        after, choice = [math.inf] * (total + 1), [0] * (total + 1)
-        for spent in range(total + 1):
-            for drops, cost in options.items():
-                if drops <= spent and best[spent - drops] + cost < after[spent]:
-                    after[spent], choice[spent] = best[spent - drops] + cost, drops
-        best = after
-        choices.append(choice)
-    if math.isinf(best[total]):
-        most = sum(max(layer, default=0) for layer in costs)
-        raise UserError(f"impossible head plan: {total} heads cannot be dropped, the layers can drop {most}")
-    plan = []
-    for choice in reversed(choices):
-        plan.append(choice[total])
-        total -= choice[total]
-    return plan[::-1]
 
 
 def build_config(

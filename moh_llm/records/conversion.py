@@ -41,6 +41,8 @@ class Plan(Record):
         active_heads: per layer, heads that each token has on.
         context: tokens in a sequence of calibration and verification.
         keys_read: share of the keys that the base's attention reads at that length.
+        attention_time: share of the time of the base's attention at that length where that was the budget, by the times
+            of heads of each kind on the machine that converted.
         local_window, local_sinks: what local fallbacks attend to; None with others.
         local_start: how many first tokens of a document have all heads on.
     """
@@ -57,6 +59,7 @@ class Plan(Record):
     active_heads: list[int]
     context: int | None = None
     keys_read: float | None = None
+    attention_time: float | None = None
     local_window: int | None = None
     local_sinks: int | None = None
     local_start: int | None = None
