@@ -3,13 +3,15 @@
     python benchmarks/local_plans.py BASE --calibration a.jsonl b.jsonl --output DIR --keys 0.67 0.5 0.33 \
         --routers threshold linear none --granularities head kv_group
 
-writes a folder for each share of keys, router, granularity and window. Each is what `convert.py BASE --fallback local
+writes a folder for each share of keys, router, granularity and window; `--attention-times` adds plans whose budget is a
+share of the time of the base's attention, as it is measured here. Each is what `convert.py BASE --fallback local
 --keys X --router R --routing-granularity G --local-window W --verify none` writes with the same text, without the
 records of a conversion; with several windows documents' first tokens up to the longest are left out of all fits.
 `benchmarks/long_context.py` compares such models with the base.
 """
 
 import argparse
+import dataclasses
 import itertools
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from moh_llm.conversion.attention_time import AttentionTimes, measure_attention
 from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.budget import plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import calibrate
@@ -41,6 +44,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder for the models' folders")
     parser.add_argument("--routers", nargs="+", default=["threshold"], choices=["threshold", "linear", "none"])
     parser.add_argument("--granularities", nargs="+", default=["head"], choices=["head", "kv_group"])
+    parser.add_argument("--attention-times", type=float, nargs="*", default=[])
     parser.add_argument("--windows", type=int, nargs="+", default=[256])
     args = parser.parse_args()
     try:
@@ -75,18 +79,20 @@ def open_calibration(args: argparse.Namespace, base: BaseCheckpoint) -> tuple[La
 
 def run(args: argparse.Namespace) -> None:
     base = open_base(args.base)
+    budgets = {f"{share:g}": {"keys": share} for share in args.keys}
+    budgets |= {f"time-{share:g}": {"attention_time": share} for share in args.attention_times}
     plans = {
-        f"{keys:g}-{router}-{granularity}-{window}": PlanOptions(
+        f"{budget}-{router}-{granularity}-{window}": PlanOptions(
             router=router,
             fallback="local",
             local_window=window,
             local_start=args.local_start,
-            keys=keys,
             context=args.context,
             routing_granularity=granularity,
+            **budgets[budget],
         )
-        for keys, router, granularity, window in itertools.product(
-            args.keys, args.routers, args.granularities, args.windows
+        for budget, router, granularity, window in itertools.product(
+            budgets, args.routers, args.granularities, args.windows
         )
     }
     for name, plan in plans.items():
@@ -94,8 +100,18 @@ def run(args: argparse.Namespace) -> None:
         check_output_folder(args.output / name, overwrite=False, reads=[args.base])
     dense, batches = open_calibration(args, base)
     args.output.mkdir(parents=True, exist_ok=True)
+    measured: dict[PlanOptions, AttentionTimes] = {}
+    for plan in plans.values():
+        alike = dataclasses.replace(plan, keys=None, attention_time=None)
+        if plan.attention_time is not None and alike not in measured:
+            measured[alike] = measure_attention(base.config, plan, dense.dtype, dense.device)
+            print(f"{plan.router_type}, {plan.routing_granularity}, window {plan.local_window}: {measured[alike]}")
+    times = [
+        measured[dataclasses.replace(plan, attention_time=None)] if plan.attention_time is not None else None
+        for plan in plans.values()
+    ]
     with tempfile.TemporaryDirectory(dir=args.output) as scratch:
-        calibrated = calibrate(dense, batches, [*plans.values()], Path(scratch))
+        calibrated = calibrate(dense, batches, [*plans.values()], Path(scratch), times=times)
     for (name, plan), layers in zip(plans.items(), calibrated, strict=True):
         config, fits = plan_layers(plan, base.config, layers)
         config.dtype = base.dtype

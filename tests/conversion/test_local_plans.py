@@ -1,9 +1,12 @@
 """The benchmark that converts a base in several ways writes what the converter writes."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
 
+from moh_llm.conversion import convert as conversion
+from moh_llm.conversion.attention_time import AttentionTimes
 from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -17,15 +20,40 @@ def test_each_model_is_the_converters(make_llama, convert, read_tensors, tmp_pat
     text.write_text("".join(json.dumps({"text": "".join(sentences[i : i + 8])}) + "\n" for i in range(392)))
     numbers = ["--keys", "0.6", "--context", "128", "--calibration-tokens", "1024"]
     command = ["local_plans.py", str(base), "--calibration", str(text), "--output", str(tmp_path / "plans"), *numbers]
-    command += ["--windows", "16", "--routers", "threshold", "none", "--granularities", "head", "kv_group"]
+    times = AttentionTimes(heads=4, constant=0.2, shared=0.15, routed=0.03, on=0.16)
+    for module in (local_plans, conversion):
+        monkeypatch.setattr(module, "measure_attention", lambda *args: times)
+    command += [
+        "--attention-times",
+        "0.7",
+        "--windows",
+        "16",
+        "--routers",
+        "threshold",
+        "none",
+        "--granularities",
+        "head",
+        "kv_group",
+    ]
     monkeypatch.setattr(sys, "argv", command)
     assert local_plans.main() == 0
-    assert capsys.readouterr().out.count("heads per layer, estimated KL") == 4
-    flags = ["--fallback", "local", "--local-window", "16", "--calibration", str(text), "--verify", "none", *numbers]
-    for router in ("threshold", "none"):
-        alone = tmp_path / router
-        assert convert(base, alone, *flags, "--router", router) == 0
-        written = tmp_path / "plans" / f"0.6-{router}-head-16"
+    assert capsys.readouterr().out.count("heads per layer, estimated KL") == 8
+    flags = [
+        "--fallback",
+        "local",
+        "--local-window",
+        "16",
+        "--calibration",
+        str(text),
+        "--verify",
+        "none",
+        *numbers[2:],
+    ]
+    budgets = {"0.6": numbers[:2], "time-0.7": ["--attention-time", "0.7"]}
+    for budget, router in itertools.product(budgets, ("threshold", "none")):
+        alone = tmp_path / f"{budget}-{router}"
+        assert convert(base, alone, *flags, *budgets[budget], "--router", router) == 0
+        written = tmp_path / "plans" / f"{budget}-{router}-head-16"
         assert MoHLlamaConfig.from_pretrained(written).to_dict() == MoHLlamaConfig.from_pretrained(alone).to_dict()
         ours, theirs = read_tensors(written), read_tensors(alone)
         assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
