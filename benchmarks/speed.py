@@ -113,7 +113,7 @@ def real_models(base: str, names: Sequence[str]) -> dict[str, PreTrainedModel]:
 
 
 def layer_models(name: str) -> dict[str, PreTrainedModel]:
-    """The dense layer, the layer with half of the heads always on, in whole groups, and with half of them routed."""
+    """The dense layer, and the layer with half of the heads: always on, by groups or by heads, and routed likewise."""
     heads, groups, size, width, inner = LAYERS[name]
     shape = {
         **{"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": size, "hidden_size": width},
@@ -122,7 +122,8 @@ def layer_models(name: str) -> dict[str, PreTrainedModel]:
     per_group = heads // groups
     fixed = groups // 2 * per_group
     plans = {
-        "fixed": {"num_shared_heads": fixed, "num_active_heads": fixed, "router_type": "none"},
+        "fixed groups": {"num_shared_heads": fixed, "num_active_heads": fixed, "router_type": "none"},
+        "fixed heads": {"num_shared_heads": heads // 2, "num_active_heads": heads // 2, "router_type": "none"},
         "routed": {"num_shared_heads": 0, "num_active_heads": heads // 2, "router_type": "linear"},
         "routed by groups": {"num_shared_heads": 0, "num_active_heads": fixed, "router_type": "linear"}
         | {"routing_granularity": "kv_group"},
