@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 if TYPE_CHECKING:
     from moh_llm.conversion.convert import Restored
     from moh_llm.hub.publish import Publication
-    from moh_llm.hub.pushes import MilestonePushes
     from moh_llm.records.conversion import Conversion
     from moh_llm.records.run import RunRecord
     from moh_llm.reporting.evaluate import Evaluation
@@ -201,7 +200,7 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **overri
     Raises:
         UserError: bad input, or the run or its publication failed.
     """
-    from moh_llm.hub.pushes import MilestonePushes, check_hub
+    from moh_llm.hub.pushes import MilestonePushes, check_hub, publish_run, write_run_card
     from moh_llm.training.loop import train as train_model
     from moh_llm.training.recipe import load_config
 
@@ -212,49 +211,10 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **overri
         config = recipe
     # The first process publishes.
     if config.hub is None or os.environ.get("RANK", "0") != "0":
-        return train_model(config, overwrite, on_finish=lambda _: _write_card(config))
+        return train_model(config, overwrite, on_finish=lambda _: write_run_card(config))
     check_hub(config)
     with contextlib.closing(MilestonePushes(config.hub)) as pushes:
-        return train_model(config, overwrite, on_milestone=pushes.add, on_finish=lambda _: _publish_run(config, pushes))
-
-
-def _write_card(config: "TrainConfig") -> None:
-    """Give the tuned model of a finished run its README.md, unless it has one; without one the run is as good."""
-    from moh_llm.errors import UserError
-    from moh_llm.hub.card import write_local_card
-    from moh_llm.hub.checks import CARD
-
-    model = Path(config.output_dir) / "model"
-    if not (model / CARD).exists():
-        try:
-            write_local_card(model)
-        except UserError as error:
-            print(f"{model / CARD} was not written: {error}")
-
-
-def _publish_run(config: "TrainConfig", pushes: "MilestonePushes") -> None:
-    """Publish the tuned model and wait for the milestones. Raises UserError for what is not published."""
-    from moh_llm.errors import UserError
-    from moh_llm.hub.publish import publish
-    from moh_llm.hub.pushes import command_line, run_options
-
-    assert config.hub is not None
-    _write_card(config)
-    options, failure = run_options(config.hub, Path(config.output_dir)), None
-    try:
-        publish(options)
-    except UserError as error:
-        failure = str(error)
-    lost = pushes.wait()
-    trained = f"training is finished, its model is {options.folder}"
-    milestones = f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} not published, see above" if lost else ""
-    if failure is not None:
-        raise UserError(
-            f"{trained}; publishing it failed: {failure}; try again with `{command_line(options)}`, or give the same "
-            f"command again{f'; {milestones}' if lost else ''}"
-        )
-    if lost:
-        raise UserError(f"{trained} and is published, but {milestones}; give the same command again")
+        return train_model(config, overwrite, on_milestone=pushes.add, on_finish=lambda _: publish_run(config, pushes))
 
 
 def evaluate(
@@ -346,14 +306,15 @@ def publish(
     Args:
         folder: model that `convert` or `train` made.
         repo_id: ``ORG/NAME`` on the Hub; made if absent.
-        private: make the repository private.
+        private: make the repository private; one that is public already is refused.
         revision: branch to upload to, made if absent (default: main).
         run: folder of the training run, for the card (default: that beside ``folder``).
         evaluation: folder that `evaluate` wrote, for the card.
         licence: the Hub's id of the licence (default: the base's).
-        dry_run: do everything but upload.
-        force: publish in spite of failed checks, and say so in the card; secrets are never uploaded.
-        allow_other_code: publish Python files that are not this version's own.
+        dry_run: do everything but upload; the Hub is not contacted.
+        force: publish although a check or the proof fails, and say so in the card; files with secrets are still
+            refused, and files that are not part of a model are left out.
+        allow_other_code: run and publish Python files that are not this version's own, and say so in the card.
 
     Returns:
         What was uploaded, or would be, and what the checks found, which is also printed.

@@ -17,21 +17,7 @@ from moh_llm.records.model import read_config
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """What to publish, and where.
-
-    Attributes:
-        folder: the model's folder.
-        repo_id: ``ORG/NAME`` on the Hub; the repository is made if absent.
-        private: make the repository private; one that is public already is refused.
-        revision: branch to upload to, made if absent; None: ``main``.
-        dry_run: do everything except the upload; the Hub is not contacted.
-        force: publish although a check or the proof fails, and say so in the card. A secret stops the publication all
-            the same, and files that are not part of a model are left out.
-        run: folder of the training run that made the model; the card and `run.json` come from it.
-        evaluation: folder of an evaluation; the card and `evaluation.json` come from it.
-        licence: the Hub's id of the licence; None: the base's.
-        allow_other_code: run and publish Python files that are not this version's own, and say so in the card.
-    """
+    """The arguments of `moh_llm.publish`, which describes them."""
 
     folder: Path
     repo_id: str
@@ -94,7 +80,7 @@ def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publ
     A dry run goes on to the proof after a failed check.
 
     Args:
-        options: see there.
+        options: what to publish, and where.
         say: gets one line for each step and result.
 
     Raises:
