@@ -83,7 +83,7 @@ class Comparison:
         return [total[0].item(), *(total[1:] / total[0]).tolist()]
 
     def figures(self) -> dict[str, Any]:
-        """What records keep of the distance to the reference."""
+        """The figures that records keep."""
         return {
             "perplexity": self.perplexity,
             "perplexity_ratio": self.perplexity_ratio,

@@ -1,4 +1,4 @@
-"""Reading JSON and YAML that somebody else wrote: regular files only, within bounds, plain values only.
+"""Reading untrusted JSON and YAML: regular files only, within bounds, plain values only.
 
 A file that is a pipe or a device, too large, nested too deep or, by YAML's aliases, much larger than it looks is
 refused in one line before any of it is used.

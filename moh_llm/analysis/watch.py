@@ -19,7 +19,7 @@ from moh_llm.modeling import MoHLlamaPreTrainedModel, MoHRouter
 
 @dataclass(frozen=True)
 class LayerPass:
-    """What one attention layer did with one batch.
+    """States of one attention layer for one batch.
 
     Attributes:
         layer: its number.

@@ -18,7 +18,7 @@ from moh_llm.metrics import Batch
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """What calibration found for one layer.
+    """Result of the calibration of one layer.
 
     Attributes:
         shared_heads: ids of the shared heads.

@@ -165,7 +165,7 @@ def convert(options: ConversionOptions) -> Conversion:
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore_dense` wrote: a model of ``model_type``, without so many routing tensors, in so many seconds."""
+    """Result of `restore_dense`: the written model's type, number of dropped routing tensors, and seconds."""
 
     model_type: str
     dropped_tensors: int

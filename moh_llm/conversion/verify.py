@@ -120,7 +120,7 @@ def verify(
 
 
 def retrieval_prompt(held_out: Sequence[Batch], tokenizer: PreTrainedTokenizerBase, in_sight: int) -> Prompt | None:
-    """One prompt, as long as the sequences, for what lies more than `in_sight` tokens before; None if none fits."""
+    """A prompt as long as the sequences that asks for what is over `in_sight` tokens back; None if none fits."""
     text = held_out[0]["input_ids"][0].tolist()
     distances = [distance for distance in DISTANCES if in_sight < distance <= len(text) - 100 * len(DISTANCES)]
     try:
@@ -130,7 +130,7 @@ def retrieval_prompt(held_out: Sequence[Batch], tokenizer: PreTrainedTokenizerBa
 
 
 def _retrieval(head: nn.Module, prompt: Prompt, base: torch.Tensor, converted: torch.Tensor) -> list[RetrievalFigures]:
-    """What both find, by their last hidden states `[T, C]`."""
+    """Answers of both models, from their last hidden states `[T, C]`."""
     of_base, of_converted = (
         score(prompt, lambda ids, positions, states=states: head(states[positions]).argmax(-1))
         for states in (base, converted)

@@ -27,7 +27,7 @@ def window(stream: TokenStream, start: int, length: int) -> tuple[np.ndarray, np
 
 
 def stack(sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], length: int) -> dict[str, torch.Tensor]:
-    """What `window` gives of several sequences, as int64 tensors `[B, length]`."""
+    """Stack results of `window` as int64 tensors `[B, length]`."""
     names = ("input_ids", "position_ids", "labels")
     if not sequences:  # of a step that has fewer sequences than there are processes
         return {name: torch.zeros(0, length, dtype=torch.int64) for name in names}

@@ -116,7 +116,7 @@ def _wanted_by(suite: Suite, folder: Path) -> list[_Wanted]:
 
 
 class _Held:
-    """What the folder holds, by its manifest."""
+    """Content of the folder according to its manifest."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / MANIFEST

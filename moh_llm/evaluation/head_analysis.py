@@ -1,4 +1,4 @@
-"""What the heads of the scored models did on the text of the suite's benchmarks."""
+"""Analysis of the scored models' heads on the text of the suite's benchmarks."""
 
 import gc
 import tempfile

@@ -29,7 +29,7 @@ class Team:
         return items
 
     def share(self, make: Callable[[], T]) -> T:
-        """What the first process makes, on all of them. A UserError there ends them all."""
+        """Return the first process's result on all processes. A UserError there ends all of them."""
         return self.gather(self.agree(lambda: make() if self.rank == 0 else None))[0]  # type: ignore[return-value]
 
     def agree(self, action: Callable[[], T]) -> T:

@@ -51,7 +51,7 @@ def build_card(
         repo_id: the repository that it goes to; None: it stays in ``folder``.
         run: the training run that made it; None looks behind ``folder``, at RUN of RUN/model.
         evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
-        forced: what was found wrong and published in spite of it, a sentence each.
+        forced: failed checks that the user overrode, a sentence each.
         licence: the licence's id, where the files of model and base do not tell it; of a published card.
         revision: the branch that it goes to, if not the main one.
 
@@ -126,7 +126,7 @@ def _metadata(name: str, lineage: Lineage, licences: list[Licence], evaluated: E
 
 
 def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
-    """What the template shows of the records, licence and evaluation left out."""
+    """Values of the template from the records, without licence and evaluation."""
     conversion, run = lineage.conversion, lineage.run
     versions = {"MoH-LLM": conversion.moh_llm, **(conversion.versions or {})} if conversion else {}
     if run and run.record.versions:
@@ -164,7 +164,7 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
 
 
 def _headline(lineage: Lineage) -> str | None:
-    """How far the model is from its base, or from what it began with, in a sentence; None where nobody knows."""
+    """How far the model is from its base, or from what it began with, in a sentence; None where it was not measured."""
     run, conversion, runs = lineage.run, lineage.conversion, len(lineage.chain.runs)
     if run is not None:
         saved = run.saved_score or {}
@@ -195,7 +195,7 @@ def _base_link(lineage: Lineage) -> Safe | None:
 
 
 def _licence(licences: list[Licence]) -> Record:
-    """What the template shows of the licence: one, or none, or what files say that contradict each other."""
+    """Values of the template about the licence: one, none, or several that contradict each other."""
     if len(licences) != 1:
         named = [f"{licence.id} in {licence.source}" for licence in licences]
         return {"label": None, "contradicting": named, "shown": None, "duties": []}
@@ -239,7 +239,7 @@ def _training(run: TrainingRun) -> Record:
 
 
 def _shown(evaluated: Evaluated) -> Record:
-    """What the template shows of an evaluation."""
+    """Values of the template about an evaluation."""
     record, label, base = evaluated.record, evaluated.label, evaluated.base
     names = {label: "this model"} | ({base: "base"} if base else {})
     seconds = sections.measured_costs(record.analysis.get(label, {}))

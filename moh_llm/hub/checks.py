@@ -126,7 +126,7 @@ def list_files(folder: Path) -> tuple[list[str], list[Problem]]:
 
 
 def _visible(folder: Path) -> Iterator[Path]:
-    """What lies in a folder, with the files of its folder of templates."""
+    """The entries of a folder, with the files of its folder of templates."""
     for path in sorted(folder.iterdir()):
         if path.name == _TEMPLATES and not path.is_symlink() and path.is_dir():
             yield from sorted(path.iterdir())

@@ -108,7 +108,7 @@ def _run_clean(folder: Path, scratch: Path) -> tuple[dict[str, Any], str | None]
 
 
 def _fault(record: dict[str, Any]) -> str | None:
-    """What the clean process itself found wrong."""
+    """The failure that the clean process reports."""
     for role, module in record["classes"].items():
         if not module.startswith("transformers_modules."):
             return f"the class of its {role} came from {module}, not from the folder's own code"

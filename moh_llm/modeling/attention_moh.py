@@ -38,7 +38,7 @@ class ComputedHeads(NamedTuple):
     early_ids: torch.Tensor | None = None
 
     def queries(self, queries: torch.Tensor) -> torch.Tensor:
-        """Of queries `[B, H, T, D]` those of `ids`."""
+        """Select the queries of `ids` from `[B, H, T, D]`."""
         if self.ids is None:
             return queries
         return queries.transpose(1, 2).index_select(2, self.ids).transpose(1, 2)  # outputs get its strides
@@ -205,7 +205,7 @@ class MoHLlamaAttention(LlamaAttention):
     def _head_sparse_arguments(
         self, gate: torch.Tensor, past_key_values: Cache | None, document_starts: tuple[torch.Tensor, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """What "moh_sparse" gets beside the arguments of all attention functions."""
+        """Arguments of "moh_sparse" beside those of all attention functions."""
         if past_key_values is None:  # documents are distinguished without a cache only
             positions, starts = document_starts
             return {"head_gate": gate, "is_first": positions == starts}

@@ -27,11 +27,11 @@ def document_starts(
     This is what transformers' masks make of the model's arguments: what a query sees counts, and not the number of
     its position. Where padding is, the start may be any, since nothing reads it.
 
-    - A mask `[B, S]` of all keys: the first token of a row that is no padding. Documents are not told apart.
+    - A mask `[B, S]` of all keys: the first token of a row that is no padding. Documents are not distinguished.
     - A mask `[B, 1 or H, T, S]` (boolean, or added to the scores): the first key that a query sees.
     - No mask and no cache: the first token of a row, and where positions do not go on by one. With a
       cache the first token of a row only.
-    - Flash attention tells documents apart in a batch of one row, with a cache, too, and in no other.
+    - Flash attention distinguishes documents in a batch of one row, with a cache, too, and in no other.
     - Attention that keeps keys itself (serving engines, `paged` caches, masks that are no tensors): position 0.
 
     `inputs` are ids or embeddings `[B, T, ...]`, `use_cache` says whether the call makes a cache where there is none.

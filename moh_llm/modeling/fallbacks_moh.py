@@ -224,7 +224,7 @@ class MoHFallback(IndexedModule):
         return heads.unflatten(dim, (-1, self.num_key_value_groups))
 
     def _of_heads(self, routed: torch.Tensor, dim: int, shard: HeadShard | None) -> torch.Tensor:
-        """What the routed heads have, in order of all heads or of a shard's, with zeros for the shared ones."""
+        """Expand values of the routed heads to all heads, or a shard's, with zeros for the shared ones."""
         shape = list(routed.shape)
         shape[dim] = self.num_heads
         heads = routed.new_zeros(shape).index_copy(dim, self.index, routed)

@@ -182,12 +182,12 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         use_cache: bool,
         **kwargs,
     ) -> dict[str, Any]:
-        """What attention layers get beside LLaMA's arguments, empty where no layer reads it."""
+        """Arguments of attention layers beside LLaMA's; empty where no layer reads them."""
         implementation, fallback = self.config._attn_implementation, self.config.head_fallback
         own_mask = attention_mask is not None and not (
             isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
         )
-        # What `selected_attention` can be taken for. With all heads on the base's attention gives the base's bits.
+        # Where `selected_attention` may be used. With all heads on, dense attention gives the base's bits.
         whole_documents = implementation == "sdpa" and not own_mask and not torch.is_grad_enabled()
         whole_documents = whole_documents and any(router.num_active < router.num_heads for router in self.routers)
         if fallback == "none" and implementation != HEAD_SPARSE and not whole_documents:

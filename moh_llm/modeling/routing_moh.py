@@ -146,19 +146,19 @@ class HeadShard:
         return cls(mesh.get_local_rank() * count, count, mesh.get_group())
 
     def take(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The part of this process of what all heads have."""
+        """This process's part of a tensor over all heads."""
         return tensor.narrow(dim, self.first, self.count)
 
     def has(self, heads: torch.Tensor) -> torch.Tensor:
-        """Which of `heads` are of this process, bool."""
+        """Whether each of `heads` is computed by this process, bool."""
         return (heads >= self.first) & (heads < self.first + self.count)
 
     def own(self, heads: torch.Tensor) -> torch.Tensor:
-        """Those of `heads` that are of this process, by their numbers there."""
+        """The heads of this process among `heads`, as local indices."""
         return heads[self.has(heads)] - self.first
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """What all processes have, side by side in the last dimension; no gradient."""
+        """Gather the parts of all processes along the last dimension, without gradient."""
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)

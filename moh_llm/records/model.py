@@ -238,7 +238,7 @@ class WeightHashes(Record):
 
 @dataclass(frozen=True)
 class Identity:
-    """What a model is.
+    """Hashes that identify a model.
 
     Attributes:
         sha256: of all that decides its answers: weights, config, tokenizer; of a Hub's model: of its id and commit.

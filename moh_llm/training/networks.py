@@ -82,7 +82,7 @@ def make_student(config: TrainConfig, device: torch.device | None = None, empty:
 
 
 def _quantized(config: TrainConfig, device: torch.device | None) -> dict[str, Any]:
-    """What `from_pretrained` takes to quantize the weights as it reads them."""
+    """Arguments with which `from_pretrained` quantizes the weights as it reads them."""
     if config.quantization is None:
         return {}
     four_bits = BitsAndBytesConfig(
@@ -117,7 +117,7 @@ def reference_dtype(config: TrainConfig) -> torch.dtype:
 def load_reference(
     config: TrainConfig, reference: Reference, device: torch.device, empty: bool = False
 ) -> MoHLlamaForCausalLM:
-    """What the run is compared with, frozen: the base, or the model that the run began with, with every head on."""
+    """The reference, frozen: the base, or the model that the run began with, with every head on."""
     dtype, base = reference_dtype(config), reference.base
     if base is None:
         network = load_network(Path(config.model), dtype, empty=empty)

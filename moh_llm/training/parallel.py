@@ -52,7 +52,7 @@ def count_micro_batches(config: TrainConfig, processes: int) -> int:
 
 
 def check_quantization(config: TrainConfig, strategy: str) -> None:
-    """Raise UserError where bitsandbytes is not there, or a strategy divides the weights that are quantized."""
+    """Raise UserError where bitsandbytes is not installed, or a strategy divides the weights that are quantized."""
     if config.quantization is None:
         return
     if strategy not in ("one", "ddp"):
@@ -68,7 +68,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator of a run, set up from the environment that the launcher made.
 
     Raises:
-        UserError: ``data.batch_size`` does not divide evenly, DeepSpeed is asked to skip steps, quantized weights
+        UserError: ``data.batch_size`` does not divide evenly, the recipe drops steps under DeepSpeed, quantized weights
             cannot be had or divided, or the processes that the launcher started are no group.
     """
     # An earlier run in this process may have used another precision, and the state is a singleton.
@@ -119,7 +119,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 
 
 def from_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
-    """What the main process's ``action`` returns, on all of them.
+    """Run ``action`` on the main process and return its result on all processes.
 
     A UserError in it ends all processes, so that none waits: the main process raises it, the others exit silently.
     """

@@ -69,7 +69,7 @@ class TrainingStep(nn.Module):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the reference is at hand."""
+        """Whether the reference's predictions can be computed."""
         within = self._has_adapters and self.reference is not None and self.reference.own
         return self.teacher is not None or within
 

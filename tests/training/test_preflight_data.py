@@ -92,7 +92,7 @@ def test_incomplete_weights_are_refused(make, model_copy):
         ({"model_type": "llama"}, "has model_type=llama, not moh_llama; convert it first"),
         ({"num_active_heads": 9}, "num_active_heads=9 must lie between"),
         ({"router_score": "weighted", "head_fallback": "none"}, "it is not its dense form, so there is no teacher"),
-        ({"num_active_heads": 4}, "distillation has no head to make up for; set objective.kind to cross_entropy"),
+        ({"num_active_heads": 4}, "there is nothing for distillation to recover; set objective.kind to cross_entropy"),
         (None, "holds no config.json"),
     ],
 )
