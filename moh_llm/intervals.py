@@ -1,6 +1,6 @@
-"""95 % intervals of perplexity ratio and KL, by bootstrap over documents, and how they read.
+"""95 % intervals of perplexity ratio and KL, by bootstrap over documents, and their formatting.
 
-Tokens of one document are alike, documents are not: what is drawn anew is documents, not tokens.
+Tokens of one document are correlated, so that documents are resampled, not tokens.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Calibration: each layer is fitted to what two sweeps over the base show of it (see `sweeps.py` and `fit.py`)."""
+"""Calibration: each layer is fitted to the statistics of two sweeps over the base (see `sweeps.py` and `fit.py`)."""
 
 import dataclasses
 from collections.abc import Sequence

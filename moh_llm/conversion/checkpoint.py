@@ -1,4 +1,4 @@
-"""Writing checkpoints: the base's shards as they are, one shard of routing tensors, an index; and the way back.
+"""Writing checkpoints: copies of the base's shards, one shard of routing tensors, an index; and restoring the base.
 
 At most one shard's tensors are in memory, and none where shards are copied or linked.
 """

@@ -1,4 +1,4 @@
-"""Proof of a conversion: all heads on equals the base; at the target, how far from it, beside the paper's layer.
+"""Verification of a conversion: all heads on equals the base; distance to it as planned, beside the paper's layer.
 
 The base and its conversions are run side by side from disk, a layer at a time, on the same text.
 """
@@ -33,7 +33,7 @@ EDGES = (0, 512, 2048)  # positions at which figures of long contexts are split
 
 
 class RandomRouter(MoHRouter):
-    """Picks each token's routed heads by chance: what any router must beat."""
+    """Selects each token's routed heads at random, as a baseline for routers."""
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -193,7 +193,7 @@ def _compare(
     batches: Sequence[Batch],
     edges: Sequence[int],
 ) -> dict[str, Comparison]:
-    """Logits of each variant against the base's, a window at a time: a vocabulary is wide."""
+    """Compare the logits of each variant with the base's, one window at a time to save memory."""
     windows = [
         {name: batch[name][row : row + 1] for name in ("labels", "documents", "position_ids")}
         for batch in batches

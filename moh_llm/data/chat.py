@@ -139,7 +139,7 @@ class ChatTemplate:
                 return_assistant_tokens_mask=markers,
                 **given,
             )
-        # Templates raise what they like, and Python does for them.
+        # A template may raise any exception.
         except Exception as error:
             raise ValueError(f"the chat template cannot write it: {' '.join(str(error).split())[:160]}") from error
         return texts[0], spans[0] if markers else []
@@ -185,7 +185,7 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(messages: Any, name: str) -> list[dict]:
-    """Messages without the keys that hold nothing: columns of a parquet file are there for all."""
+    """Messages without null fields, which parquet adds for columns of other messages."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"its {name} must be a list of messages, or prompt and completion both texts")
     for message in messages:

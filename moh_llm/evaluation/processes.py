@@ -52,9 +52,9 @@ class Team:
 
 
 def join() -> Team:
-    """The processes that the launcher's environment describes; one that was started alone is a team of its own.
+    """The processes of the launcher's environment; a process without a launcher is a team of one.
 
-    Raises UserError where several processes were started that do not find each other.
+    Raises UserError where several processes were started that are not connected.
     """
     if world_size() == 1:
         return Team()

@@ -122,7 +122,7 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
             except UserError as error:
                 failures.append(f"{benchmark.name} ({error})")
             except ConnectionError as error:
-                # All others would wait for the network as long as this one did.
+                # The other requests would time out as well.
                 raise UserError(f"{one_line(error)}; {_TAKE_FILES}") from error
             except Exception as error:  # templates and functions of tasks read rows here, and may raise anything
                 failures.append(f"{benchmark.name} ({benchmark.dataset}: {one_line(error)})")

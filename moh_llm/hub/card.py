@@ -43,8 +43,8 @@ def build_card(
 ) -> str:
     """The card of a converted, tuned or trained model: metadata for the Hub, then Markdown.
 
-    Paths on this machine are not printed. A card that goes nowhere names no repository, and says what is not known of
-    the licence where one that is published is refused.
+    Paths on this machine are not printed. A card without ``repo_id`` names no repository, and states what is unknown
+    about the licence, for which a published card is refused.
 
     Args:
         folder: the model's.
@@ -52,7 +52,7 @@ def build_card(
         run: the training run that made it; None looks behind ``folder``, at RUN of RUN/model.
         evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
         forced: failed checks that the user overrode, a sentence each.
-        licence: the licence's id, where the files of model and base do not tell it; of a published card.
+        licence: id of the licence of a published card, where the files of model and base do not name it.
         revision: the branch that it goes to, if not the main one.
 
     Raises:
@@ -210,7 +210,7 @@ def _licence(licences: list[Licence]) -> Record:
 
 
 def _licence_label(licence: Licence) -> Safe:
-    """The licence, linked where its text is known to lie."""
+    """The licence, linked to its text where the address is known."""
     label = code(licence.name or licence.id)
     link = LLAMA[licence.id].text if licence.id in LLAMA else address(licence.link)
     return Safe(f"[{label}]({link})") if link else label
@@ -270,7 +270,7 @@ def _limits(config: MoHLlamaConfig, lineage: Lineage, evaluated: Evaluated | Non
 
 
 def _environment() -> Environment:
-    """Templates in which every value that is put in is escaped, and a missing one is an error."""
+    """A template environment that escapes every value and raises for missing ones."""
     templates = Environment(
         loader=PackageLoader("moh_llm.hub"),
         undefined=StrictUndefined,

@@ -264,7 +264,7 @@ def redact(text: str) -> str:
 
 
 def find_paths(text: str, folder: Path) -> bool:
-    """Whether a text holds a path in somebody's home, or in the working, temporary or model's parent folder."""
+    """Whether a text holds a path in a home folder, or in the working, temporary or model's parent folder."""
     places = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), folder.resolve().parent}
     roots = "|".join(sorted(re.escape(str(place)) for place in places if len(place.parts) > 1))
     return re.search(rf"(?<![\w:/.<~-])(?:file://)?(?:/(?:home|Users)/\w|(?:{roots})/[\w.])", text) is not None

@@ -76,7 +76,7 @@ def prove(published: Path, local: Path) -> Proof:
 
 
 def _run_clean(folder: Path, scratch: Path) -> tuple[dict[str, Any], str | None]:
-    """The record of the clean process, and why it failed, if it did."""
+    """The record of the clean process, and the reason of a failure, if any."""
     import torch
 
     for name in ("empty", "cache"):
@@ -202,7 +202,7 @@ class Blocked(importlib.abc.MetaPathFinder):
     """Refuses the import of `moh_llm`, installed or not."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        """Leave all other packages to the other finders."""
+        """Raise ImportError for `moh_llm`; leave other packages to the other finders."""
         if fullname.partition(".")[0] == "moh_llm":
             raise ModuleNotFoundError(f"No module named {fullname!r} (blocked)", name=fullname)
 

@@ -15,7 +15,7 @@ _FLASH = {
 
 
 def check_attention(config: TrainConfig, device: torch.device) -> None:
-    """Raise UserError where the recipe's ``attn_implementation`` cannot train on the device, or with its other keys."""
+    """Raise UserError where ``attn_implementation`` cannot train on the device, or with other keys of the recipe."""
     name = config.attn_implementation
     if name == HEAD_SPARSE and (lacking := what_lacks(device)):
         raise UserError(f"attn_implementation={name} needs {lacking}; set it to sdpa")

@@ -124,7 +124,7 @@ class ObjectiveConfig(_Keys, group="objective"):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the reference teaches, and is not only compared with."""
+        """Whether the objective distills from the reference."""
         return self.kind == "distillation"
 
 
@@ -302,7 +302,7 @@ _HARMLESS = {
 
 
 def changed_keys(recorded: dict[str, Any], current: dict[str, Any], finished: bool = False) -> list[str]:
-    """Dotted keys that differ between two recipes (nested dicts) and matter.
+    """Dotted keys whose values differ between two recipes (nested dicts) and may not change on resume.
 
     Args:
         recorded: one recipe.

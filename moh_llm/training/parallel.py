@@ -1,7 +1,7 @@
 """One recipe on any number of processes: DDP, DeepSpeed ZeRO and FSDP2, as `accelerate launch` set them up.
 
-Losses are sums over a process's sequences. Dividing them by the counts of the whole step, and undoing the means that
-each strategy takes of gradients, makes the curve the same for all.
+Losses are sums over a process's sequences. Dividing them by the counts of the whole step, and undoing each
+strategy's averaging of gradients, makes the curve the same for all.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 
     Raises:
         UserError: ``data.batch_size`` does not divide evenly, the recipe drops steps under DeepSpeed, quantized weights
-            cannot be had or divided, or the processes that the launcher started are no group.
+            are not supported or cannot be divided, or the launcher's processes are not connected.
     """
     # An earlier run in this process may have used another precision, and the state is a singleton.
     AcceleratorState._reset_state()
@@ -144,7 +144,7 @@ def _asked_for(what: str) -> bool:
 
 
 def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConfig) -> float | None:
-    """Tokens/s of training if every device did its peak FLOP/s; None where a device's peak is not known.
+    """Tokens/s of training at the devices' peak FLOP/s; None where a peak is unknown.
 
     What is recomputed to save memory does not count as work.
     """
@@ -159,14 +159,14 @@ def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConf
 
 
 def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, limit: float | None) -> float:
-    """Clip the gradient's l2 norm and return what it was. (DeepSpeed clips as it steps.)"""
+    """Clip the gradient's l2 norm and return the norm before clipping. (DeepSpeed clips as it steps.)"""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     norm = accelerator.clip_grad_norm_(weights, limit if limit is not None else float("inf"))
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def seed_step(config: TrainConfig, step: int, process: int) -> None:
-    """Set the generators as a function of step and process, so that no state of them has to be saved."""
+    """Seed the generators by step and process, so that their state need not be saved."""
     digest = hashlib.blake2b(f"{config.seed}/{step}/{process}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -205,9 +205,9 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasa
 
 
 class Interruption:
-    """Within the block the signals do not end the process but are recorded.
+    """Within the block the signals are recorded and do not end the process.
 
-    Only a process's main thread may do this; elsewhere signals are left as they are.
+    Python allows this in the main thread only; in other threads signals are not handled.
     """
 
     def __init__(self, accelerator: Accelerator):
