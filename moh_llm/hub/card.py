@@ -17,9 +17,9 @@ from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licenc
 from moh_llm.hub.lineage import Lineage, is_hub_id, read_lineage
 from moh_llm.intervals import show_documents, show_interval, show_number
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.reading import read_json
 from moh_llm.records.conversion import Calibration, last_component
 from moh_llm.records.lineage import REFERENCES, in_words, mixture_name
+from moh_llm.records.model import read_moh_config
 from moh_llm.reporting.benchmarks import benchmark_blocks
 from moh_llm.reporting.document import Caution, facts
 from moh_llm.reporting.long_context import long_context_tables
@@ -96,10 +96,7 @@ def write_local_card(folder: Path) -> None:
 
 
 def _read_config(folder: Path) -> MoHLlamaConfig:
-    fields = read_json(folder / "config.json")
-    kind = fields.get("model_type") if isinstance(fields, dict) else None
-    if kind != "moh_llama":
-        raise UserError(f"{folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+    fields = read_moh_config(folder)
     try:
         return MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})
     except (ValueError, TypeError, StrictDataclassError) as error:

@@ -12,7 +12,7 @@ from moh_llm.hub.licences import Licence, check_name, find_licence, notice
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.proof import Proof, prove
 from moh_llm.hub.upload import UploadedFile, check_repo_id, describe, find_token, push, upload_copy
-from moh_llm.records.model import read_config
+from moh_llm.records.model import read_moh_config
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,7 @@ def _check_model(folder: Path) -> None:
         if (folder / "model" / "config.json").is_file():
             raise UserError(f"{folder} is a training run; publish {folder / 'model'}, with --run {folder}")
         raise UserError(f"{folder} holds no config.json; name a folder that moh-llm convert or train made")
-    kind = read_config(folder).get("model_type")
-    if kind != "moh_llama":
-        raise UserError(f"{folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+    read_moh_config(folder)
 
 
 def _added(options: PublishOptions, files: list[str], lineage: Lineage, licence: Licence) -> dict[str, Path]:

@@ -112,6 +112,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return fields
 
 
+def read_moh_config(folder: Path, name: str = "") -> dict[str, Any]:
+    """As `read_config`; raises UserError for a model that is not MoH, too, which it calls ``name``."""
+    fields = read_config(folder)
+    if (kind := fields.get("model_type")) != "moh_llama":
+        raise UserError(f"{name or folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+    return fields
+
+
 # ---- weights
 
 

@@ -24,7 +24,7 @@ from moh_llm.errors import UserError
 from moh_llm.files import check_holds_none, sha256, write_text
 from moh_llm.locking import INSIDE
 from moh_llm.reading import parse_json
-from moh_llm.records.model import identify, read_config
+from moh_llm.records.model import identify, read_moh_config
 from moh_llm.records.run import FileMark, LogLine, ModelMark, RunRecord
 from moh_llm.training.config import TrainConfig, changed_keys
 
@@ -213,9 +213,7 @@ def check_converted(folder: Path) -> None:
         raise UserError(f"model={folder} is not a folder; name one that moh-llm convert made")
     if not (folder / "config.json").is_file():
         raise UserError(f"model={folder} holds no config.json; name a folder that moh-llm convert made")
-    kind = read_config(folder).get("model_type")
-    if kind != "moh_llama":
-        raise UserError(f"model={folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+    read_moh_config(folder, f"model={folder}")
 
 
 def describe_data(sources: list[TokenizedSource]) -> dict[str, object]:

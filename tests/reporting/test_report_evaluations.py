@@ -9,22 +9,13 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from records import make_record
+from records import make_record, read, report
 
-from moh_llm.cli import main
 from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.reporting.report import write_report
 
 MakeRun = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("unrendered")
-
-
-def report(*arguments: str | Path) -> int:
-    return main(["report", *map(str, arguments)])
-
-
-def read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "report.json").read_text())
 
 
 def evaluated(
