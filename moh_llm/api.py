@@ -13,10 +13,11 @@ The commands of `moh-llm` call these functions with the values of their flags. B
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 if TYPE_CHECKING:
     from moh_llm.conversion.convert import Restored
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from moh_llm.training.config import TrainConfig
 
 PathLike = str | os.PathLike[str]
+_Options = TypeVar("_Options")
 
 
 def _refuse_unknown(function: Callable, given: Mapping[str, Any]) -> None:
@@ -39,6 +41,12 @@ def _refuse_unknown(function: Callable, given: Mapping[str, Any]) -> None:
         value = given.get(name)
         if isinstance(value, str) and words and value not in words:
             raise UserError(f"{name}={value!r} must be {' or '.join(map(repr, words))}")
+
+
+def _options(kind: type[_Options], given: Mapping[str, Any], **others: Any) -> _Options:
+    """The dataclass made of the arguments of its fields' names, ``others`` in place of ``given`` ones."""
+    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: given[name] for name in fields if name in given} | others)
 
 
 def convert(
@@ -103,7 +111,8 @@ def convert(
     Raises:
         UserError: bad input; ``output`` is then as before.
     """
-    _refuse_unknown(convert, locals())
+    given = locals()
+    _refuse_unknown(convert, given)
     import torch
 
     from moh_llm.conversion.convert import ConversionOptions
@@ -122,34 +131,14 @@ def convert(
         raise UserError("--link keeps the base's bytes and --dtype changes them; drop one")
     texts = [calibration] if isinstance(calibration, str | os.PathLike) else calibration
     record = convert_checkpoint(
-        ConversionOptions(
+        _options(
+            ConversionOptions,
+            given,
             base=os.fspath(base),
             output=Path(output),
-            plan=PlanOptions(
-                preset=preset,
-                num_shared_heads=num_shared_heads,
-                num_active_heads=num_active_heads,
-                active_ratio=active_ratio,
-                keys=keys,
-                context=context,
-                router=router,
-                shared=shared,
-                budgets=budgets,
-                fallback=fallback,
-                local_window=local_window,
-                local_sinks=local_sinks,
-                local_start=local_start,
-                routing_granularity=routing_granularity or "head",
-            ),
+            plan=_options(PlanOptions, given, routing_granularity=routing_granularity or "head"),
             calibration=mixture_from_arguments([os.fspath(text) for text in texts]) if texts else EMBEDDED,
-            context=context,
-            calibration_tokens=calibration_tokens,
-            heldout_tokens=heldout_tokens,
-            verify=verify,
             dtype=getattr(torch, dtype) if dtype else None,
-            link=link,
-            revision=revision,
-            overwrite=overwrite,
         )
     )
     with lock_folder(Path(output)):
@@ -261,7 +250,8 @@ def evaluate(
     Raises:
         UserError: a model, the suite, the data or ``output`` cannot be used.
     """
-    _refuse_unknown(evaluate, locals())
+    given = locals()
+    _refuse_unknown(evaluate, given)
     from moh_llm.reporting.evaluate import EvaluationOptions
     from moh_llm.reporting.evaluate import evaluate as evaluate_models
 
@@ -269,21 +259,14 @@ def evaluate(
     os.environ.setdefault("TQDM_DISABLE", "1")
     several = [models] if isinstance(models, str | os.PathLike) else models
     return evaluate_models(
-        EvaluationOptions(
+        _options(
+            EvaluationOptions,
+            given,
             models=[os.fspath(model) for model in several],
             output=Path(output),
             base=None if base is None else os.fspath(base),
             suite=os.fspath(suite),
             data_dir=None if data_dir is None else Path(data_dir),
-            limit=limit,
-            batch_size=batch_size,
-            dtype=dtype,
-            device=device,
-            share_prefixes=share_prefixes,
-            log_samples=log_samples,
-            analysis=analysis,
-            overwrite=overwrite,
-            command_line=command_line,
         )
     )
 
@@ -322,20 +305,16 @@ def publish(
     Raises:
         UserError: bad input, a check failed, or the Hub refused.
     """
+    given = locals()
     from moh_llm.hub.publish import PublishOptions
     from moh_llm.hub.publish import publish as publish_folder
 
     return publish_folder(
-        PublishOptions(
+        _options(
+            PublishOptions,
+            given,
             folder=Path(folder),
-            repo_id=repo_id,
-            private=private,
-            revision=revision,
-            dry_run=dry_run,
-            force=force,
             run=None if run is None else Path(run),
             evaluation=None if evaluation is None else Path(evaluation),
-            licence=licence,
-            allow_other_code=allow_other_code,
         )
     )

@@ -173,7 +173,7 @@ def test_versions_are_held_against_the_requirements(monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda name: ["peft>=99", 'deepspeed>=0.19; extra == "deepspeed"'])
     monkeypatch.setattr(metadata, "metadata", lambda name: {"Requires-Python": ">=3.99"})
     texts = [finding.text for finding in check_versions("one")]
-    assert len(texts) == 2 and texts[0].endswith(">=3.99 is needed") and texts[1].endswith(">=99 is needed")
+    assert len(texts) == 2 and texts[0].endswith(">=3.99 is required") and texts[1].endswith(">=99 is required")
 
 
 # ---- the command

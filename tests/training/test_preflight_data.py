@@ -141,7 +141,7 @@ def test_too_little_text_is_a_fault(make, tokens):
     assert "no source holds out one sequence of 2000" in the_fault(long)
     often = found(max_steps=2000)
     assert "source two would be read" in the_fault(often) and "max_epochs=2" in the_fault(often)
-    assert often[1].state == "warning" and "repeated so often" in often[1].text
+    assert often[1].state == "warning" and "so many repetitions" in often[1].text
 
 
 def test_too_little_text_is_a_fault_before_it_is_tokenised(make, mixture_file):
