@@ -261,18 +261,18 @@ class _Training:
     def _take_step(self, step: int, batch: Batch, fastest: float | None) -> LogLine:
         """Compute the gradients of a step and update the weights, unless the step is dropped; its line of the log."""
         began = time.perf_counter()
-        config, accelerator, found, beta = self.config, self.accelerator, self.networks, self.balance_coefficient
-        plan = found.network.config
+        config, accelerator, nets, beta = self.config, self.accelerator, self.networks, self.balance_coefficient
+        plan = nets.network.config
         seed_step(config, step, accelerator.process_index)
-        rates = set_learning_rates(found.optimizer, config, step - 1)
+        rates = set_learning_rates(nets.optimizer, config, step - 1)
         budgets, all_heads, anneal = plan.active_heads_per_layer, plan.num_attention_heads, config.schedule.anneal_steps
         heads = annealed_heads(budgets, all_heads, step - 1, anneal, plan.heads_per_group)
-        found.network.set_active_heads(heads)
-        losses, norm = accumulate_gradients(accelerator, found.model, batch, config, beta)
+        nets.network.set_active_heads(heads)
+        losses, norm = accumulate_gradients(accelerator, nets.model, batch, config, beta)
         # Judged before the weights are updated (DeepSpeed has updated them): checkpoints are of good steps only.
         fault = self.watch.judge(step, losses.total(beta, config.objective.layer_coefficient), norm)
         if fault is None:
-            found.optimizer.step()
+            nets.optimizer.step()
             self.updates += 1
         elif config.divergence.action == "roll_back":
             newest = self._newest_checkpoint()
@@ -282,7 +282,7 @@ class _Training:
                     "optimizer.learning_rate or checkpoint.save_steps and pass --overwrite"
                 )
             self._load(newest[0])
-        found.optimizer.zero_grad()
+        nets.optimizer.zero_grad()
         line = step_line(step, losses, beta, rates, norm, config, heads, began, fastest)
         if fault is not None:
             line.dropped = fault
@@ -311,14 +311,14 @@ class _Training:
         return from_main(self.accelerator, lambda: newest_checkpoint(self.run.checkpoints, self.say))
 
     def _load(self, checkpoint: Path) -> None:
-        found = self.networks
-        self.updates = load_checkpoint(checkpoint, self.accelerator, found.model, found.optimizer, found.weights)
+        nets = self.networks
+        self.updates = load_checkpoint(checkpoint, self.accelerator, nets.model, nets.optimizer, nets.weights)
 
     def _save(self, step: int, receipt: dict[str, Any]) -> Path:
         facts = {"updates": self.updates, "seconds": round(self.seconds, 3), "data": receipt}
-        found, keep = self.networks, self.config.checkpoint
+        nets, keep = self.networks, self.config.checkpoint
         return save_checkpoint(
-            self.run.checkpoints, step, facts, self.accelerator, found.model, found.optimizer, found.weights, keep
+            self.run.checkpoints, step, facts, self.accelerator, nets.model, nets.optimizer, nets.weights, keep
         )
 
     def _keep(self, step: int, checkpoint: Path) -> None:
