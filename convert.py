@@ -4,8 +4,8 @@
     python convert.py BASE --preset paper --output out/paper
     python convert.py recipes/convert_llama3_8b.yaml --num_active_heads 24
 
-``--help`` lists the flags; a YAML recipe holds the same ones. ``moh-llm convert`` is the same command, and
-`moh_llm.convert` the same as a Python function.
+``--help`` lists the flags; a YAML recipe holds the same ones. ``moh-llm convert`` is the same command
+(moh_llm/commands/convert.py: flags, `run`, what is printed), and `moh_llm.convert` the same as a Python function.
 
 How `moh_llm.convert` works (moh_llm/conversion/convert.py), with one layer of the model in memory at a time:
 
@@ -18,25 +18,9 @@ How `moh_llm.convert` works (moh_llm/conversion/convert.py), with one layer of t
 6. Verify: with all heads on, each layer equals the base's bit for bit; perplexity and KL to the base on held-out text.
 """
 
-import argparse
 import sys
 
-import moh_llm
 from moh_llm.cli import main
-from moh_llm.commands.convert import check_push, conversion_arguments, print_conversion, restore
-
-
-def convert(args: argparse.Namespace) -> int:
-    """Carry out the command; returns its exit status."""
-    check_push(args)  # what would keep the model from being published, before it is converted
-    if args.to_dense:
-        return restore(args)  # the way back: the dense checkpoint inside an MoH model
-    conversion = moh_llm.convert(**conversion_arguments(args))
-    print_conversion(conversion, args.output)
-    if args.push_to_hub:
-        moh_llm.publish(args.output, args.push_to_hub, licence=args.licence)
-    return 0
-
 
 if __name__ == "__main__":
-    sys.exit(main(["convert", *sys.argv[1:]], run=convert))
+    sys.exit(main(["convert", *sys.argv[1:]]))

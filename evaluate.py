@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 8 evaluate.py recipes/evaluate_paper.yaml
 
 ``--help`` lists the flags; a YAML recipe holds the same ones. The same command resumes an interrupted evaluation.
-``moh-llm evaluate`` is the same command, and `moh_llm.evaluate` the same as a Python function.
+``moh-llm evaluate`` is the same command (moh_llm/commands/evaluate.py: flags, `run`, what is printed), and
+`moh_llm.evaluate` the same as a Python function.
 
 How `moh_llm.evaluate` works (moh_llm/reporting/evaluate.py):
 
@@ -19,21 +20,10 @@ This file has the name of Hugging Face's `evaluate` library, which lm-eval impor
 the import path, and whoever imports `evaluate` with this folder on the path gets the library.
 """
 
-import argparse
 import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path
-
-
-def evaluate(args: argparse.Namespace) -> int:
-    """Carry out the command; returns its exit status, 1 when a benchmark failed."""
-    import moh_llm
-    from moh_llm.commands.evaluate import evaluation_arguments, print_evaluation
-
-    evaluation = moh_llm.evaluate(args.model, **evaluation_arguments(args))
-    print_evaluation(evaluation)
-    return 1 if evaluation.failed_benchmarks else 0
 
 
 def path_without_this_folder() -> list[str]:
@@ -59,4 +49,4 @@ if __name__ == "__main__":
     from moh_llm.cli import main
 
     sys.path[:] = path_without_this_folder()
-    sys.exit(main(["evaluate", *sys.argv[1:]], run=evaluate))
+    sys.exit(main(["evaluate", *sys.argv[1:]]))

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 8 train.py recipes/moh_llama3_8b_stage2.yaml
 
 Every key of the recipe can be overridden as ``--key value``; ``--help`` lists them. The same command resumes an
-interrupted run. ``moh-llm train`` is the same command, and `moh_llm.train` the same as a Python function.
+interrupted run. ``moh-llm train`` is the same command (moh_llm/commands/train.py), and `moh_llm.train` the same as a
+Python function.
 
 How a run works (moh_llm/training/loop.py), on one process or many:
 
@@ -17,20 +18,9 @@ How a run works (moh_llm/training/loop.py), on one process or many:
 6. Save the tuned model with its lineage and card, and score it as it was saved.
 """
 
-import argparse
 import sys
 
-import moh_llm
 from moh_llm.cli import main
-from moh_llm.commands.train import read_recipe
-
-
-def train(args: argparse.Namespace) -> int:
-    """Carry out the command; returns its exit status."""
-    config = read_recipe(args)  # the YAML file, with the command line's values; unknown keys are refused
-    moh_llm.train(config, overwrite=args.overwrite)
-    return 0
-
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]], run=train))
+    sys.exit(main(["train", *sys.argv[1:]]))

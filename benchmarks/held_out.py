@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from overlap import NGRAM, NGrams, Overlap, numbered
 from transformers import PreTrainedTokenizerBase
 
 from moh_llm.data.mixture import mixture_from_arguments, mixture_from_files
-from moh_llm.data.overlap import NGRAM, NGrams, Overlap, numbered
 from moh_llm.data.records import source_documents
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import Shard, TokenStream

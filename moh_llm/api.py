@@ -13,21 +13,22 @@ The commands of `moh-llm` call these functions with the values of their flags. B
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 if TYPE_CHECKING:
     from moh_llm.conversion.convert import Restored
     from moh_llm.hub.publish import Publication
-    from moh_llm.hub.pushes import MilestonePushes
     from moh_llm.records.conversion import Conversion
     from moh_llm.records.run import RunRecord
     from moh_llm.reporting.evaluate import Evaluation
     from moh_llm.training.config import TrainConfig
 
 PathLike = str | os.PathLike[str]
+_Options = TypeVar("_Options")
 
 
 def _refuse_unknown(function: Callable, given: Mapping[str, Any]) -> None:
@@ -40,6 +41,12 @@ def _refuse_unknown(function: Callable, given: Mapping[str, Any]) -> None:
         value = given.get(name)
         if isinstance(value, str) and words and value not in words:
             raise UserError(f"{name}={value!r} must be {' or '.join(map(repr, words))}")
+
+
+def _options(kind: type[_Options], given: Mapping[str, Any], **others: Any) -> _Options:
+    """The dataclass made of the arguments of its fields' names, ``others`` in place of ``given`` ones."""
+    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: given[name] for name in fields if name in given} | others)
 
 
 def convert(
@@ -107,7 +114,8 @@ def convert(
     Raises:
         UserError: bad input; ``output`` is then as before.
     """
-    _refuse_unknown(convert, locals())
+    given = locals()
+    _refuse_unknown(convert, given)
     import torch
 
     from moh_llm.conversion.convert import ConversionOptions
@@ -126,35 +134,14 @@ def convert(
         raise UserError("--link keeps the base's bytes and --dtype changes them; drop one")
     texts = [calibration] if isinstance(calibration, str | os.PathLike) else calibration
     record = convert_checkpoint(
-        ConversionOptions(
+        _options(
+            ConversionOptions,
+            given,
             base=os.fspath(base),
             output=Path(output),
-            plan=PlanOptions(
-                preset=preset,
-                num_shared_heads=num_shared_heads,
-                num_active_heads=num_active_heads,
-                active_ratio=active_ratio,
-                keys=keys,
-                attention_time=attention_time,
-                context=context,
-                router=router,
-                shared=shared,
-                budgets=budgets,
-                fallback=fallback,
-                local_window=local_window,
-                local_sinks=local_sinks,
-                local_start=local_start,
-                routing_granularity=routing_granularity or "head",
-            ),
+            plan=_options(PlanOptions, given, routing_granularity=routing_granularity or "head"),
             calibration=mixture_from_arguments([os.fspath(text) for text in texts]) if texts else EMBEDDED,
-            context=context,
-            calibration_tokens=calibration_tokens,
-            heldout_tokens=heldout_tokens,
-            verify=verify,
             dtype=getattr(torch, dtype) if dtype else None,
-            link=link,
-            revision=revision,
-            overwrite=overwrite,
         )
     )
     with lock_folder(Path(output)):
@@ -205,7 +192,7 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **overri
     Raises:
         UserError: bad input, or the run or its publication failed.
     """
-    from moh_llm.hub.pushes import MilestonePushes, check_hub
+    from moh_llm.hub.pushes import MilestonePushes, check_hub, publish_run, write_run_card
     from moh_llm.training.loop import train as train_model
     from moh_llm.training.recipe import load_config
 
@@ -216,49 +203,10 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **overri
         config = recipe
     # The first process publishes.
     if config.hub is None or os.environ.get("RANK", "0") != "0":
-        return train_model(config, overwrite, on_finish=lambda _: _write_card(config))
+        return train_model(config, overwrite, on_finish=lambda _: write_run_card(config))
     check_hub(config)
     with contextlib.closing(MilestonePushes(config.hub)) as pushes:
-        return train_model(config, overwrite, on_milestone=pushes.add, on_finish=lambda _: _publish_run(config, pushes))
-
-
-def _write_card(config: "TrainConfig") -> None:
-    """Give the tuned model of a finished run its README.md, unless it has one; without one the run is as good."""
-    from moh_llm.errors import UserError
-    from moh_llm.hub.card import write_local_card
-    from moh_llm.hub.checks import CARD
-
-    model = Path(config.output_dir) / "model"
-    if not (model / CARD).exists():
-        try:
-            write_local_card(model)
-        except UserError as error:
-            print(f"{model / CARD} was not written: {error}")
-
-
-def _publish_run(config: "TrainConfig", pushes: "MilestonePushes") -> None:
-    """Publish the tuned model and wait for the milestones. Raises UserError for what is not published."""
-    from moh_llm.errors import UserError
-    from moh_llm.hub.publish import publish
-    from moh_llm.hub.pushes import command_line, run_options
-
-    assert config.hub is not None
-    _write_card(config)
-    options, failure = run_options(config.hub, Path(config.output_dir)), None
-    try:
-        publish(options)
-    except UserError as error:
-        failure = str(error)
-    lost = pushes.wait()
-    trained = f"training is finished, its model is {options.folder}"
-    milestones = f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} not published, see above" if lost else ""
-    if failure is not None:
-        raise UserError(
-            f"{trained}; publishing it failed: {failure}; try again with `{command_line(options)}`, or give the same "
-            f"command again{f'; {milestones}' if lost else ''}"
-        )
-    if lost:
-        raise UserError(f"{trained} and is published, but {milestones}; give the same command again")
+        return train_model(config, overwrite, on_milestone=pushes.add, on_finish=lambda _: publish_run(config, pushes))
 
 
 def evaluate(
@@ -305,7 +253,8 @@ def evaluate(
     Raises:
         UserError: a model, the suite, the data or ``output`` cannot be used.
     """
-    _refuse_unknown(evaluate, locals())
+    given = locals()
+    _refuse_unknown(evaluate, given)
     from moh_llm.reporting.evaluate import EvaluationOptions
     from moh_llm.reporting.evaluate import evaluate as evaluate_models
 
@@ -313,21 +262,14 @@ def evaluate(
     os.environ.setdefault("TQDM_DISABLE", "1")
     several = [models] if isinstance(models, str | os.PathLike) else models
     return evaluate_models(
-        EvaluationOptions(
+        _options(
+            EvaluationOptions,
+            given,
             models=[os.fspath(model) for model in several],
             output=Path(output),
             base=None if base is None else os.fspath(base),
             suite=os.fspath(suite),
             data_dir=None if data_dir is None else Path(data_dir),
-            limit=limit,
-            batch_size=batch_size,
-            dtype=dtype,
-            device=device,
-            share_prefixes=share_prefixes,
-            log_samples=log_samples,
-            analysis=analysis,
-            overwrite=overwrite,
-            command_line=command_line,
         )
     )
 
@@ -350,14 +292,15 @@ def publish(
     Args:
         folder: model that `convert` or `train` made.
         repo_id: ``ORG/NAME`` on the Hub; made if absent.
-        private: make the repository private.
+        private: make the repository private; one that is public already is refused.
         revision: branch to upload to, made if absent (default: main).
         run: folder of the training run, for the card (default: that beside ``folder``).
         evaluation: folder that `evaluate` wrote, for the card.
         licence: the Hub's id of the licence (default: the base's).
-        dry_run: do everything but upload.
-        force: publish in spite of failed checks, and say so in the card; secrets are never uploaded.
-        allow_other_code: publish Python files that are not this version's own.
+        dry_run: do everything but upload; the Hub is not contacted.
+        force: publish although a check or the proof fails, and say so in the card; files with secrets are still
+            refused, and files that are not part of a model are left out.
+        allow_other_code: run and publish Python files that are not this version's own, and say so in the card.
 
     Returns:
         What was uploaded, or would be, and what the checks found, which is also printed.
@@ -365,20 +308,16 @@ def publish(
     Raises:
         UserError: bad input, a check failed, or the Hub refused.
     """
+    given = locals()
     from moh_llm.hub.publish import PublishOptions
     from moh_llm.hub.publish import publish as publish_folder
 
     return publish_folder(
-        PublishOptions(
+        _options(
+            PublishOptions,
+            given,
             folder=Path(folder),
-            repo_id=repo_id,
-            private=private,
-            revision=revision,
-            dry_run=dry_run,
-            force=force,
             run=None if run is None else Path(run),
             evaluation=None if evaluation is None else Path(evaluation),
-            licence=licence,
-            allow_other_code=allow_other_code,
         )
     )

@@ -1,4 +1,4 @@
-"""``moh-llm COMMAND``: dispatch to the commands, which are imported lightly and run heavily."""
+"""``moh-llm COMMAND``: dispatch to the commands; heavy imports happen when a command runs."""
 
 import argparse
 import errno
@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
 
@@ -55,12 +55,11 @@ class _Parser(argparse.ArgumentParser):
         super().error(without_passwords(message))
 
 
-def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], int] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
         argv: the command's name and arguments; None for those of the program.
-        run: carries out the command in place of its module's function of that name, for the scripts that show the job.
 
     Returns:
         The exit status: 0, 1 for a job whose result is a failure, 2 for bad input (one line on stderr), 130 when
@@ -94,11 +93,11 @@ def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], 
         # transformers imports DeepSpeed wherever it is installed, and DeepSpeed then tells which device it found.
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     try:
-        return (run or args.run)(args)
+        return args.run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read our output, `head` say, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -119,7 +118,7 @@ def _with_recipe(argv: Sequence[str], parsers: dict[str, argparse.ArgumentParser
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What Python prints of a bug, without passwords."""
+    """Print a traceback without passwords."""
     sys.stderr.write(without_passwords("".join(traceback.format_exception(kind, error, trace))))
 
 

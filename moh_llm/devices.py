@@ -1,4 +1,4 @@
-"""What a job runs on: its device, the machine's memory, disk and cores, and the processes that a launcher started."""
+"""Device, memory, disk and cores of the machine, and the processes that a launcher started."""
 
 import os
 import re
@@ -113,7 +113,7 @@ def check_workers(number: int, name: str) -> None:
         raise UserError(f"{name}={number}: this machine has {cores} cores; take at most {_WORKERS_PER_CORE * cores}")
 
 
-# ---- processes of a launcher: those that do not find each other would each do all of the job, in the same folder
+# ---- processes of a launcher: processes that are not connected would each do the whole job, in the same folder
 
 # How many processes srun and MPI's starters started, and which one this is. SLURM_NTASKS says nothing: it is also set
 # in the script of a batch job and in an interactive allocation, where a single process runs.
@@ -129,7 +129,7 @@ def world_size() -> int:
     """The processes of this job, as accelerate launch or torchrun passes it to each of them; 1 without such a launcher.
 
     Raises:
-        UserError: another launcher started several processes that do not know of each other, or the variables for a
+        UserError: another launcher started several processes that are not connected, or the variables for a
             process's rank and the meeting place are missing.
     """
     if "WORLD_SIZE" in os.environ:
@@ -139,7 +139,7 @@ def world_size() -> int:
         return started
     for count, rank in _STARTERS.items():
         if (started := _number(count)) > 1:
-            _refuse(rank, f"{count}={started}: {started} processes were started that know nothing of each other")
+            _refuse(rank, f"{count}={started}: {started} processes were started that are not connected")
     return 1
 
 
@@ -150,7 +150,7 @@ def check_group(size: int) -> None:
         UserError: they differ.
     """
     if size != (started := world_size()):
-        what = f"form a group of {size}" if size > 1 else "know nothing of each other"
+        what = f"form a group of {size}" if size > 1 else "are not connected"
         _refuse("RANK", f"WORLD_SIZE={started}: {started} processes were started, and they {what}")
 
 

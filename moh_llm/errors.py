@@ -35,7 +35,7 @@ def shown_in(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, on one line, with the addresses in it as they may be shown."""
+    """An error's message on one line, with its addresses as they may be shown."""
     return " ".join(shown_in(str(error)).split()) or type(error).__name__
 
 

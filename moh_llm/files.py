@@ -50,7 +50,7 @@ def sha256(path: Path) -> str:
 
 
 def check_holds_none(output: Path, reads: Iterable[str | Path]) -> None:
-    """Raise UserError if ``output`` holds one of the job's own inputs; names that are no local path are passed over."""
+    """Raise UserError if ``output`` holds one of the job's own inputs; names that are not local paths are ignored."""
     for read in map(Path, reads):
         if read.exists() and read.resolve().is_relative_to(output.resolve()):
             raise UserError(f"--output {output} would replace {read}, which is read; name another folder")

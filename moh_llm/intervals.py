@@ -1,6 +1,6 @@
-"""95 % intervals of perplexity ratio and KL, by bootstrap over documents, and how they read.
+"""95 % intervals of perplexity ratio and KL, by bootstrap over documents, and their formatting.
 
-Tokens of one document are alike, documents are not: what is drawn anew is documents, not tokens.
+Tokens of one document are correlated, so that documents are resampled, not tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,28 +24,25 @@ def kls(sums: np.ndarray) -> np.ndarray:
     return sums[:, 3] / sums[:, 0]
 
 
-def interval(
-    texts: Sequence[np.ndarray], figure: Callable[[np.ndarray], np.ndarray], resamples: int = RESAMPLES
-) -> Interval | None:
+def interval(texts: Sequence[np.ndarray], figure: Callable[[np.ndarray], np.ndarray]) -> Interval | None:
     """95 % interval, by bootstrap over documents, of a figure's mean over texts.
 
-    As many documents as a text has are drawn from it with replacement, `resamples` times, and the
+    As many documents as a text has are drawn from it with replacement, `RESAMPLES` times, and the
     figure taken of the sums over those: a long document weighs more, as in the figure itself. The
     draws are the same in every call.
 
     Args:
         texts: per text the sums over its documents, `[D, 5]` (see `SUMMED`).
         figure: `perplexity_ratios` or `kls`.
-        resamples: how often.
 
     Returns:
         The 2.5th and 97.5th percentile; None where a text has fewer than two documents.
     """
     if min(map(len, texts)) < 2:
         return None
-    generator, found = np.random.default_rng(0), np.zeros(resamples)
+    generator, found = np.random.default_rng(0), np.zeros(RESAMPLES)
     for sums in texts:
-        drawn = generator.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), resamples)
+        drawn = generator.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), RESAMPLES)
         found += figure(drawn.astype(np.float64) @ sums)
     return np.percentile(found / len(texts), (2.5, 97.5)).tolist()
 

@@ -1,7 +1,7 @@
 """One writer per output folder: an exclusive lock that the kernel releases when its process dies.
 
     with lock_folder(output):
-        ...  # nobody else of this toolkit writes there
+        ...  # no other process of this toolkit writes there
 
 Of the processes of one job only the first one takes it; if it is refused, all of them end.
 
@@ -54,7 +54,7 @@ def lock_folder(output: Path, wait: bool = False) -> Iterator[None]:
         yield
     finally:
         if informed:
-            # Before the release: whoever opened this file by then finds it unlinked, and tries again.
+            # Before the release: a process that has opened this file by then finds it unlinked, and tries again.
             with contextlib.suppress(OSError):
                 path.unlink()
         lock.release()

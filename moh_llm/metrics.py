@@ -1,4 +1,4 @@
-"""How near a model's predictions are to a reference model's, on the same text, and how sure that is."""
+"""Distance of a model's predictions to a reference model's on the same text, with confidence intervals."""
 
 import math
 import sys
@@ -53,7 +53,7 @@ class Comparison:
 
     @property
     def perplexity_ratio(self) -> float:
-        """Perplexity over the reference's: 1 where nothing was lost."""
+        """Perplexity divided by the reference's."""
         return self.perplexity / self.reference_perplexity
 
     @property
@@ -83,7 +83,7 @@ class Comparison:
         return [total[0].item(), *(total[1:] / total[0]).tolist()]
 
     def figures(self) -> dict[str, Any]:
-        """What records keep of the distance to the reference."""
+        """The figures that records keep."""
         return {
             "perplexity": self.perplexity,
             "perplexity_ratio": self.perplexity_ratio,

@@ -1,4 +1,4 @@
-"""Reading JSON and YAML that somebody else wrote: regular files only, within bounds, plain values only.
+"""Reading untrusted JSON and YAML: regular files only, within bounds, plain values only.
 
 A file that is a pipe or a device, too large, nested too deep or, by YAML's aliases, much larger than it looks is
 refused in one line before any of it is used.
@@ -79,19 +79,19 @@ for _tag in ("binary", "timestamp", "omap", "pairs", "set"):
     Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", Loader.refuse)
 
 
-def read_yaml(path: Path, loader: type[yaml.SafeLoader] = Loader) -> Any:
+def read_yaml(path: Path) -> Any:
     """Read a YAML file. Raises UserError when it cannot be read (`read_text`) or parsed (`parse_yaml`)."""
-    return parse_yaml(read_text(path, YAML_BYTES), str(path), loader)
+    return parse_yaml(read_text(path, YAML_BYTES), str(path))
 
 
-def parse_yaml(text: str, where: str, loader: type[yaml.SafeLoader] = Loader) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
     """Read YAML from a text.
 
     Raises:
         UserError: which names ``where``: it is not YAML, holds other than plain values, refers to itself, is nested
             deeper than `YAML_DEPTH`, or has, with every alias written out, more than `YAML_NODES` values.
     """
-    reader = loader(text)
+    reader = Loader(text)
     try:
         node = reader.get_single_node()
         if node is None:

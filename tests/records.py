@@ -1,8 +1,11 @@
-"""Records of evaluations with made scores."""
+"""Records of evaluations with made scores, and reports as the command writes them."""
 
+import json
 import random
 from pathlib import Path
+from typing import Any
 
+from moh_llm.cli import main
 from moh_llm.evaluation.report import build_report
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import Score
@@ -20,6 +23,16 @@ CHANCE = {"A": 0.25, "B": 0.5, "C": 0.0}
 
 Models = dict[str, tuple[str, float]]
 Scores = dict[str, dict[str, list[float]]]
+
+
+def report(*arguments: str | Path) -> int:
+    """The exit status of `moh-llm report`."""
+    return main(["report", *map(str, arguments)])
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The content of a report's ``report.json``."""
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 def page_of(record: EvaluationRecord) -> str:

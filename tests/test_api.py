@@ -1,9 +1,9 @@
 """The Python API and the scripts in the root do what the commands do."""
 
-import importlib.util
 import json
+import runpy
+import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -23,13 +23,13 @@ evaluation: {{eval_steps: 0, max_tokens: 128}}
 """
 
 
-def script(name: str) -> ModuleType:
-    """A script of the root as a module, under a name that is nobody's."""
-    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def run_script(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit status of a script of the root, run in this process."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which evaluate.py changes
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
+    return int(ended.value.code or 0)
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,11 @@ def moh(base, river, tmp_path_factory) -> Path:
     return folder
 
 
-def test_command_script_and_api_convert_alike(moh, base, convert, river, tmp_path, read_tensors) -> None:
+def test_command_script_and_api_convert_alike(moh, base, convert, river, tmp_path, read_tensors, monkeypatch) -> None:
     assert convert(base, tmp_path / "command") == 0
     words = [str(base), "--output", str(tmp_path / "script"), "--calibration", str(river)]
     words += ["--calibration-tokens", "1024", "--heldout-tokens", "256"]
-    assert main(["convert", *words], run=script("convert").convert) == 0
+    assert run_script("convert", words, monkeypatch) == 0
     expected = read_tensors(moh)
     assert any("router" in name for name in expected)
     for folder in (tmp_path / "command", tmp_path / "script"):
@@ -67,7 +67,7 @@ def test_to_dense_gives_the_base_back(moh, base, tmp_path, read_tensors) -> None
 
 
 @pytest.mark.parametrize("through", ["api", "script"])
-def test_train(moh, river, tmp_path, through) -> None:
+def test_train(moh, river, tmp_path, through, monkeypatch) -> None:
     (tmp_path / "mixture.yaml").write_text(f"name: river\nsources: {{river: {{weight: 1, files: {river}}}}}\n")
     recipe, output = tmp_path / "recipe.yaml", tmp_path / "run"
     recipe.write_text(RECIPE.format(model=moh, output=tmp_path / "other", mixture=tmp_path / "mixture.yaml"))
@@ -76,7 +76,7 @@ def test_train(moh, river, tmp_path, through) -> None:
         assert (record.status, record.config["optimizer"]["learning_rate"]) == ("finished", 1e-4)
         assert record.content() == json.loads((output / "run.json").read_text())
     else:
-        assert main(["train", str(recipe), "--output_dir", str(output)], run=script("train").train) == 0
+        assert run_script("train", [str(recipe), "--output_dir", str(output)], monkeypatch) == 0
     assert (output / "model" / "README.md").is_file() and not (tmp_path / "other").exists()
 
 
@@ -94,14 +94,13 @@ def test_what_is_not_published_raises(base, tmp_path) -> None:
         moh_llm.deploy  # noqa: B018
 
 
-def test_evaluate(moh, base, tmp_path, capsys, unrendered) -> None:
+def test_evaluate(moh, base, tmp_path, capsys, unrendered, monkeypatch) -> None:
     pytest.importorskip("lm_eval")
     options = {"base": base, "suite": "smoke", "limit": 2, "device": "cpu", "analysis": False}
     evaluation = moh_llm.evaluate(moh, output=tmp_path / "api", **options)
     assert evaluation.failed_benchmarks == [] and evaluation.partial is None
     flags = ["--base", str(base), "--suite", "smoke", "--limit", "2", "--device", "cpu", "--no-analysis"]
-    words = ["evaluate", str(moh), *flags, "--output", str(tmp_path / "script")]
-    assert main(words, run=script("evaluate").evaluate) == 0
+    assert run_script("evaluate", [str(moh), *flags, "--output", str(tmp_path / "script")], monkeypatch) == 0
     assert "report.html" in capsys.readouterr().out
     found = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("api", "script")]
     assert found[0]["average"] == found[1]["average"]

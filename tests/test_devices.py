@@ -84,10 +84,10 @@ def test_the_size_of_a_job(launched, variables, size):
 @pytest.mark.parametrize(
     ("variables", "group", "message"),
     [
-        ({"SLURM_STEP_NUM_TASKS": "4"}, 1, "SLURM_STEP_NUM_TASKS=4: 4 processes .* know nothing of each other"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, 1, "SLURM_STEP_NUM_TASKS=4: 4 processes .* are not connected"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, "OMPI_COMM_WORLD_SIZE=2: 2 processes"),
         ({"PMI_SIZE": "2"}, 1, "PMI_SIZE=2: 2 processes"),
-        (LAUNCHED, 1, "WORLD_SIZE=2: 2 processes were started, and they know nothing of each other"),
+        (LAUNCHED, 1, "WORLD_SIZE=2: 2 processes were started, and they are not connected"),
         (LAUNCHED | {"WORLD_SIZE": "4"}, 2, "WORLD_SIZE=4: 4 processes were started, and they form a group of 2"),
         ({"WORLD_SIZE": "2"}, 2, "WORLD_SIZE=2, but RANK and MASTER_ADDR are not set"),
     ],

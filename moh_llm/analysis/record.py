@@ -44,7 +44,7 @@ def analyse(
     lengths: Sequence[int] = LENGTHS,
     say: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
-    """What each function of this package finds, under its name.
+    """Results of all functions of this package, by name.
 
     Of each text the first `tokens_per_text` tokens are read, in rows of 512 or of the model's context,
     each document isolated; a document that is longer than a row loses its beginning. Similarity,

@@ -19,7 +19,7 @@ from moh_llm.modeling import MoHLlamaPreTrainedModel, MoHRouter
 
 @dataclass(frozen=True)
 class LayerPass:
-    """What one attention layer did with one batch.
+    """States of one attention layer for one batch.
 
     Attributes:
         layer: its number.
@@ -107,7 +107,7 @@ def _pass_on(
 
 @contextmanager
 def attention_patterns(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
-    """Within the block attention is computed by the backend that gives its weights away."""
+    """Within the block attention runs on the eager backend, which returns its weights."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -117,7 +117,7 @@ def attention_patterns(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
 
 
 def shared_heads(router: MoHRouter) -> list[int]:
-    """Ids of a layer's shared heads, in order."""
+    """Sorted ids of a layer's shared heads."""
     routed = set(router.routed_heads)
     return [head for head in router.used_heads().tolist() if head not in routed]
 

@@ -84,14 +84,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, and print what was done."""
+    """Convert, print what was done, and publish the model if asked to."""
     import moh_llm
 
-    check_push(args)
+    check_push(args)  # what would keep the model from being published, before it is converted
     if args.to_dense:
-        return restore(args)
+        return restore(args)  # the way back: the dense checkpoint inside an MoH model
     print_conversion(moh_llm.convert(**conversion_arguments(args)), args.output)
-    return push(args)
+    if args.push_to_hub is not None:
+        moh_llm.publish(args.output, args.push_to_hub, licence=args.licence)
+    return 0
 
 
 def conversion_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -136,15 +138,6 @@ def check_push(args: argparse.Namespace) -> None:
     base = open_base(args.base, args.revision, args.preset == "paper")
     conversion = Conversion(base=base.identity())
     check_publishable(args.push_to_hub, Lineage(base.folder, conversion, None), args.licence)
-
-
-def push(args: argparse.Namespace) -> int:
-    """Do what ``--push-to-hub`` asks for."""
-    import moh_llm
-
-    if args.push_to_hub is not None:
-        moh_llm.publish(args.output, args.push_to_hub, licence=args.licence)
-    return 0
 
 
 def print_conversion(record: "Conversion", output: Path) -> None:

@@ -30,16 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Publish the folder. Raises UserError where something keeps it from that."""
     import moh_llm
 
-    moh_llm.publish(
-        args.folder,
-        args.repo_id,
-        private=args.private,
-        revision=args.revision,
-        run=args.training_run,
-        evaluation=args.evaluation,
-        licence=args.licence,
-        dry_run=args.dry_run,
-        force=args.force,
-        allow_other_code=args.allow_other_code,
-    )
+    given = vars(args) | {"run": args.training_run}
+    others = ("command", "main", "command_line", "training_run")
+    moh_llm.publish(**{name: value for name, value in given.items() if name not in others})
     return 0

@@ -80,7 +80,7 @@ def _is_evaluation(folder: Path) -> bool:
 
 
 def _read_from(args: argparse.Namespace) -> list[Path]:
-    """What the output folder must not replace."""
+    """Inputs that the output folder must not replace."""
     inputs = [args.baseline] if args.baseline else []
     for folder in args.folders:
         names = ("run.json", "log.jsonl", "model", "checkpoints", "report.json")

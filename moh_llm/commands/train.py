@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train. Returns the exit status; raises `UserError` for bad input."""
-    config = read_recipe(args)
+    config = read_recipe(args)  # the YAML file, with the command line's values; unknown keys are refused
     moh_llm.train(config, overwrite=args.overwrite)
     return 0
 

@@ -89,7 +89,7 @@ class BaseCheckpoint:
             return file.get_tensor("model.norm.weight").dtype
 
     def identity(self) -> Base:
-        """What a record needs to tell this base from any other."""
+        """Identity of this base for records."""
         return Base(name=self.name, revision=self.revision, fingerprint=self.fingerprint)
 
 

@@ -1,4 +1,4 @@
-"""Calibration: each layer is fitted to what two sweeps over the base show of it (see `sweeps.py` and `fit.py`)."""
+"""Calibration: each layer is fitted to the statistics of two sweeps over the base (see `sweeps.py` and `fit.py`)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from moh_llm.metrics import Batch
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """What calibration found for one layer.
+    """Result of the calibration of one layer.
 
     Attributes:
         shared_heads: ids of the shared heads.

@@ -1,4 +1,4 @@
-"""Writing checkpoints: the base's shards as they are, one shard of routing tensors, an index; and the way back.
+"""Writing checkpoints: copies of the base's shards, one shard of routing tensors, an index; and restoring the base.
 
 At most one shard's tensors are in memory, and none where shards are copied or linked.
 """
@@ -24,8 +24,10 @@ from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, save_t
 REMOTE_CODE = (
     "configuration_moh_llama.py",
     "modeling_moh_llama.py",
+    "attention_moh.py",
     "routing_moh.py",
-    "local_attention_moh.py",
+    "fallbacks_moh.py",
+    "documents_moh.py",
     "selected_attention_moh.py",
     "cache_moh.py",
 )

@@ -82,7 +82,7 @@ def convert(options: ConversionOptions) -> Conversion:
     """Convert a checkpoint into a MoH one and verify it; returns the record that is in `conversion.json`.
 
     Raises:
-        UserError: bad input, at the earliest step that can tell; the output folder is then as before.
+        UserError: bad input, as early as it can be detected; the output folder is then as before.
     """
     started = time.perf_counter()
     reads_text = options.plan.needs_calibration or options.verify != "none"
@@ -170,7 +170,7 @@ def convert(options: ConversionOptions) -> Conversion:
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore_dense` wrote: a model of ``model_type``, without so many routing tensors, in so many seconds."""
+    """Result of `restore_dense`: the written model's type, number of dropped routing tensors, and seconds."""
 
     model_type: str
     dropped_tensors: int
@@ -214,7 +214,7 @@ def rows_of(length: int) -> int:
 
 
 def _check_machine(options: ConversionOptions, base: BaseCheckpoint) -> None:
-    """Refuse more text than one layer's activations of which fit into memory, or all layers' onto the disk."""
+    """Raise UserError where one layer's activations do not fit into memory, or all hidden states onto the disk."""
     tokens, what, flag = max(
         (options.calibration_tokens, "calibration", "--calibration-tokens"),
         (options.heldout_tokens, "verification", "--heldout-tokens"),

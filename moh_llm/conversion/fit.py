@@ -33,7 +33,7 @@ _Fallback = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # share [H], level 
 
 @dataclass
 class LayerSample:
-    """What calibration text shows of one layer, all float32.
+    """Statistics of one layer on the calibration text, all float32.
 
     Attributes:
         inputs: the attention layer's input x, `[N, C]`.

@@ -1,4 +1,4 @@
-"""One layer's plan where heads that are off keep local attention: which heads are always on, routed or never on.
+"""Plans of one layer with local fallbacks: which heads are always on, routed or never on.
 
 The fallback is S = (1 - w) L + w F: local attention L, the distant token's value F, and its weight w in the softmax.
 With near and far the log-sum-exp of the scores in sight and out of sight, w = sigmoid(far - near) would leave the

@@ -18,7 +18,7 @@ _MOST_FITS = 16  # numbers of dropped heads that a layer is fitted for
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the user asked for; None means the preset's or the default choice.
+    """The user's options; None means the preset's or the default choice.
 
     Attributes:
         preset: "paper" for the paper's layer (first half shared, three quarters active, query-norm

@@ -21,7 +21,7 @@ from moh_llm.conversion.layers import LayerwiseModel, check_finite, run_layer
 from moh_llm.conversion.local_sample import LocalSample, sample_local
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
-from moh_llm.modeling.routing_moh import document_starts
+from moh_llm.modeling.documents_moh import document_starts
 from moh_llm.records.model import save_tensors
 
 HELD_OUT = 4  # every fourth window measures costs and is not fitted on

@@ -1,4 +1,4 @@
-"""Proof of a conversion: all heads on equals the base; at the target, how far from it, beside the paper's layer.
+"""Verification of a conversion: all heads on equals the base; distance to it as planned, beside the paper's layer.
 
 The base and its conversions are run side by side from disk, a layer at a time, on the same text.
 """
@@ -33,7 +33,7 @@ EDGES = (0, 512, 2048)  # positions at which figures of long contexts are split
 
 
 class RandomRouter(MoHRouter):
-    """Picks each token's routed heads by chance: what any router must beat."""
+    """Selects each token's routed heads at random, as a baseline for routers."""
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -120,7 +120,7 @@ def verify(
 
 
 def retrieval_prompt(held_out: Sequence[Batch], tokenizer: PreTrainedTokenizerBase, in_sight: int) -> Prompt | None:
-    """One prompt, as long as the sequences, for what lies more than `in_sight` tokens before; None if none fits."""
+    """A prompt as long as the sequences that asks for what is over `in_sight` tokens back; None if none fits."""
     text = held_out[0]["input_ids"][0].tolist()
     distances = [distance for distance in DISTANCES if in_sight < distance <= len(text) - 100 * len(DISTANCES)]
     try:
@@ -130,7 +130,7 @@ def retrieval_prompt(held_out: Sequence[Batch], tokenizer: PreTrainedTokenizerBa
 
 
 def _retrieval(head: nn.Module, prompt: Prompt, base: torch.Tensor, converted: torch.Tensor) -> list[RetrievalFigures]:
-    """What both find, by their last hidden states `[T, C]`."""
+    """Answers of both models, from their last hidden states `[T, C]`."""
     of_base, of_converted = (
         score(prompt, lambda ids, positions, states=states: head(states[positions]).argmax(-1))
         for states in (base, converted)
@@ -193,7 +193,7 @@ def _compare(
     batches: Sequence[Batch],
     edges: Sequence[int],
 ) -> dict[str, Comparison]:
-    """Logits of each variant against the base's, a window at a time: a vocabulary is wide."""
+    """Compare the logits of each variant with the base's, one window at a time to save memory."""
     windows = [
         {name: batch[name][row : row + 1] for name in ("labels", "documents", "position_ids")}
         for batch in batches

@@ -109,7 +109,7 @@ class ChatTemplate:
         return ChatText.of(text, spans, templated=True)
 
     def _turns(self, messages: list[dict], first: int, text: str, options: dict[str, Any]) -> list[tuple[int, int]]:
-        """What the assistant says from a message on: its turn begins where the model is asked to go on."""
+        """The assistant's text from a message on; its turn begins after the generation prompt."""
         spans = []
         for number in range(first, len(messages)):
             if messages[number]["role"] != "assistant":
@@ -121,7 +121,7 @@ class ChatTemplate:
             if not (text.startswith(upto) and text.startswith(before) and len(before) < len(upto)):
                 raise ValueError(
                     f"the chat template writes what comes before or in message {number + 1} otherwise when nothing "
-                    "follows it, so the assistant's text cannot be told; use a template with {% generation %} markers"
+                    "follows it, so the assistant's text cannot be found; use a template with {% generation %} markers"
                 )
             spans.append((len(before), len(upto)))
         return spans
@@ -139,7 +139,7 @@ class ChatTemplate:
                 return_assistant_tokens_mask=markers,
                 **given,
             )
-        # Templates raise what they like, and Python does for them.
+        # A template may raise any exception.
         except Exception as error:
             raise ValueError(f"the chat template cannot write it: {' '.join(str(error).split())[:160]}") from error
         return texts[0], spans[0] if markers else []
@@ -185,7 +185,7 @@ def _options(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(messages: Any, name: str) -> list[dict]:
-    """Messages without the keys that hold nothing: columns of a parquet file are there for all."""
+    """Messages without null fields, which parquet adds for columns of other messages."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"its {name} must be a list of messages, or prompt and completion both texts")
     for message in messages:

@@ -1,4 +1,4 @@
-"""Where tokenising runs: this process, several of this machine, Slurm or Ray, through datatrove."""
+"""Executors of tokenising: this process, several processes, Slurm or Ray, through datatrove."""
 
 import contextlib
 import inspect

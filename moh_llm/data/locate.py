@@ -45,7 +45,7 @@ class SourceFile:
         return shown(self.path)
 
     def record(self) -> TextRecord:
-        """What a record holds of it."""
+        """The record of this file."""
         return TextRecord(file=self.name, bytes=self.size, modified=self.modified)
 
 

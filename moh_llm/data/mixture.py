@@ -176,14 +176,14 @@ def mixture_from_files(files: Sequence[str], validation_share: float = Mixture.v
 
 
 def mixture_from_arguments(arguments: Sequence[str]) -> Mixture:
-    """What ``--calibration`` takes: one mixture (a ``.yaml`` file or a name) or any number of text files."""
+    """The mixture of ``--calibration``: one mixture (a ``.yaml`` file or a name) or any number of text files."""
     if len(arguments) == 1 and (arguments[0].endswith((".yaml", ".yml")) or arguments[0] == EMBEDDED.name):
         return load_mixture(arguments[0])
     return mixture_from_files(arguments)
 
 
 def _made(make: Callable[[], _Made], where: str, known: Sequence[str]) -> _Made:
-    """What ``make`` gives; a fault that pydantic finds, an unknown key first, becomes a UserError of one line."""
+    """Call ``make``; a fault that pydantic finds, an unknown key first, becomes a UserError of one line."""
     try:
         return make()
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Where text comes from: files, local or remote, compressed or not, and the text that every Python ships.
+"""Sources of text: files, local or remote, compressed or not, and the text that every Python ships.
 
 A truncated file is an error: some decompressors end without one, and a corpus would shrink unnoticed. The amount
 that is decompressed ahead of the reader is bounded, however well the file is compressed.

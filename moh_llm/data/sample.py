@@ -98,7 +98,7 @@ def _shard(pieces: Sequence[_Piece]) -> Shard:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one source: tokens in all, and the tokenizer's seconds on all cores of this machine.
+    """Estimate for one source: total tokens, and the tokenizer's seconds on all cores of this machine.
 
     Both are None where the stored size is not known (files on a server that was not asked).
     """

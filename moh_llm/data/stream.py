@@ -139,7 +139,7 @@ class StepBatches(Dataset):
 
 def step_loader(batches: StepBatches, steps: Iterable[int], num_workers: int = 0) -> DataLoader:
     """The batches of the given steps in their order, read ahead by `num_workers` processes."""
-    # A generator of its own: a loader draws from torch's own otherwise, and dropout would notice.
+    # A separate generator: a loader would otherwise draw from torch's, which would change dropout.
     return DataLoader(batches, batch_size=None, sampler=steps, num_workers=num_workers, generator=torch.Generator())
 
 

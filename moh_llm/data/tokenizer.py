@@ -107,7 +107,7 @@ class TextTokenizer:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def record(self, chats: bool = False) -> TokenizerRecord:
-        """What identifies it, for records; ``chats``: with its chat template."""
+        """Identity of the tokenizer for records; ``chats``: with its chat template."""
         template = {"chat_template": self.chat.sha256} if chats and self.chat else {}
         return TokenizerRecord(
             name=self.name,

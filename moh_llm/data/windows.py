@@ -27,32 +27,12 @@ def window(stream: TokenStream, start: int, length: int) -> tuple[np.ndarray, np
 
 
 def stack(sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], length: int) -> dict[str, torch.Tensor]:
-    """What `window` gives of several sequences, as int64 tensors `[B, length]`."""
+    """Stack results of `window` as int64 tensors `[B, length]`."""
     names = ("input_ids", "position_ids", "labels")
     if not sequences:  # of a step that has fewer sequences than there are processes
         return {name: torch.zeros(0, length, dtype=torch.int64) for name in names}
     parts = zip(*sequences, strict=True)
     return {name: torch.from_numpy(np.stack(part)) for name, part in zip(names, parts, strict=True)}
-
-
-def flattened(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | int]:
-    """A batch `[B, L]` as one row `[1, B * L]`, with the cumulative lengths that varlen attention takes.
-
-    `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `[documents + 1]`, say where documents begin and end,
-    `max_length_q` and `max_length_k` how long the longest is. A document cut by a sequence's end
-    counts as two: the second part does not see the first, as in the batch of rows.
-    """
-    row = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
-    starts = (row["position_ids"][0] == 0).nonzero()[:, 0]
-    ends = torch.cat([starts, torch.tensor([row["position_ids"].shape[1]])])
-    longest = int(ends.diff().max())
-    lengths = ends.to(torch.int32)
-    return row | {
-        "cu_seq_lens_q": lengths,
-        "cu_seq_lens_k": lengths,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
 
 
 def fixed_batches(

@@ -1,4 +1,4 @@
-"""What guessing scores: the mean score of a uniform guess, item by item."""
+"""Chance scores: the mean score of a uniform guess, item by item."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -193,7 +193,7 @@ def _rows(records: dict[str, EvaluationRecord], labels: _Labels) -> list[Row]:
 
 
 def _common(values: dict[str, Any]) -> Any:
-    """What all records have; where they differ, each value with the name of its record."""
+    """The value that all records have; where they differ, each value with the name of its record."""
     first = next(iter(values.values()))
     if all(value == first for value in values.values()):
         return first
@@ -218,7 +218,7 @@ def _counterpart(label: str, baseline: EvaluationRecord) -> str:
 
 
 def _fall(values: dict[str, tuple[float, float]], max_drop: float) -> str | None:
-    """What to say of an average that fell by more than ``max_drop`` points, else None; ``values``: before, after."""
+    """A message about an average that fell by more than ``max_drop`` points, else None; ``values``: before, after."""
     old, new = (plain_mean([pair[which] for pair in values.values()]) for which in (0, 1))
     drop = old - new
     if drop <= max_drop + 1e-9:  # less than that is rounding

@@ -47,7 +47,7 @@ class Entry(Record):
 
 
 class Manifest(Record):
-    """The files of the folder, by their path in it. Written before each file: a file it does not name is foreign."""
+    """The files of the folder, by their path in it. It is written before each file."""
 
     files: dict[str, Entry]
 
@@ -63,7 +63,7 @@ class _Wanted:
 
 
 class _Refused(Exception):
-    """One dataset could not be fetched; others may."""
+    """A dataset cannot be fetched; the others are still tried."""
 
 
 def fetch(suite: Suite, folder: Path, say: Callable[[str], None] = print) -> list[str]:
@@ -116,7 +116,7 @@ def _wanted_by(suite: Suite, folder: Path) -> list[_Wanted]:
 
 
 class _Held:
-    """What the folder holds, by its manifest."""
+    """Content of the folder according to its manifest."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / MANIFEST
@@ -131,7 +131,7 @@ class _Held:
         return self._manifest.files[self._name(file)].rows
 
     def whole(self, file: Path, revision: str | None) -> bool:
-        """Whether ``file`` is whole and of that commit (None: of any). Raises UserError for a file of other origin."""
+        """Whether ``file`` is complete and of that commit (None: of any). Raises UserError for one of other origin."""
         entry = self._manifest.files.get(self._name(file))
         if entry is None and file.exists():
             raise UserError(f"{file} was not made by this command; move it away or name another folder")
@@ -189,7 +189,7 @@ def _from_hub(item: _Wanted, splits: list[str], revision: str) -> dict[str, tupl
         with quiet_data():
             loaded = datasets.load_dataset(item.dataset, config, split=list(splits), revision=revision)
     except ConnectionError as error:
-        # All others would wait for the network as long as this one did.
+        # The other requests would time out as well.
         raise UserError(f"the Hub cannot be reached ({error}); run this where there is a network") from error
     except (OSError, ValueError, RuntimeError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise _Refused(one_line(error)) from error
@@ -240,7 +240,7 @@ def _convert_logiqa(file: Path, config: str, split: str) -> Rows:
 
 
 def _convert_cmmlu(file: Path, config: str, split: str) -> Rows:
-    """One subject of CMMLU's zip: ``<split>/<config>.csv``, with a number of no use in the first column."""
+    """One subject of CMMLU's zip: ``<split>/<config>.csv``, whose first column, a row number, is ignored."""
     member = f"{split}/{config}.csv"
     with zipfile.ZipFile(file) as archive:
         names = [name for name in archive.namelist() if name == member or name.endswith(f"/{member}")]

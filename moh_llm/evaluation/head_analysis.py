@@ -1,4 +1,4 @@
-"""What the heads of the scored models did on the text of the suite's benchmarks."""
+"""Analysis of the scored models' heads on the text of the suite's benchmarks."""
 
 import gc
 import tempfile
@@ -30,7 +30,7 @@ def analyse_models(
     dtype: str,
     say: Callable[[str], None],
 ) -> dict[str, Record]:
-    """Analyse each of ``models`` (label to path or Hub id) that chooses among its heads, one in memory at a time.
+    """Analyse each of ``models`` (label to path or Hub id) that has heads off, one in memory at a time.
 
     Args:
         models: dense models and those with every head on are left out.

@@ -1,4 +1,4 @@
-"""What is kept of a base's score, and of its margin over chance, with 95 % intervals. Figures are in percent.
+"""Shares of a base's score and of its margin over chance that a model keeps, with 95 % intervals, in percent.
 
 A score of 30 % on four choices says little: guessing gives 25 %. The margin over chance is the score less what
 guessing gives on the same items, and the share of it that a model keeps is the margin's ratio to the base's.
@@ -66,7 +66,7 @@ def compare_with_base(model: Figures, base: Figures) -> None:
 
 
 def average_margin(rows: Sequence[Row], label: str) -> MarginAverage:
-    """What ``label`` keeps of the base's mean margin over the benchmarks where the base is above chance.
+    """Share of the base's mean margin that ``label`` keeps, over the benchmarks where the base is above chance.
 
     ``rows``: those that count for the average of the scores.
     """
@@ -85,7 +85,7 @@ def average_margin(rows: Sequence[Row], label: str) -> MarginAverage:
 
 
 def margin_left(pairs: Sequence[tuple[Figures, Figures]]) -> str:
-    """What is left of the margin over chance, from figures before and after, where it was above chance before."""
+    """A clause on the remaining margin over chance, over the benchmarks that were above chance before."""
     margins = [
         (before.margin.value, after.margin.value)
         for before, after in pairs

@@ -95,7 +95,7 @@ def check_batch_size(model: str, batch_size: int) -> None:
 
 
 def register_moh() -> None:
-    """Make transformers' Auto classes know MoH models, so that no remote code is run to load one."""
+    """Register MoH models with transformers' Auto classes, so that they load without remote code."""
     import moh_llm.modeling  # noqa: F401
 
 

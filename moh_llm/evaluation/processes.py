@@ -29,7 +29,7 @@ class Team:
         return items
 
     def share(self, make: Callable[[], T]) -> T:
-        """What the first process makes, on all of them. A UserError there ends them all."""
+        """Return the first process's result on all processes. A UserError there ends all of them."""
         return self.gather(self.agree(lambda: make() if self.rank == 0 else None))[0]  # type: ignore[return-value]
 
     def agree(self, action: Callable[[], T]) -> T:
@@ -52,9 +52,9 @@ class Team:
 
 
 def join() -> Team:
-    """The processes that the launcher's environment describes; one that was started alone is a team of its own.
+    """The processes of the launcher's environment; a process without a launcher is a team of one.
 
-    Raises UserError where several processes were started that do not find each other.
+    Raises UserError where several processes were started that are not connected.
     """
     if world_size() == 1:
         return Team()

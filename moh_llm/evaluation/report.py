@@ -176,7 +176,7 @@ def _is_partial(row: Row) -> bool:
 
 
 def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:
-    """What is known of a model and of how it was run; speed is over all benchmarks that were scored."""
+    """A model's record and how it was run; speed is over all benchmarks that were scored."""
     items = sum(score.items for score in result.scores.values())
     seconds = sum(score.seconds for score in result.scores.values())
     return ModelRecord(

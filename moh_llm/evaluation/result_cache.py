@@ -53,7 +53,7 @@ def installed_versions() -> dict[str, str]:
 def make_key(
     model: str, loaded: Loaded, limit: int | None, dtype: str, device: str, share_prefixes: bool = False
 ) -> Key:
-    """What a result depends on. ``model``: SHA-256 of its files; ``device``: a torch device (its kind counts)."""
+    """All that a result depends on. ``model``: SHA-256 of its files; ``device``: a torch device (its kind counts)."""
     benchmark = dataclasses.asdict(loaded.benchmark)
     about = {name: value for name, value in benchmark.items() if name not in ("published", "note", "items", "chance")}
     return {
@@ -151,7 +151,7 @@ def _is_result(path: Path) -> bool:
 
 
 def _differences(old: Key, new: Key) -> list[str]:
-    """What differs between two keys."""
+    """Differences between two keys, in words."""
     reasons = {
         "model": "the model's files differ",
         "benchmark": "the benchmark is defined otherwise",

@@ -37,7 +37,7 @@ class ModelScores:
     model: str
     identity: Identity
     dtype: str = ""
-    """What it was run in; `stored_dtype` is what its weights are stored in."""
+    """Dtype that it was run in; `stored_dtype` is that of the stored weights."""
     device: str = ""
     context: int = 0
     """Longest input in tokens."""
@@ -46,15 +46,15 @@ class ModelScores:
     data: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each benchmark's data (`Loaded.data`)."""
     hardware: dict[str, str] = field(default_factory=dict)
-    """What each benchmark was scored on: parts of a run may come from different machines."""
+    """Hardware by benchmark: parts of a run may come from different machines."""
     stored_dtype: str = ""
     chances: dict[str, statistics.Strata | None] = field(default_factory=dict)
-    """What guessing scores on each item of each benchmark (`Loaded.chances`)."""
+    """Chance score of each item, by benchmark (`Loaded.chances`)."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What all models of one call share."""
+    """Settings and state that all models of one call share."""
 
     loaded: list[Loaded]
     limit: int | None

@@ -49,7 +49,7 @@ class Score:
 
 @dataclass
 class _Share:
-    """What one process scored: for each task the items' numbers, scores and records."""
+    """Results of one process: for each task the items' numbers, scores and records."""
 
     tasks: dict[str, list[tuple[int, float, Sample | None]]]
     truncated: bool

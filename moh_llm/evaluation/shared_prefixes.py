@@ -37,7 +37,7 @@ _GPU_PASS = 512
 
 @dataclass(frozen=True)
 class Input:
-    """What the model reads for one or more requests."""
+    """Input tokens of one or more requests."""
 
     tokens: tuple[int, ...]
     """Context and continuation without the last token, at most the model's context."""

@@ -41,7 +41,7 @@ class Loaded:
     definition: str | None = None
     """SHA-256 of the definition of a suite's own tasks; None where they are lm-eval's."""
     chances: Strata | None = None
-    """What guessing scores on each item that is scored; None where the suite names no chance rule."""
+    """Chance score of each scored item; None where the suite names no chance rule."""
 
     def items(self, limit: int | None) -> int:
         """How many items are scored, of at most ``limit`` in each task."""
@@ -122,7 +122,7 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
             except UserError as error:
                 failures.append(f"{benchmark.name} ({error})")
             except ConnectionError as error:
-                # All others would wait for the network as long as this one did.
+                # The other requests would time out as well.
                 raise UserError(f"{one_line(error)}; {_TAKE_FILES}") from error
             except Exception as error:  # templates and functions of tasks read rows here, and may raise anything
                 failures.append(f"{benchmark.name} ({benchmark.dataset}: {one_line(error)})")
@@ -245,7 +245,7 @@ def _unknown_name(loaded: Loaded) -> str | None:
 
 
 def _bad_data(loaded: Loaded, limit: int | None) -> str | None:
-    """What is wrong with the first row or example that cannot be scored or shown, or None."""
+    """The fault of the first row or example that cannot be scored or shown, or None."""
     from lm_eval.api.samplers import FirstNSampler
 
     benchmark, shots = loaded.benchmark, loaded.benchmark.shots
@@ -263,7 +263,7 @@ def _bad_data(loaded: Loaded, limit: int | None) -> str | None:
 
 
 def _bad_row(task: "ConfigurableTask", rows: Any, config: Any) -> str | None:
-    """What is wrong with the first row that ``config``, a task's or its examples' settings, cannot read; or None.
+    """The fault of the first row that ``config``, a task's or its examples' settings, cannot read; or None.
 
     ``rows``: dicts, or a dict of columns, from which reading is several times as fast.
     """

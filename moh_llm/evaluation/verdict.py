@@ -88,7 +88,7 @@ def _sentence(report: EvaluationRecord, label: str) -> str:
 
 
 def _margin(model: AverageFigures) -> str:
-    """What follows "and": the share of the margin over chance."""
+    """The clause after "and": the share of the margin over chance."""
     kept = model.margin_kept
     if kept is None:
         return ""
@@ -124,7 +124,7 @@ def _benchmarks(number: int) -> str:
 
 
 def _caution(report: EvaluationRecord) -> str:
-    """What comes first, so that nobody quotes the figures without it."""
+    """What limits the figures; it precedes them, so that they are not quoted without it."""
     if report.limit is not None:
         return f"ONLY {report.limit} ITEM{'S' if report.limit > 1 else ''} A TASK (--limit): "
     parts = [_part(row) for row in report.benchmarks if row.name in report.partial_data]

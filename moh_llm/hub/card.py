@@ -17,9 +17,9 @@ from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licenc
 from moh_llm.hub.lineage import Lineage, is_hub_id, read_lineage
 from moh_llm.intervals import show_documents, show_interval, show_number
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.reading import read_json
 from moh_llm.records.conversion import Calibration, last_component
 from moh_llm.records.lineage import REFERENCES, in_words, mixture_name
+from moh_llm.records.model import read_moh_config
 from moh_llm.reporting.benchmarks import benchmark_blocks
 from moh_llm.reporting.document import Caution, facts
 from moh_llm.reporting.long_context import long_context_tables
@@ -43,16 +43,16 @@ def build_card(
 ) -> str:
     """The card of a converted, tuned or trained model: metadata for the Hub, then Markdown.
 
-    Paths on this machine are not printed. A card that goes nowhere names no repository, and says what is not known of
-    the licence where one that is published is refused.
+    Paths on this machine are not printed. A card without ``repo_id`` names no repository, and states what is unknown
+    about the licence, for which a published card is refused.
 
     Args:
         folder: the model's.
         repo_id: the repository that it goes to; None: it stays in ``folder``.
         run: the training run that made it; None looks behind ``folder``, at RUN of RUN/model.
         evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
-        forced: what was found wrong and published in spite of it, a sentence each.
-        licence: the licence's id, where the files of model and base do not tell it; of a published card.
+        forced: failed checks that the user overrode, a sentence each.
+        licence: id of the licence of a published card, where the files of model and base do not name it.
         revision: the branch that it goes to, if not the main one.
 
     Raises:
@@ -96,10 +96,7 @@ def write_local_card(folder: Path) -> None:
 
 
 def _read_config(folder: Path) -> MoHLlamaConfig:
-    fields = read_json(folder / "config.json")
-    kind = fields.get("model_type") if isinstance(fields, dict) else None
-    if kind != "moh_llama":
-        raise UserError(f"{folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+    fields = read_moh_config(folder)
     try:
         return MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})
     except (ValueError, TypeError, StrictDataclassError) as error:
@@ -126,7 +123,7 @@ def _metadata(name: str, lineage: Lineage, licences: list[Licence], evaluated: E
 
 
 def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
-    """What the template shows of the records, licence and evaluation left out."""
+    """Values of the template from the records, without licence and evaluation."""
     conversion, run = lineage.conversion, lineage.run
     versions = {"MoH-LLM": conversion.moh_llm, **(conversion.versions or {})} if conversion else {}
     if run and run.record.versions:
@@ -164,7 +161,7 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
 
 
 def _headline(lineage: Lineage) -> str | None:
-    """How far the model is from its base, or from what it began with, in a sentence; None where nobody knows."""
+    """How far the model is from its base, or from what it began with, in a sentence; None where it was not measured."""
     run, conversion, runs = lineage.run, lineage.conversion, len(lineage.chain.runs)
     if run is not None:
         saved = run.saved_score or {}
@@ -195,7 +192,7 @@ def _base_link(lineage: Lineage) -> Safe | None:
 
 
 def _licence(licences: list[Licence]) -> Record:
-    """What the template shows of the licence: one, or none, or what files say that contradict each other."""
+    """Values of the template about the licence: one, none, or several that contradict each other."""
     if len(licences) != 1:
         named = [f"{licence.id} in {licence.source}" for licence in licences]
         return {"label": None, "contradicting": named, "shown": None, "duties": []}
@@ -210,7 +207,7 @@ def _licence(licences: list[Licence]) -> Record:
 
 
 def _licence_label(licence: Licence) -> Safe:
-    """The licence, linked where its text is known to lie."""
+    """The licence, linked to its text where the address is known."""
     label = code(licence.name or licence.id)
     link = LLAMA[licence.id].text if licence.id in LLAMA else address(licence.link)
     return Safe(f"[{label}]({link})") if link else label
@@ -239,7 +236,7 @@ def _training(run: TrainingRun) -> Record:
 
 
 def _shown(evaluated: Evaluated) -> Record:
-    """What the template shows of an evaluation."""
+    """Values of the template about an evaluation."""
     record, label, base = evaluated.record, evaluated.label, evaluated.base
     names = {label: "this model"} | ({base: "base"} if base else {})
     seconds = sections.measured_costs(record.analysis.get(label, {}))
@@ -270,7 +267,7 @@ def _limits(config: MoHLlamaConfig, lineage: Lineage, evaluated: Evaluated | Non
 
 
 def _environment() -> Environment:
-    """Templates in which every value that is put in is escaped, and a missing one is an error."""
+    """A template environment that escapes every value and raises for missing ones."""
     templates = Environment(
         loader=PackageLoader("moh_llm.hub"),
         undefined=StrictUndefined,

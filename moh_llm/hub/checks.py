@@ -126,7 +126,7 @@ def list_files(folder: Path) -> tuple[list[str], list[Problem]]:
 
 
 def _visible(folder: Path) -> Iterator[Path]:
-    """What lies in a folder, with the files of its folder of templates."""
+    """The entries of a folder, with the files of its folder of templates."""
     for path in sorted(folder.iterdir()):
         if path.name == _TEMPLATES and not path.is_symlink() and path.is_dir():
             yield from sorted(path.iterdir())
@@ -264,7 +264,7 @@ def redact(text: str) -> str:
 
 
 def find_paths(text: str, folder: Path) -> bool:
-    """Whether a text holds a path in somebody's home, or in the working, temporary or model's parent folder."""
+    """Whether a text holds a path in a home folder, or in the working, temporary or model's parent folder."""
     places = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), folder.resolve().parent}
     roots = "|".join(sorted(re.escape(str(place)) for place in places if len(place.parts) > 1))
     return re.search(rf"(?<![\w:/.<~-])(?:file://)?(?:/(?:home|Users)/\w|(?:{roots})/[\w.])", text) is not None

@@ -219,7 +219,7 @@ def _merged(chosen: str, same: list[Licence], lineage: Lineage) -> Licence:
         texts = [text for _, place in lineage.places for text in _texts(place) if _recognise(text) in (None, chosen)]
     licence = Licence(
         chosen,
-        same[-1].source if same else "whoever published the model",
+        same[-1].source if same else "the publisher",
         next((licence.name for licence in same if licence.name), None),
         next((licence.link for licence in same if licence.link), None),
         texts[0] if texts else None,

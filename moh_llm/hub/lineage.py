@@ -1,4 +1,4 @@
-"""Where a model's folder comes from, by its records: the conversion, the training runs, the base."""
+"""Provenance of a model's folder, from its records: conversion, training runs, base."""
 
 import re
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
 
 @dataclass(frozen=True)
 class Lineage:
-    """What is on record of a model's folder.
+    """The records of a model's folder.
 
     Attributes:
-        folder: the model's.
-        conversion: its ``conversion.json``; None where there is none.
-        run: the training run that made it; None where none is known.
+        folder: the model's folder.
+        conversion: its ``conversion.json``, if it has one.
+        run: the training run that wrote the model, if its folder was found.
         chain: its ``lineage.json``.
     """
 
@@ -40,14 +40,14 @@ class Lineage:
 
     @property
     def name(self) -> str:
-        """What to call a model that has no other name: its folder's name, and that of RUN for RUN/model."""
+        """The model's default name: its folder's name, or that of RUN for RUN/model."""
         folder = self.folder.resolve()
         made_there = self.run is not None and folder == (self.run.folder / "model").resolve()
         return folder.parent.name if made_there else folder.name
 
     @property
     def from_scratch(self) -> bool:
-        """Whether the run trained on text a model that nothing converted; unknown without a run."""
+        """Whether the model was trained with cross-entropy and has no conversion; False without a run."""
         trained = self.run is not None and self.run.recipe["objective"]["kind"] == "cross_entropy"
         return self.conversion is None and trained
 
@@ -55,31 +55,31 @@ class Lineage:
     def base_id(self) -> str | None:
         """The base's id on the Hub; None for a local base.
 
-        A conversion records a commit for what it took from the Hub, and for nothing else: without one
-        ``out/base`` is a folder, however much it looks like an id. ``_name_or_path`` of a local base is
-        not asked: it names what the base itself was loaded from when it was last saved.
+        A conversion records a commit only for a base from the Hub. Without a commit a name such as ``out/base`` is a
+        local folder, although it has the form of an id. ``_name_or_path`` in a base's config is not used: it names the
+        checkpoint that the base was loaded from when it was saved.
         """
         base = self.conversion and self.conversion.base
         return base.name if base and base.revision and is_hub_id(base.name) else None
 
     @property
     def base_commit(self) -> str | None:
-        """The commit of a base on the Hub."""
+        """The commit of the base on the Hub; None for a local base."""
         return self.conversion.base.revision if self.conversion and self.base_id else None
 
     @property
     def base_label(self) -> str | None:
-        """What to call the base: its id, or the last component of its path; None without a conversion."""
+        """The base's display name: its id, or the last component of its path; None without a conversion."""
         return self.conversion and (self.base_id or last_component(self.conversion.base.name))
 
     @property
     def tuned(self) -> bool:
-        """Whether a training run has changed the weights since the conversion, as far as records tell."""
+        """Whether the records name a training run after the conversion."""
         return self.run is not None or bool(self.chain.runs)
 
     @property
     def places(self) -> list[tuple[str, Path]]:
-        """Folders on this machine that may say what the model inherits, and whose: its own first, its base's last."""
+        """Local folders that may hold licence and language, each with its owner: the model's first, the base's last."""
         found = [("the model", self.folder)]
         if self.run is not None:
             found.append(("the model that training began with", Path(self.run.recipe["model"])))
@@ -92,7 +92,7 @@ class Lineage:
 
     @property
     def languages(self) -> list[str]:
-        """Language codes that the card of the nearest place names; empty where none does."""
+        """Language codes of the first card in `places` that names any; empty if none does."""
         for _, place in self.places:
             given = front_matter(place).get("language")
             codes = [str(code).lower() for code in (given if isinstance(given, list) else [given])]
@@ -105,11 +105,11 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
     """Read the records of a model's folder.
 
     Args:
-        folder: the model's.
-        run: the folder of the training run that made it; None looks behind ``folder``, at RUN of RUN/model.
+        folder: the model's folder.
+        run: the folder of the training run that wrote it; None: the parent of ``folder``, if that is a run.
 
     Raises:
-        UserError: a record cannot be read or is something else, or ``run`` did not make ``folder`` but began with it.
+        UserError: a record cannot be read or is malformed, or ``folder`` is the model that ``run`` started from.
     """
     conversion, chain = read_conversion(folder), read_chain(folder)
     folders = runs_behind([str(folder.resolve())]) if run is None else [run]
@@ -117,12 +117,13 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
     if run is not None and (run / "model").resolve() != folder.resolve():
         began_with = runs[0].record.model
         if began_with.sha256 == identify(str(folder)).sha256:
-            raise UserError(f"{folder} is what the run in {run} began with, not what it made; name {run / 'model'}")
+            result = run / "model"
+            raise UserError(f"{folder} is the model that the run in {run} started from, not its result; name {result}")
     return Lineage(folder, conversion, runs[0] if runs else None, chain)
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """The metadata of a folder's ``README.md``; empty where there is none that can be read."""
+    """The metadata of a folder's ``README.md``; empty if it is missing or cannot be parsed."""
     try:
         found = REGEX_YAML_BLOCK.search(read_text(folder / "README.md", YAML_BYTES))
         metadata = parse_yaml(found[2], str(folder / "README.md")) if found else None

@@ -76,7 +76,7 @@ def prove(published: Path, local: Path) -> Proof:
 
 
 def _run_clean(folder: Path, scratch: Path) -> tuple[dict[str, Any], str | None]:
-    """The record of the clean process, and why it failed, if it did."""
+    """The record of the clean process, and the reason of a failure, if any."""
     import torch
 
     for name in ("empty", "cache"):
@@ -108,7 +108,7 @@ def _run_clean(folder: Path, scratch: Path) -> tuple[dict[str, Any], str | None]
 
 
 def _fault(record: dict[str, Any]) -> str | None:
-    """What the clean process itself found wrong."""
+    """The failure that the clean process reports."""
     for role, module in record["classes"].items():
         if not module.startswith("transformers_modules."):
             return f"the class of its {role} came from {module}, not from the folder's own code"
@@ -202,7 +202,7 @@ class Blocked(importlib.abc.MetaPathFinder):
     """Refuses the import of `moh_llm`, installed or not."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        """Leave all other packages to the other finders."""
+        """Raise ImportError for `moh_llm`; leave other packages to the other finders."""
         if fullname.partition(".")[0] == "moh_llm":
             raise ModuleNotFoundError(f"No module named {fullname!r} (blocked)", name=fullname)
 

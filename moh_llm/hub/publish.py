@@ -12,26 +12,12 @@ from moh_llm.hub.licences import Licence, check_name, find_licence, notice
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.proof import Proof, prove
 from moh_llm.hub.upload import UploadedFile, check_repo_id, describe, find_token, push, upload_copy
-from moh_llm.records.model import read_config
+from moh_llm.records.model import read_moh_config
 
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """What to publish, and where.
-
-    Attributes:
-        folder: the model's folder.
-        repo_id: ``ORG/NAME`` on the Hub; the repository is made if absent.
-        private: make the repository private; one that is public already is refused.
-        revision: branch to upload to, made if absent; None: ``main``.
-        dry_run: do everything except the upload; the Hub is not contacted.
-        force: publish although a check or the proof fails, and say so in the card. A secret stops the publication all
-            the same, and files that are not part of a model are left out.
-        run: folder of the training run that made the model; the card and `run.json` come from it.
-        evaluation: folder of an evaluation; the card and `evaluation.json` come from it.
-        licence: the Hub's id of the licence; None: the base's.
-        allow_other_code: run and publish Python files that are not this version's own, and say so in the card.
-    """
+    """The arguments of `moh_llm.publish`, which describes them."""
 
     folder: Path
     repo_id: str
@@ -94,7 +80,7 @@ def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publ
     A dry run goes on to the proof after a failed check.
 
     Args:
-        options: see there.
+        options: what to publish, and where.
         say: gets one line for each step and result.
 
     Raises:
@@ -150,9 +136,7 @@ def _check_model(folder: Path) -> None:
         if (folder / "model" / "config.json").is_file():
             raise UserError(f"{folder} is a training run; publish {folder / 'model'}, with --run {folder}")
         raise UserError(f"{folder} holds no config.json; name a folder that moh-llm convert or train made")
-    kind = read_config(folder).get("model_type")
-    if kind != "moh_llama":
-        raise UserError(f"{folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+    read_moh_config(folder)
 
 
 def _added(options: PublishOptions, files: list[str], lineage: Lineage, licence: Licence) -> dict[str, Path]:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import moh_llm
 from moh_llm.errors import UserError
-from moh_llm.hub.checks import redact
+from moh_llm.hub.card import write_local_card
+from moh_llm.hub.checks import CARD, redact
 from moh_llm.hub.lineage import Lineage, read_lineage
-from moh_llm.hub.publish import PublishOptions, check_publishable
+from moh_llm.hub.publish import PublishOptions, check_publishable, publish
 from moh_llm.training.config import HubConfig, TrainConfig
 from moh_llm.training.runs import check_converted
 
@@ -34,6 +35,16 @@ def check_hub(config: TrainConfig) -> None:
     except UserError as error:
         message = str(error).replace("--licence", "--hub.licence").replace("--repo-id", "--hub.repo_id")
         raise UserError(message) from error
+
+
+def write_run_card(config: TrainConfig) -> None:
+    """Write the README.md of a finished run's model, unless it has one; a failure is printed and does not raise."""
+    model = Path(config.output_dir) / "model"
+    if not (model / CARD).exists():
+        try:
+            write_local_card(model)
+        except UserError as error:
+            print(f"{model / CARD} was not written: {error}")
 
 
 def run_options(hub: HubConfig, run: Path, revision: str | None = None) -> PublishOptions:
@@ -116,6 +127,27 @@ class MilestonePushes:
                     self._running = milestone, _start(options, milestone / LOG)
                 except OSError as error:  # which must not end the training
                     self._failures[milestone] = f"its process could not be started, {error.strerror}"
+
+
+def publish_run(config: TrainConfig, pushes: MilestonePushes) -> None:
+    """Publish a finished run's model and wait for its milestones. Raises UserError for what is not published."""
+    assert config.hub is not None
+    write_run_card(config)
+    options, failure = run_options(config.hub, Path(config.output_dir)), None
+    try:
+        publish(options)
+    except UserError as error:
+        failure = str(error)
+    lost = pushes.wait()
+    trained = f"training is finished, its model is {options.folder}"
+    milestones = f"{', '.join(lost)} {'is' if len(lost) == 1 else 'are'} not published, see above" if lost else ""
+    if failure is not None:
+        raise UserError(
+            f"{trained}; publishing it failed: {failure}; try again with `{command_line(options)}`, or give the same "
+            f"command again{f'; {milestones}' if lost else ''}"
+        )
+    if lost:
+        raise UserError(f"{trained} and is published, but {milestones}; give the same command again")
 
 
 def _start(options: PublishOptions, log: Path) -> "subprocess.Popen[bytes]":

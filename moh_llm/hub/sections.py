@@ -109,7 +109,7 @@ def proof(found: Verification) -> Table:
 
 
 def history(lineage: Lineage) -> list[Block]:
-    """What was done to the weights, oldest first, runs numbered; and what of it is not on record."""
+    """History of the weights, oldest first, runs numbered; and its gaps."""
     rows: list[list[Inline]] = []
     unrecorded: list[str] = []
     gaps, number = lineage.chain.unrecorded(), 0

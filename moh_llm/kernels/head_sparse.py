@@ -56,7 +56,7 @@ def tiles(kernel: str, head_size: int, dtype: torch.dtype, shared_memory: int) -
 def _settings(
     kernel: str, q: torch.Tensor, k: torch.Tensor, first: torch.Tensor | None, key_mask: torch.Tensor | None
 ) -> dict[str, Any]:
-    """What a kernel ("forward", "queries" or "keys") is compiled for."""
+    """Compile-time arguments of a kernel ("forward", "queries" or "keys")."""
     size = q.shape[-1]
     precision = "ieee" if q.dtype == torch.float32 else "tf32"  # only float32 has the choice
     return {
@@ -71,7 +71,7 @@ def _settings(
 
 
 def _pointers(other: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """What a kernel gets for tensors that may lack: `other`, which it does not read."""
+    """Kernel arguments for optional tensors; a missing one is `other`, which the kernel does not read."""
     return tuple(other if tensor is None else tensor for tensor in tensors)
 
 
@@ -202,7 +202,7 @@ def head_sparse_attention(
 
 
 def what_lacks(device: torch.device) -> str | None:
-    """What the kernels need and do not have for tensors on `device`, in words."""
+    """A missing requirement of the kernels for tensors on `device`, in words."""
     if triton is None:
         return "Triton (pip install triton)"
     return None if device.type == "cuda" or triton.knobs.runtime.interpret else "a CUDA device"

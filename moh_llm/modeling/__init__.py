@@ -8,13 +8,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from moh_llm.modeling.cache_moh import MoHCache
 from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
+from moh_llm.modeling.fallbacks_moh import MoHFallback
 from moh_llm.modeling.modeling_moh_llama import (
     MoHLlamaForCausalLM,
     MoHLlamaForSequenceClassification,
     MoHLlamaModel,
     MoHLlamaPreTrainedModel,
 )
-from moh_llm.modeling.routing_moh import MoHFallback, MoHRouter, is_routing_weight, load_balancing_loss
+from moh_llm.modeling.routing_moh import MoHRouter, is_routing_weight, load_balancing_loss
 
 AutoConfig.register("moh_llama", MoHLlamaConfig, exist_ok=True)
 AutoModel.register(MoHLlamaConfig, MoHLlamaModel, exist_ok=True)

@@ -1,7 +1,7 @@
 """A cache that keeps only what is read: of groups that no token can have on, the first tokens and the last ones."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -10,6 +10,21 @@ from .configuration_moh_llama import MoHLlamaConfig
 
 _MORE = 64  # tokens beyond the window that are kept at least, so that as many can be cropped
 _STEPS = 256  # tokens after which older ones are dropped, and for which room is made, all at once
+
+
+class NearKeys(NamedTuple):
+    """What a `MoHCacheLayer` keeps of the groups that are never on.
+
+    Attributes:
+        keys, values: `[B, groups, sinks + recent tokens, D]`, the documents' first tokens and then the recent ones.
+        begin: index of the first recent token.
+        kept_groups: sorted ids of the other groups, whose keys and values `update` returns.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    begin: int
+    kept_groups: torch.Tensor
 
 
 class MoHCacheLayer(DynamicLayer):
@@ -38,7 +53,7 @@ class MoHCacheLayer(DynamicLayer):
         self.late = 0  # index of the token from which on no row has all heads on
         self.recent: list[torch.Tensor] = []
         self.sinks: list[torch.Tensor] = []
-        self._near: tuple[torch.Tensor, torch.Tensor, int] | None = None
+        self._near: NearKeys | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, cache_kwargs: dict[str, Any] | None = None, **kwargs
@@ -55,6 +70,7 @@ class MoHCacheLayer(DynamicLayer):
         states = key_states, value_states
         if self.local_groups:
             groups = torch.tensor(self.local_groups, device=key_states.device)
+            kept_groups = torch.tensor(self.kept_groups, dtype=torch.long, device=key_states.device)
             new = [tensor.index_select(1, groups) for tensor in states]
             if self.recent:
                 new = [torch.cat(pair, dim=2) for pair in zip(self.recent, new, strict=True)]
@@ -66,17 +82,16 @@ class MoHCacheLayer(DynamicLayer):
                 raise ValueError("tokens were dropped before it was known where a row begins; use a DynamicCache")
             if not cache_kwargs["all"]:
                 keys, values = (torch.cat(pair, dim=2) for pair in zip(self.sinks, self.recent, strict=True))
-                self._near = keys, values, self.begin
-            local, recent = groups, self.recent
+                self._near = NearKeys(keys, values, self.begin, kept_groups)
+            recent = self.recent
             extra = self.recent[0].shape[2] - (max(self.window - 1, self.num_sinks) + _MORE)
             if extra > _STEPS and self.begin + self.recent[0].shape[2] >= self.late:
                 self.recent = [tensor[:, :, extra:].clone() for tensor in self.recent]
                 self.begin += extra
-            groups = torch.tensor(self.kept_groups, dtype=torch.long, device=key_states.device)
-            states = [tensor.index_select(1, groups) for tensor in states]
+            states = [tensor.index_select(1, kept_groups) for tensor in states]
         keys, values = self._append(states)
         if self.local_groups and cache_kwargs["all"]:
-            order = torch.cat([groups, local]).argsort()
+            order = torch.cat([kept_groups, groups]).argsort()
             keys, values = (
                 torch.cat(pair, dim=1).index_select(1, order) for pair in zip((keys, values), recent, strict=True)
             )
@@ -99,7 +114,7 @@ class MoHCacheLayer(DynamicLayer):
     def _first(self, starts: torch.Tensor) -> list[torch.Tensor]:
         """Keys and values of the documents' first tokens, `[B, groups, sinks, D]`, given their `starts` `[B or 1, 1]`.
 
-        Of those that come later it has any; of those that `recent` no longer has it keeps them.
+        Those that `recent` no longer holds are taken from `sinks`; entries for tokens still to come are arbitrary.
         """
         index = (starts + torch.arange(self.num_sinks, device=starts.device) - self.begin)[:, None, :, None]
         found = []
@@ -109,13 +124,13 @@ class MoHCacheLayer(DynamicLayer):
             found.append(torch.where(index >= 0, first, self.sinks[number]) if self.begin else first)
         return found
 
-    def take_near(self) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-        """Keys and values of `local_groups`, sinks first, and the index of the token after; once after each update."""
+    def take_near(self) -> NearKeys | None:
+        """What the layer keeps of `local_groups`; once after each update, None where that returned all groups."""
         near, self._near = self._near, None
         return near
 
     def get_seq_length(self) -> int:
-        """Tokens that it was given."""
+        """Number of tokens that the layer was given."""
         return self.keys.shape[-2] if self.is_initialized else 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

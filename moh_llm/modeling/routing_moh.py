@@ -1,4 +1,4 @@
-"""Routing of Mixture-of-Head attention: which heads a token uses, by what factor, and the fallbacks of the others.
+"""Routing of Mixture-of-Head attention: which heads a token uses, and by what factor.
 
 Shapes: B batch, T tokens, H query heads, R routed heads, G groups (the heads, or the key-value groups
 that they make up), U routed groups, D head size, C hidden size.
@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.generic import maybe_autocast
 
 from .configuration_moh_llama import MoHLlamaConfig
@@ -74,60 +72,6 @@ def load_balancing_loss(
     if not losses:
         return torch.zeros((), device=router_logits[0].device if router_logits else None)
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
-
-
-def document_starts(
-    inputs: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    past_key_values: Cache | None,
-    use_cache: bool,
-    implementation: str,
-    paged: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each token and the first one that attention shows it are among the keys, without waiting for the device.
-
-    This is what transformers' masks make of the model's arguments: what a query sees counts, and not the number of
-    its position. Where padding is, the start may be any, since nothing reads it.
-
-    - A mask `[B, S]` of all keys: the first token of a row that is no padding. Documents are not told apart.
-    - A mask `[B, 1 or H, T, S]` (boolean, or added to the scores): the first key that a query sees.
-    - No mask and no cache: the first token of a row, and where positions do not go on by one. With a
-      cache the first token of a row only.
-    - Flash attention tells documents apart in a batch of one row, with a cache, too, and in no other.
-    - Attention that keeps keys itself (serving engines, `paged` caches, masks that are no tensors): position 0.
-
-    `inputs` are ids or embeddings `[B, T, ...]`, `use_cache` says whether the call makes a cache where there is none.
-
-    Returns:
-        Indices of the tokens `[1, T]`, and of their documents' first tokens `[B or 1, T]`.
-    """
-    is_tensor = isinstance(attention_mask, torch.Tensor)
-    before = 0 if past_key_values is None else past_key_values.get_seq_length()
-    if isinstance(before, torch.Tensor):  # that of a static cache
-        before = before.to(inputs.device)
-    positions = torch.arange(inputs.shape[1], device=inputs.device)[None] + before
-    if paged and position_ids is not None:  # its mask counts the keys of all requests
-        return positions, positions - position_ids
-    if is_tensor and attention_mask.dim() == 4:
-        visible = attention_mask != 0
-        if attention_mask.is_floating_point():
-            visible = attention_mask > torch.finfo(attention_mask.dtype).min / 2
-        return positions, visible.any(1).int().argmax(-1).to(inputs.device)
-    # As create_causal_mask has it: there is no mask for an attention that has registered no way to make one.
-    keeps_keys = implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
-    masked = attention_mask is not None
-    if position_ids is not None and (keeps_keys or (masked and not is_tensor)):
-        return positions, positions - position_ids
-    starts = torch.zeros_like(positions)
-    if is_tensor:
-        starts = (attention_mask != 0).int().argmax(-1, keepdim=True).to(inputs.device).expand(-1, inputs.shape[1])
-    is_flash = "flash" in implementation
-    tells_apart = inputs.shape[0] == 1 if is_flash else not (masked or use_cache or past_key_values is not None)
-    if tells_apart and position_ids is not None:
-        restarts = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0))
-        starts = torch.maximum(starts, torch.where(restarts, positions, 0)).cummax(-1).values
-    return positions, starts
 
 
 def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,19 +146,19 @@ class HeadShard:
         return cls(mesh.get_local_rank() * count, count, mesh.get_group())
 
     def take(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The part of this process of what all heads have."""
+        """This process's part of a tensor over all heads."""
         return tensor.narrow(dim, self.first, self.count)
 
     def has(self, heads: torch.Tensor) -> torch.Tensor:
-        """Which of `heads` are of this process, bool."""
+        """Whether each of `heads` is computed by this process, bool."""
         return (heads >= self.first) & (heads < self.first + self.count)
 
     def own(self, heads: torch.Tensor) -> torch.Tensor:
-        """Those of `heads` that are of this process, by their numbers there."""
+        """The heads of this process among `heads`, as local indices."""
         return heads[self.has(heads)] - self.first
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """What all processes have, side by side in the last dimension; no gradient."""
+        """Gather the parts of all processes along the last dimension, without gradient."""
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
@@ -374,70 +318,3 @@ class MoHRouter(IndexedModule):
             return norms  # one group has no spread to divide by, and nothing to compete with
         # Heads that are copies of one another have no spread: the quotient must stay finite all the same.
         return norms / norms.std(dim=-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).eps)
-
-
-class MoHFallback(IndexedModule):
-    """What a routed head that is off contributes: b_h + a_h(x) v, with a_h linear in the layer's input x.
-
-    v is the token's own value vector of the head's group. A head mostly attends to a few sink
-    positions, whose mixture hardly varies (b_h), and to the token itself (a_h(x) v): this is that
-    head without its attention to other tokens. It costs what the router costs, and goes through the
-    output projection in the head's place. A document's first token attends to nothing but itself: its
-    heads are v, and so are its fallbacks. What it passes on, and what later tokens use as a sink, is
-    thereby the base's, bit for bit.
-    """
-
-    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
-        routed = config.routed_heads(layer_idx)
-        super().__init__(routed)
-        self.num_heads = config.num_attention_heads
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.own_value = MoHLinear(config.hidden_size, len(routed))
-        self.bias = nn.Parameter(torch.zeros(len(routed), config.head_dim))
-
-    def forward(
-        self,
-        head_outputs: torch.Tensor,
-        gate: torch.Tensor,
-        hidden_states: torch.Tensor,
-        value_states: torch.Tensor,
-        is_first: torch.Tensor,
-        gated: bool = False,
-        shard: HeadShard | None = None,
-    ) -> torch.Tensor:
-        """Gated head outputs, with fallbacks where heads are off: g_h H_h + (1 - g_h) S_h, `[B, T, H, D]`.
-
-        Args:
-            head_outputs: `[B, T, H, D]`.
-            gate: of all heads, `[B, T, H]`, in the dtype of `head_outputs`.
-            hidden_states: the attention layer's input `[B, T, C]`.
-            value_states: values of these tokens `[B, T, KV, D]`.
-            is_first: whether a token is the first of its document, `[B or 1, T]`.
-            gated: `head_outputs` are times their gate already.
-            shard: the heads that these are, of all.
-        """
-        dtype = head_outputs.dtype
-        is_first, off = is_first.unsqueeze(-1), 1 - gate
-        # Numbers per head are made first, and tensors of the heads' full size are added to in place (nothing that is
-        # overwritten is needed for a gradient).
-        share = torch.where(is_first, 1.0, self.own_value(hidden_states).to(dtype))
-        share = self._of_heads(share, -1, shard) * off
-        level = torch.where(is_first, 0.0, off)
-        bias = self._of_heads(self.bias.to(dtype), 0, shard)
-        out = self._grouped(head_outputs, -2)
-        # A tensor of its own in both cases, since what a view is added to in place costs a copy going backward.
-        out = out.clone() if gated else out * self._grouped(gate).unsqueeze(-1)
-        out.addcmul_(self._grouped(share).unsqueeze(-1), value_states.unsqueeze(-2))
-        out.addcmul_(self._grouped(level).unsqueeze(-1), self._grouped(bias, -2))
-        return out.view(head_outputs.shape)
-
-    def _grouped(self, heads: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The dimension of heads split into key-value heads and the query heads that share each."""
-        return heads.unflatten(dim, (-1, self.num_key_value_groups))
-
-    def _of_heads(self, routed: torch.Tensor, dim: int, shard: HeadShard | None) -> torch.Tensor:
-        """What the routed heads have, in order of all heads or of a shard's, with zeros for the shared ones."""
-        shape = list(routed.shape)
-        shape[dim] = self.num_heads
-        heads = routed.new_zeros(shape).index_copy(dim, self.index, routed)
-        return heads if shard is None else shard.take(heads, dim)

@@ -27,7 +27,7 @@ class Base(Record):
 
     @property
     def label(self) -> str:
-        """What to call it without a path of this machine: its Hub id, or the last component of its path."""
+        """Its display name without a local path: its Hub id, or the last component of its path."""
         return self.name if self.revision else last_component(self.name)
 
 
@@ -107,7 +107,7 @@ class PositionFigures(Record):
 
 
 class RetrievalFigures(Record):
-    """How much of what lies out of the fallbacks' sight in one prompt base and converted model find."""
+    """Answers that base and converted model retrieve from a prompt, beyond the reach of local fallbacks."""
 
     task: str
     asked: int
@@ -130,7 +130,7 @@ class LayerFigures(Record):
 
 
 class Verification(Record):
-    """What `moh_llm.conversion.verify.verify` found; `by_position` and `retrieval` for long contexts."""
+    """Results of `moh_llm.conversion.verify.verify`; `by_position` and `retrieval` for long contexts."""
 
     dtype: str
     all_heads_active: AllHeadsActive
@@ -162,7 +162,7 @@ class ForwardFlops(Record):
 
 
 class Arithmetic(Record):
-    """What the converted model costs; ``forward_flops``: tokens of a sequence -> FLOPs, as ``assumes`` says."""
+    """Cost of the converted model; ``forward_flops``: tokens of a sequence -> FLOPs, assuming ``assumes``."""
 
     parameters: Parameters
     forward_flops: dict[str, ForwardFlops]

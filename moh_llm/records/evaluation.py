@@ -21,7 +21,7 @@ class Value(Record):
 
 
 class Share(Record):
-    """What a model keeps of a figure of its base.
+    """Share of a base's figure that a model keeps.
 
     Attributes:
         share: None where the base's figure is not above 0.
@@ -123,7 +123,7 @@ class Average(Record):
 
 
 class ModelRecord(Record):
-    """What was scored, and how it was run.
+    """A scored model and how it was run.
 
     Attributes:
         model: folder or Hub id.

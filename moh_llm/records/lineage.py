@@ -24,9 +24,9 @@ REFERENCES: dict[ReferenceKind, str] = {"base": "the base", "start": "the model 
 
 
 def in_words(kinds: Iterable[ReferenceKind]) -> tuple[str, str]:
-    """What figures of some runs are against, such as "the base", and what is its own, "the base's".
+    """Name of the reference of some runs, such as "the base", and its possessive, "the base's".
 
-    Where runs differ, it is "the reference", of which each run has to say which it is.
+    Where runs have different references, the name is "the reference".
     """
     different = list(dict.fromkeys(kinds))
     name = REFERENCES[different[0]] if len(different) == 1 else "the reference"
@@ -73,7 +73,7 @@ Entry = Annotated[ConversionEntry | RunEntry, Field(discriminator="kind")]
 
 
 class Chain(Record):
-    """What is on record of a model, oldest first; empty where nothing is."""
+    """The recorded history of a model, oldest first; empty without a record."""
 
     entries: list[Entry]
 

@@ -112,6 +112,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return fields
 
 
+def read_moh_config(folder: Path, name: str = "") -> dict[str, Any]:
+    """As `read_config`; raises UserError for a model that is not MoH, too, which it calls ``name``."""
+    fields = read_config(folder)
+    if (kind := fields.get("model_type")) != "moh_llama":
+        raise UserError(f"{name or folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+    return fields
+
+
 # ---- weights
 
 
@@ -238,7 +246,7 @@ class WeightHashes(Record):
 
 @dataclass(frozen=True)
 class Identity:
-    """What a model is.
+    """Hashes that identify a model.
 
     Attributes:
         sha256: of all that decides its answers: weights, config, tokenizer; of a Hub's model: of its id and commit.

@@ -40,7 +40,7 @@ class DenseScores(Record):
 
 
 class Scores(Record):
-    """Scores on held-out text; those against the reference only where it is at hand.
+    """Scores on held-out text; those against the reference only where there is one.
 
     Attributes:
         tokens, documents: predicted tokens, and the documents that they are of.
@@ -69,7 +69,7 @@ class Scores(Record):
 
 
 class Routing(Record):
-    """What the routers do on held-out text, by layer.
+    """Router statistics on held-out text, by layer.
 
     Attributes:
         load: share of tokens that select each routed head, by its score: tokens that have all heads on, too.

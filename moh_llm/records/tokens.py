@@ -70,7 +70,7 @@ class SplitRecord(Record):
     loss_sha256: str | None = None
 
     def fault(self, path: Path) -> str | None:
-        """What is wrong with the sizes of the shard's files, tokens at ``path`` and their index; None if nothing."""
+        """A fault in the sizes of the shard's files, tokens at ``path`` and their index; None if there is none."""
         sizes = {path: self.bytes, index_of(path): 8 * self.documents}
         if self.loss_sha256 is not None:
             sizes[loss_of(path)] = self.tokens
@@ -89,7 +89,7 @@ class ShardRecord(SplitRecord):
 
 
 class Counts(Record):
-    """What was read: documents, their tokens and bytes of text, and the records that were left out."""
+    """Counts of documents, of their tokens and bytes, and of records that were left out."""
 
     documents: int
     bytes: int

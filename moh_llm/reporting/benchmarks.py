@@ -1,4 +1,4 @@
-"""What reports and model cards say of an evaluation: its sentences, one table, its models and its settings."""
+"""Sections on an evaluation for reports and model cards: sentences, one table, models, settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from moh_llm.reporting.document import Block, Bullets, Caution, Code, Details, I
 
 
 def lead(report: EvaluationRecord) -> list[Block]:
-    """What must be known before a figure is quoted, then each model's result in a sentence."""
+    """Cautions first, then each model's result in a sentence."""
     labels = report.compared_models or list(report.models)
     return [
         *(Caution(line) for line in warnings(report)),
@@ -70,7 +70,7 @@ def model_table(report: EvaluationRecord) -> Table:
 
 
 def settings(report: EvaluationRecord) -> list[tuple[str, Inline]]:
-    """What the scores were made with; evaluations side by side may name several."""
+    """Settings of the scores; a merged evaluation may have several values."""
     return [
         ("data", report.data),
         ("dtype of every model", report.dtype),

@@ -117,7 +117,7 @@ class Charts:
 
 @dataclass(frozen=True)
 class Details:
-    """What a page folds away under its title."""
+    """Blocks that a page shows collapsed under a title."""
 
     title: str
     blocks: Sequence["Block"]

@@ -31,36 +31,22 @@ from moh_llm.reporting.runs import read_runs
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What to score, how, and where the report goes."""
+    """The arguments of `moh_llm.evaluate`, which describes them."""
 
     models: Sequence[str | Path]
-    """Folders or Hub ids of the models to score."""
     output: Path
-    """The report's folder."""
     base: str | Path | None = None
-    """Folder or Hub id of the base, scored in the same run."""
     suite: str = "paper"
-    """Name of one of the package's suites, or path of a YAML file."""
     data_dir: Path | None = None
-    """Local data, ``<dataset, / as __>/<config>/<split>.jsonl``; None: the Hub."""
     limit: int | None = None
-    """Items of each lm-eval task; None: all."""
     batch_size: int | Literal["auto"] = 8
-    """Sequences in a forward pass, on each process."""
     dtype: str = "auto"
-    """Name of the torch dtype that every model runs in; "auto": the widest dtype that one of them is stored in."""
     device: str | None = None
-    """Torch device; None: the GPU if there is one."""
     share_prefixes: bool = False
-    """Compute common beginnings of prompts once; scores may differ by rounding."""
     log_samples: bool = False
-    """Write the prompt, responses and score of every item into the report's folder."""
     analysis: bool = True
-    """Whether the report says what the heads did on the benchmarks' text."""
     overwrite: bool = False
-    """Replace an output folder that is not empty."""
     command_line: str = ""
-    """The command line that repeats the evaluation, for the record."""
 
 
 @dataclass(frozen=True)

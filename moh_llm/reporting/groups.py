@@ -27,7 +27,7 @@ class Group:
 def group_runs(runs: Sequence[TrainingRun]) -> list[Group]:
     """Put runs that differ only by their seed together.
 
-    Runs that share their seed, too, are no independent samples: the second opens a group of its own.
+    Runs that share their seed, too, are not independent samples: the second starts another group.
     """
     members: list[list[TrainingRun]] = []
     for run in runs:
@@ -89,7 +89,7 @@ def compare(groups: Sequence[Group]) -> list[Record]:
 
 
 def _documents(scores: Sequence[Record]) -> Record:
-    """What a group's figures rest on: its held-out documents, and of a single run the intervals over these."""
+    """Number of held-out documents of a group, and for a single run the intervals over them."""
     counts, only = {score["held_out_documents"] for score in scores}, scores[0] if len(scores) == 1 else {}
     intervals = {key: only.get(key) for key in ("ratio_interval", "kl_interval")}
     return {"documents": counts.pop() if len(counts) == 1 else None} | intervals
@@ -142,7 +142,7 @@ def _value(run: TrainingRun, key: str) -> Any:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """What the names of a group's runs begin with, without what introduces the seed's number."""
+    """Common prefix of the names of a group's runs, without the part that introduces the seed's number."""
     if len(names) == 1:
         return names[0]
     first, last = min(names), max(names)  # what these two share, all names share

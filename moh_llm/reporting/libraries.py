@@ -1,4 +1,4 @@
-"""What reports need beyond the package's own requirements."""
+"""Check of the packages that reports need beyond the package's own requirements."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""What a conversion's verification found at long context, as tables of cards and reports."""
+"""Tables of a conversion's verification at long context, for cards and reports."""
 
 from collections.abc import Sequence
 

@@ -58,22 +58,17 @@ def address(value: str | None) -> str | None:
     return value if value and re.fullmatch(r"https?://[\w.~:/?#@!$&*+,;=%-]+|[\w.-]+", value, re.ASCII) else None
 
 
-def render_markdown(document: Document, clean: Clean = visible) -> str:
-    """A document; charts are named only, since `report.html` shows them.
-
-    Args:
-        document: what to show.
-        clean: makes a line of a value: `visible`, or `plain` for what leaves this machine.
-    """
-    parts = [f"# {_escape(document.title, clean)}"]
-    parts += [render_blocks(document.lead, clean)] if document.lead else []
+def render_markdown(document: Document) -> str:
+    """A document; charts are named only, since `report.html` shows them."""
+    parts = [f"# {_escape(document.title, visible)}"]
+    parts += [render_blocks(document.lead)] if document.lead else []
     for section in document.sections:
-        parts += [f"## {_escape(section.title, clean)}", render_blocks(section.blocks, clean)]
+        parts += [f"## {_escape(section.title, visible)}", render_blocks(section.blocks)]
     return "\n\n".join(parts) + "\n"
 
 
 def render_blocks(blocks: Sequence[Block], clean: Clean = visible) -> Safe:
-    """Some of a document's blocks; see `render_markdown`."""
+    """Some of a document's blocks; ``clean`` makes a line of a value: `visible`, or `plain` for what is published."""
     return Safe("\n\n".join(_block(block, clean) for block in blocks))
 
 

@@ -71,7 +71,7 @@ def build_document(evaluation: EvaluationRecord | None, groups: Sequence[Group] 
 
 
 def _long_context_sections(evaluation: EvaluationRecord) -> list[Section]:
-    """What the conversions of the models found at long context, where they did."""
+    """Figures at long context that the models' conversions recorded, if they did."""
     blocks: list[Block] = []
     for label, model in evaluation.models.items():
         tables = long_context_tables(model.by_position, model.retrieval)
@@ -89,7 +89,7 @@ def _training_sections(groups: Sequence[Group], runs: Sequence[TrainingRun]) -> 
 
 
 def _analysis_sections(evaluation: EvaluationRecord) -> list[Section]:
-    """What the analyses of the heads found, those that failed left out."""
+    """Results of the head analyses, without those that failed."""
     known = {label: found for label, found in evaluation.analysis.items() if "error" not in found}
     if not known:
         return []

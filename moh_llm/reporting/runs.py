@@ -1,4 +1,4 @@
-"""A training run as its folder tells it: `run.json` and `log.jsonl`, also while training goes on."""
+"""Reading a training run from its folder: `run.json` and `log.jsonl`, also while training goes on."""
 
 import json
 import statistics
@@ -135,7 +135,7 @@ def read_runs(
         try:
             runs.append(_read_run(folder, name))
         except UserError as error:
-            say(f"the report goes without the curves of {folder}: {error}")
+            say(f"the report leaves out the curves of {folder}: {error}")
     return runs
 
 

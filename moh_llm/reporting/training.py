@@ -1,4 +1,4 @@
-"""What reports and model cards say of training runs: recipe, receipt of the text, held-out scores, comparison."""
+"""Sections on training runs for reports and model cards: recipe, text read, held-out scores, comparison."""
 
 import json
 from collections.abc import Sequence
@@ -126,7 +126,7 @@ def objective(kind: str, teacher: ReferenceKind) -> str:
 
 
 def receipt(run: TrainingRun, most: int | None = None) -> Table | None:
-    """What was read of each source: of an unfinished run what its last step had read; None where nobody knows.
+    """What was read of each source: for an unfinished run up to its last step; None where it is not recorded.
 
     ``most``: so many sources get a row, those that were read most first, and the others one together.
     """

@@ -15,7 +15,7 @@ _FLASH = {
 
 
 def check_attention(config: TrainConfig, device: torch.device) -> None:
-    """Raise UserError where the recipe's ``attn_implementation`` cannot train on the device, or with its other keys."""
+    """Raise UserError where ``attn_implementation`` cannot train on the device, or with other keys of the recipe."""
     name = config.attn_implementation
     if name == HEAD_SPARSE and (lacking := what_lacks(device)):
         raise UserError(f"attn_implementation={name} needs {lacking}; set it to sdpa")
@@ -27,7 +27,7 @@ def check_attention(config: TrainConfig, device: torch.device) -> None:
     if device.type != "cuda":
         raise UserError(f"attn_implementation={name} needs a CUDA device; set it to sdpa")
     if not is_available():
-        raise UserError(f"attn_implementation={name} needs the package {package}, which is not there; set it to sdpa")
+        raise UserError(f"attn_implementation={name} needs the package {package}; install it or set it to sdpa")
     if config.mixed_precision != "bf16":
         raise UserError(f"attn_implementation={name} computes in bfloat16; set mixed_precision to bf16")
     # transformers tells documents apart in batches of one row only; in others they would see each other.

@@ -24,7 +24,7 @@ class HeadBalanceMixin:
     """
 
     def compute_loss(self: Any, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """What the trainer's own `compute_loss` returns, with the load-balance loss added."""
+        """Return the result of the trainer's own `compute_loss` with the load-balance loss added."""
         backbone = find_backbone(model)
         losses: list[torch.Tensor] = []
 

@@ -47,7 +47,7 @@ class _Keys:
 
 @dataclass(frozen=True)
 class DataConfig(_Keys, group="data"):
-    """What is read, and how much of it per optimiser step."""
+    """Text, and amount of it per optimiser step."""
 
     mixture: str = key(
         "data mixture: a YAML file or 'embedded', tokenised on the way; or a folder that moh-llm tokenize made",
@@ -99,7 +99,7 @@ class ScheduleConfig(_Keys, group="schedule"):
 
 @dataclass(frozen=True)
 class ObjectiveConfig(_Keys, group="objective"):
-    """What is minimised: the task's loss + balance_coefficient * load-balance loss (Eq. 8)."""
+    """The loss: the task's loss + balance_coefficient * load-balance loss (Eq. 8)."""
 
     kind: Literal["distillation", "cross_entropy"] = key(
         "distillation: KL to the base's next-token distribution; cross_entropy: to the text", "distillation"
@@ -124,7 +124,7 @@ class ObjectiveConfig(_Keys, group="objective"):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the reference teaches, and is not only compared with."""
+        """Whether the objective distills from the reference."""
         return self.kind == "distillation"
 
 
@@ -177,7 +177,7 @@ class CheckpointConfig(_Keys, group="checkpoint"):
 
 @dataclass(frozen=True)
 class DivergenceConfig(_Keys, group="divergence"):
-    """What is done about a step whose loss or gradient is not finite, or whose loss jumps."""
+    """Handling of a step whose loss or gradient is not finite, or whose loss jumps."""
 
     action: Literal["stop", "skip", "roll_back"] = key(
         "stop: end the run; skip: drop the step; roll_back: also go back to the last checkpoint's weights", "stop"
@@ -302,7 +302,7 @@ _HARMLESS = {
 
 
 def changed_keys(recorded: dict[str, Any], current: dict[str, Any], finished: bool = False) -> list[str]:
-    """Dotted keys that differ between two recipes (nested dicts) and matter.
+    """Dotted keys whose values differ between two recipes (nested dicts) and may not change on resume.
 
     Args:
         recorded: one recipe.

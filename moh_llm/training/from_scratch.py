@@ -41,7 +41,7 @@ class InitialModel:
 
 
 def architecture_keys() -> dict[str, Any]:
-    """The keys of an architecture file and their type hints: what `MoHLlamaConfig` says of the network itself."""
+    """The keys of an architecture file with their types: the fields of `MoHLlamaConfig` that define the network."""
     general = {field.name for field in fields(PreTrainedConfig)} | set(_TOKEN_IDS)
     return {field.name: field.type for field in fields(MoHLlamaConfig) if field.name not in general}
 
@@ -140,7 +140,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def _check_values(path: Path, values: dict[str, Any]) -> None:
-    """Raise UserError for values that transformers takes and that make no model, or none that computes."""
+    """Raise UserError for values that transformers accepts but that give no working model."""
     for name in _POSITIVE:
         if (value := values.get(name)) is not None and not 0 < value < math.inf:
             raise UserError(f"{path}: {name}={value} must be above 0")

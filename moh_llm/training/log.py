@@ -69,7 +69,7 @@ def step_line(
 
 
 def show_scores(scores: Scores) -> str:
-    """Scores on held-out text as part of a sentence."""
+    """Scores on held-out text, as a clause."""
     text = (
         f"perplexity {scores.perplexity:.3f} on {scores.tokens} held-out tokens of {show_documents(scores.documents)}"
     )

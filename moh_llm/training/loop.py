@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
 
 from moh_llm.data.shards import TokenizedSource, tokens_for
 from moh_llm.data.stream import SequenceStream, StepBatches, make_receipt, step_loader
 from moh_llm.data.windows import validation_batches
 from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder
-from moh_llm.records.run import LogLine, RunRecord
+from moh_llm.metrics import Batch
+from moh_llm.records.run import CheckpointRecord, LogLine, RunRecord, Scores
 from moh_llm.training import networks
 from moh_llm.training.checkpoints import (
     full_weights,
@@ -41,11 +43,11 @@ from moh_llm.training.parallel import (
     sum_over_processes,
 )
 from moh_llm.training.preflight import check_machine
-from moh_llm.training.reference import agreed_starting_point, expected_reference
-from moh_llm.training.runs import Run, find_fault, mark_files, mark_model
-from moh_llm.training.scoring import evaluate, measure_floor, score_saved
-from moh_llm.training.sharding import distribute
-from moh_llm.training.step import DivergenceWatch, TrainingStep, accumulate_gradients
+from moh_llm.training.reference import Reference, StartingPoint, agreed_starting_point, expected_reference
+from moh_llm.training.runs import Run, describe_data, find_fault, mark_files, mark_model
+from moh_llm.training.scoring import RoutingCounts, evaluate, measure_floor, score_saved
+from moh_llm.training.sharding import Networks, build_networks
+from moh_llm.training.step import DivergenceWatch, accumulate_gradients
 
 
 def train(
@@ -96,172 +98,233 @@ def _train(
     if main:
         for milestone in sorted(run.milestones.glob("step-*")):
             on_milestone(milestone)
+    training = _Training(config, accelerator, run, say, on_milestone)
     if run.record.status == "finished" and not from_main(accelerator, lambda: _reopen(run, say)):
         if config.base is not None:  # it may be another checkpoint than the run's
             from_main(accelerator, lambda: expected_reference(config))
-        _open_data(config, run, accelerator, say)
+        training.open_data()
         say(f"{run.folder} holds this run, finished after {config.max_steps} steps; nothing to do")
         end_distribution(accelerator)
-        accelerator.end_training()
-        return run.record
-    from_main(accelerator, lambda: check_machine(config, accelerator.num_processes))
-
-    # ---- what it begins with
-    starting_point = agreed_starting_point(config, accelerator, run.record.reference and run.record.reference.kind)
-    reference = starting_point.reference
-    if reference is not None:
-        say(f"{'teacher' if config.objective.has_teacher else 'compared with'}: {reference.described}")
-
-    # ---- data
-    data = config.data
-    tokenizer, token_folder, sources = _open_data(config, run, accelerator, say)
-    stream = SequenceStream(sources, data.sequence_length, config.seed)
-    stream.check_epochs(config.max_steps * data.batch_size)
-    held_out = validation_batches(
-        sources, data.sequence_length, config.evaluation.max_tokens, config.evaluation.batch_size
-    )
-
-    # ---- networks
-    if accelerator.num_processes > 1:  # all would refuse
-        from_main(accelerator, lambda: networks.check_network(Path(config.model)))
-    seed_step(config, 0, 0)  # of adapters, alike on all processes: each keeps its part of the same draw
-    empty = accelerator.is_fsdp2
-    student = networks.make_student(config, accelerator.device, empty)
-    if config.quantization is not None:
-        teacher_too = config.objective.has_teacher and reference is not None and reference.own
-        say(
-            f"the layers' linear maps are quantized to {config.quantization} in training"
-            f"{', for the teacher, too' if teacher_too else ''}; adapters are merged into {config.model}"
-        )
-    teacher = networks.make_teacher(config, reference, accelerator.device, empty)
-    beta = config.objective.balance_coefficient
-    if beta is None:
-        beta = student.config.head_balance_coef
-    counts = {
-        "trained": sum(networks.full_shape(w).numel() for w in networks.trained_weights(student).values()),
-        "total": sum(networks.full_shape(weight).numel() for weight in student.parameters()),
-    }
-    step_module = TrainingStep(student, teacher, config.objective, reference)
-    model, optimizer = distribute(accelerator, step_module, config)
-    model.train()
-    weights = networks.trained_weights(accelerator.unwrap_model(model).student)
-    network = accelerator.unwrap_model(model).network
-    budgets, group_size = network.config.active_heads_per_layer, network.config.heads_per_group
-    all_heads = network.config.num_attention_heads
-    fastest = peak_rate(accelerator, config, network.config)
-
-    # ---- where to begin
-    run.begin(
-        data=describe_data(sources),
-        tokens_in=token_folder,
-        device=str(accelerator.device),
-        processes=accelerator.num_processes,
-        parameters=counts,
-        reference=reference and reference.mark(),
-    )
-    done, updates, seconds = 0, 0, 0.0
-    found = from_main(accelerator, lambda: newest_checkpoint(run.checkpoints, say))
-    # What the routers do before any step is what later changes are measured by, on resume too.
-    start_scores, start_routing, floor = None, None, None
-    if config.evaluation.eval_steps:
-        floor = measure_floor(accelerator, model, held_out)
-        start_scores, start_routing = evaluate(accelerator, model, held_out)
-        if floor is not None:
-            start_scores.floor = floor
-    if found:
-        folder, state = found
-        updates = load_checkpoint(folder, accelerator, model, optimizer, weights)
-        done, seconds = state.step, state.seconds
-        say(f"resumed from {folder}, {config.max_steps - done} steps to go")
-    keep = partial(keep_milestone, config, run, accelerator, tokenizer, starting_point, on_milestone)
-    reduce = partial(sum_over_processes, accelerator)
-    watch = DivergenceWatch(config.divergence, run.trim_log(done if found else -1))
-    if found and not (run.milestones / found[0].name).exists():
-        keep(done, found[0])  # the run was stopped between the two
-    start_trackers(accelerator, config, done)
-    say(
-        f"{counts['trained']:,} of {counts['total']:,} weights are trained on {accelerator.num_processes} x "
-        f"{accelerator.device.type}; {config.max_steps} steps x {data.batch_size} sequences x "
-        f"{data.sequence_length} tokens = {config.max_steps * config.tokens_per_step:,} tokens, "
-        f"{accelerator.gradient_accumulation_steps} micro-batches per step"
-    )
-
-    # ---- steps
-    steps = range(done + 1, config.max_steps + 1)
-    part = StepBatches(stream, data.batch_size, accelerator.process_index, accelerator.num_processes)
-    batches = step_loader(part, steps, data.dataloader_num_workers)
-    line_of_progress = ProgressLine(done, config.max_steps) if main else contextlib.nullcontext()
-    with line_of_progress as progress, Interruption(accelerator) as interruption:
-
-        def report(line: LogLine) -> None:
-            run.log(line)
-            track(accelerator, line)
-            if progress:
-                progress.step(line)
-
-        if start_routing is not None and not found:
-            report(LogLine(step=0, validation=start_scores, routing=start_routing.health(None, reduce)))
-        for step, batch in zip(steps, batches, strict=True):
-            began = time.perf_counter()
-            seed_step(config, step, accelerator.process_index)
-            rates = set_learning_rates(optimizer, config, step - 1)
-            heads = annealed_heads(budgets, all_heads, step - 1, config.schedule.anneal_steps, group_size)
-            network.set_active_heads(heads)
-            losses, norm = accumulate_gradients(accelerator, model, batch, config, beta)
-            # Judged before the weights are updated (DeepSpeed has updated them): checkpoints are of good steps only.
-            fault = watch.judge(step, losses.total(beta, config.objective.layer_coefficient), norm)
-            if fault is None:
-                optimizer.step()
-                updates += 1
-            elif config.divergence.action == "roll_back":
-                newest = from_main(accelerator, lambda: newest_checkpoint(run.checkpoints, say))
-                if newest is None:
-                    raise UserError(
-                        f"step {step}: {fault}, and there is no checkpoint yet to go back to; lower "
-                        "optimizer.learning_rate or checkpoint.save_steps and pass --overwrite"
-                    )
-                updates = load_checkpoint(newest[0], accelerator, model, optimizer, weights)
-            optimizer.zero_grad()
-            line = step_line(step, losses, beta, rates, norm, config, heads, began, fastest)
-            if fault is not None:
-                line.dropped = fault
-            receipt = make_receipt(stream, step * data.batch_size)
-            line.tokens_of_source = {name: entry["tokens"] for name, entry in receipt.items()}
-            seconds += line.timing.seconds
-            if config.evaluation.eval_steps and step % config.evaluation.eval_steps == 0:
-                line.validation, routing = evaluate(accelerator, model, held_out)
-                line.routing = routing.health(start_routing, reduce)
-            report(line)
-            stop = interruption.asked() and step < config.max_steps
-            if stop or step % config.checkpoint.save_steps == 0 or step == config.max_steps:
-                facts = {"updates": updates, "seconds": round(seconds, 3), "data": receipt}
-                saved = save_checkpoint(
-                    run.checkpoints, step, facts, accelerator, model, optimizer, weights, config.checkpoint
-                )
-                keep(step, saved)
-            if stop:
-                say(f"stopped by a signal after step {step}, which is saved; give the same command again to go on")
-                accelerator.end_training()
-                return run.record
-
-    # ---- the tuned model
-    receipt = make_receipt(stream, config.max_steps * data.batch_size)
-    tuned = full_weights(accelerator, weights)
-    del model, step_module, student, network, optimizer, weights, teacher
-    end_distribution(accelerator)
-    tokens, files, scores = config.max_steps * config.tokens_per_step, {}, None
-    if main:
-        networks.save_network(config, tuned, tokenizer, run.model, starting_point, config.max_steps)
-        files = mark_files(run.model)
-        scores = score_saved(config, run.model, accelerator.device, held_out, reference)
-        if floor is not None:
-            scores.floor = floor
-        say(f"{run.model}: {show_scores(scores)}")
-        say(f"{config.max_steps} steps, {tokens:,} tokens, {seconds:.0f} s of training")
-    facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(seconds, 3), "data_read": receipt}
-    run.finish(files, **facts, evaluation=scores)
+    else:
+        from_main(accelerator, lambda: check_machine(config, accelerator.num_processes))
+        training.find_starting_point()
+        training.open_data()
+        training.make_stream()
+        training.build_networks()
+        training.begin_or_resume()
+        if training.take_steps():
+            training.save_tuned_model()
     accelerator.end_training()
     return run.record
+
+
+class _Training:
+    """The phases of a run, called by `_train` in their order; attributes are what earlier phases found."""
+
+    starting_point: StartingPoint
+    tokenizer: PreTrainedTokenizerBase
+    token_folder: Path
+    sources: list[TokenizedSource]
+    stream: SequenceStream
+    held_out: list[Batch]
+    networks: Networks
+    balance_coefficient: float
+    watch: DivergenceWatch
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        run: Run,
+        say: Callable[[str], None],
+        on_milestone: Callable[[Path], None],
+    ):
+        self.config, self.accelerator, self.run, self.say = config, accelerator, run, say
+        self.on_milestone, self._sum = on_milestone, partial(sum_over_processes, accelerator)
+        self.done, self.updates, self.seconds = 0, 0, 0.0  # steps made, updates of the weights, time of the steps
+        # What the model scores and its routers do before any step: later steps are compared with it, on resume too.
+        self.start_scores: Scores | None = None
+        self.start_routing: RoutingCounts | None = None
+        self.floor: float | None = None
+
+    @property
+    def reference(self) -> Reference | None:
+        """What the model is compared with, and taught by where the objective has a teacher."""
+        return self.starting_point.reference
+
+    def find_starting_point(self) -> None:
+        """Find the model that training begins with, and its reference."""
+        recorded = self.run.record.reference
+        self.starting_point = agreed_starting_point(self.config, self.accelerator, recorded and recorded.kind)
+        if self.reference is not None:
+            role = "teacher" if self.config.objective.has_teacher else "compared with"
+            self.say(f"{role}: {self.reference.described}")
+
+    def open_data(self) -> None:
+        """Open the recipe's text as tokens, the text of the run where there is one."""
+        self.tokenizer = networks.load_tokenizer(Path(self.config.model))
+        with self.accelerator.main_process_first():
+            _, self.token_folder, self.sources = tokens_for(self.config.data.mixture, self.tokenizer, self.say)
+        self.run.check_data(describe_data(self.sources))
+
+    def make_stream(self) -> None:
+        """Make the stream of training sequences, and set held-out ones aside."""
+        data, evaluation = self.config.data, self.config.evaluation
+        self.stream = SequenceStream(self.sources, data.sequence_length, self.config.seed)
+        self.stream.check_epochs(self.config.max_steps * data.batch_size)
+        self.held_out = validation_batches(
+            self.sources, data.sequence_length, evaluation.max_tokens, evaluation.batch_size
+        )
+
+    def build_networks(self) -> None:
+        """Build student, teacher and optimizer, and distribute them."""
+        self.networks = build_networks(self.config, self.accelerator, self.reference, self.say)
+        beta = self.config.objective.balance_coefficient
+        self.balance_coefficient = self.networks.network.config.head_balance_coef if beta is None else beta
+
+    def begin_or_resume(self) -> None:
+        """Write the run's record, score the model before any step, and load the newest checkpoint, if any."""
+        config, accelerator, run = self.config, self.accelerator, self.run
+        counts = self.networks.counts
+        run.begin(
+            data=describe_data(self.sources),
+            tokens_in=self.token_folder,
+            device=str(accelerator.device),
+            processes=accelerator.num_processes,
+            parameters=counts,
+            reference=self.reference and self.reference.mark(),
+        )
+        found = self._newest_checkpoint()
+        if config.evaluation.eval_steps:
+            self.floor = measure_floor(accelerator, self.networks.model, self.held_out)
+            self.start_scores, self.start_routing = evaluate(accelerator, self.networks.model, self.held_out)
+            if self.floor is not None:
+                self.start_scores.floor = self.floor
+        if found is not None:
+            folder, state = found
+            self._load(folder)
+            self.done, self.seconds = state.step, state.seconds
+            self.say(f"resumed from {folder}, {config.max_steps - self.done} steps to go")
+        self.watch = DivergenceWatch(config.divergence, run.trim_log(self.done if found else -1))
+        if found is not None and not (run.milestones / found[0].name).exists():
+            self._keep(self.done, found[0])  # the run was stopped between the two
+        start_trackers(accelerator, config, self.done)
+        data = config.data
+        self.say(
+            f"{counts['trained']:,} of {counts['total']:,} weights are trained on {accelerator.num_processes} x "
+            f"{accelerator.device.type}; {config.max_steps} steps x {data.batch_size} sequences x "
+            f"{data.sequence_length} tokens = {config.max_steps * config.tokens_per_step:,} tokens, "
+            f"{accelerator.gradient_accumulation_steps} micro-batches per step"
+        )
+
+    def take_steps(self) -> bool:
+        """Take the steps that are left, and save checkpoints; False where a signal stopped the run."""
+        config, accelerator, data = self.config, self.accelerator, self.config.data
+        steps = range(self.done + 1, config.max_steps + 1)
+        part = StepBatches(self.stream, data.batch_size, accelerator.process_index, accelerator.num_processes)
+        batches = step_loader(part, steps, data.dataloader_num_workers)
+        fastest = peak_rate(accelerator, config, self.networks.network.config)
+        line_of_progress = ProgressLine(self.done, config.max_steps)
+        with (
+            line_of_progress if accelerator.is_main_process else contextlib.nullcontext() as progress,
+            Interruption(accelerator) as interruption,
+        ):
+
+            def report(line: LogLine) -> None:
+                self.run.log(line)
+                track(accelerator, line)
+                if progress:
+                    progress.step(line)
+
+            if self.start_routing is not None and not self.done:
+                health = self.start_routing.health(None, self._sum)
+                report(LogLine(step=0, validation=self.start_scores, routing=health))
+            for step, batch in zip(steps, batches, strict=True):
+                line = self._take_step(step, batch, fastest)
+                receipt = make_receipt(self.stream, step * data.batch_size)
+                line.tokens_of_source = {name: entry["tokens"] for name, entry in receipt.items()}
+                self.seconds += line.timing.seconds
+                if config.evaluation.eval_steps and step % config.evaluation.eval_steps == 0:
+                    line.validation, routing = evaluate(accelerator, self.networks.model, self.held_out)
+                    line.routing = routing.health(self.start_routing, self._sum)
+                report(line)
+                stop = interruption.asked() and step < config.max_steps
+                if stop or step % config.checkpoint.save_steps == 0 or step == config.max_steps:
+                    self._keep(step, self._save(step, receipt))
+                if stop:
+                    self.say(
+                        f"stopped by a signal after step {step}, which is saved; give the same command again to go on"
+                    )
+                    return False
+        return True
+
+    def _take_step(self, step: int, batch: Batch, fastest: float | None) -> LogLine:
+        """Compute the gradients of a step and update the weights, unless the step is dropped; its line of the log."""
+        began = time.perf_counter()
+        config, accelerator, nets, beta = self.config, self.accelerator, self.networks, self.balance_coefficient
+        plan = nets.network.config
+        seed_step(config, step, accelerator.process_index)
+        rates = set_learning_rates(nets.optimizer, config, step - 1)
+        budgets, all_heads, anneal = plan.active_heads_per_layer, plan.num_attention_heads, config.schedule.anneal_steps
+        heads = annealed_heads(budgets, all_heads, step - 1, anneal, plan.heads_per_group)
+        nets.network.set_active_heads(heads)
+        losses, norm = accumulate_gradients(accelerator, nets.model, batch, config, beta)
+        # Judged before the weights are updated (DeepSpeed has updated them): checkpoints are of good steps only.
+        fault = self.watch.judge(step, losses.total(beta, config.objective.layer_coefficient), norm)
+        if fault is None:
+            nets.optimizer.step()
+            self.updates += 1
+        elif config.divergence.action == "roll_back":
+            newest = self._newest_checkpoint()
+            if newest is None:
+                raise UserError(
+                    f"step {step}: {fault}, and there is no checkpoint yet to go back to; lower "
+                    "optimizer.learning_rate or checkpoint.save_steps and pass --overwrite"
+                )
+            self._load(newest[0])
+        nets.optimizer.zero_grad()
+        line = step_line(step, losses, beta, rates, norm, config, heads, began, fastest)
+        if fault is not None:
+            line.dropped = fault
+        return line
+
+    def save_tuned_model(self) -> None:
+        """Save the tuned model, score it as it was saved, and finish the run's record."""
+        config, accelerator, run = self.config, self.accelerator, self.run
+        receipt = make_receipt(self.stream, config.max_steps * config.data.batch_size)
+        tuned = full_weights(accelerator, self.networks.weights)
+        del self.networks  # memory for the model that is scored
+        end_distribution(accelerator)
+        tokens, files, scores = config.max_steps * config.tokens_per_step, {}, None
+        if accelerator.is_main_process:
+            networks.save_network(config, tuned, self.tokenizer, run.model, self.starting_point, config.max_steps)
+            files = mark_files(run.model)
+            scores = score_saved(config, run.model, accelerator.device, self.held_out, self.reference)
+            if self.floor is not None:
+                scores.floor = self.floor
+            self.say(f"{run.model}: {show_scores(scores)}")
+            self.say(f"{config.max_steps} steps, {tokens:,} tokens, {self.seconds:.0f} s of training")
+        facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(self.seconds, 3), "data_read": receipt}
+        run.finish(files, **facts, evaluation=scores)
+
+    def _newest_checkpoint(self) -> tuple[Path, CheckpointRecord] | None:
+        return from_main(self.accelerator, lambda: newest_checkpoint(self.run.checkpoints, self.say))
+
+    def _load(self, checkpoint: Path) -> None:
+        nets = self.networks
+        self.updates = load_checkpoint(checkpoint, self.accelerator, nets.model, nets.optimizer, nets.weights)
+
+    def _save(self, step: int, receipt: dict[str, Any]) -> Path:
+        facts = {"updates": self.updates, "seconds": round(self.seconds, 3), "data": receipt}
+        nets, keep = self.networks, self.config.checkpoint
+        return save_checkpoint(
+            self.run.checkpoints, step, facts, self.accelerator, nets.model, nets.optimizer, nets.weights, keep
+        )
+
+    def _keep(self, step: int, checkpoint: Path) -> None:
+        """Save the checkpoint's model as a milestone, if the recipe asks for it."""
+        run, tokenizer, start = self.run, self.tokenizer, self.starting_point
+        keep_milestone(self.config, run, self.accelerator, tokenizer, start, self.on_milestone, step, checkpoint)
 
 
 def _reopen(run: Run, say: Callable[[str], None]) -> bool:
@@ -282,27 +345,3 @@ def _reopen(run: Run, say: Callable[[str], None]) -> bool:
         )
     say(f"{run.model} is damaged ({fault}); it is made anew from the last checkpoint")
     return True
-
-
-def _open_data(
-    config: TrainConfig, run: Run, accelerator: Accelerator, say: Callable[[str], None]
-) -> tuple[Any, str, list[TokenizedSource]]:
-    """The tokenizer, the folder of the tokens and its sources; UserError unless they are what the run began with."""
-    tokenizer = networks.load_tokenizer(Path(config.model))
-    with accelerator.main_process_first():
-        _, folder, sources = tokens_for(config.data.mixture, tokenizer, say)
-    run.check_data(describe_data(sources))
-    return tokenizer, folder, sources
-
-
-def describe_data(sources: list[TokenizedSource]) -> dict[str, object]:
-    """What identifies the training text: per source its weight, number of tokens and the hash of its shards."""
-    return {
-        source.name: {
-            "weight": source.weight,
-            "tokens": len(source.train),
-            "held_out_tokens": len(source.validation),
-            "sha256": source.sha256,
-        }
-        for source in sources
-    }

@@ -1,4 +1,4 @@
-"""What a training step minimises: KL to the base or cross-entropy, load-balance loss, layer matching.
+"""The losses of a training step: KL to the base or cross-entropy, load-balance loss, layer matching.
 
 Shapes: B sequences, L positions, C hidden size, U routed groups (heads or key-value groups), N positions with a
 target, V vocabulary.
@@ -8,8 +8,8 @@ and 1 of 8 have the same loss and gradient. The load-balance loss is therefore t
 over tokens is not additive over micro-batches, and the mean over sequences is.
 
 Token losses never hold the logits of a batch. Logits exist for a few positions at a time, in the forward pass only:
-their gradient is known there and goes into the gradients of hidden states and of the head's weight, which are kept for
-the backward pass.
+their gradient is computed there, and the gradients of hidden states and of the head's weight are kept for the backward
+pass.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class StepLosses:
 
 
 def next_token_targets(labels_BL: torch.Tensor) -> torch.Tensor:
-    """Labels shifted to where they are predicted, `[B, L]`; `IGNORED` at the last position."""
+    """Labels shifted to the position that predicts them, `[B, L]`; `IGNORED` at the last position."""
     return torch.nn.functional.pad(labels_BL[:, 1:], (0, 1), value=IGNORED)
 
 
@@ -52,10 +52,10 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
 
     Args:
         router_logits: per layer `[B, L, U]`.
-        routers: the layers' routers, which know how many groups a token selects.
+        routers: the layers' routers.
     """
-    # The model's own loss of each row, without padding. Layers that route alike are taken together: one by one they
-    # would be thousands of small operations.
+    # The model's own loss of each row, without padding. Layers with the same shapes are stacked, to save thousands of
+    # small operations.
     alike: dict[tuple[int, int], tuple[MoHRouter, list[torch.Tensor]]] = {}
     for logits, router in zip(router_logits, routers, strict=True):
         if logits.shape[-1] and router.router_type != "threshold":
@@ -70,7 +70,7 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
 def layer_distance_sum(
     own: Sequence[torch.Tensor], base: Sequence[torch.Tensor], counted: torch.Tensor
 ) -> torch.Tensor:
-    """How far the layers' outputs x are from the base's y: |x - y|^2 / |y|^2, mean over layers, summed over positions.
+    """Distance of the layers' outputs x to the base's y: |x - y|^2 / |y|^2, mean over layers, summed over positions.
 
     Args:
         own, base: per layer `[B, L, C]`; the base's get no gradient.
@@ -84,8 +84,8 @@ def layer_distance_sum(
     return total
 
 
-# Logits held at once, in a few float32 tensors of 256 MiB each. Fewer would cost time: each chunk adds to the whole
-# gradient of the head's weight.
+# Logits held at once, in a few float32 tensors of 256 MiB each. Smaller chunks are slower, since each one adds to the
+# full gradient of the head's weight.
 CHUNK_LOGITS = 2**26
 
 

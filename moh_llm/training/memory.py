@@ -154,7 +154,7 @@ def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, st
 
 
 def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, precision: Precision) -> tuple[int, int]:
-    """What the forward pass of a micro-batch keeps, and what a layer's backward pass adds temporarily.
+    """Bytes that the forward pass of a micro-batch keeps, and that a layer's backward pass adds temporarily.
 
     With gradient checkpointing a layer keeps its input and router logits alone, and one layer at a time is recomputed.
     Under autocast copies of the layers' weights are kept by the backward pass, and in autocast's cache until the
@@ -248,7 +248,7 @@ def _local(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, sha
 
 
 def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision) -> int:
-    """What the loss needs beside the activations (`moh_llm.training.losses`).
+    """Bytes of the loss beside the activations (`moh_llm.training.losses`).
 
     Hidden states of student and teacher and their gradient; the float32 gradient of a trained head; copies of the heads
     under autocast; then the larger of the logits of a chunk of positions (3 float32 tensors with a teacher, else 2, and

@@ -82,7 +82,7 @@ def make_student(config: TrainConfig, device: torch.device | None = None, empty:
 
 
 def _quantized(config: TrainConfig, device: torch.device | None) -> dict[str, Any]:
-    """What `from_pretrained` takes to quantize the weights as it reads them."""
+    """Arguments with which `from_pretrained` quantizes the weights as it reads them."""
     if config.quantization is None:
         return {}
     four_bits = BitsAndBytesConfig(
@@ -95,7 +95,7 @@ def _quantized(config: TrainConfig, device: torch.device | None) -> dict[str, An
 
 
 def _check_on_cpu(network: MoHLlamaForCausalLM) -> None:
-    """Keep bitsandbytes 0.50 from what goes wrong on CPUs. Raises UserError for sizes that it misreads there."""
+    """Work around faults of bitsandbytes 0.50 on CPUs. Raises UserError for sizes that it handles wrongly there."""
     from bitsandbytes.nn import Linear4bit
 
     for name, module in network.named_modules():
@@ -117,7 +117,7 @@ def reference_dtype(config: TrainConfig) -> torch.dtype:
 def load_reference(
     config: TrainConfig, reference: Reference, device: torch.device, empty: bool = False
 ) -> MoHLlamaForCausalLM:
-    """What the run is compared with, frozen: the base, or the model that the run began with, with every head on."""
+    """The reference, frozen: the base, or the model that the run began with, with every head on."""
     dtype, base = reference_dtype(config), reference.base
     if base is None:
         network = load_network(Path(config.model), dtype, empty=empty)
@@ -137,7 +137,7 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
     and the head budget set on a wrapper would not reach the router inside.
 
     Raises:
-        UserError: a target module that the network has not.
+        UserError: a target module that the network does not have.
     """
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
@@ -204,12 +204,12 @@ def save_network(
     record of the conversion goes along, since it names the base, and so do the texts of its licence.
 
     Args:
-        config: the recipe; ``config.model`` gives what was not trained.
+        config: the recipe; weights that were not trained are read from ``config.model``.
         weights: the trained weights by their names in the student.
         tokenizer: saved beside the model.
-        folder: where.
-        starting_point: what the run began with, whose lineage the run is added to.
-        steps: how many were made.
+        folder: the folder to write.
+        starting_point: the model that the run began with; the run is added to its lineage.
+        steps: number of steps made.
 
     Raises:
         UserError: ``config.model`` cannot be read, or the disk refuses.

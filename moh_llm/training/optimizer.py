@@ -16,7 +16,7 @@ from moh_llm.training.networks import full_shape, trained_weights
 def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
     """Whether weight decay acts on a parameter: on matrices, and never on biases and norms, whatever their shape.
 
-    Names are read from their ends, since wrappers (DDP, FSDP, peft) put others before and between.
+    Only the last parts of a name count, since wrappers (DDP, FSDP, peft) insert others before and between.
     """
     *modules, kind = name.split(".")
     if kind == "bias" or any(module.endswith("norm") for module in modules):
@@ -89,8 +89,8 @@ def learning_rates(config: TrainConfig, step: int) -> tuple[float, float]:
 def annealed_heads(budgets: Sequence[int], heads: int, step: int, anneal_steps: int, group_size: int = 1) -> list[int]:
     """Active heads of each layer in the step after ``step`` steps.
 
-    They fall evenly from all of them, where the model is its base, to the layer's budget, which
-    step ``anneal_steps`` uses first.
+    The number falls linearly from all heads, with which the model is its base, to the layer's budget, which
+    step ``anneal_steps`` is the first to use.
 
     Args:
         budgets: active heads per layer in the end.

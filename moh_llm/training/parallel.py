@@ -1,7 +1,7 @@
 """One recipe on any number of processes: DDP, DeepSpeed ZeRO and FSDP2, as `accelerate launch` set them up.
 
-Losses are sums over a process's sequences. Dividing them by the counts of the whole step, and undoing the means that
-each strategy takes of gradients, makes the curve the same for all.
+Losses are sums over a process's sequences. Dividing them by the counts of the whole step, and undoing each
+strategy's averaging of gradients, makes the curve the same for all.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def count_micro_batches(config: TrainConfig, processes: int) -> int:
 
 
 def check_quantization(config: TrainConfig, strategy: str) -> None:
-    """Raise UserError where bitsandbytes is not there, or a strategy divides the weights that are quantized."""
+    """Raise UserError where bitsandbytes is not installed, or a strategy divides the weights that are quantized."""
     if config.quantization is None:
         return
     if strategy not in ("one", "ddp"):
@@ -68,8 +68,8 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator of a run, set up from the environment that the launcher made.
 
     Raises:
-        UserError: ``data.batch_size`` does not divide evenly, DeepSpeed is asked to skip steps, quantized weights
-            cannot be had or divided, or the processes that the launcher started are no group.
+        UserError: ``data.batch_size`` does not divide evenly, the recipe drops steps under DeepSpeed, quantized weights
+            are not supported or cannot be divided, or the launcher's processes are not connected.
     """
     # An earlier run in this process may have used another precision, and the state is a singleton.
     AcceleratorState._reset_state()
@@ -119,7 +119,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 
 
 def from_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
-    """What the main process's ``action`` returns, on all of them.
+    """Run ``action`` on the main process and return its result on all processes.
 
     A UserError in it ends all processes, so that none waits: the main process raises it, the others exit silently.
     """
@@ -144,7 +144,7 @@ def _asked_for(what: str) -> bool:
 
 
 def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConfig) -> float | None:
-    """Tokens/s of training if every device did its peak FLOP/s; None where a device's peak is not known.
+    """Tokens/s of training at the devices' peak FLOP/s; None where a peak is unknown.
 
     What is recomputed to save memory does not count as work.
     """
@@ -159,14 +159,14 @@ def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConf
 
 
 def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, limit: float | None) -> float:
-    """Clip the gradient's l2 norm and return what it was. (DeepSpeed clips as it steps.)"""
+    """Clip the gradient's l2 norm and return the norm before clipping. (DeepSpeed clips as it steps.)"""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     norm = accelerator.clip_grad_norm_(weights, limit if limit is not None else float("inf"))
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def seed_step(config: TrainConfig, step: int, process: int) -> None:
-    """Set the generators as a function of step and process, so that no state of them has to be saved."""
+    """Seed the generators by step and process, so that their state need not be saved."""
     digest = hashlib.blake2b(f"{config.seed}/{step}/{process}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -205,9 +205,9 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasa
 
 
 class Interruption:
-    """Within the block the signals do not end the process but are recorded.
+    """Within the block the signals are recorded and do not end the process.
 
-    Only a process's main thread may do this; elsewhere signals are left as they are.
+    Python allows this in the main thread only; in other threads signals are not handled.
     """
 
     def __init__(self, accelerator: Accelerator):

@@ -1,7 +1,7 @@
 """Checks of a training job before it starts: what would stop it, its memory and disk, how long it takes.
 
-Each check gives findings of one line. No weights are read, so that the checks take seconds. `check_machine` is what
-`moh-llm train` itself asks before it loads a model.
+Each check returns findings of one line. No weights are read, so that the checks take seconds. `moh-llm train` calls
+`check_machine` before it loads a model.
 """
 
 import configparser
@@ -31,18 +31,18 @@ from moh_llm.training.preflight_data import Finding, check_data
 from moh_llm.training.reference import expected_reference
 from moh_llm.training.runs import PACKAGES, check_converted, read_run
 
-# Share of a GPU's peak that training is taken to reach, when days are estimated.
+# Assumed share of a GPU's peak FLOP/s, for the estimate of days.
 UTILISATION = 0.4
-# Above this share of the memory the estimate is too near to the limit.
+# Above this share of the memory a warning is given, since the estimate has an error.
 _TIGHT = 0.9
 _GIB = 1 << 30
 _BYTES_PER_TOKEN = 24  # of a step's batch: input, position, label
-# The estimate is good to some 15 % (docs/training.md); only what is far beyond memory is refused.
+# The estimate is accurate to about 15 % (docs/training.md); `check_machine` refuses only what is far above the memory.
 _CERTAIN = 1.5
 
 
 class Device(NamedTuple):
-    """What a process runs on: memory in bytes, and the peak in FLOP/s, None where it is not known."""
+    """The device of a process: memory in bytes, and peak FLOP/s (None: unknown)."""
 
     name: str
     memory: int
@@ -51,7 +51,7 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The job in numbers. `days` is None where the device's peak is not known; `assumes` says what it rests on."""
+    """Size of the job. `days` is None where the device's peak is unknown; `assumes` states the assumption behind it."""
 
     steps: int
     tokens: int
@@ -62,7 +62,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings; memory and plan are None where the model cannot be read."""
+    """The findings, the estimate of memory, and the plan; the latter two are None where the model cannot be read."""
 
     findings: list[Finding]
     memory: Memory | None
@@ -70,11 +70,11 @@ class Diagnosis:
 
     @property
     def fit(self) -> bool:
-        """Whether nothing was found that stops the job."""
+        """Whether no finding is a fault."""
         return all(finding.state != "fault" for finding in self.findings)
 
     def record(self) -> dict[str, Any]:
-        """The same as JSON; memory in bytes."""
+        """The diagnosis as JSON values; memory in bytes."""
         memory = self.memory and self.memory.parts | {"total": self.memory.total, "highest_at": self.memory.moment}
         findings = [finding._asdict() for finding in self.findings]
         plan = self.plan and asdict(self.plan)
@@ -87,11 +87,11 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
     Args:
         config: the recipe.
         strategy: one of `moh_llm.training.memory.STRATEGIES`.
-        processes: how many will share the work.
-        gpu: name of the GPU that each will have; None: what this machine has.
+        processes: number of processes.
+        gpu: name of the GPU of each process; None: the device of this machine.
 
     Raises:
-        UserError: the GPU is not known, or one process is asked to be several.
+        UserError: the GPU is unknown, or `strategy` is "one" and `processes` above 1.
     """
     if strategy == "one" and processes > 1:
         raise UserError(f"--processes {processes} needs a --strategy that divides the work, for example ddp")
@@ -123,7 +123,7 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
 
 
 def find_device(gpu: str | None, processes: int) -> Device:
-    """What each process will run on. Raises UserError for a GPU that is not known."""
+    """The device of each process. Raises UserError for an unknown GPU."""
     if gpu is not None:
         found = find_gpu(gpu)
         if found is None:
@@ -136,7 +136,7 @@ def find_device(gpu: str | None, processes: int) -> Device:
 
 
 def check_versions(strategy: str) -> Iterator[Finding]:
-    """Python and the libraries that training uses, against what the package asks for."""
+    """Whether the versions of Python and of the libraries that training uses meet the package's requirements."""
     try:
         texts = metadata.requires("moh-llm") or []
         python = str(metadata.metadata("moh-llm")["Requires-Python"])
@@ -151,24 +151,24 @@ def check_versions(strategy: str) -> Iterator[Finding]:
         wanted[found.name] = wanted.get(found.name, SpecifierSet()) & found.specifier
     have, faults = [f"python {platform.python_version()}"], []
     if not SpecifierSet(python).contains(platform.python_version(), prereleases=True):
-        faults.append(f"{have[0]} is there, {python} is needed")
+        faults.append(f"{have[0]} is installed, {python} is required")
     for name in (*PACKAGES, *(["deepspeed"] if strategy.startswith("zero") else [])):
         needed = wanted.get(name, SpecifierSet())
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            faults.append(f'{name} is not there; install it (pip install "{name}{needed}")')
+            faults.append(f'{name} is not installed; run pip install "{name}{needed}"')
             continue
         have.append(f"{name} {version}")
         if not needed.contains(version, prereleases=True):
-            faults.append(f"{name} {version} is there, {needed} is needed")
+            faults.append(f"{name} {version} is installed, {needed} is required")
     yield from (Finding("fault", "versions", fault) for fault in faults)
     if not faults:
         yield Finding("ok", "versions", ", ".join(have))
 
 
 def check_device(config: TrainConfig, device: Device, processes: int, gpu: str | None) -> Finding:
-    """The devices, and whether they compute in the precision that the recipe asks for."""
+    """The devices, and whether they support the recipe's `mixed_precision`."""
     text = f"{processes} x {device.name}, {device.memory / _GIB:.1f} GiB each"
     if gpu is not None:
         return Finding("ok", "devices", f"{text}, as given by --gpu")
@@ -177,7 +177,7 @@ def check_device(config: TrainConfig, device: Device, processes: int, gpu: str |
     if config.mixed_precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return Finding("fault", "devices", f"{device.name} has no bfloat16; set mixed_precision to no")
     if processes > (here := torch.cuda.device_count()):
-        return Finding("warning", "devices", f"{text}: this machine has {here}, the others must be elsewhere")
+        return Finding("warning", "devices", f"{text}: this machine has {here}; the others must be on other machines")
     return Finding("ok", "devices", text)
 
 
@@ -191,8 +191,8 @@ def check_batch(config: TrainConfig, processes: int) -> Finding:
 def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Finding:
     """Whether the disk of the output has room for checkpoints (12 bytes for each trained weight) and models.
 
-    At most there are the newest `save_total_limit`, the milestones, and the one being written, less those that an
-    earlier start of the run left.
+    The most that exist at once are the newest `save_total_limit`, the milestones, and the one being written. Those that
+    an earlier start of the run left need no more room.
     """
     keep, folder = config.checkpoint, Path(config.output_dir)
     made = -(-config.max_steps // keep.save_steps)
@@ -217,24 +217,24 @@ def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Find
 
 
 def check_estimate(memory: Memory, device: Device) -> Finding:
-    """Whether the estimate fits into the device."""
+    """Whether the estimated memory fits into the device's."""
     share = memory.total / device.memory
     text = f"about {memory.total / _GIB:.2f} of {device.memory / _GIB:.1f} GiB for each process"
     if share <= _TIGHT:
         return Finding("ok", "memory", text)
-    remedy = "lower data.micro_batch_size, set gradient_checkpointing, or divide more (--strategy, --processes)"
+    remedy = "lower data.micro_batch_size, set gradient_checkpointing, or shard more (--strategy, --processes)"
     if share > 1:
         return Finding("fault", "memory", f"{text}; {remedy}")
-    return Finding("warning", "memory", f"{text}, which leaves little for what is not estimated; {remedy}")
+    return Finding("warning", "memory", f"{text}, which leaves little room for the error of the estimate; {remedy}")
 
 
 def make_plan(config: TrainConfig, model: MoHLlamaConfig, device: Device, processes: int) -> Plan:
-    """Steps, tokens, FLOPs of forward and backward passes (scoring is left out), and days on such devices."""
+    """Steps, tokens, FLOPs of forward and backward passes (without evaluation), and days on these devices."""
     length, sequences = config.data.sequence_length, config.max_steps * config.data.batch_size
     flops = sequences * training_flops(
         model, length, config.objective.has_teacher, config.gradient_checkpointing, frozen=config.lora is not None
     )
-    days, assumes = None, f"the peak of {device.name} is not known"
+    days, assumes = None, f"the peak of {device.name} is unknown"
     if device.peak is not None and config.mixed_precision != "bf16":
         assumes = "only bfloat16 peaks are known, and mixed_precision is no"
     elif device.peak is not None:
@@ -244,7 +244,7 @@ def make_plan(config: TrainConfig, model: MoHLlamaConfig, device: Device, proces
 
 
 def check_output(config: TrainConfig) -> Finding:
-    """What the same `moh-llm train` command would do about the output that is there."""
+    """What `moh-llm train` with the same recipe would do with the output folder."""
     folder, record = Path(config.output_dir), read_run(config)
     if record is None:
         return Finding("ok", "output", f"{folder} is new")
@@ -259,7 +259,7 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
     """The config of ``config.model``.
 
     Raises:
-        UserError: it is no converted model, or none that can teach itself where that is the objective.
+        UserError: it is no converted model, or has no teacher where the objective is distillation.
     """
     folder = Path(config.model)
     check_converted(folder)
@@ -269,7 +269,7 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
         raise UserError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}") from error
     if config.objective.has_teacher and set(model.active_heads_per_layer) == {model.num_attention_heads}:
         raise UserError(
-            f"model={folder} has every head on: distillation has no head to make up for; "
+            f"model={folder} has every head on: there is nothing for distillation to recover; "
             "set objective.kind to cross_entropy"
         )
     if config.objective.has_teacher and model.router_score != "quantized":
@@ -278,9 +278,9 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
             "there is no teacher; convert with quantised scores or set objective.kind cross_entropy"
         )
     if config.schedule.anneal_steps and (model.router_type == "threshold" or any(model.local_heads_per_layer)):
-        what = "its scores say how many" if model.router_type == "threshold" else "some heads are never"
+        what = "its router sets the number of heads" if model.router_type == "threshold" else "some heads are never on"
         raise UserError(
-            f"schedule.anneal_steps={config.schedule.anneal_steps}: model={folder} cannot have other heads on: "
+            f"schedule.anneal_steps={config.schedule.anneal_steps}: model={folder} cannot be annealed: "
             f"{what}; set it to 0"
         )
     check_attention(config, choose_device())
@@ -288,7 +288,7 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
 
 
 def check_model(config: TrainConfig, model: MoHLlamaConfig) -> Finding:
-    """Whether every file of the weights is there, as long as its header says, and every weight in one of them."""
+    """Whether the weight files are complete and hold every tensor of the config."""
     folder = Path(config.model)
     files, held = read_weight_map(folder)
     check_tensors(str(folder), files, model)
@@ -297,7 +297,7 @@ def check_model(config: TrainConfig, model: MoHLlamaConfig) -> Finding:
 
 
 def check_teacher(config: TrainConfig) -> Finding | None:
-    """Whether the run would be against its base."""
+    """Which model the run would be compared with."""
     reference = expected_reference(config)
     if reference is None:
         return None
@@ -308,11 +308,11 @@ def check_teacher(config: TrainConfig) -> Finding | None:
 
 
 def check_machine(config: TrainConfig, processes: int) -> None:
-    """Raise UserError for more workers, a larger batch, or more CPU memory than there can be.
+    """Raise UserError for more workers, a larger batch, or more CPU memory than the machine has.
 
     Args:
         config: the recipe.
-        processes: that share the batch.
+        processes: number of processes.
     """
     data = config.data
     check_workers(data.dataloader_num_workers, "data.dataloader_num_workers")

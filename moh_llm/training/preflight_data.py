@@ -1,6 +1,6 @@
-"""Whether a job's tokenizer and text are as it needs them: checks of `moh_llm.training.preflight`.
+"""Checks of a training job's tokenizer and text, for `moh_llm.training.preflight`.
 
-No more text is tokenised than the beginning of a source, so that this takes seconds.
+Only the beginning of each source is tokenised, so that this takes seconds.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from moh_llm.errors import UserError
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.networks import load_tokenizer
 
-# An estimated number of tokens is off by some percent: this far from a bound it is only a warning.
+# Error of an estimated number of tokens: within it of a bound, the finding is a warning.
 _DOUBT = 0.1
-# Text that is read up to so often teaches about as much as new text (Muennighoff et al., NeurIPS 2023).
+# Up to this many epochs repeated text is worth about as much as new text (Muennighoff et al., NeurIPS 2023).
 _EPOCHS = 4
 
 
 class Finding(NamedTuple):
-    """What a check found, in one line. A fault stops the job or spoils it; a warning may be meant."""
+    """Result of a check, in one line. A fault stops the job or makes it useless; a warning may be intended."""
 
     state: Literal["ok", "warning", "fault"]
     check: str
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
 
 def check_data(config: TrainConfig) -> Iterator[Finding]:
-    """Whether tokenizer and text are there, and how often the job would go through each source."""
+    """Whether tokenizer and text can be read, and how many epochs of each source the job takes."""
     name = config.data.mixture
     try:
         tokenizer = TextTokenizer.of(load_tokenizer(Path(config.model)))
@@ -51,7 +51,7 @@ def check_data(config: TrainConfig) -> Iterator[Finding]:
 
 
 def _check_tokens(config: TrainConfig, sources: list[TokenizedSource]) -> Iterator[Finding]:
-    """Of shards, whose numbers are exact. Raises UserError for a source that is shorter than a sequence."""
+    """Check token shards, by exact counts. Raises UserError for a source that is shorter than a sequence."""
     length, sequences = config.data.sequence_length, config.max_steps * config.data.batch_size
     stream = SequenceStream(sources, length, config.seed)
     for source, (name, entry) in zip(sources, make_receipt(stream, sequences).items(), strict=True):
@@ -63,7 +63,7 @@ def _check_tokens(config: TrainConfig, sources: list[TokenizedSource]) -> Iterat
 
 
 def _check_mixture(config: TrainConfig, mixture: Mixture, tokenizer: TextTokenizer) -> Iterator[Finding]:
-    """Of a mixture's text: from its shards if they are in the cache, else estimated from its beginning."""
+    """Check a mixture by the token counts of its cached shards, or else by an estimate from its beginning."""
     refusal, sources = None, []
     try:
         folder = cache_folder(mixture, tokenizer)
@@ -77,7 +77,7 @@ def _check_mixture(config: TrainConfig, mixture: Mixture, tokenizer: TextTokeniz
         return
     for source in mixture.sources:
         if not source.files and source.builtin is None:
-            continue  # over the network, which training refuses, too
+            continue  # it is read over the network, which training refuses, too
         try:
             yield _check_source(config, source, mixture.validation_share, tokenizer)
         except UserError as error:
@@ -86,10 +86,10 @@ def _check_mixture(config: TrainConfig, mixture: Mixture, tokenizer: TextTokeniz
 
 
 def _check_source(config: TrainConfig, source: Source, held_out: float, tokenizer: TextTokenizer) -> Finding:
-    """Of one source's text. Raises UserError where it cannot be read."""
+    """Check the text of one source. Raises UserError where it cannot be read."""
     estimate = estimate_source(source, locate(source), tokenizer)
     if estimate.tokens is None:
-        return Finding("warning", "data", f"{source.name}: its number of tokens is not known before it is tokenised")
+        return Finding("warning", "data", f"{source.name}: its number of tokens is unknown until it is tokenised")
     has = round(estimate.tokens * (1 - held_out))
     wanted = config.max_steps * config.tokens_per_step * source.weight
     text = f"{source.name}: {wanted:,.0f} tokens to be read of about {has:,}"
@@ -106,8 +106,10 @@ def _check_source(config: TrainConfig, source: Source, held_out: float, tokenize
 
 
 def _judged(text: str, epochs: float, allowed: float | None) -> Finding:
-    """A finding about a source that is not read more often than its ``max_epochs`` allows, if it has any."""
+    """The finding of a source that is within its ``max_epochs``."""
     text += f", {epochs:.2f} epochs"
     if allowed is None and epochs > _EPOCHS:
-        return Finding("warning", "data", f"{text}: repeated so often, text teaches little; add some or train for less")
+        return Finding(
+            "warning", "data", f"{text}: more repetitions than this help little; add text or train for fewer tokens"
+        )
     return Finding("ok", "data", text)

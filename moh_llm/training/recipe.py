@@ -150,7 +150,7 @@ def _split_overrides(arguments: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _check_override(name: str, text: str) -> None:
-    """Refuse a value that is read as YAML and grows by its aliases; a text that is no YAML is a plain text."""
+    """Refuse YAML values that grow by their aliases; a text that is not YAML is taken as it is."""
     if "\0" in text:
         raise UserError(f"command line: --{name} holds a NUL character")
     if "&" in text:  # no alias without an anchor

@@ -47,11 +47,11 @@ class Reference:
 
     @property
     def described(self) -> str:
-        """What it is, and where it comes from."""
+        """The reference and its origin, for the user to read."""
         return REFERENCES[self.kind] + (self.source and f", {self.source}")
 
     def mark(self) -> ReferenceMark:
-        """What the run's record keeps."""
+        """The entry of the run's record."""
         return ReferenceMark(kind=self.kind, own=self.own, base=self.base and self.base.identity().content())
 
 

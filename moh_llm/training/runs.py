@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from moh_llm import __version__
+from moh_llm.data.shards import TokenizedSource
 from moh_llm.errors import UserError
 from moh_llm.files import check_holds_none, sha256, write_text
 from moh_llm.locking import INSIDE
 from moh_llm.reading import parse_json
-from moh_llm.records.model import identify, read_config
+from moh_llm.records.model import identify, read_moh_config
 from moh_llm.records.run import FileMark, LogLine, ModelMark, RunRecord
 from moh_llm.training.config import TrainConfig, changed_keys
 
@@ -182,7 +183,7 @@ def _refuse(folder: Path, changed: list[str]) -> None:
 
 
 def mark_model(config: TrainConfig) -> ModelMark:
-    """What identifies the model of a recipe; all its weights are read. Raises UserError where it is no MoH model."""
+    """Identify the model of a recipe; all its weights are read. Raises UserError where it is no MoH model."""
     check_converted(Path(config.model))
     return ModelMark(sha256=identify(config.model).sha256)
 
@@ -212,6 +213,17 @@ def check_converted(folder: Path) -> None:
         raise UserError(f"model={folder} is not a folder; name one that moh-llm convert made")
     if not (folder / "config.json").is_file():
         raise UserError(f"model={folder} holds no config.json; name a folder that moh-llm convert made")
-    kind = read_config(folder).get("model_type")
-    if kind != "moh_llama":
-        raise UserError(f"model={folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
+    read_moh_config(folder, f"model={folder}")
+
+
+def describe_data(sources: list[TokenizedSource]) -> dict[str, object]:
+    """Identity of the training text: per source its weight, number of tokens and the hash of its shards."""
+    return {
+        source.name: {
+            "weight": source.weight,
+            "tokens": len(source.train),
+            "held_out_tokens": len(source.validation),
+            "sha256": source.sha256,
+        }
+        for source in sources
+    }

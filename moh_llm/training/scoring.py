@@ -24,7 +24,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RoutingCounts:
-    """What the routers of a network did on some text, a batch at a time.
+    """Router statistics of a network on some text, accumulated over batches.
 
     Args:
         group_size: heads of a routed group.
@@ -97,7 +97,7 @@ def evaluate(
     The processes share the sequences; without an accelerator this one scores all of them.
 
     Returns:
-        The scores, against the reference too where it is at hand, and what the routers did on this process's part.
+        The scores, against the reference if there is one, and what the routers did on this process's part.
     """
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     step = accelerator.unwrap_model(model) if accelerator else model
@@ -137,9 +137,9 @@ def evaluate(
 def measure_floor(accelerator: Accelerator, model: torch.nn.Module, batches: list[Batch]) -> float | None:
     """KL of the untrained student with all heads on to its reference, on held-out sequences, in nats per token.
 
-    Student and reference then have the same dense weights, so this is what their precisions alone leave (under mixed
+    Student and reference then have the same dense weights, so this is the effect of their precisions alone (under mixed
     precision the student's residual stream is float32, the reference's bfloat16): no KL of the run means less.
-    None where the reference is not at hand, and where the student begins with other dense weights, as a model tuned
+    None without a reference, and where the student begins with other dense weights, as a model tuned
     before does against its base: its KL with all heads on is no floor.
     """
     step = accelerator.unwrap_model(model)

@@ -1,4 +1,4 @@
-"""A run's module, distributed over the processes. Under FSDP2 no process ever holds a whole model.
+"""The networks of a run, built and distributed over the processes. Under FSDP2 no process ever holds a whole model.
 
 There the networks are built without weights (`networks.load_network(..., empty=True)`) and divided, and each process
 then reads the slices that it holds from the safetensors files. ZeRO-3 divides them in `from_pretrained`: transformers
@@ -6,6 +6,8 @@ has the first process read, weight by weight. Under DDP, ZeRO-1 and 2 every proc
 files itself, by memory maps, so that the machine's page cache has them once.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,9 +15,58 @@ from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
 from torch import nn
 
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.training import networks
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.optimizer import make_optimizer
+from moh_llm.training.parallel import from_main, seed_step
+from moh_llm.training.reference import Reference
 from moh_llm.training.step import TrainingStep
+
+
+@dataclass
+class Networks:
+    """What a run trains.
+
+    Attributes:
+        model: the prepared `TrainingStep`, with the teacher in it.
+        optimizer: the prepared optimizer.
+        weights: the weights that are trained, by name.
+        network: the student without adapters.
+        counts: how many numbers are trained, and how many the student has.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    weights: dict[str, nn.Parameter]
+    network: MoHLlamaForCausalLM
+    counts: dict[str, int]
+
+
+def build_networks(
+    config: TrainConfig, accelerator: Accelerator, reference: Reference | None, say: Callable[[str], None]
+) -> Networks:
+    """Build student, teacher and optimizer, and distribute them. Raises UserError where the model cannot be read."""
+    if accelerator.num_processes > 1:  # all would refuse
+        from_main(accelerator, lambda: networks.check_network(Path(config.model)))
+    seed_step(config, 0, 0)  # of adapters, alike on all processes: each keeps its part of the same draw
+    empty = accelerator.is_fsdp2
+    student = networks.make_student(config, accelerator.device, empty)
+    if config.quantization is not None:
+        teacher_too = config.objective.has_teacher and reference is not None and reference.own
+        say(
+            f"the layers' linear maps are quantized to {config.quantization} in training"
+            f"{', for the teacher, too' if teacher_too else ''}; adapters are merged into {config.model}"
+        )
+    teacher = networks.make_teacher(config, reference, accelerator.device, empty)
+    counts = {
+        "trained": sum(networks.full_shape(weight).numel() for weight in networks.trained_weights(student).values()),
+        "total": sum(networks.full_shape(weight).numel() for weight in student.parameters()),
+    }
+    model, optimizer = distribute(accelerator, TrainingStep(student, teacher, config.objective, reference), config)
+    model.train()
+    step = accelerator.unwrap_model(model)
+    return Networks(model, optimizer, networks.trained_weights(step.student), step.network, counts)
 
 
 def distribute(

@@ -1,8 +1,7 @@
-"""One training step: the losses of a micro-batch, the gradient of a step, and whether the step counts.
+"""One training step: the losses of a micro-batch, the gradient of a step, and the check for divergence.
 
 `TrainingStep` is the module that is distributed over processes. Everything that touches a weight happens inside its
-`forward`, student and teacher, so that each strategy (DDP, ZeRO, FSDP2) finds its weights where its hooks look for
-them.
+`forward`, student and teacher, so that the hooks of each strategy (DDP, ZeRO, FSDP2) see all uses of the weights.
 
 Shapes: B sequences, L positions, C hidden size, N positions with a target, U routed groups of a layer.
 """
@@ -69,7 +68,7 @@ class TrainingStep(nn.Module):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the reference is at hand."""
+        """Whether the reference's predictions can be computed."""
         within = self._has_adapters and self.reference is not None and self.reference.own
         return self.teacher is not None or within
 
@@ -187,9 +186,9 @@ def accumulate_gradients(
 
 
 class DivergenceWatch:
-    """Judges each step by those before it.
+    """Decides whether a step diverged, from the losses of earlier steps.
 
-    All it knows is in the log, so a resumed run judges as an unbroken one would.
+    Its state is derived from the log, so that a resumed run decides as an uninterrupted one.
 
     Args:
         config: the recipe's group.
@@ -205,7 +204,7 @@ class DivergenceWatch:
                 self._note(line.loss, line.dropped)
 
     def judge(self, step: int, loss: float, gradient_norm: float) -> str | None:
-        """Why the step is to be dropped, None where it is good.
+        """The reason to drop the step; None to keep it.
 
         Raises:
             UserError: the recipe says to stop, or too many steps in a row were dropped.

@@ -204,7 +204,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(words, tmp_path):
     with pytest.raises(UserError, match=r"writes what comes before or in message 2 otherwise .* \{% generation %\}"):
         own_labels(words, "messages", [{"messages": TALKS[0]}], tmp_path)
     words.chat_template = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
-    with pytest.raises(UserError, match="so the assistant's text cannot be told"):
+    with pytest.raises(UserError, match="so the assistant's text cannot be found"):
         own_labels(words, "messages", [{"messages": TALKS[0]}], tmp_path)
 
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moh_llm.data.shards import Shard, TokenizedSource, TokenStream, split_tail
-from moh_llm.data.windows import fixed_batches, flattened, validation_batches, window
+from moh_llm.data.windows import fixed_batches, validation_batches, window
 from moh_llm.errors import UserError
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
 
 def documents(*lengths: int) -> list[np.ndarray]:
@@ -97,21 +96,3 @@ def test_fixed_batches_number_documents():
     # One that spans three windows is one; the next stream's is another.
     assert numbers.unique_consecutive(return_counts=True)[1].tolist() == [5, 25, 5, 5]
     assert numbers.unique().numel() == 4
-
-
-def test_one_row_with_cumulative_lengths_is_the_same_text():
-    # Two rows of 24 tokens; documents begin at 0, 9 and 16 of the first, 0, 1 and 13 of the second.
-    (batch,) = fixed_batches([TokenStream.of([Shard.of(documents(9, 7, 8, 1, 12, 11))])], [1.0], 24, 48, 2)
-    torch.manual_seed(0)
-    config = MoHLlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_active_heads=3, num_shared_heads=1, router_type="linear", initializer_range=0.3,
-    )  # fmt: skip
-    model = MoHLlamaForCausalLM(config).train()
-    row = flattened(batch)
-    assert row["cu_seq_lens_q"].tolist() == [0, 9, 16, 24, 25, 37, 48] and row["cu_seq_lens_q"].dtype == torch.int32
-    assert row["max_length_q"] == row["max_length_k"] == 12
-    for inputs in (batch, row):
-        inputs.pop("labels")
-    found, wanted = (model(**inputs, use_cache=False).logits for inputs in (row, batch))
-    torch.testing.assert_close(found[0], wanted.flatten(0, 1), rtol=0, atol=1e-5)

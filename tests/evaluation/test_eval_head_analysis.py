@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from records import read
 
 from moh_llm.evaluation import head_analysis
 from moh_llm.evaluation.head_analysis import analyse_models, prompts
@@ -22,10 +23,6 @@ Evaluate = Callable[..., int]
 
 def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
-
-
-def read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture

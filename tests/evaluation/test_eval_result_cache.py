@@ -9,6 +9,7 @@ from typing import Any
 
 import forks
 import pytest
+from records import read
 
 from moh_llm import __version__
 from moh_llm.evaluation.result_cache import file_name
@@ -30,10 +31,6 @@ runner.run_benchmark = run
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
-def read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture

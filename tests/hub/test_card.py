@@ -122,7 +122,7 @@ def test_what_a_run_began_with_is_not_what_it_made(converted: Path, tmp_path: Pa
     from moh_llm.records.model import identify
 
     run = write_run(tmp_path / "run", str(converted), record={"model": {"sha256": identify(str(converted)).sha256}})
-    with pytest.raises(UserError, match=r"is what the run in .* began with, not what it made"):
+    with pytest.raises(UserError, match=r"is the model that the run in .* started from, not its result"):
         build_card(converted, NAME, run=run)
 
 

@@ -77,7 +77,7 @@ def test_an_unknown_licence_is_asked_for(bare: Path, front: str) -> None:
     (bare / "LICENSE").write_text("Do as you like.")
     with pytest.raises(UserError, match=r"pass --licence ID, such as apache-2\.0"):
         find_licence(read_lineage(bare))
-    assert licence_of(bare, "mit") == ("mit", "whoever published the model")
+    assert licence_of(bare, "mit") == ("mit", "the publisher")
 
 
 @pytest.mark.parametrize(("given", "hint"), [("Llama3.2", "llama3.2"), ("qqq", "docs/hub")])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moh_llm.modeling import modeling_moh_llama, selected_attention_moh
+from moh_llm.modeling import attention_moh, selected_attention_moh
 from tests.modeling import naive
 
 
@@ -68,7 +68,7 @@ def test_logits_are_those_of_the_naive_loop(make_pair, ids, name, implementation
 
 @pytest.mark.parametrize("name", PLANS)
 def test_selected_queries_are_those_of_the_naive_loop(make_pair, ids, name, monkeypatch):
-    monkeypatch.setattr(modeling_moh_llama, "is_faster", lambda gate, keys: True)
+    monkeypatch.setattr(attention_moh, "is_faster", lambda gate, keys: True)
     monkeypatch.setattr(selected_attention_moh, "_BLOCK", 8)
     _, moh = make_pair(dtype=torch.float64, **PLANS[name])
     weights = {name: tensor.numpy() for name, tensor in moh.state_dict().items()}
@@ -197,10 +197,10 @@ def test_heads_that_are_computed_for_first_tokens_only_have_the_gradients_of_all
     kinds, gradients = [], []
     for skips in (True, False):
         if not skips:
-            monkeypatch.setattr(modeling_moh_llama.MoHLlamaAttention, "_skips_heads", lambda *args: False)
-        compute = modeling_moh_llama.MoHLlamaAttention._early_outputs
+            monkeypatch.setattr(attention_moh.MoHLlamaAttention, "_skips_heads", lambda *args: False)
+        compute = attention_moh.MoHLlamaAttention._early_outputs
         monkeypatch.setattr(
-            modeling_moh_llama.MoHLlamaAttention,
+            attention_moh.MoHLlamaAttention,
             "_early_outputs",
             lambda *args, compute=compute, skips=skips: (kinds.append(skips), compute(*args))[1],
         )

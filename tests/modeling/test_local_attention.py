@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moh_llm.modeling.local_attention_moh import Band, local_attention
+from moh_llm.modeling.documents_moh import Band
+from moh_llm.modeling.fallbacks_moh import local_attention
 
 
 def naive(queries, keys, values, positions, starts, window, sinks, scaling, dropout=0.0, distant=None) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moh_llm.modeling import modeling_moh_llama, selected_attention_moh
+from moh_llm.modeling import attention_moh, selected_attention_moh
 from moh_llm.modeling.selected_attention_moh import selected_attention
 from tests.modeling.test_local_attention import inputs, naive
 
@@ -94,7 +94,7 @@ def test_the_model_is_that_without_it(make_pair, name, monkeypatch) -> None:
     _, moh = make_pair(max_position_embeddings=2048, **plan)
     calls = []
     monkeypatch.setattr(
-        modeling_moh_llama,
+        attention_moh,
         "selected_attention",
         lambda *given: calls.append(given[0].shape[2]) or selected_attention(*given),
     )
@@ -134,7 +134,7 @@ def test_autocast_is_left_to_dense_attention(make_pair, name) -> None:
 
 def test_masks_of_ones_own_and_all_heads_on_are_left_to_dense_attention(make_pair, monkeypatch) -> None:
     dense, moh = make_pair(max_position_embeddings=2048, num_shared_heads=1, num_active_heads=2, router_type="linear")
-    monkeypatch.setattr(modeling_moh_llama, "selected_attention", None)
+    monkeypatch.setattr(attention_moh, "selected_attention", None)
     ids = torch.randint(1, 257, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     last = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-9)[None, None]
     with torch.no_grad():

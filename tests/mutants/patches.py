@@ -91,14 +91,14 @@ PATCHES = (
     ),
     Patch(
         "one token less has all heads on",
-        "moh_llm/modeling/local_attention_moh.py",
+        "moh_llm/modeling/documents_moh.py",
         "positions - starts < max(all_on_until, window + sinks)",
         "positions - starts < max(all_on_until, window + sinks) - 1",
         ("tests/modeling/test_forward.py",),
     ),
     Patch(
         "first queries see keys of their first ones only",
-        "moh_llm/modeling/modeling_moh_llama.py",
+        "moh_llm/modeling/attention_moh.py",
         "seen = keys.shape[2] - (queries.shape[2] - early)",
         "seen = early",
         ("tests/modeling/test_documents.py",),

@@ -1,27 +1,17 @@
 """Runs side by side: which are a group, and how they compare."""
 
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from records import read, report
 
-from moh_llm.cli import main
 from moh_llm.reporting.groups import group_runs
 from moh_llm.reporting.runs import read_runs
 
 MakeRun = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("unrendered")
-
-
-def report(*arguments: str | Path) -> int:
-    return main(["report", *map(str, arguments)])
-
-
-def read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "report.json").read_text())
 
 
 def test_seeds_of_one_recipe_are_a_group(make_run: MakeRun, tmp_path: Path) -> None:

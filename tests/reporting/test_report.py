@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from records import read, report
 
 from moh_llm.cli import main
 from moh_llm.modeling import MoHLlamaConfig
@@ -17,14 +18,6 @@ from moh_llm.reporting.runs import read_runs
 
 MakeRun = Callable[..., Path]
 LogLines = Callable[[int, int, float], list[dict[str, Any]]]
-
-
-def report(*arguments: str | Path) -> int:
-    return main(["report", *map(str, arguments)])
-
-
-def read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "report.json").read_text())
 
 
 @pytest.mark.usefixtures("unrendered")

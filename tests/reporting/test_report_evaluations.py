@@ -9,22 +9,13 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from records import make_record
+from records import make_record, read, report
 
-from moh_llm.cli import main
 from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.reporting.report import write_report
 
 MakeRun = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("unrendered")
-
-
-def report(*arguments: str | Path) -> int:
-    return main(["report", *map(str, arguments)])
-
-
-def read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "report.json").read_text())
 
 
 def evaluated(
@@ -83,7 +74,7 @@ def test_a_damaged_run_that_nobody_named_is_left_out(make_run: MakeRun, tmp_path
     assert report(folder) == 0
     assert [found["name"] for found in read(folder / "report")["training"]["runs"]] == ["good"]
     error = capsys.readouterr().err
-    assert f"the report goes without the curves of {bad}: {bad / 'log.jsonl'} holds no step yet" in error
+    assert f"the report leaves out the curves of {bad}: {bad / 'log.jsonl'} holds no step yet" in error
     assert error.count("\n") == 1
     # Its folder is still not replaced, and who names it is told.
     assert report(folder, "--output", bad, "--overwrite") == 2

@@ -188,7 +188,7 @@ def test_both_twins_learn_from_scratch(initialise, configure, architecture: str)
 
 
 def test_a_model_without_a_base_has_no_teacher_and_no_dense_form(initialise, configure, tmp_path, capsys) -> None:
-    with pytest.raises(UserError, match="has every head on: distillation has no head to make up for"):
+    with pytest.raises(UserError, match="has every head on: there is nothing for distillation to recover"):
         train(configure(model=str(initialise("llm_s", "twin"))))
     folder = initialise("moh_llm_s", "moh")
     with pytest.raises(UserError, match="has router_score=weighted"):

@@ -165,15 +165,15 @@ def test_versions_are_held_against_the_requirements(monkeypatch):
     monkeypatch.setattr(metadata, "version", version)
     found = [(finding.state, finding.text) for finding in check_versions("zero2")]
     assert [state for state, _ in found] == ["fault"] * 3
-    assert found[0][1] == "torch 1.13.1 is there, >=2.6 is needed" and "transformers 99.0" in found[1][1]
-    assert found[2][1].startswith('deepspeed is not there; install it (pip install "deepspeed')
+    assert found[0][1] == "torch 1.13.1 is installed, >=2.6 is required" and "transformers 99.0" in found[1][1]
+    assert found[2][1].startswith('deepspeed is not installed; run pip install "deepspeed')
     assert not any("deepspeed" in finding.text for finding in check_versions("fsdp2"))
     old.clear()
     # Installed, the package itself says what it needs.
     monkeypatch.setattr(metadata, "requires", lambda name: ["peft>=99", 'deepspeed>=0.19; extra == "deepspeed"'])
     monkeypatch.setattr(metadata, "metadata", lambda name: {"Requires-Python": ">=3.99"})
     texts = [finding.text for finding in check_versions("one")]
-    assert len(texts) == 2 and texts[0].endswith(">=3.99 is needed") and texts[1].endswith(">=99 is needed")
+    assert len(texts) == 2 and texts[0].endswith(">=3.99 is required") and texts[1].endswith(">=99 is required")
 
 
 # ---- the command

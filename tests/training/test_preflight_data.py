@@ -92,7 +92,7 @@ def test_incomplete_weights_are_refused(make, model_copy):
         ({"model_type": "llama"}, "has model_type=llama, not moh_llama; convert it first"),
         ({"num_active_heads": 9}, "num_active_heads=9 must lie between"),
         ({"router_score": "weighted", "head_fallback": "none"}, "it is not its dense form, so there is no teacher"),
-        ({"num_active_heads": 4}, "distillation has no head to make up for; set objective.kind to cross_entropy"),
+        ({"num_active_heads": 4}, "there is nothing for distillation to recover; set objective.kind to cross_entropy"),
         (None, "holds no config.json"),
     ],
 )
@@ -141,7 +141,7 @@ def test_too_little_text_is_a_fault(make, tokens):
     assert "no source holds out one sequence of 2000" in the_fault(long)
     often = found(max_steps=2000)
     assert "source two would be read" in the_fault(often) and "max_epochs=2" in the_fault(often)
-    assert often[1].state == "warning" and "repeated so often" in often[1].text
+    assert often[1].state == "warning" and "so many repetitions" in often[1].text
 
 
 def test_too_little_text_is_a_fault_before_it_is_tokenised(make, mixture_file):

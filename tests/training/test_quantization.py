@@ -149,7 +149,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 LACKS = [
     ("flash_attention_2", CPU, {}, "needs a CUDA device"),
     ("flex_attention", CPU, {}, "has no backward pass on a CPU; set it to sdpa"),
-    ("flash_attention_3", CUDA, {"package": False}, "needs the package flash-attn-3, which is not there"),
+    ("flash_attention_3", CUDA, {"package": False}, "needs the package flash-attn-3; install it"),
     ("flash_attention_2", CUDA, {"mixed_precision": "no"}, "computes in bfloat16; set mixed_precision to bf16"),
     (
         "flash_attention_2",

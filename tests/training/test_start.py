@@ -23,10 +23,10 @@ START = """
 import json, os, sys
 from transformers import PreTrainedModel
 from moh_llm.records import model
-from moh_llm.training import loop, networks
+from moh_llm.training import loop, networks, sharding
 from moh_llm.training.recipe import load_config
 found = {"loaded": 0}
-load, distribute = networks.MoHLlamaForCausalLM.from_pretrained, loop.distribute
+load, distribute = networks.MoHLlamaForCausalLM.from_pretrained, sharding.distribute
 def counted(*args, **kwargs):
     found["loaded"] += 1
     return load(*args, **kwargs)
@@ -45,7 +45,7 @@ def stop(*_):
         json.dump(found, file)
     os._exit(0)
 networks.MoHLlamaForCausalLM.from_pretrained = counted
-loop.distribute, loop.start_trackers = watched, stop
+sharding.distribute, loop.start_trackers = watched, stop
 loop.train(load_config(sys.argv[1], [f"--output_dir={sys.argv[2]}", "--evaluation.eval_steps=0"]))
 """
 

@@ -57,7 +57,7 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis says, and whether it is logarithmic (base 2 for lengths of text)."""
+    """Label of an axis, and whether it is logarithmic (base 2 for lengths of text)."""
 
     title: str
     log: int | None = None

@@ -1,4 +1,4 @@
-"""What the routers of one model do, as charts and tables: see `moh_llm.analysis` for each figure's definition."""
+"""Charts and tables of one model's routers; `moh_llm.analysis` defines each figure."""
 
 from typing import Any
 

@@ -80,7 +80,7 @@ def score_titles(groups: Sequence[Group]) -> dict[str, tuple[str, str]]:
 
 
 def median_window(count: int) -> int:
-    """Of how many points the running median of ``count`` is one: 5 %, or 1 where each is drawn as it is."""
+    """Window of the running median over ``count`` points: 5 % of them, or 1 where every point is drawn."""
     return max(11, count // 20 | 1) if count > RAW_POINTS else 1
 
 
@@ -165,7 +165,7 @@ def _thinned(tokens: list[int], values: list[float], window: int) -> Points:
 
 
 def _smoothing(windows: set[int]) -> str:
-    """What a chart says of the running medians in it."""
+    """A chart's note about its running medians."""
     if max(windows, default=1) == 1:
         return ""
     steps = f"{windows.pop()} steps" if len(windows) == 1 else "about 5 % of the run's steps"

@@ -1,0 +1,348 @@
+"""Mixture-of-Head attention of one layer: LLaMA's attention, a gate per head and token, and fallbacks of heads off."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from .cache_moh import MoHCache, NearKeys
+from .configuration_moh_llama import MoHLlamaConfig
+from .documents_moh import Band, Requests
+from .fallbacks_moh import MoHFallback, MoHLocalFallback
+from .routing_moh import HeadShard, MoHRouter
+from .selected_attention_moh import has_flash_attention, is_faster, selected_attention
+
+HEAD_SPARSE = "moh_sparse"  # the attention implementation that `moh_llm.kernels` registers
+
+
+class ComputedHeads(NamedTuple):
+    """The heads that full attention computes in one forward pass.
+
+    Attributes:
+        ids: heads that are computed for all queries; None: all heads.
+        early: number of first queries for which the other heads are computed, too.
+        early_ids: these other heads, where `early` is not 0.
+    """
+
+    ids: torch.Tensor | None = None
+    early: int = 0
+    early_ids: torch.Tensor | None = None
+
+    def queries(self, queries: torch.Tensor) -> torch.Tensor:
+        """Select the queries of `ids` from `[B, H, T, D]`."""
+        if self.ids is None:
+            return queries
+        return queries.transpose(1, 2).index_select(2, self.ids).transpose(1, 2)  # outputs get its strides
+
+    def mask_gate(self, gate: torch.Tensor) -> torch.Tensor:
+        """The gate `[B, T, H]` with zeros for heads that are not computed at all: they get their fallback."""
+        if self.ids is None or self.early:
+            return gate
+        return torch.zeros_like(gate).index_copy(-1, self.ids, gate.index_select(-1, self.ids))
+
+    def expand(self, outputs: torch.Tensor, early_outputs: torch.Tensor | None, num_heads: int) -> torch.Tensor:
+        """Outputs `[B, T, H, D]` of all heads, zero where none are computed, given those of `ids` and `early_ids`."""
+        if self.ids is None:
+            return outputs
+        every = outputs.new_zeros(*outputs.shape[:2], num_heads, outputs.shape[-1]).index_copy(2, self.ids, outputs)
+        if early_outputs is None:
+            return every
+        early = every[:, : self.early].index_copy(2, self.early_ids, early_outputs)
+        return torch.cat([early, every[:, self.early :]], dim=1)
+
+
+class MoHLlamaAttention(LlamaAttention):
+    """LLaMA attention whose head outputs are gated per token: sum_i g_i H_i W_O^i (Eq. 4).
+
+    With fallbacks S_i for heads that are off: sum_i (g_i H_i + (1 - g_i) S_i) W_O^i.
+    """
+
+    sparse_gate_gradient = "exact"  # see `MoHLlamaPreTrainedModel.set_sparse_gate_gradient`
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        if config.attention_output_bias not in (None, config.attention_bias):
+            width = config.num_attention_heads * self.head_dim
+            self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_output_bias)
+        if config.query_key_norm:
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.normed = config.query_key_norm
+        self.router = MoHRouter(config, layer_idx)
+        kinds = {"value": MoHFallback, "local": MoHLocalFallback}
+        has_fallback = config.head_fallback in kinds and self.router.num_shared < config.num_attention_heads
+        self.fallback = kinds[config.head_fallback](config, layer_idx) if has_fallback else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        document_starts: tuple[torch.Tensor, torch.Tensor] | None = None,
+        band: Band | Requests | None = None,
+        whole_documents: bool = False,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and the weights, if any.
+
+        `document_starts` is what the function of that name gives; fallbacks need it, and so does "moh_sparse". `band`
+        is that of local fallbacks; None: all heads are on for these tokens. `whole_documents` says that the
+        mask shows each token all of its document up to itself.
+        """
+        if document_starts is None and self.fallback is not None:
+            raise ValueError("fallbacks need document_starts, which MoHLlamaModel.forward gives to its layers")
+        band = band if self._is_local else None
+        queries, keys, own_values, shard = self._project(hidden_states)
+        gate = self._route(hidden_states, queries, band, shard)
+
+        cos, sin = position_embeddings
+        queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys.transpose(1, 2), cos, sin)
+        values = own_values.transpose(1, 2)
+        keys, values, near = self._update_cache(past_key_values, keys, values, document_starts, band, kwargs)
+        if self.config._attn_implementation == HEAD_SPARSE:
+            kwargs |= self._head_sparse_arguments(gate, past_key_values, document_starts)
+
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        is_selected = whole_documents and not dropout and is_faster(gate, keys)
+        computed = self._computed_heads(queries.shape[2], band, near, is_selected, shard)
+        own, attn_weights, early_outputs = computed.queries(queries), None, None
+        if computed.early:
+            early_outputs = self._early_outputs(attention, computed, queries, keys, values, attention_mask, dropout)
+        if not own.shape[1]:
+            head_outputs = own
+        elif is_selected:
+            selected = (gate if computed.ids is None else gate.index_select(-1, computed.ids)) != 0
+            head_outputs = selected_attention(own, keys, values, selected, *document_starts, self.scaling)
+        else:
+            module, *states = self._for_heads(computed.ids, keys, values, attention_mask)
+            head_outputs, attn_weights = attention(
+                module, own, *states, dropout=dropout, scaling=self.scaling, **kwargs
+            )
+        # Backends of serving engines return the heads flattened, hence the reshape before the gate.
+        head_outputs = head_outputs.reshape(*hidden_states.shape[:-1], own.shape[1], self.head_dim)
+        head_outputs = computed.expand(head_outputs, early_outputs, queries.shape[1])
+
+        gate = computed.mask_gate(gate).to(head_outputs.dtype)
+        head_outputs = self._gate(head_outputs, gate, hidden_states, own_values, document_starts, band, shard)
+        if band is not None:
+            head_outputs = self._add_local_fallbacks(
+                head_outputs, gate, hidden_states, queries, keys, values, band, dropout, near, shard
+            )
+        return self.o_proj(head_outputs.flatten(-2).contiguous()), attn_weights
+
+    @property
+    def _is_local(self) -> bool:
+        return isinstance(self.fallback, MoHLocalFallback)
+
+    def _project(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, HeadShard | None]:
+        """Queries `[B, T, H, D]`, keys and values `[B, T, KV, D]` of this process, and its shard of the heads."""
+        head_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        queries, shard = self.q_proj(hidden_states), None
+        if (width := queries.shape[-1]) != self.config.num_attention_heads * self.head_dim:
+            shard = HeadShard.of(self.q_proj.weight, width / self.head_dim, self.config)
+        queries, keys = queries.view(head_shape), self.k_proj(hidden_states).view(head_shape)
+        if self.normed:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        return queries, keys, self.v_proj(hidden_states).view(head_shape), shard
+
+    def _route(
+        self, hidden_states: torch.Tensor, queries: torch.Tensor, band: Band | Requests | None, shard: HeadShard | None
+    ) -> torch.Tensor:
+        """The gate `[B, T, H]` of this process's heads, given queries `[B, T, H, D]` before rotary embedding."""
+        # With local fallbacks a document's first tokens have all heads on: their result is the base's.
+        all_on = self._is_local and (band is None or band.all_on)
+        _, gate = self.router(hidden_states, queries, all_on, shard=shard)
+        return gate if shard is None else shard.take(gate)
+
+    def _update_cache(
+        self,
+        past_key_values: Cache | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        document_starts: tuple[torch.Tensor, torch.Tensor] | None,
+        band: Band | Requests | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor, NearKeys | None]:
+        """All keys and values, given those of this pass `[B, KV, T, D]`, and what a `MoHCache` keeps apart."""
+        near = None
+        if isinstance(past_key_values, MoHCache):
+            layer = past_key_values.layers[self.layer_idx]
+            if keys.shape[1] != self.config.num_key_value_heads:
+                raise ValueError("a MoHCache does not work with tensor parallelism; use a DynamicCache")
+            if layer.local_groups and band is not None:
+                if self.router.num_active == self.router.num_heads:
+                    raise ValueError("a MoHCache lacks keys that all heads read; use a DynamicCache")
+                if self.config._attn_implementation in ("eager", HEAD_SPARSE):
+                    raise ValueError(
+                        f"attn_implementation={self.config._attn_implementation!r} does not work with a MoHCache; use "
+                        "'sdpa' or a DynamicCache"
+                    )
+            needs_all = band is None or (band.early != 0 and self._has_early_heads)
+            how = {"starts": None if document_starts is None else document_starts[1], "all": needs_all}
+            keys, values = past_key_values.update(keys, values, self.layer_idx, how)
+            near = layer.take_near()
+        elif past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        if isinstance(band, Requests):  # what SDPA does with a paged cache
+            keys, values = kwargs.pop("cache").update(keys, values, self.layer_idx, kwargs)
+        return keys, values, near
+
+    def _head_sparse_arguments(
+        self, gate: torch.Tensor, past_key_values: Cache | None, document_starts: tuple[torch.Tensor, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Arguments of "moh_sparse" beside those of all attention functions."""
+        if past_key_values is None:  # documents are distinguished without a cache only
+            positions, starts = document_starts
+            return {"head_gate": gate, "is_first": positions == starts}
+        if past_key_values.is_compileable:
+            raise ValueError(f"attn_implementation={HEAD_SPARSE!r} does not work with static caches; use 'sdpa'")
+        return {"head_gate": gate}
+
+    def _computed_heads(
+        self,
+        length: int,
+        band: Band | Requests | None,
+        near: NearKeys | None,
+        is_selected: bool,
+        shard: HeadShard | None,
+    ) -> ComputedHeads:
+        """Which heads to compute for so many queries: those that some token may have on, where that saves work."""
+        if near is not None:  # the cache has the keys of the others no more
+            steps = torch.arange(self.num_key_value_groups, device=near.kept_groups.device)
+            return ComputedHeads((near.kept_groups[:, None] * self.num_key_value_groups + steps).flatten())
+        if band is None or is_selected or not self._skips_heads(length, band.early):
+            return ComputedHeads()
+        used = self.router.used_heads(shard)
+        if band.early and self._has_early_heads:
+            unused = self.router.unused_heads(shard)
+            if len(unused):  # else all heads of this shard may be on later
+                return ComputedHeads(used, band.early, unused)
+        return ComputedHeads(used)
+
+    def _skips_heads(self, length: int, early: int | None) -> bool:
+        """Whether full attention is computed for the heads alone that some token of a pass may have on.
+
+        `early` is that of the pass's `Band`: for these queries the other heads are computed, too.
+        """
+        router = self.router
+        # Other attention functions than SDPA read more of kwargs.
+        can_split = early is not None and early < length and self.config._attn_implementation == "sdpa"
+        return (
+            (router.local_groups > 0 or (router.router_type == "none" and router.routed_groups > 0))
+            and router.num_active < router.num_heads
+            and length > self.config.all_heads_until  # up to there the result is the base's bit for bit
+            and self.config._attn_implementation not in ("eager", HEAD_SPARSE)  # one returns weights of all heads
+            and (not self._has_early_heads or early == 0 or can_split)
+        )
+
+    @property
+    def _has_early_heads(self) -> bool:
+        """Whether tokens have all heads on whose local attention is not the head's own."""
+        return self._is_local and self.config.all_heads_until > self.fallback.window + self.fallback.sinks
+
+    def _early_outputs(
+        self,
+        attention: Callable,
+        computed: ComputedHeads,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Outputs `[B, early, heads, D]` of the first queries, of the heads that no later token may have on."""
+        early = computed.early
+        seen = keys.shape[2] - (queries.shape[2] - early)
+        keys, values = keys[:, :, :seen], values[:, :, :seen]
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, :, :early, :seen]
+        module, *states = self._for_heads(computed.early_ids, keys, values, attention_mask)
+        own = queries[:, :, :early].index_select(1, computed.early_ids)
+        return attention(module, own, *states, dropout=dropout, scaling=self.scaling)[0]
+
+    def _for_heads(
+        self, heads: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> tuple["MoHLlamaAttention | _HeadsAlone", torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Module, keys, values and mask to call attention with for these heads, given those of all or of theirs."""
+        if heads is None:
+            return self, keys, values, attention_mask
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
+            attention_mask = attention_mask.index_select(1, heads)
+        if keys.shape[1] * self.num_key_value_groups == len(heads):
+            return self, keys, values, attention_mask
+        groups = heads // self.num_key_value_groups
+        return _HeadsAlone(self), keys.index_select(1, groups), values.index_select(1, groups), attention_mask
+
+    def _gate(
+        self,
+        head_outputs: torch.Tensor,
+        gate: torch.Tensor,
+        hidden_states: torch.Tensor,
+        own_values: torch.Tensor,
+        document_starts: tuple[torch.Tensor, torch.Tensor] | None,
+        band: Band | Requests | None,
+        shard: HeadShard | None,
+    ) -> torch.Tensor:
+        """Head outputs `[B, T, H, D]` times the gate, plus value fallbacks, which are exact zeros where it is 1."""
+        gates_itself = self.config._attn_implementation == HEAD_SPARSE
+        if isinstance(self.fallback, MoHFallback):
+            positions, starts = document_starts
+            return self.fallback(
+                head_outputs, gate, hidden_states, own_values, positions == starts, gated=gates_itself, shard=shard
+            )
+        if gates_itself or (self._is_local and band is None):
+            return head_outputs
+        return head_outputs * gate.unsqueeze(-1)
+
+    def _add_local_fallbacks(
+        self,
+        head_outputs: torch.Tensor,
+        gate: torch.Tensor,
+        hidden_states: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        band: Band | Requests,
+        dropout: float,
+        near: NearKeys | None,
+        shard: HeadShard | None,
+    ) -> torch.Tensor:
+        """Gated head outputs `[B, T, H, D]` plus local fallbacks, which queries before `band.lead` have none of."""
+        is_step = queries.shape[2] == 1 and has_flash_attention(gate)
+        if is_step and bool((gate == 1).all()):  # to ask costs nothing on a CPU
+            return head_outputs
+        lead = band.lead
+        local = self.fallback(
+            queries[:, :, lead:], keys, values, hidden_states[:, lead:], band, self.scaling, dropout, near, shard
+        )
+        heads = self.fallback.heads(shard)
+        off = 1 - gate[:, lead:].index_select(-1, heads)
+        rest = head_outputs[:, lead:].index_add(2, heads, local * off.unsqueeze(-1))
+        return torch.cat([head_outputs[:, :lead], rest], dim=1) if lead else rest
+
+
+class _HeadsAlone:
+    """An attention module for attention functions, where each query head comes with its own key-value head."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, attention: MoHLlamaAttention):
+        self._attention = attention
+
+    def __getattr__(self, name: str):
+        return getattr(self._attention, name)

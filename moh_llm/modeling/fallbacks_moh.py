@@ -1,0 +1,231 @@
+"""Fallbacks: what a head that is off contributes, a value per token (`MoHFallback`) or its local attention.
+
+In local attention each token sees the first tokens of its document, the last tokens, and a distant token for the rest.
+The distant token is a score and a value per head. It stands for the tokens that are out of sight: its score grows with
+the logarithm of their number, as their sum in the softmax does. Time and memory are linear in the number of tokens:
+queries are taken in blocks, and a block of queries sees the keys of its band and the document's first ones. It runs on
+`scaled_dot_product_attention` alone.
+
+Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size.
+"""
+
+from collections import Counter
+
+import torch
+from torch import nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from .cache_moh import NearKeys
+from .configuration_moh_llama import MoHLlamaConfig
+from .documents_moh import Band, Requests
+from .routing_moh import HeadShard, IndexedModule, MoHLinear
+from .selected_attention_moh import flash_attention, has_flash_attention
+
+_WIDER = 8  # entries that the distant token adds to queries, keys and values: kernels want multiples of 8
+
+
+def local_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    band: Band,
+    scaling: float,
+    dropout: float = 0.0,
+    distant: tuple[torch.Tensor, torch.Tensor] | None = None,
+    groups: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of each query to the keys that `band` shows it.
+
+    With n keys out of sight the softmax has one more entry where n > 0, the distant token's: its score is that given
+    plus log n. Query heads that share keys and values are queries of one attention, so that keys are copied once.
+
+    Args:
+        queries: `[B, H, T, D]`, after rotary embedding. As many heads in a row share each key-value head.
+        keys, values: `[B, KV, S, D]`, those of a cache included; entries after a query are not read.
+        band: of these queries.
+        scaling: factor of the scores.
+        dropout: probability.
+        distant: scores of the distant token `[B, H, T]` (already scaled) and its values `[H, D]`.
+        groups: ids of the key-value heads that these queries share; None: all of them.
+
+    Returns:
+        Head outputs `[B, T, H, D]`.
+    """
+    batch, heads, length, size = queries.shape
+    taken, visible = [band.take(tensor, groups) for tensor in (keys, values)], band.visible
+    count = taken[0].shape[2]
+    blocks = band.blocks(queries, count)
+    scores = None
+    if distant is not None:
+        scores = distant[0] + band.hidden.clamp_min(1).log().unsqueeze(1)
+        scores = band.blocks(scores.unsqueeze(-1), count)
+    merges = has_flash_attention(queries) and not dropout
+    if merges or distant is None:
+        visible = visible[..., :-1]
+    else:
+        # One more entry of the queries is the score, and one of the values the weight of the distant token.
+        scores = (scores / scaling).to(queries.dtype)
+        blocks = torch.cat([blocks, scores, scores.new_zeros(1).expand(*scores.shape[:-1], _WIDER - 1)], dim=-1)
+        taken = [pad(tensor, (0, _WIDER, 0, 1)) for tensor in taken]
+        for tensor in taken:
+            tensor[..., -1, size] = 1
+    shared = heads // count
+    mask = visible.unsqueeze(2).expand(batch, -1, shared, -1, -1).flatten(2, 3).flatten(0, 1).unsqueeze(1)
+    given = [tensor.flatten(0, 1) for tensor in (blocks.flatten(3, 4), *taken)]
+    if merges:
+        mask = queries.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        out, sums = flash_attention(*given, attn_mask=mask, scale=scaling)
+    else:
+        out = scaled_dot_product_attention(*given, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    # [B, N, KV, H / KV, block, D] to [B, T, H, D]
+    out = out.view(blocks.shape[:-1] + out.shape[-1:])
+    if merges and scores is not None:
+        weights = torch.sigmoid(scores - sums.view(scores.shape)) * band.blocks(band.hidden[:, None, :, None] > 0, 1)
+        out = out.lerp(distant[1].to(out.dtype).view(count, shared, 1, size), weights.to(out.dtype))
+    out = out.permute(0, 1, 4, 2, 3, 5).reshape(batch, -1, heads, out.shape[-1])[:, :length]
+    if merges or distant is None:
+        return out
+    return out[..., :size] + out[..., size : size + 1] * distant[1].to(out.dtype)
+
+
+class MoHLocalFallback(IndexedModule):
+    """What a head that is off contributes: its local attention, with a distant token for what is out of sight.
+
+    The distant token's value is a vector per head, and its score linear in the layer's input. A head that spreads its
+    attention over the whole text is nearly that; a head that looks up single tokens is not. `index` holds the heads
+    that are not shared, in the order of the parameters.
+    """
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        shared = config.shared_heads_per_layer[layer_idx]
+        heads = [head for head in range(config.num_attention_heads) if head not in shared]
+        super().__init__(heads)
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        # Groups with as many heads that are not shared are computed together, those that are never on by themselves.
+        groups, never_on = [head // self.num_key_value_groups for head in heads], config.local_groups(layer_idx)
+        counts = Counter(groups)
+        kinds = [(group in never_on, counts[group]) for group in groups]
+        self.order = IndexedModule(sorted(range(len(heads)), key=kinds.__getitem__))
+        self.kinds = sorted(Counter(kinds).items())  # and how many heads are of the kind
+        self.window, self.sinks = config.local_window, config.local_sinks
+        self.distant_score = MoHLinear(config.hidden_size, len(heads))
+        self.distant_value = nn.Parameter(torch.zeros(len(heads), config.head_dim))
+
+    def heads(self, shard: HeadShard | None = None) -> torch.Tensor:
+        """Ids of the heads in the order of outputs; with `shard` those of its heads, by their numbers there."""
+        heads = self.index.index_select(0, self.order.index)
+        return heads if shard is None else shard.own(heads)
+
+    def forward(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        hidden_states: torch.Tensor,
+        band: Band | Requests,
+        scaling: float,
+        dropout: float,
+        near: NearKeys | None = None,
+        shard: HeadShard | None = None,
+    ) -> torch.Tensor:
+        """Outputs `[B, T, len(heads), D]` of `heads(shard)`.
+
+        `queries` are those of all heads or of the shard's, `hidden_states` `[B, T, C]` is the layer's input; see
+        `local_attention`. With a `MoHCache` `near` is what its layer keeps of groups that are never on, and `keys` and
+        `values` are those of `near.kept_groups`.
+        """
+        if isinstance(band, Requests):
+            out = queries.new_zeros(*hidden_states.shape[:2], len(self.heads(shard)), queries.shape[-1])
+            for tokens, part in band.parts:
+                given = queries[:, :, tokens], keys, values, hidden_states[:, tokens]
+                out[:, tokens] = self(*given, part, scaling, dropout, shard=shard)
+            return out
+        scores = self.distant_score(hidden_states).transpose(1, 2)
+        if len(self.kinds) == 1 and len(self.index) == self.num_heads and near is None and shard is None:
+            return local_attention(queries, keys, values, band, scaling, dropout, (scores, self.distant_value))
+        outputs = []
+        for ((never_on, count), _), places in zip(
+            self.kinds, self.order.index.split([n for _, n in self.kinds]), strict=True
+        ):
+            heads = self.index.index_select(0, places)
+            if shard is not None:
+                places, heads = places[shard.has(heads)], shard.own(heads)
+                if not len(heads):
+                    continue
+            distant = scores.index_select(1, places), self.distant_value.index_select(0, places)
+            own, groups = queries.index_select(1, heads), heads[::count] // self.num_key_value_groups
+            read = keys, values, band
+            if near is not None and never_on:
+                read, groups = (near.keys, near.values, band.near(near.begin, self.sinks)), None
+            elif near is not None:
+                groups = torch.searchsorted(near.kept_groups, groups)
+            outputs.append(local_attention(own, *read, scaling, dropout, distant, groups))
+        return torch.cat(outputs, dim=2) if outputs else queries.transpose(1, 2)[:, :, :0]
+
+
+class MoHFallback(IndexedModule):
+    """What a routed head that is off contributes: b_h + a_h(x) v, with a_h linear in the layer's input x.
+
+    v is the token's own value vector of the head's group. A head mostly attends to a few sink
+    positions, whose mixture hardly varies (b_h), and to the token itself (a_h(x) v): this is that
+    head without its attention to other tokens. It costs what the router costs, and goes through the
+    output projection in the head's place. A document's first token attends to nothing but itself: its
+    heads are v, and so are its fallbacks. What it passes on, and what later tokens use as a sink, is
+    thereby the base's, bit for bit.
+    """
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        routed = config.routed_heads(layer_idx)
+        super().__init__(routed)
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.own_value = MoHLinear(config.hidden_size, len(routed))
+        self.bias = nn.Parameter(torch.zeros(len(routed), config.head_dim))
+
+    def forward(
+        self,
+        head_outputs: torch.Tensor,
+        gate: torch.Tensor,
+        hidden_states: torch.Tensor,
+        value_states: torch.Tensor,
+        is_first: torch.Tensor,
+        gated: bool = False,
+        shard: HeadShard | None = None,
+    ) -> torch.Tensor:
+        """Gated head outputs, with fallbacks where heads are off: g_h H_h + (1 - g_h) S_h, `[B, T, H, D]`.
+
+        Args:
+            head_outputs: `[B, T, H, D]`.
+            gate: of all heads, `[B, T, H]`, in the dtype of `head_outputs`.
+            hidden_states: the attention layer's input `[B, T, C]`.
+            value_states: values of these tokens `[B, T, KV, D]`.
+            is_first: whether a token is the first of its document, `[B or 1, T]`.
+            gated: `head_outputs` are times their gate already.
+            shard: the heads that these are, of all.
+        """
+        dtype = head_outputs.dtype
+        is_first, off = is_first.unsqueeze(-1), 1 - gate
+        # Numbers per head are made first, and tensors of the heads' full size are added to in place (nothing that is
+        # overwritten is needed for a gradient).
+        share = torch.where(is_first, 1.0, self.own_value(hidden_states).to(dtype))
+        share = self._of_heads(share, -1, shard) * off
+        level = torch.where(is_first, 0.0, off)
+        bias = self._of_heads(self.bias.to(dtype), 0, shard)
+        out = self._grouped(head_outputs, -2)
+        # A tensor of its own in both cases, since what a view is added to in place costs a copy going backward.
+        out = out.clone() if gated else out * self._grouped(gate).unsqueeze(-1)
+        out.addcmul_(self._grouped(share).unsqueeze(-1), value_states.unsqueeze(-2))
+        out.addcmul_(self._grouped(level).unsqueeze(-1), self._grouped(bias, -2))
+        return out.view(head_outputs.shape)
+
+    def _grouped(self, heads: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The dimension of heads split into key-value heads and the query heads that share each."""
+        return heads.unflatten(dim, (-1, self.num_key_value_groups))
+
+    def _of_heads(self, routed: torch.Tensor, dim: int, shard: HeadShard | None) -> torch.Tensor:
+        """Expand values of the routed heads to all heads, or a shard's, with zeros for the shared ones."""
+        shape = list(routed.shape)
+        shape[dim] = self.num_heads
+        heads = routed.new_zeros(shape).index_copy(dim, self.index, routed)
+        return heads if shard is None else shard.take(heads, dim)
