@@ -9,6 +9,7 @@ Shapes: B batch, T queries, S keys (of the cache and of this pass), H query head
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -149,12 +150,15 @@ class Requests(NamedTuple):
         parts: tokens of each request of which some may have heads off, and their band.
         all_on: as in `Band`, `[1, T]`.
         early, lead: as in `Band`.
+        read: gives the keys and values `[1, KV, S, D]` that the bands count, of an attention layer, after its
+            attention, where a serving engine has the cache; None: the cache that the layer is given has them.
     """
 
     parts: list[tuple[slice, Band]]
     all_on: torch.Tensor
     early: int | None = None
     lead: int = 0
+    read: Callable[[nn.Module], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @classmethod
     def of(

@@ -131,7 +131,8 @@ class MoHLlamaAttention(LlamaAttention):
         elif past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
 
-        if isinstance(band, Requests):  # what SDPA does with a paged cache
+        read = band.read if isinstance(band, Requests) else None
+        if isinstance(band, Requests) and read is None:  # what SDPA does with a paged cache
             keys, values = kwargs.pop("cache").update(keys, values, self.layer_idx, kwargs)
 
         gates_itself = self.config._attn_implementation == HEAD_SPARSE
@@ -151,7 +152,7 @@ class MoHLlamaAttention(LlamaAttention):
         if kept is not None:
             heads = kept[:, None] * self.num_key_value_groups
             heads = (heads + torch.arange(self.num_key_value_groups, device=kept.device)).flatten()
-        elif band is not None and not is_selected and self._skips_heads(queries.shape[2], band.early):
+        elif band is not None and not is_selected and read is None and self._skips_heads(queries.shape[2], band.early):
             heads = self.router.used_heads(shard)
         own, own_gate, attn_weights, early_outputs = queries, gate, None, None
         if heads is not None and band.early and self._has_early_heads:
@@ -193,6 +194,8 @@ class MoHLlamaAttention(LlamaAttention):
             head_outputs = head_outputs * gate.unsqueeze(-1)
         is_step = queries.shape[2] == 1 and has_flash_attention(gate)
         if band is not None and not (is_step and bool((gate == 1).all())):  # to ask costs nothing on a CPU
+            if read is not None:
+                keys, values = read(self)
             late, late_states = queries[:, :, band.lead :], hidden_states[:, band.lead :]
             given = late, keys, values, late_states, band, self.scaling, dropout
             local = self.fallback(*given, near=near, kept=kept, shard=shard)
@@ -411,23 +414,26 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
             self.config.head_fallback != "none" or implementation == HEAD_SPARSE or whole_documents
         ):
             paged = kwargs.get("cache") is not None
-            if self.config.head_fallback == "local" and (
+            needs_band = self.config.head_fallback == "local" and kwargs.get("band") is None
+            if needs_band and (
                 implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
                 or (paged and (implementation != "sdpa" or kwargs.get("block_table") is not None))
             ):
+                way = "use 'sdpa'" if paged else "use 'sdpa', 'eager' or a flash attention of transformers"
+                if implementation == "vllm":
+                    way = "install MoH-LLM in vLLM's environment and leave out --model-impl"
                 raise ValueError(
-                    f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; "
-                    "use " + ("'sdpa'" if paged else "'sdpa', 'eager' or a flash attention of transformers")
+                    f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; {way}"
                 )
             starts = document_starts(
                 inputs, attention_mask, position_ids, past_key_values, bool(use_cache), implementation, paged
             )
             kwargs["document_starts"] = starts
             seen = self.config.local_window, self.config.local_sinks, self.config.local_start
-            if self.config.head_fallback == "local" and paged:
+            if needs_band and paged:
                 edges = kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"]["full_attention"].tolist()
                 kwargs["band"] = Requests.of(position_ids, *edges, *seen)
-            elif self.config.head_fallback == "local" and not self._all_heads_on(inputs.shape[1], past_key_values):
+            elif needs_band and not self._all_heads_on(inputs.shape[1], past_key_values):
                 kwargs["band"] = Band.of(*starts, *seen)
             kwargs["whole_documents"] = whole_documents
         return super().forward(
