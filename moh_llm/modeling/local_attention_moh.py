@@ -138,6 +138,7 @@ class Band(NamedTuple):
         if rows == 1:
             taken = tensor.index_select(2, index[0])
         else:
+            tensor = tensor.expand(rows, -1, -1, -1)
             taken = tensor.gather(2, index[:, None, :, None].expand(-1, heads, -1, tensor.shape[-1]))
         taken = taken.unflatten(2, (count, width)).transpose(1, 2)
         return taken if groups is None else taken.index_select(2, groups)
@@ -147,14 +148,15 @@ class Requests(NamedTuple):
     """Bands of requests whose tokens lie side by side in one row, and so do their keys (continuous batching).
 
     Attributes:
-        parts: tokens of each request of which some may have heads off, and their band.
+        parts: tokens of each request of which some may have heads off, and their band; or one token of each of some
+            requests, which are the rows of one band.
         all_on: as in `Band`, `[1, T]`.
         early, lead: as in `Band`.
         read: gives the keys and values `[1, KV, S, D]` that the bands count, of an attention layer, after its
             attention, where a serving engine has the cache; None: the cache that the layer is given has them.
     """
 
-    parts: list[tuple[slice, Band]]
+    parts: list[tuple[slice | torch.Tensor, Band]]
     all_on: torch.Tensor
     early: int | None = None
     lead: int = 0
@@ -301,8 +303,11 @@ class MoHLocalFallback(IndexedModule):
         if isinstance(band, Requests):
             out = queries.new_zeros(*hidden_states.shape[:2], len(self.heads(shard)), queries.shape[-1])
             for tokens, part in band.parts:
-                given = queries[:, :, tokens], keys, values, hidden_states[:, tokens]
-                out[:, tokens] = self(*given, part, scaling, dropout, shard=shard)
+                own, states = queries[:, :, tokens], hidden_states[:, tokens]
+                if not isinstance(tokens, slice):
+                    own, states = own.transpose(0, 2), states.transpose(0, 1)
+                local = self(own, keys, values, states, part, scaling, dropout, shard=shard)
+                out[:, tokens] = local if isinstance(tokens, slice) else local.transpose(0, 1)
             return out
         scores = self.distant_score(hidden_states).transpose(1, 2)
         if len(self.kinds) == 1 and len(self.index) == self.num_heads and near is None and shard is None:

@@ -5,9 +5,7 @@ vLLM calls `register` in each of its processes, by the entry point of this packa
 
 
 def register() -> None:
-    """Tell vLLM which class serves MoH models, and transformers' Auto classes that no remote code is needed."""
+    """Tell vLLM which class serves MoH models. With this package imported transformers needs no remote code for them."""
     from vllm import ModelRegistry
-
-    import moh_llm.modeling  # noqa: F401 - registers the Auto classes
 
     ModelRegistry.register_model("MoHLlamaForCausalLM", "moh_llm.serving.vllm_model:MoHLlamaForVLLM")

@@ -37,24 +37,42 @@ def near_keys(
         The requests, whose bands count the keys that are read, side by side; and of each key its request and its
         position there, `[S]` each.
     """
-    parts: list[tuple[slice, Band]] = []
+    parts: list[tuple[slice | torch.Tensor, Band]] = []
     all_on = torch.ones(1, total, dtype=torch.bool, device=device)
     of_request, positions, count = [], [], 0
-    for request, (first, last, length) in enumerate(zip(token_edges[:-1], token_edges[1:], lengths, strict=True)):
-        if first == last:
-            continue
-        own = torch.arange(length - (last - first), length, device=device)[None]
-        band = Band.of(own, torch.zeros_like(own), window, sinks, all_on_until)
-        if band is None:
-            continue
-        all_on[:, first:last] = band.all_on
-        begin = max(0, length - (last - first) + band.lead - window + 1)
+    steps: list[int] = []  # requests with one new token, which make one batch
+
+    def add(request: int, begin: int, length: int) -> int:
+        """Read a request's first keys and those from `begin` on; returns how many keys are read before them."""
+        nonlocal count
         read = torch.cat([torch.arange(sinks).clamp_max(length - 1), torch.arange(begin, length)])
-        band = band.near(begin, sinks)
-        parts.append((slice(first + band.lead, last), band._replace(index=band.index + count)))
         of_request.append(torch.full_like(read, request))
         positions.append(read)
         count += len(read)
+        return count - len(read)
+
+    for request, (first, last, length) in enumerate(zip(token_edges[:-1], token_edges[1:], lengths, strict=True)):
+        if last - first == 1 and length > max(all_on_until, window + sinks):
+            steps.append(request)
+        elif last > first:
+            own = torch.arange(length - (last - first), length, device=device)[None]
+            band = Band.of(own, torch.zeros_like(own), window, sinks, all_on_until)
+            if band is not None:
+                all_on[:, first:last] = band.all_on
+                begin = max(0, length - (last - first) + band.lead - window + 1)
+                band = band.near(begin, sinks)
+                band = band._replace(index=band.index + add(request, begin, length))
+                parts.append((slice(first + band.lead, last), band))
+    if steps:
+        # As if rows were padded on the left, so that all tokens have the position of the longest request's.
+        their = torch.tensor([lengths[request] for request in steps], device=device)
+        end = their.max().view(1, 1)
+        band = Band.of(end - 1, end - their[:, None], window, sinks)
+        rows = [add(request, lengths[request] - window, lengths[request]) for request in steps]
+        index = torch.tensor(rows, device=device)[:, None, None] + torch.arange(sinks + window, device=device)
+        tokens = torch.tensor([token_edges[request] for request in steps], device=device)
+        all_on[:, tokens] = False
+        parts.append((tokens, band._replace(index=index)))
     if not parts:
         positions = of_request = [torch.zeros(0, dtype=torch.int64)]
     return Requests(parts, all_on), torch.cat(of_request).to(device), torch.cat(positions).to(device)

@@ -29,11 +29,17 @@ SETTINGS = {
     **{"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "WARNING"},
 }
 VLLM = "0.32.0"  # the Makefile's
+LOCAL = ["--context", "64", "--fallback", "local", "--local-window", "6", "--active-ratio", "0.5"]
 PLANS = {
     "value": ["--active-ratio", "0.5", "--context", "64"],
     "kv_group": ["--active-ratio", "0.5", "--context", "64", "--routing-granularity", "kv_group"],
     "paper": ["--preset", "paper", "--num-shared-heads", "1", "--active-ratio", "0.5"],
-    "local": ["--active-ratio", "0.6", "--context", "64", "--fallback", "local", "--local-window", "6"],
+    "none": ["--active-ratio", "0.5", "--context", "64", "--fallback", "none"],
+    "local": [*LOCAL, "--local-start", "0", "--budgets", "even"],
+    "local start": [*LOCAL, "--local-start", "24", "--budgets", "even"],
+    "local kv_group": [*LOCAL, "--local-start", "24", "--budgets", "even", "--routing-granularity", "kv_group"],
+    "local linear": [*LOCAL, "--local-start", "24", "--budgets", "even", "--router", "linear"],
+    "local never on": [*LOCAL, "--local-start", "0", "--router", "none"],
 }
 PROMPTS = [[5, 80, 41, 200], list(range(1, 140, 3)), [7] * 20 + [90, 33], list(range(250, 40, -2))]
 

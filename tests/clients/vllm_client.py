@@ -19,14 +19,15 @@ def main() -> None:
     engine = vllm.LLM(
         request["model"],
         trust_remote_code=True,
-        model_impl="transformers",
+        model_impl=request.get("model_impl", "auto"),
         enforce_eager=True,
         dtype="float32",
         max_model_len=256,
         max_num_batched_tokens=request["step_tokens"],
         max_num_seqs=len(request["prompts"]),
         enable_chunked_prefill=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=request.get("prefix_caching", False),
+        block_size=32,
     )
     greedy = vllm.SamplingParams(temperature=0, max_tokens=request["max_tokens"], logprobs=0, ignore_eos=True)
     prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
