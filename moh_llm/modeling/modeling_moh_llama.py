@@ -423,7 +423,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
                 if implementation == "vllm":
                     way = "install MoH-LLM in vLLM's environment and leave out --model-impl"
                 raise ValueError(
-                    f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; {way}"
+                    f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; "
+                    + way
                 )
             starts = document_starts(
                 inputs, attention_mask, position_ids, past_key_values, bool(use_cache), implementation, paged

@@ -1,7 +1,7 @@
 """Local attention over an engine's paged cache: which keys the new tokens of each request see, and where they lie.
 
-Shapes: T new tokens of all requests, side by side, S keys that are read, KV key-value heads, N tokens of a block, D head
-size.
+Shapes: T new tokens of all requests, side by side, S keys that are read, KV key-value heads, N tokens of a block,
+D head size.
 """
 
 from collections.abc import Callable
@@ -116,7 +116,7 @@ class PagedLayout:
 
     @staticmethod
     def _fault() -> ValueError:
-        return ValueError("local fallbacks need a cache that keeps keys and values as they are; leave out kv_cache_dtype")
+        return ValueError("local fallbacks need a cache that keeps keys and values as they are: no kv_cache_dtype")
 
     def offsets(self, cache: torch.Tensor, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where in memory the keys and the values of tokens lie, `[2, 1, KV, S, D]`.

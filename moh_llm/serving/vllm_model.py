@@ -1,4 +1,4 @@
-"""The class that serves MoH models in vLLM: its transformers backend, with local fallbacks read from its paged cache."""
+"""The class that serves MoH models in vLLM: its transformers backend; local fallbacks read its paged cache."""
 
 import torch
 from torch import nn
