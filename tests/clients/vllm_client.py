@@ -24,7 +24,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 SETTINGS = {
     **{"enforce_eager": True, "dtype": "float32", "max_model_len": 256, "block_size": 32, "max_num_batched_tokens": 32},
     **{"enable_chunked_prefill": True, "enable_prefix_caching": False, "disable_log_stats": False},
-    **{"distributed_executor_backend": "uni"},
+    **{"distributed_executor_backend": "uni", "num_gpu_blocks_override": 64},
 }
 
 
