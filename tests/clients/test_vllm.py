@@ -48,7 +48,15 @@ PLANS = {
 }
 NO_PLUGIN = {"VLLM_PLUGINS": ""}  # what vLLM has where MoH-LLM is not installed: the model's own files
 REMOTE = {"model_impl": "transformers", "trust_remote_code": True}
-AGAIN = "local fallback, linear router, `local_start`", "served twice, prefix caching and preemption"
+CACHED = "local fallback, linear router, `local_start`"
+WITHOUT = ["value fallback", "value fallback by key-value groups", "the paper's layer"]
+WITH = ["value fallback", *(name for name in PLANS if name.startswith("local"))]
+CACHES = {
+    "served twice, prefix caching": {"enable_prefix_caching": True},
+    "a cache too small for all requests": {
+        **{"scheduler_reserve_full_isl": False, "max_model_len": 128, "num_gpu_blocks_override": 6},
+    },
+}
 PROMPTS = [[5, 80, 41, 200], list(range(1, 140, 3)), [7] * 20 + [90, 33], list(range(250, 40, -2))]
 
 
@@ -82,16 +90,16 @@ def serve(folder: Path, jobs: dict[str, dict], **variables: str) -> dict:
 @pytest.fixture(scope="module")
 def remote(folders, tmp_path_factory) -> dict:
     """What vLLM gives without the plugin."""
-    jobs = {name: {"model": str(folder), "engine": REMOTE, "rounds": 1} for name, folder in folders.items()}
+    names = [*WITHOUT, "local fallback"]
+    jobs = {name: {"model": str(folders[name]), "engine": REMOTE, "rounds": 1} for name in names}
     return serve(tmp_path_factory.mktemp("remote"), jobs, **NO_PLUGIN)
 
 
 @pytest.fixture(scope="module")
 def plugin(folders, tmp_path_factory) -> dict:
-    """What it gives with the plugin; and with a cache that is too small for all requests, which are served again."""
-    jobs = {name: {"model": str(folder), "engine": {}, "rounds": 1} for name, folder in folders.items()}
-    small = {"enable_prefix_caching": True, "num_gpu_blocks_override": 8}
-    jobs[", ".join(AGAIN)] = {"model": str(folders[AGAIN[0]]), "engine": small, "rounds": 2}
+    """What it gives with the plugin."""
+    jobs = {name: {"model": str(folders[name]), "engine": {}, "rounds": 1} for name in WITH}
+    jobs |= {name: {"model": str(folders[CACHED]), "engine": more, "rounds": 2} for name, more in CACHES.items()}
     return serve(tmp_path_factory.mktemp("plugin"), jobs)
 
 
@@ -117,14 +125,14 @@ def client(reply: dict) -> str:
 SAME = "greedy tokens and log-probabilities of transformers"
 
 
-@pytest.mark.parametrize("plan", [name for name in PLANS if not name.startswith("local")])
+@pytest.mark.parametrize("plan", WITHOUT)
 def test_tokens_and_log_probabilities_are_those_of_transformers(folders, remote, plan, record):
     """Four requests at once, two of them prefilled in chunks of at most 32 tokens."""
     check(remote["replies"][plan], folders[plan])
     record(client(remote), f"{plan}: 4 requests at once, chunked prefill", SAME)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", WITH)
 def test_with_the_plugin_they_are_too(folders, plugin, plan, record):
     check(plugin["replies"][plan], folders[plan])
     record(f"{client(plugin)}, MoH-LLM", f"{plan}: 4 requests at once, chunked prefill", SAME)
@@ -132,17 +140,18 @@ def test_with_the_plugin_they_are_too(folders, plugin, plan, record):
 
 def test_the_conversions_use_what_they_are_here_for(folders):
     """Heads that are routed, on and off, and heads that are never on."""
-    for plan in ("local fallback", "local fallback, linear router, `local_start`"):
+    for plan in ("local fallback", CACHED):
         model = AutoModelForCausalLM.from_pretrained(folders[plan], trust_remote_code=True)
         share = model.token_heads(torch.tensor(PROMPTS[3:]))[0, :, 40:].float().mean(1)
         assert ((share > 0) & (share < 1)).any() and (share == 0).any()
 
 
 def test_prefix_caching_and_preemption_change_nothing(folders, plugin, record):
-    reply = plugin["replies"][", ".join(AGAIN)]
-    check(reply, folders[AGAIN[0]])
-    assert reply["cached"] >= 32 and reply["preempted"] > 0
-    record(f"{client(plugin)}, MoH-LLM", ", ".join(AGAIN), SAME)
+    cached, preempted = (plugin["replies"][name] for name in CACHES)
+    for name in CACHES:
+        check(plugin["replies"][name], folders[CACHED])
+        record(f"{client(plugin)}, MoH-LLM", f"{CACHED}: {name}", SAME)
+    assert cached["cached"] >= 32 and preempted["preempted"] > 0
 
 
 def test_without_the_plugin_local_fallbacks_are_refused(remote, record):
