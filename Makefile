@@ -46,7 +46,7 @@ $(VENV)/installed: setup.cfg pyproject.toml constraints.txt tests/oldest-transfo
 		-r tests/oldest-transformers.txt
 	touch $@
 
-# vLLM for CPUs wants an older transformers than MoH-LLM asks for. The plugin and the model's code work with that one, hence
+# vLLM for CPUs wants an older transformers than MoH-LLM asks for, which its plugin and the model's code work with: hence
 # --no-deps. The vision and audio builds that vLLM brings along need CUDA.
 $(VLLM)/installed: Makefile setup.cfg
 	$(PYTHON) -m venv $(VLLM)

@@ -96,7 +96,7 @@ class PagedLayout:
         groups, tokens = cache.shape[1:3]
         total = 2 * groups * tokens * size
         scratch = torch.empty_strided((1, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device)
-        if scratch.numel() != total:
+        if scratch.numel() != total or not cache.is_floating_point():  # 8-bit numbers lie in a cache of bytes
             raise self._fault()
         block, found = scratch.as_strided((total,), (1,)), torch.zeros(total, dtype=torch.int64, device=cache.device)
         block.zero_()
@@ -116,7 +116,8 @@ class PagedLayout:
 
     @staticmethod
     def _fault() -> ValueError:
-        return ValueError("local fallbacks need a cache that keeps keys and values as they are: no kv_cache_dtype")
+        needs = "local fallbacks need a cache that keeps keys and values as they are"
+        return ValueError(f"{needs}; leave out --kv-cache-dtype")
 
     def offsets(self, cache: torch.Tensor, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where in memory the keys and the values of tokens lie, `[2, 1, KV, S, D]`.

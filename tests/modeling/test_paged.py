@@ -121,5 +121,7 @@ def test_a_cache_that_rounds_is_refused():
     def rounded(keys, values, cache, slots):
         write((keys / 2).round() * 2, values, cache, slots)
 
-    with pytest.raises(ValueError, match="keeps keys and values as they are"):
-        PagedLayout(torch.zeros(2, 2, TOKENS, 16), 8, rounded)
+    fault = "keeps keys and values as they are; leave out --kv-cache-dtype"
+    for cache in (torch.zeros(2, 2, TOKENS, 16), torch.zeros(2, 2, TOKENS, 16, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match=fault):
+            PagedLayout(cache, 8, rounded)
