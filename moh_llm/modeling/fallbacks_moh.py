@@ -138,8 +138,11 @@ class MoHLocalFallback(IndexedModule):
         if isinstance(band, Requests):
             out = queries.new_zeros(*hidden_states.shape[:2], len(self.heads(shard)), queries.shape[-1])
             for tokens, part in band.parts:
-                given = queries[:, :, tokens], keys, values, hidden_states[:, tokens]
-                out[:, tokens] = self(*given, part, scaling, dropout, shard=shard)
+                own, states = queries[:, :, tokens], hidden_states[:, tokens]
+                if not isinstance(tokens, slice):
+                    own, states = own.transpose(0, 2), states.transpose(0, 1)
+                local = self(own, keys, values, states, part, scaling, dropout, shard=shard)
+                out[:, tokens] = local if isinstance(tokens, slice) else local.transpose(0, 1)
             return out
         scores = self.distant_score(hidden_states).transpose(1, 2)
         if len(self.kinds) == 1 and len(self.index) == self.num_heads and near is None and shard is None:

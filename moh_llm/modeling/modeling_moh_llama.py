@@ -193,17 +193,18 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         if fallback == "none" and implementation != HEAD_SPARSE and not whole_documents:
             return {}
         paged = kwargs.get("cache") is not None
-        if fallback == "local":
+        needs_band = fallback == "local" and kwargs.get("band") is None
+        if needs_band:
             self._check_keys_are_readable(paged, kwargs.get("block_table"))
         starts = document_starts(
             inputs, attention_mask, position_ids, past_key_values, use_cache, implementation, paged
         )
         found = {"document_starts": starts, "whole_documents": whole_documents}
         seen = self.config.local_window, self.config.local_sinks, self.config.local_start
-        if fallback == "local" and paged:
+        if needs_band and paged:
             edges = kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"]["full_attention"].tolist()
             found["band"] = Requests.of(position_ids, *edges, *seen)
-        elif fallback == "local" and not self._all_heads_on(inputs.shape[1], past_key_values):
+        elif needs_band and not self._all_heads_on(inputs.shape[1], past_key_values):
             found["band"] = Band.of(*starts, *seen)
         return found
 
@@ -213,9 +214,11 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         if implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping or (
             paged and (implementation != "sdpa" or block_table is not None)
         ):
+            way = "use 'sdpa'" if paged else "use 'sdpa', 'eager' or a flash attention of transformers"
+            if implementation == "vllm":
+                way = "install MoH-LLM in vLLM's environment and leave out --model-impl"
             raise ValueError(
-                f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; "
-                "use " + ("'sdpa'" if paged else "'sdpa', 'eager' or a flash attention of transformers")
+                f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; {way}"
             )
 
     def _all_heads_on(self, length: int, past_key_values: Cache | None) -> bool:

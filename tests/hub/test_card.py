@@ -71,6 +71,13 @@ def test_a_converted_model(converted: Path) -> None:
     assert "2410.11842" in sections["Citation"] and "ICML" in sections["Citation"]
 
 
+def test_engines_need_moh_llm_for_local_fallbacks(converted: Path) -> None:
+    assert "--model-impl transformers" in check_card(build_card(converted, NAME))["How to serve"]
+    change(converted / "config.json", head_fallback="local")
+    served = check_card(build_card(converted, NAME))["How to serve"]
+    assert "pip install --no-deps moh-llm" in served and "--model-impl" not in served
+
+
 def test_long_contexts_are_shown_by_position(converted: Path) -> None:
     record = json.loads((converted / "conversion.json").read_text())
     proof = record["verification"] | {

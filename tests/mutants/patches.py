@@ -97,6 +97,20 @@ PATCHES = (
         ("tests/modeling/test_forward.py",),
     ),
     Patch(
+        "an engine's requests see each other's keys",
+        "moh_llm/serving/paged.py",
+        "index=band.index + add(request, begin, length)",
+        "index=band.index + 0 * add(request, begin, length)",
+        ("tests/modeling/test_paged.py",),
+    ),
+    Patch(
+        "keys come from the wrong place of their block",
+        "moh_llm/serving/paged.py",
+        "positions % self.tokens",
+        "(positions + 1) % self.tokens",
+        ("tests/modeling/test_paged.py",),
+    ),
+    Patch(
         "first queries see keys of their first ones only",
         "moh_llm/modeling/attention_moh.py",
         "seen = keys.shape[2] - (queries.shape[2] - early)",
