@@ -11,7 +11,7 @@ from pathlib import Path
 
 import moh_llm
 from moh_llm.errors import UserError
-from moh_llm.hub.card import write_local_card
+from moh_llm.hub import card
 from moh_llm.hub.checks import CARD, redact
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.publish import PublishOptions, check_publishable, publish
@@ -42,7 +42,7 @@ def write_run_card(config: TrainConfig) -> None:
     model = Path(config.output_dir) / "model"
     if not (model / CARD).exists():
         try:
-            write_local_card(model)
+            card.write_local_card(model)
         except UserError as error:
             print(f"{model / CARD} was not written: {error}")
 

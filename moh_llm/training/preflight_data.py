@@ -109,7 +109,5 @@ def _judged(text: str, epochs: float, allowed: float | None) -> Finding:
     """The finding of a source that is within its ``max_epochs``."""
     text += f", {epochs:.2f} epochs"
     if allowed is None and epochs > _EPOCHS:
-        return Finding(
-            "warning", "data", f"{text}: more repetitions than this help little; add text or train for fewer tokens"
-        )
+        return Finding("warning", "data", f"{text}: so many repetitions help little; add text or train for less")
     return Finding("ok", "data", text)
