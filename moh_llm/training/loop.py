@@ -21,18 +21,15 @@ from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder
 from moh_llm.records.run import LogLine, RunRecord
 from moh_llm.training import networks
-from moh_llm.training.checkpoints import (
-    full_weights,
-    keep_milestone,
-    load_checkpoint,
-    newest_checkpoint,
-    save_checkpoint,
-)
+from moh_llm.training.checkpoint_writer import CheckpointWriter
+from moh_llm.training.checkpoints import checkpoint_folder, is_to_be_finished_anew, load_checkpoint, newest_checkpoint
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import ProgressLine, check_trackers, show_scores, start_trackers, step_line, track
+from moh_llm.training.milestones import is_milestone, keep_milestone
 from moh_llm.training.optimizer import annealed_heads, set_learning_rates
 from moh_llm.training.parallel import (
     Interruption,
+    any_process,
     end_distribution,
     from_main,
     make_accelerator,
@@ -42,7 +39,7 @@ from moh_llm.training.parallel import (
 )
 from moh_llm.training.preflight import check_machine
 from moh_llm.training.reference import agreed_starting_point, expected_reference
-from moh_llm.training.runs import Run, find_fault, mark_files, mark_model
+from moh_llm.training.runs import Run, mark_files, mark_model
 from moh_llm.training.scoring import evaluate, measure_floor, score_saved
 from moh_llm.training.sharding import distribute
 from moh_llm.training.step import DivergenceWatch, TrainingStep, accumulate_gradients
@@ -62,7 +59,7 @@ def train(
         overwrite: start anew where ``config.output_dir`` holds a run.
         say: prints one line.
         on_milestone: gets, on the main process, the folder of each milestone that is there at the start, and of each
-            that is saved (`moh_llm.training.checkpoints`); training goes on when it returns.
+            that is saved (`moh_llm.training.milestones`); training goes on when it returns.
         on_finish: gets, on the main process, the record of a run that is finished, or was before, while nobody else can
             write to its folder.
 
@@ -96,7 +93,7 @@ def _train(
     if main:
         for milestone in sorted(run.milestones.glob("step-*")):
             on_milestone(milestone)
-    if run.record.status == "finished" and not from_main(accelerator, lambda: _reopen(run, say)):
+    if run.record.status == "finished" and not from_main(accelerator, lambda: is_to_be_finished_anew(run, say)):
         if config.base is not None:  # it may be another checkpoint than the run's
             from_main(accelerator, lambda: expected_reference(config))
         _open_data(config, run, accelerator, say)
@@ -173,6 +170,7 @@ def _train(
         updates = load_checkpoint(folder, accelerator, model, optimizer, weights)
         done, seconds = state.step, state.seconds
         say(f"resumed from {folder}, {config.max_steps - done} steps to go")
+    checkpoints = CheckpointWriter(run.checkpoints, accelerator, model, optimizer, weights, config.checkpoint)
     keep = partial(keep_milestone, config, run, accelerator, tokenizer, starting_point, on_milestone)
     reduce = partial(sum_over_processes, accelerator)
     watch = DivergenceWatch(config.divergence, run.trim_log(done if found else -1))
@@ -191,7 +189,7 @@ def _train(
     part = StepBatches(stream, data.batch_size, accelerator.process_index, accelerator.num_processes)
     batches = step_loader(part, steps, data.dataloader_num_workers)
     line_of_progress = ProgressLine(done, config.max_steps) if main else contextlib.nullcontext()
-    with line_of_progress as progress, Interruption(accelerator) as interruption:
+    with line_of_progress as progress, Interruption() as interruption:
 
         def report(line: LogLine) -> None:
             run.log(line)
@@ -210,10 +208,12 @@ def _train(
             losses, norm = accumulate_gradients(accelerator, model, batch, config, beta)
             # Judged before the weights are updated (DeepSpeed has updated them): checkpoints are of good steps only.
             fault = watch.judge(step, losses.total(beta, config.objective.layer_coefficient), norm)
+            checkpoints.hold()
             if fault is None:
                 optimizer.step()
                 updates += 1
             elif config.divergence.action == "roll_back":
+                checkpoints.wait()
                 newest = from_main(accelerator, lambda: newest_checkpoint(run.checkpoints, say))
                 if newest is None:
                     raise UserError(
@@ -232,26 +232,31 @@ def _train(
                 line.validation, routing = evaluate(accelerator, model, held_out)
                 line.routing = routing.health(start_routing, reduce)
             report(line)
-            stop = interruption.asked() and step < config.max_steps
+            stop, failed = any_process(accelerator, interruption.received, checkpoints.failed)
+            stop = stop and step < config.max_steps
             if stop or step % config.checkpoint.save_steps == 0 or step == config.max_steps:
                 facts = {"updates": updates, "seconds": round(seconds, 3), "data": receipt}
-                saved = save_checkpoint(
-                    run.checkpoints, step, facts, accelerator, model, optimizer, weights, config.checkpoint
-                )
-                keep(step, saved)
+                saved = checkpoints.begin(step, facts)
+                if is_milestone(config, step):
+                    checkpoints.wait()
+                    keep(step, saved)
+            elif failed:
+                checkpoints.wait()
             if stop:
+                checkpoints.wait()
                 say(f"stopped by a signal after step {step}, which is saved; give the same command again to go on")
                 accelerator.end_training()
                 return run.record
 
     # ---- the tuned model
     receipt = make_receipt(stream, config.max_steps * data.batch_size)
-    tuned = full_weights(accelerator, weights)
-    del model, step_module, student, network, optimizer, weights, teacher
+    checkpoints.wait()
+    del checkpoints, model, step_module, student, network, optimizer, weights, teacher
     end_distribution(accelerator)
     tokens, files, scores = config.max_steps * config.tokens_per_step, {}, None
     if main:
-        networks.save_network(config, tuned, tokenizer, run.model, starting_point, config.max_steps)
+        last = checkpoint_folder(run.checkpoints, config.max_steps)
+        networks.save_network(config, last, tokenizer, run.model, starting_point, config.max_steps)
         files = mark_files(run.model)
         scores = score_saved(config, run.model, accelerator.device, held_out, reference)
         if floor is not None:
@@ -262,26 +267,6 @@ def _train(
     run.finish(files, **facts, evaluation=scores)
     accelerator.end_training()
     return run.record
-
-
-def _reopen(run: Run, say: Callable[[str], None]) -> bool:
-    """Whether a run that its record calls finished has to be finished anew, because its model is damaged.
-
-    Raises:
-        UserError: and no checkpoint is left to do it from.
-    """
-    fault = f"{run.folder / 'run.json'} does not say which files it has"
-    if run.record.model_files is not None:
-        fault = find_fault(run.model, run.record.model_files)
-    if fault is None:
-        return False
-    if newest_checkpoint(run.checkpoints, say) is None:
-        raise UserError(
-            f"{run.model} is damaged ({fault}), and {run.checkpoints} holds no checkpoint to make it from; "
-            "restore it, or pass --overwrite to start anew"
-        )
-    say(f"{run.model} is damaged ({fault}); it is made anew from the last checkpoint")
-    return True
 
 
 def _open_data(
