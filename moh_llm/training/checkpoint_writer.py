@@ -104,6 +104,10 @@ class CheckpointWriter:
                 raise UserError(f"cannot write {self._folder}: {reason}; earlier checkpoints are untouched") from error
             raise
 
+    def close(self) -> None:
+        """Let what was begun end, also where training ends in an error; nothing can be begun any more."""
+        self._thread.shutdown()
+
     def _write(
         self, step: int, facts: dict[str, Any], state: dict[str, torch.Tensor], copied: Future[dict[str, torch.Tensor]]
     ) -> None:

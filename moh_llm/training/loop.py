@@ -189,7 +189,7 @@ def _train(
     part = StepBatches(stream, data.batch_size, accelerator.process_index, accelerator.num_processes)
     batches = step_loader(part, steps, data.dataloader_num_workers)
     line_of_progress = ProgressLine(done, config.max_steps) if main else contextlib.nullcontext()
-    with line_of_progress as progress, Interruption() as interruption:
+    with line_of_progress as progress, Interruption() as interruption, contextlib.closing(checkpoints):
 
         def report(line: LogLine) -> None:
             run.log(line)
