@@ -6,9 +6,10 @@
     python benchmarks/faults.py two-at-once --times 20 --scratch out/faults -- python convert.py BASE
 
 kill: SIGKILL to all processes of a training command at random moments after it has made a step; each time the same
-command is given again. kill-rank: likewise, to one process of torchrun's. kill-at-end: SIGKILL to a training command at so many moments, evenly spaced, of its last stage
-(saving the model, scoring it, the card), and the same command again. two-at-once: the command is started twice at the
-same moment; one of them has to work, the other has to be refused.
+command is given again. kill-rank: likewise, to one process of those that torchrun starts. kill-at-end: SIGKILL to a
+training command at so many moments, evenly spaced, of its last stage (saving the model, scoring it, the card), and the
+same command again. two-at-once: the command is started twice at the same moment; one of them has to work, the other has
+to be refused.
 
 The command lacks --output, which is added. On CPU, threads must be the same in every start for sums to be the same.
 Several processes with a strategy of their own are commands like any other:

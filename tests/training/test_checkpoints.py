@@ -1,9 +1,11 @@
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from moh_llm.errors import UserError
 from moh_llm.training.checkpoint_writer import CheckpointWriter
@@ -107,6 +109,32 @@ def test_a_failed_save_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match=r"step-000010.*earlier checkpoints are untouched"):
         save(tmp_path, 10)
     assert names(tmp_path) == ["step-000005"]
+
+
+def test_it_is_of_the_moment_when_it_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on while it is written, and until it is complete nothing is there but a temporary folder."""
+    changed = threading.Event()
+
+    def save_when_changed(*given: object) -> None:
+        assert changed.wait(60)
+        save_file(*given)
+
+    monkeypatch.setattr("moh_llm.training.checkpoint_writer.save_file", save_when_changed)
+    layer, weights, optimizer = network(2)
+    wanted = [weight.detach().clone() for weight in weights.values()]
+    wanted += [optimizer.state[weight]["exp_avg"].clone() for weight in weights.values()]
+    writer = CheckpointWriter(tmp_path, Accelerator(), layer, optimizer, weights, CheckpointConfig())
+    folder = writer.begin(3, {"updates": 3, "seconds": 1.5})
+    writer.hold()
+    layer(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    assert not folder.exists() and not writer.failed
+    changed.set()
+    writer.wait()
+    assert names(tmp_path) == ["step-000003"]
+    saved = load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
+    found = [saved[name] for name in weights] + [saved[f"exp_avg.{name}"] for name in weights]
+    assert all(torch.equal(tensor, value) for tensor, value in zip(found, wanted, strict=True))
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
