@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from trained import read_checkpoint, read_log, unfinish
 from ways import ROOT, WAYS
 
+from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.records.run import CheckpointRecord
@@ -134,9 +135,10 @@ def test_an_exported_checkpoint_is_a_model(stopped, tmp_path):
         export_checkpoint(checkpoint, tmp_path / "model")
 
 
-def test_an_export_of_the_last_step_is_the_runs_model(finished_run, tmp_path):
-    checkpoint = finished_run / "checkpoints" / "step-000006"
-    export_checkpoint(Path(os.path.relpath(checkpoint)), tmp_path / "model")
+def test_an_export_of_the_last_step_is_the_runs_model(finished_run, tmp_path, capsys):
+    checkpoint = os.path.relpath(finished_run / "checkpoints" / "step-000006")
+    assert main(["checkpoint", "export", checkpoint, "--output", str(tmp_path / "model")]) == 0
+    assert "holds the model after step 6" in capsys.readouterr().out
     a, b = (load_file(folder / "model" / "model.safetensors") for folder in (finished_run, tmp_path))
     assert a.keys() == b.keys() and all(torch.equal(weight, b[name]) for name, weight in a.items())
 
