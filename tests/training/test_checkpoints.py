@@ -1,4 +1,5 @@
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moh_llm.errors import UserError
+from moh_llm.training import checkpoint_writer
 from moh_llm.training.checkpoint_writer import CheckpointWriter
 from moh_llm.training.checkpoints import RECORD, load_checkpoint, newest_checkpoint
 from moh_llm.training.config import CheckpointConfig
@@ -119,7 +121,9 @@ def test_it_is_of_the_moment_when_it_was_begun(tmp_path: Path, monkeypatch: pyte
         assert changed.wait(60)
         save_file(*given)
 
-    monkeypatch.setattr("moh_llm.training.checkpoint_writer.save_file", save_when_changed)
+    copy = checkpoint_writer._copy
+    monkeypatch.setattr(checkpoint_writer, "_copy", lambda state: time.sleep(0.3) or copy(state))
+    monkeypatch.setattr(checkpoint_writer, "save_file", save_when_changed)
     layer, weights, optimizer = network(2)
     wanted = [weight.detach().clone() for weight in weights.values()]
     wanted += [optimizer.state[weight]["exp_avg"].clone() for weight in weights.values()]
