@@ -1,13 +1,15 @@
 """Faults at whole commands: kills, and two processes in one folder. What comes out is what a lone, unbroken one makes.
 
     python benchmarks/faults.py kill --times 10 --scratch out/faults -- python train.py RECIPE --max_steps 200
+    python benchmarks/faults.py kill-rank --times 10 --scratch out/faults -- torchrun --nproc_per_node 4 train.py RECIPE
     python benchmarks/faults.py kill-at-end --times 10 --scratch out/faults -- python train.py RECIPE
     python benchmarks/faults.py two-at-once --times 20 --scratch out/faults -- python convert.py BASE
 
 kill: SIGKILL to all processes of a training command at random moments after it has made a step; each time the same
-command is given again. kill-at-end: SIGKILL to a training command at so many moments, evenly spaced, of its last stage
-(saving the model, scoring it, the card), and the same command again. two-at-once: the command is started twice at the
-same moment; one of them has to work, the other has to be refused.
+command is given again. kill-rank: likewise, to one process of those that torchrun starts. kill-at-end: SIGKILL to a
+training command at so many moments, evenly spaced, of its last stage (saving the model, scoring it, the card), and the
+same command again. two-at-once: the command is started twice at the same moment; one of them has to work, the other has
+to be refused.
 
 The command lacks --output, which is added. On CPU, threads must be the same in every start for sums to be the same.
 Several processes with a strategy of their own are commands like any other:
@@ -24,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +99,8 @@ def main() -> int:
     return FAULTS[args.fault](args, commands, args.scratch / "whole")
 
 
-def kill(args: argparse.Namespace, commands: Commands, whole: Path) -> int:
-    """Kill one run again and again."""
+def kill(args: argparse.Namespace, commands: Commands, whole: Path, one: bool = False) -> int:
+    """Kill one run again and again; with ``one`` a process of it, at whose end the launcher ends the others."""
     broken = args.scratch / "broken"
     draw, killed = random.Random(args.seed), []
     while len(killed) < args.times:
@@ -109,7 +112,7 @@ def kill(args: argparse.Namespace, commands: Commands, whole: Path) -> int:
         if process.poll() is not None:
             print(f"the run ended by itself after {len(killed)} kills: make it longer, or --longest shorter")
             return 1
-        end(process)
+        end_one(process, draw) if one else end(process)
         killed.append(lines(broken))
     commands.run(broken)
     print(
@@ -181,7 +184,7 @@ def two_at_once(args: argparse.Namespace, commands: Commands, whole: Path) -> in
     return 0 if counts["one worked, the other was refused"] == args.times and not different else 1
 
 
-FAULTS = {"kill": kill, "kill-at-end": kill_at_end, "two-at-once": two_at_once}
+FAULTS = {"kill": kill, "kill-rank": partial(kill, one=True), "kill-at-end": kill_at_end, "two-at-once": two_at_once}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -191,6 +194,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
         for one in (*starter.children(recursive=True), starter):
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
+    process.wait()
+
+
+def end_one(process: subprocess.Popen[bytes], draw: random.Random) -> None:
+    """SIGKILL to one of the processes that torchrun has started, and wait until it has ended the others."""
+    ranks = [each for each in psutil.Process(process.pid).children() if "RANK" in each.environ()]
+    draw.choice(ranks).kill()
     process.wait()
 
 

@@ -37,6 +37,7 @@ from moh_llm.training.step import TrainingStep
 SHAPES = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
     "half": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "vocab_size": 32000},
+    "few": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "vocab_size": 32000},
     "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 8192},
 }
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_shared_heads": 4, "num_active_heads": 24}

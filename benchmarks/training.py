@@ -38,7 +38,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
-from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
+from moh_llm.training.checkpoint_writer import CheckpointWriter
+from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint
 from moh_llm.training.config import CheckpointConfig, DataConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from moh_llm.training.losses import token_losses
 from moh_llm.training.optimizer import make_optimizer, set_learning_rates
@@ -252,7 +253,8 @@ def checkpoint(config: TrainConfig, args: argparse.Namespace, scratch: Path) -> 
     for number in range(1, args.rounds + 1):
         state = (accelerator, model, optimizer, weights)
         facts, keep = {"updates": 1, "seconds": 0.0}, CheckpointConfig(save_total_limit=1)
-        seconds["save"].append(timed(save_checkpoint, scratch / "c", number, facts, *state, keep))
+        writer = CheckpointWriter(scratch / "c", *state, keep)
+        seconds["save"].append(timed(writer.begin, number, facts) + timed(writer.wait))
         (folder,) = (scratch / "c").iterdir()
         content = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
         seconds["write"].append(timed((scratch / "bytes").write_bytes, content))

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from moh_llm import __version__
 from moh_llm.commands import (
+    checkpoint,
     convert,
     data,
     doctor,
@@ -38,6 +39,7 @@ COMMANDS = {
     "tokenize": (tokenize, "turn a data mixture into token shards, once, for long or many runs"),
     "init": (init, "make a model of random weights from an architecture file, to train from scratch"),
     "train": (train, "tune a converted model to recover the base's quality"),
+    "checkpoint": (checkpoint, "make a model of a checkpoint of a training run"),
     "doctor": (doctor, "check a training job before it is started, and say what it will take"),
     "report": (report, "put evaluations and training runs on one page, and check against a baseline"),
     "data": (data, "fetch the benchmarks of a suite, to evaluate without a network"),

@@ -85,7 +85,7 @@ def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
         old = temporary.with_suffix(".old")
         try:
             yield temporary
-            _share(temporary)
+            share_files(temporary)
             if output.exists():
                 os.replace(output, old)
             os.replace(temporary, output)
@@ -95,7 +95,7 @@ def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
                 os.replace(old, output)
 
 
-def _share(folder: Path) -> None:
+def share_files(folder: Path) -> None:
     """Give files the permissions that new files have here; safetensors makes them for their owner alone."""
     umask = os.umask(0)
     os.umask(umask)

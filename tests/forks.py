@@ -104,6 +104,20 @@ def run(
     timeout: float = 900,  # of a machine that is busy; what hangs is ended
 ) -> "subprocess.CompletedProcess[str]":
     """Run a program to its end, on several processes as `torchrun` would; where one fails, the others are ended."""
+    programs = start(words, folder, environment, processes, largest_file)
+    status = finish(programs, timeout)
+    said = ["".join(getattr(program, name) for program in programs) for name in ("stdout", "stderr")]
+    return subprocess.CompletedProcess([*map(str, words)], status, *said)
+
+
+def start(
+    words: Sequence[object],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    processes: int = 1,
+    largest_file: int | None = None,
+) -> list[Program]:
+    """The processes of such a program, which run."""
     launch = dict(environment or {})
     if processes > 1:
         with socket.socket() as free:
@@ -114,6 +128,11 @@ def run(
     for rank in range(processes):
         numbered = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
         programs.append(Program([str(word) for word in words], folder, launch | numbered, largest_file))
+    return programs
+
+
+def finish(programs: Sequence[Program], timeout: float = 900) -> int:
+    """Wait for the end of all, or end them where one fails; the first status that is not 0, if any."""
     try:
         deadline = time.monotonic() + timeout
         statuses = [program.poll() for program in programs]
@@ -122,9 +141,7 @@ def run(
             time.sleep(0.02)
             statuses = [program.poll() for program in programs]
         _end(programs)
-        status = next((status for status in statuses if status), 0)
-        said = ["".join(getattr(program, name) for program in programs) for name in ("stdout", "stderr")]
-        return subprocess.CompletedProcess([*map(str, words)], status, *said)
+        return next((status for status in statuses if status), 0)
     finally:
         for program in programs:
             program.kill()

@@ -5,6 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """A run's log, without what may differ between two equal runs."""
@@ -15,6 +18,27 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 def read_record(folder: Path) -> dict[str, Any]:
     """A run's `run.json`."""
     return json.loads((folder / "run.json").read_text())
+
+
+def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, put together from the slices in its files, each number of which is there once."""
+    slices: dict[str, list[tuple[list[int], torch.Tensor]]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                slices.setdefault(name, []).append((places[name]["saved_offsets"], file.get_tensor(name)))
+    tensors = {}
+    for name, parts in slices.items():
+        ends = [[at + size for at, size in zip(offset, part.shape, strict=True)] for offset, part in parts]
+        whole = torch.full([max(lengths) for lengths in zip(*ends, strict=True)], torch.nan)
+        for (offset, part), end in zip(parts, ends, strict=True):
+            place = tuple(slice(*each) for each in zip(offset, end, strict=True))
+            assert whole[place].isnan().all()
+            whole[place] = part
+        assert not whole.isnan().any()
+        tensors[name] = whole
+    return tensors
 
 
 def unfinish(folder: Path, step: int) -> None:

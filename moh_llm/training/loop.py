@@ -23,18 +23,15 @@ from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
 from moh_llm.records.run import CheckpointRecord, LogLine, RunRecord, Scores
 from moh_llm.training import networks
-from moh_llm.training.checkpoints import (
-    full_weights,
-    keep_milestone,
-    load_checkpoint,
-    newest_checkpoint,
-    save_checkpoint,
-)
+from moh_llm.training.checkpoint_writer import CheckpointWriter
+from moh_llm.training.checkpoints import checkpoint_folder, is_to_be_finished_anew, load_checkpoint, newest_checkpoint
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import ProgressLine, check_trackers, show_scores, start_trackers, step_line, track
+from moh_llm.training.milestones import is_milestone, keep_milestone
 from moh_llm.training.optimizer import annealed_heads, set_learning_rates
 from moh_llm.training.parallel import (
     Interruption,
+    any_process,
     end_distribution,
     from_main,
     make_accelerator,
@@ -44,7 +41,7 @@ from moh_llm.training.parallel import (
 )
 from moh_llm.training.preflight import check_machine
 from moh_llm.training.reference import Reference, StartingPoint, agreed_starting_point, expected_reference
-from moh_llm.training.runs import Run, describe_data, find_fault, mark_files, mark_model
+from moh_llm.training.runs import Run, describe_data, mark_files, mark_model
 from moh_llm.training.scoring import RoutingCounts, evaluate, measure_floor, score_saved
 from moh_llm.training.sharding import Networks, build_networks
 from moh_llm.training.step import DivergenceWatch, accumulate_gradients
@@ -64,7 +61,7 @@ def train(
         overwrite: start anew where ``config.output_dir`` holds a run.
         say: prints one line.
         on_milestone: gets, on the main process, the folder of each milestone that is there at the start, and of each
-            that is saved (`moh_llm.training.checkpoints`); training goes on when it returns.
+            that is saved (`moh_llm.training.milestones`); training goes on when it returns.
         on_finish: gets, on the main process, the record of a run that is finished, or was before, while nobody else can
             write to its folder.
 
@@ -99,7 +96,7 @@ def _train(
         for milestone in sorted(run.milestones.glob("step-*")):
             on_milestone(milestone)
     training = _Training(config, accelerator, run, say, on_milestone)
-    if run.record.status == "finished" and not from_main(accelerator, lambda: _reopen(run, say)):
+    if run.record.status == "finished" and not from_main(accelerator, lambda: is_to_be_finished_anew(run, say)):
         if config.base is not None:  # it may be another checkpoint than the run's
             from_main(accelerator, lambda: expected_reference(config))
         training.open_data()
@@ -128,6 +125,7 @@ class _Training:
     stream: SequenceStream
     held_out: list[Batch]
     networks: Networks
+    checkpoints: CheckpointWriter
     balance_coefficient: float
     watch: DivergenceWatch
 
@@ -205,6 +203,10 @@ class _Training:
             self._load(folder)
             self.done, self.seconds = state.step, state.seconds
             self.say(f"resumed from {folder}, {config.max_steps - self.done} steps to go")
+        nets = self.networks
+        self.checkpoints = CheckpointWriter(
+            run.checkpoints, accelerator, nets.model, nets.optimizer, nets.weights, config.checkpoint
+        )
         self.watch = DivergenceWatch(config.divergence, run.trim_log(self.done if found else -1))
         if found is not None and not (run.milestones / found[0].name).exists():
             self._keep(self.done, found[0])  # the run was stopped between the two
@@ -227,7 +229,8 @@ class _Training:
         line_of_progress = ProgressLine(self.done, config.max_steps)
         with (
             line_of_progress if accelerator.is_main_process else contextlib.nullcontext() as progress,
-            Interruption(accelerator) as interruption,
+            Interruption() as interruption,
+            contextlib.closing(self.checkpoints),
         ):
 
             def report(line: LogLine) -> None:
@@ -248,10 +251,14 @@ class _Training:
                     line.validation, routing = evaluate(accelerator, self.networks.model, self.held_out)
                     line.routing = routing.health(self.start_routing, self._sum)
                 report(line)
-                stop = interruption.asked() and step < config.max_steps
+                stop, failed = any_process(accelerator, interruption.received, self.checkpoints.failed)
+                stop = stop and step < config.max_steps
                 if stop or step % config.checkpoint.save_steps == 0 or step == config.max_steps:
-                    self._keep(step, self._save(step, receipt))
+                    self._save(step, receipt)
+                elif failed:
+                    self.checkpoints.wait()
                 if stop:
+                    self.checkpoints.wait()
                     self.say(
                         f"stopped by a signal after step {step}, which is saved; give the same command again to go on"
                     )
@@ -271,10 +278,12 @@ class _Training:
         losses, norm = accumulate_gradients(accelerator, nets.model, batch, config, beta)
         # Judged before the weights are updated (DeepSpeed has updated them): checkpoints are of good steps only.
         fault = self.watch.judge(step, losses.total(beta, config.objective.layer_coefficient), norm)
+        self.checkpoints.hold()
         if fault is None:
             nets.optimizer.step()
             self.updates += 1
         elif config.divergence.action == "roll_back":
+            self.checkpoints.wait()
             newest = self._newest_checkpoint()
             if newest is None:
                 raise UserError(
@@ -292,12 +301,13 @@ class _Training:
         """Save the tuned model, score it as it was saved, and finish the run's record."""
         config, accelerator, run = self.config, self.accelerator, self.run
         receipt = make_receipt(self.stream, config.max_steps * config.data.batch_size)
-        tuned = full_weights(accelerator, self.networks.weights)
-        del self.networks  # memory for the model that is scored
+        self.checkpoints.wait()
+        del self.checkpoints, self.networks  # memory for the model that is scored
         end_distribution(accelerator)
         tokens, files, scores = config.max_steps * config.tokens_per_step, {}, None
         if accelerator.is_main_process:
-            networks.save_network(config, tuned, self.tokenizer, run.model, self.starting_point, config.max_steps)
+            last = checkpoint_folder(run.checkpoints, config.max_steps)
+            networks.save_network(config, last, self.tokenizer, run.model, self.starting_point, config.max_steps)
             files = mark_files(run.model)
             scores = score_saved(config, run.model, accelerator.device, self.held_out, self.reference)
             if self.floor is not None:
@@ -314,34 +324,15 @@ class _Training:
         nets = self.networks
         self.updates = load_checkpoint(checkpoint, self.accelerator, nets.model, nets.optimizer, nets.weights)
 
-    def _save(self, step: int, receipt: dict[str, Any]) -> Path:
+    def _save(self, step: int, receipt: dict[str, Any]) -> None:
+        """Begin to write a checkpoint; a milestone is made of the whole one."""
         facts = {"updates": self.updates, "seconds": round(self.seconds, 3), "data": receipt}
-        nets, keep = self.networks, self.config.checkpoint
-        return save_checkpoint(
-            self.run.checkpoints, step, facts, self.accelerator, nets.model, nets.optimizer, nets.weights, keep
-        )
+        saved = self.checkpoints.begin(step, facts)
+        if is_milestone(self.config, step):
+            self.checkpoints.wait()
+            self._keep(step, saved)
 
     def _keep(self, step: int, checkpoint: Path) -> None:
         """Save the checkpoint's model as a milestone, if the recipe asks for it."""
         run, tokenizer, start = self.run, self.tokenizer, self.starting_point
         keep_milestone(self.config, run, self.accelerator, tokenizer, start, self.on_milestone, step, checkpoint)
-
-
-def _reopen(run: Run, say: Callable[[str], None]) -> bool:
-    """Whether a run that its record calls finished has to be finished anew, because its model is damaged.
-
-    Raises:
-        UserError: and no checkpoint is left to do it from.
-    """
-    fault = f"{run.folder / 'run.json'} does not say which files it has"
-    if run.record.model_files is not None:
-        fault = find_fault(run.model, run.record.model_files)
-    if fault is None:
-        return False
-    if newest_checkpoint(run.checkpoints, say) is None:
-        raise UserError(
-            f"{run.model} is damaged ({fault}), and {run.checkpoints} holds no checkpoint to make it from; "
-            "restore it, or pass --overwrite to start anew"
-        )
-    say(f"{run.model} is damaged ({fault}); it is made anew from the last checkpoint")
-    return True

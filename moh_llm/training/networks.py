@@ -19,6 +19,7 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_wei
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.model import check_tensors, hash_weights, licence_texts, read_config, read_weight_map
+from moh_llm.training.checkpoints import read_weights
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.reference import Reference, StartingPoint
 
@@ -192,7 +193,7 @@ def make_teacher(
 
 def save_network(
     config: TrainConfig,
-    weights: dict[str, torch.Tensor],
+    checkpoint: Path,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     starting_point: StartingPoint,
@@ -205,7 +206,7 @@ def save_network(
 
     Args:
         config: the recipe; weights that were not trained are read from ``config.model``.
-        weights: the trained weights by their names in the student.
+        checkpoint: the folder that holds the trained weights (`moh_llm.training.checkpoints`).
         tokenizer: saved beside the model.
         folder: the folder to write.
         starting_point: the model that the run began with; the run is added to its lineage.
@@ -215,9 +216,7 @@ def save_network(
         UserError: ``config.model`` cannot be read, or the disk refuses.
     """
     network = make_student(replace(config, quantization=None))
-    with torch.no_grad():
-        for name, weight in trained_weights(network).items():
-            weight.copy_(weights[name])
+    read_weights(checkpoint, trained_weights(network))
     if config.lora is not None:
         network = network.merge_and_unload()
     stored = MoHLlamaForCausalLM.config_class.from_pretrained(config.model).dtype or torch.float32

@@ -201,17 +201,23 @@ def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.
     return accelerator.reduce(values, "sum") if accelerator.num_processes > 1 else values
 
 
+def any_process(accelerator: Accelerator, *flags: bool) -> list[bool]:
+    """For each flag whether it holds on any process; all of them get the same answer."""
+    counts = torch.tensor([float(flag) for flag in flags], device=accelerator.device)
+    return [count > 0 for count in sum_over_processes(accelerator, counts).tolist()]
+
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
 class Interruption:
-    """Within the block the signals are recorded and do not end the process.
+    """Within the block the signals are recorded and do not end the process: ``received`` says whether any came.
 
     Python allows this in the main thread only; in other threads signals are not handled.
     """
 
-    def __init__(self, accelerator: Accelerator):
-        self._accelerator, self._received, self._before = accelerator, 0, {}
+    def __init__(self) -> None:
+        self.received, self._before = False, {}
 
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():
@@ -225,9 +231,4 @@ class Interruption:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-
-    def asked(self) -> bool:
-        """Whether any process was signalled; all of them get the same answer, after the same step."""
-        flag = torch.tensor(int(self._received > 0), device=self._accelerator.device)
-        return bool(sum_over_processes(self._accelerator, flag))
+        self.received = True

@@ -95,10 +95,15 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Train
         UserError: the file cannot be read, a key is unknown (the nearest known one is named), a
             value has the wrong type or breaks a rule, a required key is missing.
     """
+    return make_config(_read_yaml(recipe), str(recipe), overrides)
+
+
+def make_config(content: dict[str, Any], where: str, overrides: list[str] | None = None) -> TrainConfig:
+    """Likewise of the recipe's content, which errors say is from ``where``."""
     from jsonargparse import ArgumentParser
 
     keys = recipe_keys()
-    given = list(_flatten(_read_yaml(recipe), keys, str(recipe)))
+    given = list(_flatten(content, keys, where))
     for name, text in _split_overrides(overrides or []):
         given += _flatten({name: text}, keys, "command line")
 

@@ -12,7 +12,7 @@ OUTPUT/run.json      recipe, model, data, versions; when finished also tokens, s
 import json
 import platform
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -188,9 +188,9 @@ def mark_model(config: TrainConfig) -> ModelMark:
     return ModelMark(sha256=identify(config.model).sha256)
 
 
-def mark_files(folder: Path) -> dict[str, FileMark]:
-    """Size and SHA-256 of each file of a folder, by name."""
-    paths = sorted(path for path in folder.iterdir() if path.is_file())
+def mark_files(folder: Path, names: Container[str] | None = None) -> dict[str, FileMark]:
+    """Size and SHA-256 of each file of a folder, or of those that are named, by name."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and (names is None or path.name in names))
     return {path.name: FileMark(bytes=path.stat().st_size, sha256=sha256(path)) for path in paths}
 
 

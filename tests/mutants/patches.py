@@ -155,9 +155,10 @@ PATCHES = (
     Patch(
         "a checkpoint forgets the first moment",
         "moh_llm/training/checkpoints.py",
-        '        state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in ADAMW_MOMENTS}\n',
-        '        state = {moment: _like(moments[f"{moment}.{name}"], weight) for moment in ADAMW_MOMENTS}\n'
-        '        state["exp_avg"].zero_()\n',
+        "    _fill(tensors, reader)\n    return updates\n",
+        "    _fill(tensors, reader)\n"
+        '    [state["exp_avg"].zero_() for state in optimizer.state.values()]\n'
+        "    return updates\n",
         ("tests/training/test_checkpoints.py",),
     ),
     Patch(

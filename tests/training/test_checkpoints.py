@@ -1,12 +1,17 @@
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from moh_llm.errors import UserError
-from moh_llm.training.checkpoints import RECORD, load_checkpoint, newest_checkpoint, save_checkpoint
+from moh_llm.training import checkpoint_writer
+from moh_llm.training.checkpoint_writer import CheckpointWriter
+from moh_llm.training.checkpoints import RECORD, load_checkpoint, newest_checkpoint
 from moh_llm.training.config import CheckpointConfig
 
 
@@ -23,8 +28,10 @@ def network(seed: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor], torch.
 def save(folder: Path, *steps: int, keep_last: int = 9, milestone_every: int = 0) -> None:
     keep = CheckpointConfig(save_steps=1, save_total_limit=keep_last, milestone_every=milestone_every)
     layer, weights, optimizer = network(0)
+    writer = CheckpointWriter(folder, Accelerator(), layer, optimizer, weights, keep)
     for step in steps:
-        save_checkpoint(folder, step, {"updates": step, "seconds": 1.5}, Accelerator(), layer, optimizer, weights, keep)
+        writer.begin(step, {"updates": step, "seconds": 1.5})
+        writer.wait()
 
 
 def names(folder: Path) -> list[str]:
@@ -33,9 +40,9 @@ def names(folder: Path) -> list[str]:
 
 def test_a_checkpoint_brings_back_weights_and_optimiser(tmp_path: Path) -> None:
     layer, weights, optimizer = network(2)
-    folder = save_checkpoint(
-        tmp_path, 3, {"updates": 3, "seconds": 1.5}, Accelerator(), layer, optimizer, weights, CheckpointConfig()
-    )
+    writer = CheckpointWriter(tmp_path, Accelerator(), layer, optimizer, weights, CheckpointConfig())
+    folder = writer.begin(3, {"updates": 3, "seconds": 1.5})
+    writer.wait()
     layer, others, other_optimizer = network(1)
     load_checkpoint(folder, Accelerator(), layer, other_optimizer, others)
     for name, weight in weights.items():
@@ -100,10 +107,38 @@ def test_a_failed_save_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytes
     def full(*_: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("moh_llm.training.checkpoints.save_file", full)
+    monkeypatch.setattr("moh_llm.training.checkpoint_writer.save_file", full)
     with pytest.raises(UserError, match=r"step-000010.*earlier checkpoints are untouched"):
         save(tmp_path, 10)
     assert names(tmp_path) == ["step-000005"]
+
+
+def test_it_is_of_the_moment_when_it_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on while it is written, and until it is complete nothing is there but a temporary folder."""
+    changed = threading.Event()
+
+    def save_when_changed(*given: object) -> None:
+        assert changed.wait(60)
+        save_file(*given)
+
+    copy = checkpoint_writer._copy
+    monkeypatch.setattr(checkpoint_writer, "_copy", lambda state: time.sleep(0.3) or copy(state))
+    monkeypatch.setattr(checkpoint_writer, "save_file", save_when_changed)
+    layer, weights, optimizer = network(2)
+    wanted = [weight.detach().clone() for weight in weights.values()]
+    wanted += [optimizer.state[weight]["exp_avg"].clone() for weight in weights.values()]
+    writer = CheckpointWriter(tmp_path, Accelerator(), layer, optimizer, weights, CheckpointConfig())
+    folder = writer.begin(3, {"updates": 3, "seconds": 1.5})
+    writer.hold()
+    layer(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    assert not folder.exists() and not writer.failed
+    changed.set()
+    writer.wait()
+    assert names(tmp_path) == ["step-000003"]
+    saved = load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
+    found = [saved[name] for name in weights] + [saved[f"exp_avg.{name}"] for name in weights]
+    assert all(torch.equal(tensor, value) for tensor, value in zip(found, wanted, strict=True))
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:

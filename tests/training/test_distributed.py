@@ -19,21 +19,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from trained import read_log, read_record, unfinish
+from ways import ROOT, WAYS
 
 from moh_llm.training.loop import train
 from moh_llm.training.recipe import load_config
 
-ROOT = Path(__file__).resolve().parents[2]
-# As accelerate launch sets it for the files of recipes/accelerate, with a GPU and without.
-DDP = {"ACCELERATE_USE_CPU": "False"}
-FSDP = DDP | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-FSDP |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}
-WAYS = {"ddp": DDP, "fsdp2": FSDP}
-for stage in "123":
-    zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage, "DS_ACCELERATOR": "cpu"}
-    WAYS[f"zero{stage}"] = zero
-
-WAYS["torchrun"] = WAYS["ddp"]  # the same from the command line, by PyTorch's own launcher
+WAYS = WAYS | {"torchrun": WAYS["ddp"]}  # the same from the command line, by PyTorch's own launcher
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 STEPS = {"max_steps": 20, "data.batch_size": 8, "data.micro_batch_size": 2, "evaluation.eval_steps": 10}
@@ -76,15 +67,14 @@ def start(
         str(output),
         *(f"--{name}={value}" for name, value in steps.items()),
     ]
-    environment = WAYS[way] | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     if way == "torchrun":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port, *words]
-        variables = os.environ | environment
+        variables = os.environ | WAYS[way]
         return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
-    return forks.run(*words, folder=ROOT, environment=environment, processes=2, largest_file=largest_file)
+    return forks.run(*words, folder=ROOT, environment=WAYS[way], processes=2, largest_file=largest_file)
 
 
 def run(way: str, recipe: Path, output: Path, program: Sequence[str] = ("train.py",)) -> str:

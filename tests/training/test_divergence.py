@@ -12,6 +12,7 @@ from trained import read_log
 from moh_llm.errors import UserError
 from moh_llm.records.run import LogLine
 from moh_llm.training import loop
+from moh_llm.training.checkpoint_writer import CheckpointWriter
 from moh_llm.training.config import DivergenceConfig
 from moh_llm.training.losses import StepLosses
 from moh_llm.training.parallel import make_accelerator
@@ -120,7 +121,7 @@ def test_a_resumed_run_drops_the_same_steps(configure, spoiled, tmp_path: Path, 
     loop.train(configure(**overrides))
     broken = configure(output_dir=str(tmp_path / "broken"), **overrides)
     with pytest.MonkeyPatch.context() as patch:  # stops after step 5: steps 5 and later are made again
-        patch.setattr(loop, "save_checkpoint", stop_at(6, loop.save_checkpoint))
+        patch.setattr(CheckpointWriter, "begin", stop_at(6, CheckpointWriter.begin))
         with pytest.raises(KeyboardInterrupt):
             loop.train(broken)
     loop.train(broken)
@@ -129,10 +130,10 @@ def test_a_resumed_run_drops_the_same_steps(configure, spoiled, tmp_path: Path, 
 
 
 def stop_at(last: int, save):
-    def stop(checkpoints, step, *rest):
+    def stop(writer, step, facts):
         if step == last:
             raise KeyboardInterrupt
-        return save(checkpoints, step, *rest)
+        return save(writer, step, facts)
 
     return stop
 

@@ -114,7 +114,7 @@ def test_a_run_whose_model_changed_while_it_was_scored_is_not_finished(recipe, t
 MOMENTS = {
     "before the model is saved": "moh_llm.training.networks.save_network",
     "among the model's files": "transformers.PreTrainedTokenizerFast.save_pretrained",
-    "before the model is in place": "moh_llm.files._share",
+    "before the model is in place": "moh_llm.files.share_files",
     "before its files are marked": "moh_llm.training.loop.mark_files",
     "before it is scored": "moh_llm.training.loop.score_saved",
     "before the end is recorded": "moh_llm.training.runs.Run.finish",

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_llm.errors import UserError
@@ -98,7 +99,8 @@ def test_merging_keeps_the_function(configure, tmp_path: Path) -> None:
     batch = some_batch()
     before = logits_of(model.eval())(batch).detach()
     weights = {name: weight.detach().clone() for name, weight in networks.trained_weights(model).items()}
-    networks.save_network(config, weights, networks.load_tokenizer(config.model), tmp_path / "merged", *begun(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    networks.save_network(config, tmp_path, networks.load_tokenizer(config.model), tmp_path / "merged", *begun(config))
     merged = networks.load_network(tmp_path / "merged", torch.float32)
     torch.testing.assert_close(logits_of(merged.eval())(batch).detach(), before, atol=2e-3, rtol=1e-4)
 
@@ -183,7 +185,8 @@ def test_the_saved_folder_is_complete(configure, model_folder: Path, tmp_path: P
     tokenizer = networks.load_tokenizer(config.model)
     network = networks.load_network(config.model, torch.float32)
     weights = {name: weight.detach() + 1 for name, weight in networks.trained_weights(network).items()}
-    networks.save_network(config, weights, tokenizer, tmp_path / "saved", *begun(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    networks.save_network(config, tmp_path, tokenizer, tmp_path / "saved", *begun(config))
     saved = networks.load_network(tmp_path / "saved", torch.float32)
     wanted = weights["model.norm.weight"].to(expected).float()
     assert torch.equal(saved.model.norm.weight.detach(), wanted)

@@ -8,14 +8,11 @@ import forks
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from ways import DDP, FSDP, ROOT
 
 from moh_llm.records.model import hash_weights
 
-ROOT = Path(__file__).resolve().parents[2]
-# As accelerate launch sets it for recipes/accelerate/ddp.yaml and fsdp2.yaml, efficient loading among it.
-DDP = {"ACCELERATE_USE_CPU": "False"}
-FSDP = DDP | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-FSDP |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}
+FSDP = FSDP | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}  # as in recipes/accelerate/fsdp2.yaml
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 # Stops where the first step would begin, and writes what this process has done until then.
@@ -52,7 +49,6 @@ loop.train(load_config(sys.argv[1], [f"--output_dir={sys.argv[2]}", "--evaluatio
 
 def start(environment: dict[str, str], recipe: Path, output: Path, processes: int = 2) -> list[dict[str, int]]:
     """What each process has done when the first step would begin."""
-    environment = environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = forks.run("-c", START, recipe, output, folder=ROOT, environment=environment, processes=processes)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(Path(f"{output}.{rank}.json").read_text()) for rank in range(processes)]
@@ -84,9 +80,8 @@ def test_missing_weights_are_refused_once(model_folder, recipe, tmp_path):
     tensors.pop("model.norm.weight")
     save_file(tensors, file, {"format": "pt"})
     (broken / "model.safetensors.index.json").write_text(json.dumps(index))
-    environment = FSDP | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     words = ["train.py", recipe, f"--model={broken}", f"--output_dir={tmp_path / 'run'}"]
-    done = forks.run(*words, folder=ROOT, environment=environment, processes=2)
+    done = forks.run(*words, folder=ROOT, environment=FSDP, processes=2)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode != 0 and "lack model.norm.weight" in line
 

@@ -10,12 +10,13 @@ import forks
 import pytest
 import torch
 from safetensors.torch import load_file
-from trained import read_log, read_record, unfinish
+from trained import read_checkpoint, read_log, read_record, unfinish
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import attention as module
+from moh_llm.training import checkpoint_writer
 from moh_llm.training.loop import train
 
 ROOT = Path(__file__).parents[2]
@@ -134,6 +135,15 @@ def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
         mine, other = load_file(output / name), load_file(Path(unbroken.output_dir) / name)
         assert mine.keys() == other.keys()
         assert all(torch.equal(tensor, other[key]) for key, tensor in mine.items())
+
+
+def test_a_checkpoint_sees_nothing_of_the_next_step(configure, finished_run, tmp_path, monkeypatch) -> None:
+    copy = checkpoint_writer._copy
+    monkeypatch.setattr(checkpoint_writer, "_copy", lambda state: time.sleep(0.3) or copy(state))
+    train(configure())
+    for name in ("step-000004", "step-000006"):
+        mine, others = (read_checkpoint(run / "checkpoints" / name) for run in (tmp_path / "run", finished_run))
+        assert mine.keys() == others.keys() and all(torch.equal(tensor, others[key]) for key, tensor in mine.items())
 
 
 def test_a_corrupt_checkpoint_is_passed_over(configure, finished_run, run) -> None:

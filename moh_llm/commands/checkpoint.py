@@ -1,0 +1,22 @@
+"""``moh-llm checkpoint export OUTPUT/checkpoints/step-N --output DIR``: a model of a run's checkpoint."""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    export = actions.add_parser("export", help="make a model folder of a checkpoint", description=__doc__)
+    export.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder checkpoints/step-N of a run")
+    export.add_argument("--output", required=True, type=Path, help="folder to make")
+    export.add_argument("--overwrite", action="store_true", help="replace the output folder if it is not empty")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export. Returns the exit status; raises `UserError` for bad input."""
+    from moh_llm.training.milestones import export_checkpoint
+
+    record = export_checkpoint(args.checkpoint, args.output, args.overwrite)
+    print(f"{args.output} holds the model after step {record.step}")
+    return 0

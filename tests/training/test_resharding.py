@@ -1,0 +1,157 @@
+"""A checkpoint is the same numbers, bit for bit, whoever reads it in and writes it out again.
+
+Each run here loads the checkpoint of another and saves it at once, with other processes or under another strategy.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import forks
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trained import read_checkpoint, read_log, unfinish
+from ways import ROOT, WAYS
+
+from moh_llm.cli import main
+from moh_llm.errors import UserError
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.records.run import CheckpointRecord
+from moh_llm.training.loop import train
+from moh_llm.training.milestones import export_checkpoint
+from moh_llm.training.recipe import load_config
+from moh_llm.training.runs import mark_files
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+RESAVE = """
+import os, sys
+from pathlib import Path
+from moh_llm.training import loop
+from moh_llm.training.checkpoint_writer import CheckpointWriter
+from moh_llm.training.config import CheckpointConfig
+from moh_llm.training.recipe import load_config
+load = loop.load_checkpoint
+def resave(folder, accelerator, model, optimizer, weights):
+    updates = load(folder, accelerator, model, optimizer, weights)
+    writer = CheckpointWriter(Path(sys.argv[3]), accelerator, model, optimizer, weights, CheckpointConfig())
+    writer.begin(4, {"updates": updates, "seconds": 0.0})
+    writer.wait()
+    accelerator.wait_for_everyone()
+    os._exit(0)
+loop.load_checkpoint = resave
+loop.train(load_config(sys.argv[1], [f"--output_dir={sys.argv[2]}", "--data.micro_batch_size=1"]))
+"""
+
+
+@pytest.fixture(scope="session")
+def stopped(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path]) -> Path:
+    """One process's run that stopped after step 4, not to be changed."""
+
+    def make(folder: Path) -> None:
+        train(load_config(write_recipe(folder), ["--data.micro_batch_size=1"]))
+        unfinish(folder / "run", 4)
+
+    return made_once("stopped", make) / "run"
+
+
+def resave(way: str, processes: int, recipe: Path, run: Path, output: Path) -> Path:
+    """The checkpoint of a run, loaded and saved again; `output` is a run that stopped there, too."""
+    shutil.copytree(run, output)
+    words = ["-c", RESAVE, recipe, output, output / "again"]
+    done = forks.run(*words, folder=ROOT, environment=WAYS[way], processes=processes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    shutil.rmtree(output / "checkpoints")
+    (output / "again").rename(output / "checkpoints")
+    return output / "checkpoints" / "step-000004"
+
+
+def assert_same_numbers(folder: Path, other: Path) -> None:
+    mine, others = read_checkpoint(folder), read_checkpoint(other)
+    assert mine.keys() == others.keys() and len(mine) % 3 == 0
+    assert all(torch.equal(tensor, others[name]) for name, tensor in mine.items())
+    records = [CheckpointRecord.read(each / "checkpoint.json") for each in (folder, other)]
+    assert records[0].updates == records[1].updates == 4
+
+
+def test_two_processes_share_the_writing(stopped, recipe, tmp_path):
+    saved = resave("ddp", 2, recipe, stopped, tmp_path / "ddp")
+    assert_same_numbers(saved, stopped / "checkpoints" / "step-000004")
+    sizes = {path.name: path.stat().st_size for path in saved.glob("model*")}
+    assert sizes.keys() == {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    assert max(sizes.values()) < 0.7 * sum(sizes.values())
+
+
+@pytest.mark.slow
+def test_parts_of_four_processes_are_read_by_any(stopped, recipe, tmp_path):
+    whole = stopped / "checkpoints" / "step-000004"
+    parts = resave("fsdp2", 4, recipe, stopped, tmp_path / "four")
+    names = {f"{kind}-0000{rank}-of-00004.safetensors" for kind in ("model", "optimizer") for rank in (1, 2, 3, 4)}
+    assert {path.name for path in parts.iterdir()} == names | {"checkpoint.json"}
+    # Each number once, 12 bytes for a trained weight; a file is little more than a quarter.
+    weights = sum(tensor.numel() for name, tensor in read_checkpoint(whole).items() if not name.startswith("exp_avg"))
+    written = [path.stat().st_size for path in parts.glob("*.safetensors")]
+    headers = sum(int.from_bytes(path.read_bytes()[:8], "little") + 8 for path in parts.glob("*.safetensors"))
+    assert sum(written) == 12 * weights + headers
+    assert_same_numbers(parts, whole)
+    for way in ("fsdp2", "ddp", "zero1", "zero2", "zero3"):
+        saved = resave(way, 2, recipe, tmp_path / "four", tmp_path / way)
+        assert_same_numbers(saved, whole)
+        again = resave("fsdp2", 2, recipe, tmp_path / way, tmp_path / f"{way}-back")
+        assert_same_numbers(again, whole)
+    assert_same_numbers(resave("ddp", 1, recipe, tmp_path / "four", tmp_path / "one"), whole)
+
+
+def test_whole_tensors_in_one_file_are_read(stopped, configure, finished_run, tmp_path):
+    """As all checkpoints had them once: without offsets in the headers."""
+    run = Path(shutil.copytree(stopped, tmp_path / "run"))
+    folder = run / "checkpoints" / "step-000004"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        save_file(load_file(folder / name), folder / name)
+    record = json.loads((folder / "checkpoint.json").read_text())
+    marks = mark_files(folder, record["files"])
+    record["files"] = {name: mark.content() for name, mark in marks.items()}
+    (folder / "checkpoint.json").write_text(json.dumps(record))
+    said: list[str] = []
+    train(configure(**{"data.micro_batch_size": 1}), say=said.append)
+    assert any("resumed from" in line and "step-000004" in line for line in said)
+    assert [line["step"] for line in read_log(run)] == [line["step"] for line in read_log(finished_run)]
+
+
+# ---- export
+
+
+def test_an_exported_checkpoint_is_a_model(stopped, tmp_path):
+    checkpoint = stopped / "checkpoints" / "step-000004"
+    export_checkpoint(checkpoint, tmp_path / "model")
+    model = MoHLlamaForCausalLM.from_pretrained(tmp_path / "model")
+    weights = load_file(checkpoint / "model.safetensors")
+    assert all(torch.equal(model.get_parameter(name), weight) for name, weight in weights.items())
+    entries = json.loads((tmp_path / "model" / "lineage.json").read_text())["entries"]
+    assert entries[-1]["kind"] == "run" and entries[-1]["steps"] == 4
+    with pytest.raises(UserError, match="is not empty; pass --overwrite"):
+        export_checkpoint(checkpoint, tmp_path / "model")
+
+
+def test_an_export_of_the_last_step_is_the_runs_model(finished_run, tmp_path, capsys):
+    checkpoint = os.path.relpath(finished_run / "checkpoints" / "step-000006")
+    assert main(["checkpoint", "export", checkpoint, "--output", str(tmp_path / "model")]) == 0
+    assert "holds the model after step 6" in capsys.readouterr().out
+    a, b = (load_file(folder / "model" / "model.safetensors") for folder in (finished_run, tmp_path))
+    assert a.keys() == b.keys() and all(torch.equal(weight, b[name]) for name, weight in a.items())
+
+
+def test_what_cannot_be_exported_is_refused(run, model_folder, tmp_path):
+    checkpoint = run / "checkpoints" / "step-000006"
+    with pytest.raises(UserError, match=r"is no complete checkpoint: .*checkpoint.json does not exist"):
+        export_checkpoint(run, tmp_path / "model")
+    (checkpoint / "optimizer.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"optimizer\.safetensors has 0 bytes"):
+        export_checkpoint(checkpoint, tmp_path / "model")
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"model": {"sha256": "0" * 64}}))
+    with pytest.raises(UserError, match="is not what the run in"):
+        export_checkpoint(run / "checkpoints" / "step-000004", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
