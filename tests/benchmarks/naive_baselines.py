@@ -87,6 +87,21 @@ def switchhead(x: Tensor, w: Weights, size: int, heads: int, active: int, theta:
     return torch.cat(outputs), []
 
 
+def static(x: Tensor, w: Weights, size: int, heads: int, theta: float) -> tuple[Tensor, list]:
+    keys: list[list[Tensor]] = [[] for _ in range(heads)]
+    values: list[list[Tensor]] = [[] for _ in range(heads)]
+    outputs = []
+    for position, token in enumerate(x.split(1)):
+        output = torch.zeros_like(token)
+        for head in range(heads):
+            keys[head].append(rotated(token @ part(w["k_proj"], head, size), position, theta))
+            values[head].append(token @ part(w["v_proj"], head, size))
+            query = rotated(token @ part(w["q_proj"], head, size), position, theta)
+            output = output + attention(query, keys[head], values[head]) @ part(w["o_proj"].T, head, size).T
+        outputs.append(output)
+    return torch.cat(outputs), []
+
+
 def gqe(x: Tensor, w: Weights, size: int, groups: int, active: int, theta: float) -> tuple[Tensor, list]:
     experts = len(w["router"]) // groups
     keys: list[list[Tensor]] = [[] for _ in range(groups)]

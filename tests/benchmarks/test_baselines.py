@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from baselines.gqe import GQEAttention
 from baselines.layers import BaselineAttention, BaselineForCausalLM
 from baselines.moa import MoAAttention
+from baselines.static import StaticAttention
 from baselines.switchhead import SwitchHeadAttention
 
 ROWS, TOKENS, THETA, SIZE = 2, 7, 10_000.0, 6
@@ -39,6 +40,7 @@ CASES = {
         partial(naive.switchhead, size=SIZE, heads=6, active=2, theta=THETA),
         None,
     ),
+    "static": Case(partial(StaticAttention, heads=3), partial(naive.static, size=SIZE, heads=3, theta=THETA), None),
     "gqe": Case(
         partial(GQEAttention, active=1),
         partial(naive.gqe, size=SIZE, groups=2, active=1, theta=THETA),
