@@ -45,7 +45,7 @@ from moh_llm.data.tokenizer import TextTokenizer, is_held_out, open_tokenizer
 from moh_llm.data.windows import validation_batches
 from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
-from moh_llm.files import new_folder, write_json
+from moh_llm.files import check_output_folder, new_folder, write_json
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch, logits_of, sums_by_document
 from moh_llm.reading import read_json
@@ -84,6 +84,8 @@ def main() -> int:
 def run(args: argparse.Namespace) -> None:
     """Train what is missing, then print the tables."""
     mixture = mixture_from_arguments(args.corpora)
+    check_output_folder(args.output, overwrite=True)  # what is there is kept
+    args.output.mkdir(parents=True, exist_ok=True)
     tokenizer = open_tokenizer(args.tokenizer or trained_tokenizer(args, mixture))
     text_tokenizer = TextTokenizer.of(tokenizer)
     known, compared = make_methods(SIZES[args.size], text_tokenizer.vocab_size, args.context)
@@ -111,8 +113,8 @@ def run(args: argparse.Namespace) -> None:
         record["planned"].setdefault("flops", {})[name] = max(2, round(steps * costs["dense"] / costs[name]))
     train_missing(args, record, {name: known[name] for name in names}, sources, batches)
     found, documents = record["held_out"]["overlap"], record["held_out"]["tokens_of_documents"]
-    print(f"{len(documents)} held-out documents, {sum(documents):,} tokens; {found['shared']} of their", end=" ")
-    print(f"{found['ngrams']:,} {found['ngram']}-grams are in the training text; {args.seeds} seeds")
+    print(f"{len(documents)} held-out documents, {sum(documents):,} tokens; {found['shared']:.2%} of their", end=" ")
+    print(f"{found['ngram']}-grams are in the training text; {args.seeds} seeds")
     for equal in args.equal:
         rows = make_table(record, names, equal, args.seeds)
         print(f"\nat equal {equal}", *table_lines(record, rows), sep="\n")
@@ -172,7 +174,6 @@ def trained_tokenizer(args: argparse.Namespace, mixture: Mixture) -> Path:
             vocab_size=args.vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
         ),
     )
-    args.output.mkdir(parents=True, exist_ok=True)
     with new_folder(folder) as temporary:
         PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(temporary)
     return folder

@@ -1,19 +1,21 @@
 """The models that `benchmarks/scratch.py` trains: sizes, methods, their parameters and FLOPs.
 
 FLOPs are those of a forward pass with the least that each method needs by its paper (`moh_llm.flops`): keys and values
-of all heads, queries, scores and outputs of the heads or experts that are selected. All are computed as they are here.
+of all heads, queries, scores and outputs of the heads or experts that are selected. A backward pass is taken as twice
+that for all. With quantized scores MoH's straight-through gradient reads outputs of heads that are off, too, which is
+not counted.
 
-How large each method is made, as its paper does:
+How large each method is made:
 
-- MoH: the dense model's weights and the routers. Its paper says no number of shared heads for language models but that
-  they should be more than 40 % of the active ones; here they are the least that are.
-- MoA: 2H - 1 experts of the dense model's head size. With one head of keys and values these are the dense attention's
-  parameters; the router's are taken from the feed-forward network.
-- SwitchHead: heads times experts are the dense model's heads; heads are as large as fits into the dense attention's
-  parameters, and the feed-forward network takes the rest.
-- GQE: two query heads per group, of which one is selected. It has fewer parameters in the output projection, as in its
-  paper, which compares with grouped-query attention: `dense-gqa`.
-- Static: the heads that are off do not exist, keys and values included; and so it has fewer parameters.
+- MoH: the dense model's weights and the routers. Its paper says no number of shared heads for language models, but
+  advises more than 40 % of the active ones; here it is the least such number.
+- MoA: 2H - 1 experts of the dense model's head size, which is chosen here: with one head of keys and values these are
+  the dense attention's parameters. The router's are taken from the feed-forward network.
+- SwitchHead, as in its paper: heads times experts are the dense model's heads; heads are as large as fits into the
+  dense attention's parameters, and the feed-forward network takes the rest.
+- GQE, as in its paper: two query heads per group, of which one is selected; the output projection has fewer parameters
+  than that of grouped-query attention, `dense-gqa`, which the paper compares with.
+- Static: the heads that are off do not exist, keys and values included, so that it has fewer parameters.
 """
 
 import math
