@@ -72,6 +72,8 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="the highest")
     parser.add_argument("--held-out-tokens", type=int, default=200_000)
     args = parser.parse_args()
+    if min(args.seeds, args.context, args.batch) < 1:
+        parser.error("--seeds, --context and --batch must be at least 1")
     try:
         with lock_folder(args.output):
             run(args)
