@@ -3,9 +3,9 @@
 Heads are experts with their own projections of queries and outputs; all share one head of keys and values. Of E experts
 a token selects the K of the highest probability p = softmax(W_g x) and adds up w_i E_i(x), with
 w_i = p_i / sum over selected j of p_j; the denominator gets no gradient (the authors' code, github.com/yikangshen/MoA,
-leaves it out). The loss has 0.01 E sum_i f_i P_i, where the shares f of the selections sum to 1, and 0.001 times the mean
-square of log sum_i exp(W_g x)_i, of each layer: the weights that the authors' code is run with. Rotary embedding takes
-the place of the paper's positions, and weights are initialised as LLaMA's, routers too.
+leaves it out). The loss has 0.01 E sum_i f_i P_i, where the shares f of the selections sum to 1, and 0.001 times the
+mean square of log sum_i exp(W_g x)_i, of each layer: the weights that the authors' code is run with. Rotary embedding
+takes the place of the paper's positions, and weights are initialised as LLaMA's, routers too.
 """
 
 import torch

@@ -72,11 +72,11 @@ def test_an_interrupted_command_goes_on(command, monkeypatch, capsys):
 
     def interrupted(*args):
         if len(trained) == 3:
-            raise KeyboardInterrupt
+            raise RuntimeError  # a signal would end pytest where the command does not go on
         trained.append(train(*args))
 
     monkeypatch.setattr(scratch, "train", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError):
         command("parts", *arguments)
     trained.clear()
     status, parts = command("parts", *arguments)
