@@ -1,0 +1,142 @@
+"""The baselines' attention as loops over tokens, heads and experts, written from the papers' equations.
+
+Matrix products are `@` of one row with one matrix, so that they can be counted; all else is elementwise. Each function
+takes a row's inputs `[T, C]` and the layer's weights by name, and returns the output `[T, C]`, and per token what
+the auxiliary losses are made of: probabilities and the selected experts (and MoA's logits).
+"""
+
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+
+def rotated(x: Tensor, position: int, theta: float) -> Tensor:
+    """Rotary embedding of one head's vector `[1, D]`: entries i and i + D/2 turn by position * theta^(-2i/D)."""
+    half = x.shape[-1] // 2
+    angles = position * theta ** (-torch.arange(half, dtype=x.dtype) * 2 / x.shape[-1])
+    first, second = x[:, :half], x[:, half:]
+    return torch.cat(
+        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
+    )
+
+
+def attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """One query `[1, D]` over the keys and values up to its own."""
+    scores = query @ torch.cat(keys).T / query.shape[-1] ** 0.5
+    return scores.softmax(-1) @ torch.cat(values)
+
+
+def part(weight: Tensor, number: int, size: int) -> Tensor:
+    """Of a projection `[heads * size, C]` that of one head, `[C, size]`."""
+    return weight[number * size : (number + 1) * size].T
+
+
+def moa(x: Tensor, w: Weights, size: int, active: int, theta: float) -> tuple[Tensor, list]:
+    keys, values, outputs, routing = [], [], [], []
+    for position, token in enumerate(x.split(1)):
+        keys.append(rotated(token @ w["k_proj"].T, position, theta))
+        values.append(token @ w["v_proj"].T)
+        logits = token @ w["router"].T
+        probabilities = logits.softmax(-1)[0]
+        selected = sorted(range(len(probabilities)), key=lambda e: -probabilities[e].item())[:active]
+        total = sum(probabilities[expert].item() for expert in selected)  # a number: no gradient
+        output = torch.zeros_like(token)
+        for expert in selected:
+            query = rotated(token @ part(w["q_proj"], expert, size), position, theta)
+            head = attention(query, keys, values)
+            output = output + probabilities[expert] / total * (head @ part(w["o_proj"].T, expert, size).T)
+        outputs.append(output)
+        routing.append((probabilities, selected, logits[0]))
+    return torch.cat(outputs), routing
+
+
+def moa_loss(routing: list) -> Tensor:
+    """0.01 N sum f P + 0.001 z, over the tokens of all rows."""
+    experts, tokens = len(routing[0][0]), len(routing)
+    counts = [sum(expert in selected for _, selected, _ in routing) for expert in range(experts)]
+    totals = [sum(probabilities[expert] for probabilities, _, _ in routing) for expert in range(experts)]
+    balance = sum(count / sum(counts) * total / sum(totals) for count, total in zip(counts, totals, strict=True))
+    z = sum(torch.log(logits.exp().sum()) ** 2 for _, _, logits in routing) / tokens
+    return 0.01 * experts * balance + 0.001 * z
+
+
+def switchhead(x: Tensor, w: Weights, size: int, heads: int, active: int, theta: float) -> tuple[Tensor, list]:
+    experts = len(w["v_router"]) // heads
+    keys: list[list[Tensor]] = [[] for _ in range(heads)]
+    values: list[list[Tensor]] = [[] for _ in range(heads)]
+    outputs = []
+    for position, token in enumerate(x.split(1)):
+        output = torch.zeros_like(token)
+        for head in range(heads):
+            keys[head].append(rotated(token @ part(w["k_proj"], head, size), position, theta))
+            chosen = {}
+            for side in ("v", "o"):
+                scores = torch.sigmoid(token @ part(w[f"{side}_router"], head, experts))[0]
+                best = sorted(range(experts), key=lambda e, s=scores: -s[e].item())[:active]
+                chosen[side] = {expert: scores[expert] for expert in best}
+            value = torch.zeros(1, size, dtype=x.dtype)
+            for expert, score in chosen["v"].items():
+                value = value + score * (token @ part(w["v_proj"], head * experts + expert, size))
+            values[head].append(value)
+            query = rotated(token @ part(w["q_proj"], head, size), position, theta)
+            result = attention(query, keys[head], values[head])
+            for expert, score in chosen["o"].items():
+                output = output + score * (result @ part(w["o_proj"].T, head * experts + expert, size).T)
+        outputs.append(output)
+    return torch.cat(outputs), []
+
+
+def static(x: Tensor, w: Weights, size: int, heads: int, theta: float) -> tuple[Tensor, list]:
+    keys: list[list[Tensor]] = [[] for _ in range(heads)]
+    values: list[list[Tensor]] = [[] for _ in range(heads)]
+    outputs = []
+    for position, token in enumerate(x.split(1)):
+        output = torch.zeros_like(token)
+        for head in range(heads):
+            keys[head].append(rotated(token @ part(w["k_proj"], head, size), position, theta))
+            values[head].append(token @ part(w["v_proj"], head, size))
+            query = rotated(token @ part(w["q_proj"], head, size), position, theta)
+            output = output + attention(query, keys[head], values[head]) @ part(w["o_proj"].T, head, size).T
+        outputs.append(output)
+    return torch.cat(outputs), []
+
+
+def gqe(x: Tensor, w: Weights, size: int, groups: int, active: int, theta: float) -> tuple[Tensor, list]:
+    experts = len(w["router"]) // groups
+    keys: list[list[Tensor]] = [[] for _ in range(groups)]
+    values: list[list[Tensor]] = [[] for _ in range(groups)]
+    outputs, routing = [], []
+    for position, token in enumerate(x.split(1)):
+        logits = token @ w["router"].T
+        slots, scores, of_groups = [], [], []
+        for group in range(groups):
+            keys[group].append(rotated(token @ part(w["k_proj"], group, size), position, theta))
+            values[group].append(token @ part(w["v_proj"], group, size))
+            probabilities = logits[0, group * experts : (group + 1) * experts].softmax(-1)
+            selected = sorted(range(experts), key=lambda e, p=probabilities: -p[e].item())[:active]
+            of_groups.append((probabilities, selected))
+            for expert in selected:
+                query = token @ part(w["q_proj"], group * experts + expert, size)
+                slots.append(attention(rotated(query, position, theta), keys[group], values[group]))
+                scores.append(probabilities[expert])
+        weighted = sum(score * slot for score, slot in zip(scores, slots, strict=True)) / sum(scores)
+        query = rotated(token @ w["shared_q_proj"].T, position, theta)
+        means = ([sum(each) / groups for each in zip(*kept, strict=True)] for kept in (keys, values))
+        shared = attention(query, *means)
+        outputs.append(torch.cat([*slots, weighted, shared], dim=-1) @ w["o_proj"].T)
+        routing.append(of_groups)
+    return torch.cat(outputs), routing
+
+
+def gqe_loss(routing: list) -> Tensor:
+    """0.01 M sum f P, averaged over groups, over the tokens of all rows."""
+    groups, tokens = len(routing[0]), len(routing)
+    losses = []
+    for group in range(groups):
+        experts = len(routing[0][group][0])
+        for expert in range(experts):
+            share = sum(expert in token[group][1] for token in routing) / tokens
+            mean = sum(token[group][0][expert] for token in routing) / tokens
+            losses.append(experts * share * mean)
+    return 0.01 * sum(losses) / groups
