@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     except (ChildFailedError, subprocess.CalledProcessError):
         if not asked:
             raise
-        print(f"ended by {signal.Signals(asked[0]).name} before a step was saved; {AGAIN}", file=sys.stderr)
+        print(f"ended by {signal.Signals(asked[0]).name} before the run could save; {AGAIN}", file=sys.stderr)
         return 128 + asked[0]
     if asked:
         print(f"stopped by {signal.Signals(asked[0]).name}, as asked; {AGAIN}", file=sys.stderr)

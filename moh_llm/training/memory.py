@@ -35,7 +35,7 @@ from moh_llm.training.networks import add_lora, trained_weights
 STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
 # DeepSpeed's defaults, which recipes/accelerate leaves as they are: reduce_bucket_size, max_live_parameters.
-_BUCKET, _GATHERED = 500_000_000, 1_000_000_000
+BUCKET, _GATHERED = 500_000_000, 1_000_000_000
 # Bytes of a weight in nf4: 4 bits, a byte for each block of 64, a float32 for each 256 of these.
 _NF4 = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
@@ -134,7 +134,7 @@ def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, st
     gradients = part(sizes.trained, strategy in ("zero2", "zero3", "fsdp2")) * (c if zero else 4)
     if strategy == "ddp":
         gradients *= 2
-    buffers = _BUCKET * c if zero else 0
+    buffers = BUCKET * c if zero else 0
     if strategy == "zero3":
         buffers += min(sizes.student + base, _GATHERED) * c
     if strategy == "fsdp2":
