@@ -113,20 +113,49 @@ class Slurm:
         said = self.ask("scontrol", "show", "job", job)
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
-    def kill_step(self, job: str, node: str) -> int:
-        """SIGKILL to all of a job's first step on a node, as if the node had died; returns the number of processes."""
-        wanted = {f"SLURMD_NODENAME={node}", f"SLURM_JOB_ID={job}", "SLURM_STEP_ID=0"}
-        killed = set()
+    def processes(self, job: str, node: str | None = None) -> list[Path]:
+        """Folders in /proc of the processes of a job's first step, on a node or on both."""
+        wanted = {f"SLURM_JOB_ID={job}", "SLURM_STEP_ID=0"} | ({f"SLURMD_NODENAME={node}"} if node else set())
+        found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if wanted <= set((process / "environ").read_text(errors="replace").split("\0")):
-                    parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-                    is_step = (Path("/proc") / parent / "comm").read_text().startswith("slurmstepd")
-                    killed |= {int(process.name)} | ({int(parent)} if is_step else set())
-        for number in killed:
+                    found.append(process)
+        return found
+
+    def kill_step(self, job: str, node: str) -> int:
+        """SIGKILL to all of a job's first step on a node, as if the node had died; returns the number of processes."""
+        killed = set()
+        for process in self.processes(job, node):
+            with contextlib.suppress(OSError):
+                parent = Path("/proc", (process / "stat").read_text().rpartition(")")[2].split()[1])
+                killed |= {process} | ({parent} if (parent / "comm").read_text().startswith("slurmstepd") else set())
+        for process in killed:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
+                os.kill(int(process.name), signal.SIGKILL)
         return len(killed)
+
+    @contextlib.contextmanager
+    def held(self, job: str) -> Iterator[Callable[[], bool]]:
+        """Within the block training stands still; what it gives says whether a signal waits for all its processes."""
+        training = [p for p in self.processes(job) if "moh_llm.cli\0train" in (p / "cmdline").read_text()]
+        training = [p for p in training if "commands.launch" not in (p / "cmdline").read_text()]
+        for process in training:
+            os.kill(int(process.name), signal.SIGSTOP)
+
+        def signalled() -> bool:
+            for process in training:
+                status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines())
+                if not int(status["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1:
+                    return False
+            return len(training) > 0
+
+        try:
+            yield signalled
+        finally:
+            for process in training:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(process.name), signal.SIGCONT)
 
     def _daemon(self, *command: str) -> None:
         name = f"{command[0]}-{command[-1]}.out" if command[0] == "slurmd" else f"{command[0]}.out"

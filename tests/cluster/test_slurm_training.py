@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-STEPS, DONE = 1500, ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+STEPS, DONE = 300, ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def lines(run: Path) -> list[dict[str, object]]:
@@ -47,9 +47,12 @@ class Job:
         self.until(lambda: len(lines(self.run)) >= number)
 
     def until_requeued(self, times: int) -> None:
-        """Wait for it, and have the job start at once: Slurm lets two minutes go by."""
+        """Wait for it, and have the job start soon, where Slurm lets two minutes go by.
+
+        Not at once: nodes refuse a job that begins in the second in which it was ended.
+        """
         self.until(lambda: self.state() == f"PENDING,{times}")
-        self.slurm.ask("scontrol", "update", f"JobId={self.id}", "TimeLimit=60", "StartTime=now")
+        self.slurm.ask("scontrol", "update", f"JobId={self.id}", "TimeLimit=60", "StartTime=now+5")
         self.until(lambda: self.state() == f"RUNNING,{times}")
 
 
@@ -65,7 +68,7 @@ def recipe(make_llama: Callable[..., Path], convert: Callable[..., int], river: 
         "max_steps": STEPS,
         "data": {"mixture": str(tmp_path / "mixture.yaml"), "sequence_length": 32, "batch_size": 4},
         "evaluation": {"eval_steps": 0},
-        "checkpoint": {"save_steps": 50},
+        "checkpoint": {"save_steps": 20},
     }
     content["data"]["dataloader_num_workers"] = 1
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
@@ -74,7 +77,7 @@ def recipe(make_llama: Callable[..., Path], convert: Callable[..., int], river: 
 
 def test_a_job_that_is_stopped_and_killed_gives_the_log_of_one_that_is_not(slurm, recipe, tmp_path):
     job = Job(slurm, recipe, tmp_path / "broken")
-    job.until_step(60)
+    job.until_step(25)
     slurm.ask("scancel", "--signal=USR1", "--batch", job.id)  # as preemption does
     job.until_requeued(1)
     stopped = len(lines(job.run))
@@ -82,14 +85,16 @@ def test_a_job_that_is_stopped_and_killed_gives_the_log_of_one_that_is_not(slurm
     assert f"stopped by a signal after step {stopped}, which is saved" in said
     assert said.count("as asked; give the same command again") == 2 and "Traceback" not in said  # a line for each node
 
-    job.until_step(stopped + 60)
+    job.until_step(stopped + 25)
     hours, minutes, _ = slurm.show(job.id)["RunTime"].split(":")
     limit = 60 * int(hours) + int(minutes) + 2  # of less than two minutes, before which the job is told
-    slurm.ask("scontrol", "update", f"JobId={job.id}", f"TimeLimit={limit}")
+    with slurm.held(job.id) as signalled:  # Slurm looks at the times of jobs every half a minute
+        slurm.ask("scontrol", "update", f"JobId={job.id}", f"TimeLimit={limit}")
+        job.until(signalled)
     job.until_requeued(2)
     said = job.said.read_text()
     assert f"resumed from {job.run}/checkpoints/step-{stopped:06d}" in said and "Traceback" not in said
-    job.until_step(len(lines(job.run)) + 60)
+    job.until_step(len(lines(job.run)) + 25)
 
     assert slurm.kill_step(job.id, slurm.nodes[1]) >= 2
     job.until_requeued(3)
