@@ -13,8 +13,9 @@ the step are left out of both sides: DeepSpeed's bucket of 500 million numbers, 
 import argparse
 import gc
 import json
+import multiprocessing
 import os
-import subprocess
+import socket
 import sys
 import tempfile
 from itertools import accumulate
@@ -56,11 +57,8 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--probe", nargs=3, help=argparse.SUPPRESS)  # recipe, way, folder: one of the processes
     args = parser.parse_args()
-    if args.probe:
-        probe(*args.probe)
-        return 0
+    torch.set_num_threads(1)  # none may be there when processes are forked
     print("estimate / measured, and the measured MiB\n")
     print("| recipe | strategy |" + "".join(f" {n}: held | step |" for n in args.processes))
     print("|---|---|" + "---|---|" * len(args.processes))
@@ -75,13 +73,22 @@ def main() -> int:
 
 
 def measure(recipe: str, way: str, processes: int, folder: str) -> list[str]:
-    """The two cells of one job."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += [__file__, "--probe", recipe, way, folder]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | WAYS[way]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
+    """The two cells of one job, of processes that are forked from this one, which has imported all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
+    variables |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "CUDA_VISIBLE_DEVICES": ""}
+    fork = multiprocessing.get_context("fork")
+    job = [
+        fork.Process(target=probe, args=(recipe, way, folder, variables | {"RANK": str(n), "LOCAL_RANK": str(n)}))
+        for n in range(processes)
+    ]
+    for process in job:
+        process.start()
+    for process in job:
+        process.join()
+    if any(process.exitcode for process in job):
+        sys.exit(f"{recipe}, {way}: a process failed; see above")
     found = json.loads(Path(folder, "measured.json").read_text())
     return [f"{guess / real:.3f}, {real / 2**20:.2f}" for guess, real in found]
 
@@ -95,9 +102,10 @@ def small_recipe(recipe: str, folder: str, processes: int) -> TrainConfig:
     return load_config(path, [f"--{name}={value}" for name, value in words.items()])
 
 
-def probe(recipe: str, way: str, folder: str) -> None:
+def probe(recipe: str, way: str, folder: str, variables: dict[str, str]) -> None:
     """One process of a job; the first writes estimates and bytes beside the model."""
-    processes = int(os.environ["WORLD_SIZE"])
+    os.environ |= variables | ({} if way.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}) | WAYS[way]
+    processes = int(variables["WORLD_SIZE"])
     config = small_recipe(recipe, folder, processes)
     accelerator = make_accelerator(config)
     starting_point = agreed_starting_point(config, accelerator)

@@ -26,7 +26,7 @@ class Job:
         self.slurm, self.run, self.said = slurm, run, run.with_suffix(".out")
         options = ["--nodes=2", "--ntasks-per-node=1", f"--output={self.said}", "--parsable"]
         words = ["recipes/launch/slurm.sbatch", "ddp", recipe, run]
-        cpu = {"GPUS": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        cpu = {"GPUS": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "SLURM_WAIT": "20"}
         self.id = slurm.ask("sbatch", *options, *words, **cpu)
 
     def until(self, holds: Callable[[], bool]) -> None:
