@@ -59,9 +59,9 @@ def main() -> int:
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8])
     args = parser.parse_args()
     torch.set_num_threads(1)  # none may be there when processes are forked
-    print("estimate / measured, and the measured MiB\n")
-    print("| recipe | strategy |" + "".join(f" {n}: held | step |" for n in args.processes))
-    print("|---|---|" + "---|---|" * len(args.processes))
+    print("estimate / measured, and the measured MiB\n", flush=True)
+    print("| recipe | strategy |" + "".join(f" {n}: held | step |" for n in args.processes), flush=True)
+    print("|---|---|" + "---|---|" * len(args.processes), flush=True)
     for recipe in args.recipes:
         with tempfile.TemporaryDirectory() as folder:
             config = MoHLlamaConfig(**SMALL | MODELS[recipe], max_position_embeddings=2048)
