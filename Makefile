@@ -3,6 +3,7 @@
 # make test         sets up and runs the tests but for the slow ones
 # make test-all     all of them, as CI does
 # make test-clients runs TRL's trainers and vLLM (in an environment of its own, of 4 GB) on converted models
+# make test-cluster tokenises and trains on a Slurm and a Ray of two nodes, which it starts on this machine
 # make mutants      puts faults into a copy of the package and sees a test find each
 # make docs         builds the documentation in site/, and fails on a broken link
 PYTHON ?= python3
@@ -10,7 +11,7 @@ VENV ?= .venv
 VLLM ?= .venv-vllm
 OUTPUT ?= out/quickstart
 
-.PHONY: quickstart test test-slow test-all test-clients mutants lint docs
+.PHONY: quickstart test test-slow test-all test-clients test-cluster mutants lint docs
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/moh-llm quickstart --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
@@ -25,6 +26,11 @@ test-all: test test-slow
 
 test-clients: $(VENV)/installed $(VLLM)/installed
 	MOH_WRITE_CLIENTS=1 MOH_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(VENV)/bin/python -m pytest -m clients tests/clients
+
+test-cluster: $(VENV)/installed
+	@command -v sbatch >/dev/null || echo "no Slurm here: apt-get install slurmctld slurmd slurm-client munge"
+	@$(VENV)/bin/python -c "import ray" 2>/dev/null || echo "no Ray here: $(VENV)/bin/python -m pip install ray"
+	$(VENV)/bin/python -m pytest -m cluster tests/cluster
 
 mutants: $(VENV)/installed
 	$(VENV)/bin/python tests/mutants/run.py

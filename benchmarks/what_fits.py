@@ -2,6 +2,7 @@
 
     python benchmarks/what_fits.py                         # LLaMA 3 shapes of 1B to 70B on 1, 8 and 64 H100s
     python benchmarks/what_fits.py --sequence_length 8192
+    python benchmarks/what_fits.py --activations           # what recomputing and offloading save, 8B under FSDP2 on 8
 
 No weight is read and nothing is measured: the sizes are those of the published configs, and the model is what `convert`
 makes of a base of long context (local fallbacks, a threshold router, half of the heads). Each process trains with one
@@ -93,11 +94,39 @@ def find_fit(model: MoHLlamaConfig, kind: Kind, number: int, length: int, limit:
     return f"no: `{name}` takes {needed[name]:.0f}"
 
 
+def print_activations(lengths: tuple[int, ...] = (4096, 16384, 65536)) -> None:
+    """What the choice of recomputed layers saves: GiB of each of 8 devices beside weights and moments, and in all."""
+    model = make_config("8B")
+    ways = {
+        "all kept": {"gradient_checkpointing": False},
+        "every second recomputed": {"gradient_checkpointing": True, "gradient_checkpointing_every": 2},
+        "all recomputed": {"gradient_checkpointing": True},
+        "all recomputed, inputs offloaded": {"gradient_checkpointing": True, "activation_offloading": True},
+    }
+    print("| layers |" + "".join(f" {length:,} tokens |" for length in lengths))
+    print("|---|" + "---|" * len(lengths))
+    for name, keys in ways.items():
+        cells = []
+        for length in lengths:
+            data = DataConfig("", length, 8, 1)
+            recipe = TrainConfig(
+                model="none", output_dir="none", max_steps=1000, mixed_precision="bf16", data=data, **keys
+            )
+            memory = estimate_memory(recipe, model, Sizes.of(recipe, model), "fsdp2", 8)
+            cells.append(f"{(memory.activations + memory.temporary) / GIB:.1f} of {memory.total / GIB:.1f}")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequence_length", type=int, default=4096)
-    length = parser.parse_args().sequence_length
+    parser.add_argument("--activations", action="store_true", help="print that table in place of the other")
+    args = parser.parse_args()
+    if args.activations:
+        print_activations()
+        return
+    length = args.sequence_length
     gpu = find_gpu(GPU)
     assert gpu is not None
     print(f"Sequences of {length:,} tokens; GiB for each device, of {gpu.memory / GIB:.0f}:\n")

@@ -7,6 +7,9 @@ of B sequences reads sequences (s - 1) * B onwards, on any number of processes a
 """
 
 import hashlib
+import os
+import signal
+import threading
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -140,7 +143,30 @@ class StepBatches(Dataset):
 def step_loader(batches: StepBatches, steps: Iterable[int], num_workers: int = 0) -> DataLoader:
     """The batches of the given steps in their order, read ahead by `num_workers` processes."""
     # A separate generator: a loader would otherwise draw from torch's, which would change dropout.
-    return DataLoader(batches, batch_size=None, sampler=steps, num_workers=num_workers, generator=torch.Generator())
+    return DataLoader(
+        batches,
+        batch_size=None,
+        sampler=steps,
+        num_workers=num_workers,
+        generator=torch.Generator(),
+        worker_init_fn=_leave_signals_to_the_run if hasattr(signal, "sigwaitinfo") else None,  # not on macOS
+    )
+
+
+def _leave_signals_to_the_run(_: int) -> None:
+    """Make a worker ignore SIGTERM and SIGUSR1 unless its parent sends them.
+
+    Slurm sends them to all processes of a job step, and the run needs its workers to end its step.
+    """
+    stopping = {signal.SIGTERM, signal.SIGUSR1}
+    signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
+
+    def wait() -> None:
+        while signal.sigwaitinfo(stopping).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def permute(index: int, size: int, key: str) -> int:

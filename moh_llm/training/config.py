@@ -220,6 +220,16 @@ class TrainConfig(_Keys):
     seed: int = key("seed of data order, adapters and dropout", 0, at_least=0, below=2**32)
     mixed_precision: Literal["no", "bf16"] = key("bf16: forward and backward in bfloat16; weights stay float32", "no")
     gradient_checkpointing: bool = key("recompute activations in the backward pass to save memory", False)
+    gradient_checkpointing_every: int = key(
+        "with gradient_checkpointing: recompute the first of each so many layers, and keep the others' activations; "
+        "1: recompute all",
+        1,
+        at_least=1,
+    )
+    activation_offloading: bool = key(
+        "with gradient_checkpointing: keep the inputs of recomputed layers in the CPU's memory until they are needed",
+        False,
+    )
     attn_implementation: Attention = key(
         "sdpa, flash_attention_2, flash_attention_3 and flex_attention compute all heads, which are then gated; "
         "moh_sparse: Triton kernels that skip heads that are off; all but sdpa need a CUDA device",
@@ -268,6 +278,14 @@ class TrainConfig(_Keys):
                 f"schedule.{name}={value} must not exceed optimizer.learning_rate={self.optimizer.learning_rate}; "
                 "lower it too",
             )
+        for name, given in (
+            ("gradient_checkpointing_every", self.gradient_checkpointing_every > 1),
+            ("activation_offloading", self.activation_offloading),
+        ):
+            _require(
+                self.gradient_checkpointing or not given,
+                f"{name}={getattr(self, name)} is about layers that are recomputed: set gradient_checkpointing to true",
+            )
         _require(
             self.quantization is None or self.lora is not None,
             f"quantization={self.quantization} needs adapters, as 4-bit weights cannot be trained: set lora, or "
@@ -292,6 +310,8 @@ _PLACES = {"model", "output_dir", "base", "hub", "data.mixture"}
 _HARMLESS = {
     "save_dtype",
     "gradient_checkpointing",
+    "gradient_checkpointing_every",
+    "activation_offloading",
     "checkpoint",
     "report_to",
     "attn_implementation",

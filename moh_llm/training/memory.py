@@ -35,7 +35,7 @@ from moh_llm.training.networks import add_lora, trained_weights
 STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
 # DeepSpeed's defaults, which recipes/accelerate leaves as they are: reduce_bucket_size, max_live_parameters.
-_BUCKET, _GATHERED = 500_000_000, 1_000_000_000
+BUCKET, _GATHERED = 500_000_000, 1_000_000_000
 # Bytes of a weight in nf4: 4 bits, a byte for each block of 64, a float32 for each 256 of these.
 _NF4 = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
@@ -134,7 +134,7 @@ def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, st
     gradients = part(sizes.trained, strategy in ("zero2", "zero3", "fsdp2")) * (c if zero else 4)
     if strategy == "ddp":
         gradients *= 2
-    buffers = _BUCKET * c if zero else 0
+    buffers = BUCKET * c if zero else 0
     if strategy == "zero3":
         buffers += min(sizes.student + base, _GATHERED) * c
     if strategy == "fsdp2":
@@ -156,16 +156,17 @@ def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, st
 def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, precision: Precision) -> tuple[int, int]:
     """Bytes that the forward pass of a micro-batch keeps, and that a layer's backward pass adds temporarily.
 
-    With gradient checkpointing a layer keeps its input and router logits alone, and one layer at a time is recomputed.
-    Under autocast copies of the layers' weights are kept by the backward pass, and in autocast's cache until the
-    forward pass ends. The backward pass adds gradients of the MLP's widest tensors, two at a time, of the stream, and
-    of a tied head, which waits for the embedding's.
+    With gradient checkpointing a layer keeps its input and router logits alone, with offloading without the input, and
+    one layer at a time is recomputed. Under autocast copies of the layers' weights are kept by the backward pass of
+    layers that are not recomputed, and in autocast's cache until the forward pass ends. The backward pass adds
+    gradients of the MLP's widest tensors, two at a time, of the stream, and of a tied head, which waits for the
+    embedding's.
     """
     length, stream = config.data.sequence_length, precision.stream
     tokens = config.data.micro_batch_size * length
     # Token ids; sines and cosines; the boolean mask that keeps documents apart; the last norm.
     kept = 8 + 2 * stream * model.head_dim + length + (4 + stream) * model.hidden_size
-    layers = []
+    layers, recomputed = [], []
     for number, active in enumerate(model.active_heads_per_layer):
         group_size, shared = model.heads_per_group, len(model.shared_heads_per_layer[number])
         routed, top_k = len(model.routed_heads(number)) // group_size, (active - shared) // group_size
@@ -176,18 +177,23 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
                 never_on = model.num_attention_heads - shared
             layers[-1] += _local(config, model, precision, shared, never_on)
         kept += 8 * (routed + top_k)  # logits; the load-balance loss's softmax and chosen heads (int64)
-        kept += stream * model.hidden_size if config.gradient_checkpointing else layers[-1]
+        if config.gradient_checkpointing and number % config.gradient_checkpointing_every == 0:
+            recomputed.append(layers[-1])
+            kept += 0 if config.activation_offloading else stream * model.hidden_size
+        else:
+            kept += layers[-1]
         if config.objective.layer_coefficient:
             kept += stream * model.hidden_size + 16  # the base's outputs, later gradients; which positions count
     backward = tokens * (2 * precision.products * model.intermediate_size + stream * model.hidden_size)
     if model.tie_word_embeddings and config.lora is None:
         backward += stream * model.hidden_size * model.vocab_size
     copies = precision.products * sizes.linear if precision.casts else 0
-    if not config.gradient_checkpointing:
+    if not recomputed:
         return tokens * kept + copies, backward
-    cached = copies if config.lora is None else 0
-    recomputed = tokens * max(layers) + copies // model.num_hidden_layers
-    return tokens * kept + cached, recomputed + backward - cached
+    copied = copies * (model.num_hidden_layers - len(recomputed)) // model.num_hidden_layers
+    cached = copies if config.lora is None else copied
+    again = tokens * max(recomputed) + copies // model.num_hidden_layers
+    return tokens * kept + cached, again + backward - (cached - copied)
 
 
 def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, routed: int, top_k: int) -> int:

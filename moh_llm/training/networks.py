@@ -1,7 +1,9 @@
 """The networks of a run: the student, its adapters, the teacher, the saved model."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +79,27 @@ def make_student(config: TrainConfig, device: torch.device | None = None, empty:
         for router in network.routers:
             router.requires_grad_(False)
     if config.gradient_checkpointing:
-        # The re-entrant kind would lose the load-balance loss's gradient.
-        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute(network, config.gradient_checkpointing_every, config.activation_offloading)
     return network if config.lora is None else add_lora(network, config.lora)
+
+
+def recompute(network: MoHLlamaForCausalLM, every: int = 1, offload: bool = False) -> None:
+    """Recompute the first of each ``every`` layers in the backward pass, from its input.
+
+    With ``offload`` that input waits in the CPU's memory. No loss or gradient changes.
+    """
+    # The re-entrant kind would lose the load-balance loss's gradient.
+    network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for number, layer in enumerate(network.model.layers):
+        layer.gradient_checkpointing = number % every == 0
+        if offload:
+            layer._gradient_checkpointing_func = partial(_with_input_on_cpu, layer._gradient_checkpointing_func)
+
+
+def _with_input_on_cpu(checkpoint: Callable[..., Any], *inputs: Any) -> Any:
+    """Call ``checkpoint``, whose own hooks leave nothing but its input to these."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(*inputs)
 
 
 def _quantized(config: TrainConfig, device: torch.device | None) -> dict[str, Any]:

@@ -9,6 +9,6 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)  # paths in the arguments are relative to the caller's folder
 strategy=$1
 shift
-exec accelerate launch --config_file "$root/recipes/accelerate/$strategy.yaml" \
+exec python -m moh_llm.commands.launch --config_file "$root/recipes/accelerate/$strategy.yaml" \
     --num_machines "$NODES" --machine_rank "$NODE_RANK" --num_processes "$((NODES * ${GPUS:-8}))" \
     --main_process_ip "$MASTER" --main_process_port "${PORT:-29500}" -m moh_llm.cli train "$@"

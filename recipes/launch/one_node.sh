@@ -11,5 +11,5 @@ root=$(cd "$(dirname "$0")/../.." && pwd)  # paths in the arguments are relative
 strategy=$1
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}
-exec accelerate launch --config_file "$root/recipes/accelerate/$strategy.yaml" --num_processes "$gpus" \
+exec python -m moh_llm.commands.launch --config_file "$root/recipes/accelerate/$strategy.yaml" --num_processes "$gpus" \
     -m moh_llm.cli train "$@"

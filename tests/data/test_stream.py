@@ -1,5 +1,10 @@
 """Sequences: their order is a pure function, shares follow the weights, and no process count changes a step."""
 
+import multiprocessing
+import os
+import signal
+import subprocess
+
 import numpy as np
 import pytest
 import torch
@@ -107,6 +112,22 @@ def test_reading_ahead_leaves_the_random_state_alone():
     torch.manual_seed(0)
     assert len(list(step_loader(StepBatches(sequences_of([1.0]), 2), range(1, 4)))) == 3
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_of_others_leaves_workers_alive_and_one_of_the_run_does_not(number):
+    read = iter(step_loader(StepBatches(sequences_of([1.0]), 2), range(1, 60), 1))
+    steps = [next(read)]
+    (worker,) = multiprocessing.active_children()
+    subprocess.run(["kill", f"-{number.value}", str(worker.pid)], check=True)
+    steps += read
+    assert len(steps) == 59
+    read = iter(step_loader(StepBatches(sequences_of([1.0]), 2), range(1, 60), 1))
+    next(read)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, number)
+    worker.join(60)
+    assert worker.exitcode == 0
 
 
 def test_too_little_text_is_refused():

@@ -1,13 +1,16 @@
 """What `recipes/accelerate` and `recipes/launch` ship can be read by those it is for."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
+from moh_llm.commands.launch import AGAIN
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.training.step import TrainingStep
 
@@ -32,22 +35,56 @@ def test_launchers_are_valid_shell(path: Path) -> None:
     assert path.stat().st_mode & 0o100, "not executable"
 
 
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """Variables of a launcher on the CPU, with this Python."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    nodes = {"NODES": "1", "NODE_RANK": "0", "MASTER": "localhost", "PORT": f"{20000 + os.getpid() % 20000}"}
+    python = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPES.parent)}
+    return os.environ | {"PATH": path, "GPUS": "1"} | nodes | python
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["one_node.sh", "many_nodes.sh"])
-def test_paths_are_relative_to_the_callers_folder(launcher: str, recipe: Path, tmp_path: Path) -> None:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {
-        "PATH": path,
-        "GPUS": "1",
-        "NODES": "1",
-        "NODE_RANK": "0",
-        "MASTER": "localhost",
-        "PORT": f"{20000 + os.getpid() % 20000}",
-    }
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPES.parent)}
+def test_paths_are_relative_to_the_callers_folder(
+    launcher: str, recipe: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
     words = ["ddp", recipe.name, "--output_dir", "here", "--max_steps", "1"]
     ended = subprocess.run(
         [RECIPES / "launch" / launcher, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "here" / "model" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
+def test_a_signal_to_the_launcher_ends_the_run_in_one_line(
+    processes: int, number: signal.Signals, recipe: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    environment["GPUS"] = str(processes)
+    words = ["ddp", recipe, "--max_steps", "100000", "--checkpoint.save_steps", "100000"]
+    words += ["--evaluation.eval_steps", "0", "--data.dataloader_num_workers", "1"]
+    log = tmp_path / "run" / "log.jsonl"
+    command = [str(word) for word in [RECIPES / "launch" / "one_node.sh", *words]]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        while launcher.poll() is None and not (log.exists() and log.read_text().count("\n") >= 3):
+            time.sleep(0.1)
+        launcher.send_signal(number)
+        said, errors = launcher.communicate()
+    assert launcher.returncode == 0, errors
+    assert "stopped by a signal after step" in said
+    assert "Traceback" not in errors
+    assert errors.endswith(f"stopped by {number.name}, as asked; {AGAIN}\n") and errors.count(number.name) == 1
+    steps = len(log.read_text().splitlines())
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
+
+
+@pytest.mark.slow
+def test_a_failure_of_the_run_is_not_called_a_stop(recipe: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+    words = ["ddp", recipe, "--max_steps", "1", "--data.batch_size", "3"]
+    command = [str(word) for word in [RECIPES / "launch" / "one_node.sh", *words]]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1 and "must be a multiple" in ended.stderr and AGAIN not in ended.stderr

@@ -161,13 +161,17 @@ def test_the_balance_loss_is_added_with_its_coefficient(configure) -> None:
     torch.testing.assert_close(found[1][name] - found[0][name], wanted, atol=1e-6, rtol=1e-4)
 
 
-def test_gradient_checkpointing_leaves_the_gradient_as_it_was(configure) -> None:
-    gradients = []
-    for recompute in (False, True):
-        config = configure(gradient_checkpointing=recompute)
+@pytest.mark.parametrize("keys", [{}, {"gradient_checkpointing_every": 2}, {"activation_offloading": True}])
+def test_gradient_checkpointing_leaves_losses_and_gradients_as_they_were(keys, configure) -> None:
+    gradients, losses = [], []
+    for given in ({}, {"gradient_checkpointing": True} | keys):
+        config = configure(**given)
         model, batch = student_and_batch(config, 4)
-        gradients_of(config, model, batch, beta=1.0)
+        recomputed = [layer.gradient_checkpointing for layer in model.model.layers]
+        assert recomputed == [bool(given), bool(given) and "gradient_checkpointing_every" not in keys]
+        losses.append(gradients_of(config, model, batch, beta=1.0))
         gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+    assert losses[0] == losses[1]
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
     assert gradients[0]["model.layers.0.self_attn.router.routed.weight"].abs().sum() > 0

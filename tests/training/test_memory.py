@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import DataConfig, LoraConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.memory import STRATEGIES, Precision, Sizes, activation_bytes, estimate_memory, loss_bytes
-from moh_llm.training.networks import add_lora
+from moh_llm.training.networks import add_lora, recompute
 from moh_llm.training.optimizer import make_optimizer
 from moh_llm.training.reference import Reference
 from moh_llm.training.step import TrainingStep
@@ -46,7 +46,7 @@ class Pass:
         precision = Precision.of(recipe, strategy)
         network, base = MoHLlamaForCausalLM(model), None
         if recipe.gradient_checkpointing:
-            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute(network, recipe.gradient_checkpointing_every, recipe.activation_offloading)
         if recipe.objective.kind == "distillation" and recipe.lora is None:
             base = MoHLlamaForCausalLM(model).requires_grad_(False)
             base.to({2: torch.bfloat16, 4: torch.float32}[precision.products])
@@ -160,6 +160,34 @@ def test_with_checkpointing_a_layer_keeps_its_input(shape):
     recipe = make_recipe(gradient_checkpointing=True, objective=CROSS_ENTROPY, **keys)
     kept, _ = activation_bytes(recipe, model, Sizes.of(recipe, model), Precision.of(recipe, "one"))
     assert kept == pytest.approx(saved_bytes(Pass(recipe, model, "one")), rel=0.15)
+
+
+@pytest.mark.parametrize("shape", ["plain", "uneven", "local", "lora"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("keys", [{"gradient_checkpointing_every": 2}, {"gradient_checkpointing_every": 4}])
+def test_with_checkpointing_of_some_layers_the_others_keep_all(shape, precision, keys):
+    fields, more = SHAPES[shape]
+    model = make_model(vocab_size=20, **fields)  # as above
+    keys = {"gradient_checkpointing": True, "mixed_precision": precision, "objective": CROSS_ENTROPY} | keys | more
+    recipe = make_recipe(**keys)
+    kept, _ = activation_bytes(recipe, model, Sizes.of(recipe, model), Precision.of(recipe, "one"))
+    run = Pass(recipe, model, "one")
+    cached = 0
+    if precision == "bf16" and recipe.lora is None:  # copies of recomputed layers' weights, which autocast keeps
+        cached = 2 * Sizes.of(recipe, model).linear * len(range(0, 6, recipe.gradient_checkpointing_every)) // 6
+    assert kept - cached == pytest.approx(saved_bytes(run), rel=0.05)
+
+
+def test_with_offloading_the_inputs_of_layers_are_not_kept():
+    model = make_model(vocab_size=20)
+    found, estimated = [], []
+    for offload in (False, True):
+        recipe = make_recipe(gradient_checkpointing=True, activation_offloading=offload, objective=CROSS_ENTROPY)
+        found.append(saved_bytes(Pass(recipe, model, "one")))
+        estimated.append(activation_bytes(recipe, model, Sizes.of(recipe, model), Precision.of(recipe, "one"))[0])
+    inputs = 4 * 2 * 128 * 128 * 6  # float32, tokens, hidden size, layers
+    assert found[0] - found[1] == estimated[0] - estimated[1] == inputs
+    assert estimated[1] == pytest.approx(found[1], rel=0.15)
 
 
 @pytest.mark.parametrize(
