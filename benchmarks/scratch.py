@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from overlap import NGrams, numbered
 from scratch_methods import SIZES, Method, make_methods
 from scratch_tables import key, make_table, table_lines
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -36,7 +37,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from moh_llm.data.mixture import Mixture, mixture_from_arguments
-from moh_llm.data.overlap import NGrams, numbered
 from moh_llm.data.records import source_documents
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
