@@ -167,7 +167,7 @@ def server(folders, tmp_path) -> Iterator[str]:
     with (tmp_path / "server.log").open("w") as log:
         process = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=log, stderr=subprocess.STDOUT)
         try:
-            for _ in range(300):
+            for _ in range(900):
                 assert process.poll() is None, (tmp_path / "server.log").read_text()[-2000:]
                 with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
                     break
