@@ -163,7 +163,7 @@ def server(folders, tmp_path) -> Iterator[str]:
         port = taken.getsockname()[1]
     # `vllm serve` of the CPU build asks for the metadata of a package of the name vllm, and stops.
     words = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folders["local fallback"]]
-    words += ["--dtype", "float32", "--max-model-len", "256", "--port", str(port)]
+    words += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--port", str(port)]
     with (tmp_path / "server.log").open("w") as log:
         process = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=log, stderr=subprocess.STDOUT)
         try:
