@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         sources = list(mixture.sources)
         available, notes = _estimates(mixture, args.tokenizer)
 
-    print(f"tokens per source for a budget of {budget:,}, those available for training, and passes through them:")
+    print(f"tokens of each source for a budget of {budget:,}, and those for training:")
     table = Table("source", box=None)
     for header in ("share", "budget", "available", "epochs", "max epochs"):
         table.add_column(header, justify="right")

@@ -109,7 +109,8 @@ def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     workers = count_workers(left, args.workers, args.executor, {})[0] if left else 0
     print(
         f"would tokenise {len(left)} of {len(tasks)} tasks into {args.output} with {tokenizer.name} "
-        f"({tokenizer.dtype.name}), executor {args.executor}; about {total:,.0f} tokens, "
+        f"({tokenizer.dtype.name}), executor {args.executor}\n"
+        f"about {total:,.0f} tokens, "
         f"{total * tokenizer.dtype.itemsize / 1e6:,.0f} MB, {seconds:,.0f} s of tokenising on all cores of this machine"
         + (f", {workers} at once" if workers > 0 else "")
     )
