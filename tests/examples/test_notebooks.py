@@ -36,7 +36,7 @@ def test_they_run_on_a_tiny_base(make_llama, tmp_path, monkeypatch) -> None:
     assert converted[-1] == "True\n"  # with all heads on the logits are the base's
     assert [line.split()[0] for line in recovered[-1].splitlines()[1:]] == ["dense", "paper's", "calibrated", "tuned"]
     generated, again = used[1], used[4]
-    assert generated.startswith("The river rises in the mountains and") and again.strip("\n") == generated.strip("\n")
+    assert generated.startswith("The river rises in the mountains and") and generated.strip("\n") in again
     assert "the pipeline's reply: True" in used[6]
 
 
