@@ -22,17 +22,23 @@ def read(name: str) -> "NotebookNode":
 
 
 def execute(name: str, folder: Path) -> "NotebookNode":
-    """The notebook after all of its cells ran in ``folder``. Raises nbclient's CellExecutionError where one fails."""
+    """The notebook after all of its cells ran in ``folder``, with what they printed but to stderr.
+
+    Raises CellExecutionError (nbclient) where one fails.
+    """
     from nbclient import NotebookClient
 
     place = {"metadata": {"path": str(folder)}}
-    # A progress bar is kept as it last was, and no times are.
     client = NotebookClient(read(name), timeout=None, resources=place, record_timing=False, coalesce_streams=True)
-    return client.execute()
+    notebook = client.execute()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":  # without progress bars and warnings
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    return notebook
 
 
 def texts(notebook: "NotebookNode") -> list[str]:
-    """What each code cell printed, without what it wrote to stderr."""
+    """What each code cell printed."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return ["".join(o.text for o in cell.outputs if o.get("name") == "stdout") for cell in cells]
 
