@@ -10,7 +10,7 @@ project = "MoH-LLM"
 release = version = moh_llm.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-include_patterns = ["*.md", "docs/**.md"]
+include_patterns = ["*.md", "docs/**.md", "examples/*.md"]
 exclude_patterns = [".*", "out", "site"]  # are not searched
 root_doc = "docs/contents"
 html_extra_path = ["index.html"]  # leads to README.html

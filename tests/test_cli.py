@@ -63,6 +63,13 @@ def test_readme_names_only_flags_that_exist(capsys):
         assert flag in known, flag
 
 
+def test_serve_refuses_in_a_line_what_is_no_model(tmp_path, capsys):
+    pytest.importorskip("uvicorn")
+    assert main(["serve", str(tmp_path / "nothing"), "--port", "8000"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "nothing does not exist" in error and error.count("\n") == 1
+
+
 def test_new_folder_keeps_the_old_on_failure(tmp_path):
     output = tmp_path / "out"
     with new_folder(output) as folder:

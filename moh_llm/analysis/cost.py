@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from types import MethodType
@@ -36,7 +36,11 @@ def flops_by_length(config: MoHLlamaConfig, lengths: Sequence[int]) -> list[Cost
 
 @torch.no_grad()
 def seconds_by_length(
-    model: MoHLlamaForCausalLM, lengths: Sequence[int], repeats: int = 5, most: float = math.inf
+    model: MoHLlamaForCausalLM,
+    lengths: Sequence[int],
+    repeats: int = 5,
+    most: float = math.inf,
+    advance: Callable[[int], object] = lambda tokens: None,
 ) -> list[Cost]:
     """Measured seconds of a forward pass over one text of each length (Tab. 7): logits of all positions, no cache.
 
@@ -49,6 +53,7 @@ def seconds_by_length(
         lengths: in tokens, which are drawn at random.
         repeats: turns that count.
         most: seconds of a forward pass; longer texts than the first that takes as many are left out.
+        advance: receives the tokens of each turn's two passes.
     """
     draw = torch.Generator().manual_seed(0)
     costs = []
@@ -59,6 +64,7 @@ def seconds_by_length(
             moh.append(_seconds(model, ids))
             with dense_attention(model):
                 dense.append(_seconds(model, ids))
+            advance(2 * length)
         costs.append(Cost(length, median(moh[1:]), median(dense[1:])))
         if max(moh + dense) > most:
             break

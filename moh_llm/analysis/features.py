@@ -34,8 +34,10 @@ class HeadSimilarity:
     mean_outputs: float | None
 
 
-def similarity_table(model: MoHLlamaPreTrainedModel, batches: Sequence[Batch]) -> dict[str, HeadSimilarity]:
+def similarity_table(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> dict[str, HeadSimilarity]:
     """Tab. B: similarity of heads in the model as it is set, "moh", and in its dense base, "all_heads".
+
+    The batches are read twice.
 
     The base is the model with all heads on. With weighted scores heads keep their factor then, so
     that what later layers see is not quite a dense model's.

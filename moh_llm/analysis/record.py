@@ -6,11 +6,12 @@ Its parts are what the other modules return, as plain lists and numbers.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from moh_llm.analysis.cost import flops_by_length, seconds_by_length
@@ -35,6 +36,19 @@ _SLOW = 5.0  # seconds of a forward pass, after which no longer one is timed
 _REPEATS = 3
 
 
+@dataclass(frozen=True)
+class _Counted:
+    """Batches that move a bar by their tokens."""
+
+    batches: Sequence[Batch]
+    bar: tqdm
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            yield batch
+            self.bar.update(batch["input_ids"].numel())
+
+
 def analyse(
     model: MoHLlamaForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
@@ -42,7 +56,6 @@ def analyse(
     sentence: str = SENTENCE,
     tokens_per_text: int = 1024,
     lengths: Sequence[int] = LENGTHS,
-    say: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
     """Results of all functions of this package, by name.
 
@@ -58,7 +71,8 @@ def analyse(
         tokens_per_text: the most that is read of a text.
         lengths: in tokens, for the cost. FLOPs leave out those beyond the model's context, measured
             seconds those beyond 8,192 and beyond the first that takes more than 5 s, too.
-        say: receives the name of each stage as it begins.
+
+    A bar shows the stage, and the tokens of all passes that are done.
 
     Raises:
         UserError: a model that is not MoH or has no routed heads, a text without tokens, or a model
@@ -70,12 +84,12 @@ def analyse(
     context = model.config.max_position_embeddings
     row = min(_ROW, context)
 
-    say("tokens of the text")
     streams = {name: _read(tokenizer, documents, row, tokens_per_text) for name, documents in texts.items()}
-    batches = {name: _batches(stream, row) for name, stream in streams.items()}
-    everything = [batch for text in batches.values() for batch in text]
     share = max(1, _COSTLY_TOKENS // max(1, len(texts)))
     few = [batch for stream in streams.values() for batch in _batches(_first(stream, share), row)]
+    costly = sum(batch["input_ids"].numel() for batch in few)
+    lengths = [length for length in lengths if length <= context]
+    timed = [length for length in lengths if length <= _LONGEST_TIMED]
 
     record: dict[str, Any] = {
         "texts": {name: len(stream) for name, stream in streams.items()},
@@ -88,33 +102,38 @@ def analyse(
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    say("head load")
-    record["head_load"] = asdict(head_load(model, everything))
-    loads = {name: head_load(model, text) for name, text in batches.items()}
-    record["head_load_by_text"] = {
-        "layer": last,
-        "shared_heads": record["head_load"]["shared_heads"][last],
-        "tokens": {name: load.tokens for name, load in loads.items()},
-        "load": {name: load.load[last] for name, load in loads.items()},
-        "balance": {name: load.balance[last] for name, load in loads.items()},
-    }
-    say("routing scores")
-    layers = [_coarse(layer) for layer in routing_scores(model, everything)]
-    record["routing_scores"] = _finite({"quantiles": list(QUANTILES), "bins": BINS, "layers": layers})
-    coarse = {name: _coarse(routing_scores(model, text)[last]) for name, text in batches.items()}
-    record["routing_scores_by_text"] = _finite({"layer": last, "texts": coarse})
-    record["token_heads"] = {"text": sentence, **asdict(token_heads(model, tokenizer, sentence))}
-    say("similarity of heads")
-    tokens = sum(batch["input_ids"].numel() for batch in few)
-    table = {which: asdict(found) for which, found in similarity_table(model, few).items()}
-    record["similarity"] = _finite({"tokens": tokens, **table})
-    say("feature rank")
-    record["feature_rank"] = asdict(feature_rank(model, everything))
-    say("cost by length")
-    lengths = [length for length in lengths if length <= context]
-    record["flops"] = [asdict(cost) for cost in flops_by_length(model.config, lengths)]
-    timed = [length for length in lengths if length <= _LONGEST_TIMED]
-    record["seconds"] = [asdict(cost) for cost in seconds_by_length(model, timed, _REPEATS, _SLOW)]
+    tokens = 5 * sum(record["texts"].values()) + 2 * costly + 2 * (1 + _REPEATS) * sum(timed)
+    # Not disabled: `moh_llm.evaluate` disables the bars of lm-eval.
+    with tqdm(total=tokens, unit="token", unit_scale=True, disable=False) as bar:
+        batches = {name: _Counted(_batches(stream, row), bar) for name, stream in streams.items()}
+        everything = _Counted([batch for text in batches.values() for batch in text.batches], bar)
+
+        bar.set_description("head load", refresh=False)
+        record["head_load"] = asdict(head_load(model, everything))
+        loads = {name: head_load(model, text) for name, text in batches.items()}
+        record["head_load_by_text"] = {
+            "layer": last,
+            "shared_heads": record["head_load"]["shared_heads"][last],
+            "tokens": {name: load.tokens for name, load in loads.items()},
+            "load": {name: load.load[last] for name, load in loads.items()},
+            "balance": {name: load.balance[last] for name, load in loads.items()},
+        }
+        bar.set_description("routing scores", refresh=False)
+        layers = [_coarse(layer) for layer in routing_scores(model, everything)]
+        record["routing_scores"] = _finite({"quantiles": list(QUANTILES), "bins": BINS, "layers": layers})
+        coarse = {name: _coarse(routing_scores(model, text)[last]) for name, text in batches.items()}
+        record["routing_scores_by_text"] = _finite({"layer": last, "texts": coarse})
+        record["token_heads"] = {"text": sentence, **asdict(token_heads(model, tokenizer, sentence))}
+        bar.set_description("similarity of heads", refresh=False)
+        table = {which: asdict(found) for which, found in similarity_table(model, _Counted(few, bar)).items()}
+        record["similarity"] = _finite({"tokens": costly, **table})
+        bar.set_description("feature rank", refresh=False)
+        record["feature_rank"] = asdict(feature_rank(model, everything))
+        bar.set_description("cost by length", refresh=False)
+        record["flops"] = [asdict(cost) for cost in flops_by_length(model.config, lengths)]
+        seconds = seconds_by_length(model, timed, _REPEATS, _SLOW, bar.update)
+        record["seconds"] = [asdict(cost) for cost in seconds]
+        bar.set_description("analysis", refresh=False)
     return record
 
 

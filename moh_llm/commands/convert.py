@@ -150,7 +150,8 @@ def print_conversion(record: "Conversion", output: Path) -> None:
     console = Console(soft_wrap=True, highlight=False)  # so that paths stay whole
     console.print(
         f"{record.base.name}: {len(plan.active_heads)} layers of {heads} heads -> {active:.4g} active, "
-        f"{shared:g} shared ({plan.shared}), router {plan.router_type}, fallback {plan.head_fallback}"
+        f"{shared:g} shared ({plan.shared})\n"
+        f"router {plan.router_type}, fallback {plan.head_fallback}"
         + (", by whole key-value groups" if plan.routing_granularity == "kv_group" else "")
     )
     if plan.budgets == "uneven":
@@ -170,8 +171,8 @@ def print_conversion(record: "Conversion", output: Path) -> None:
     else:
         console.print("nothing was verified (--verify none)")
     console.print(
-        f"written to {output} in {record.seconds:.0f} s, {record.peak_memory_mib} MiB at most; "
-        f"the record is {output / 'conversion.json'}"
+        f"written to {output} in {record.seconds:.0f} s, {record.peak_memory_mib} MiB at most; its record:\n"
+        f"{output / 'conversion.json'}"
     )
 
 

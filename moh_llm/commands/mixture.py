@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         sources = list(mixture.sources)
         available, notes = _estimates(mixture, args.tokenizer)
 
-    print(f"tokens per source for a budget of {budget:,}, those available for training, and passes through them:")
+    print(f"tokens of each source for a budget of {budget:,}, and those for training:")
     table = Table("source", box=None)
     for header in ("share", "budget", "available", "epochs", "max epochs"):
         table.add_column(header, justify="right")
@@ -77,10 +77,8 @@ def parse_tokens(text: str) -> int:
 
 def _estimates(mixture, tokenizer_name: str | None) -> tuple[dict[str, tuple[int | None, bool]], list[str]]:
     """Per source its training tokens and whether they are exact; and what could not be found out."""
-    from tqdm import tqdm
-
     from moh_llm.data.locate import locate
-    from moh_llm.data.sample import estimate_source
+    from moh_llm.data.sample import estimate_source, with_progress
     from moh_llm.data.tokenizer import TextTokenizer
 
     if tokenizer_name is None:
@@ -88,9 +86,9 @@ def _estimates(mixture, tokenizer_name: str | None) -> tuple[dict[str, tuple[int
     tokenizer = TextTokenizer.load(tokenizer_name)
     found: dict[str, tuple[int | None, bool]] = {}
     notes = []
-    for source in tqdm(mixture.sources, desc="reading", unit="source", leave=False):
+    for source, advance in with_progress(mixture.sources):
         try:
-            estimate = estimate_source(source, locate(source), tokenizer)
+            estimate = estimate_source(source, locate(source), tokenizer, advance)
         except UserError as error:
             notes.append(str(error))
             continue

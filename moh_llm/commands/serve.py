@@ -16,22 +16,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "flags",
         nargs=argparse.REMAINDER,
-        help="for example --port 8000 or --continuous-batching; see transformers serve --help",
+        help="for example --port 8000 or --continuous-batching; transformers serve --help lists them",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until interrupted. Returns the exit status; raises `UserError` where the server's packages are missing."""
+    """Serve until interrupted. Returns the exit status.
+
+    Raises:
+        UserError: there is no such model, or the server's packages are missing.
+    """
     from transformers.utils.import_utils import is_serve_available
 
+    from moh_llm.evaluation.models import check_model
     from moh_llm.modeling import MoHLlamaForCausalLM
 
     if not is_serve_available():
         raise UserError('serving needs packages that are not installed: pip install "transformers[serving]"')
+    check_model(args.model)
     from transformers.cli.transformers import app
 
     # Where the server looks the class up. By name: the package puts another module in its own place.
     setattr(sys.modules["transformers"], MoHLlamaForCausalLM.__name__, MoHLlamaForCausalLM)
-    sys.argv = ["transformers", "serve", args.model, *args.flags]
-    app()
+    app(["serve", args.model, *args.flags], prog_name="transformers")
     return 0

@@ -83,9 +83,8 @@ def run(args: argparse.Namespace) -> int:
 def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
-    from tqdm import tqdm
 
-    from moh_llm.data.sample import estimate_source
+    from moh_llm.data.sample import estimate_source, with_progress
     from moh_llm.data.tasks import is_done, make_tasks, prepare_sources
     from moh_llm.data.tokenize import count_workers
 
@@ -95,9 +94,9 @@ def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     for header in ("files", "MB", "tasks", "done", "tokens (estimate)"):
         table.add_column(header, justify="right")
     total = seconds = 0.0
-    for source in tqdm(mixture.sources, desc="reading", unit="source", leave=False):
+    for source, advance in with_progress(mixture.sources):
         own = [task for task in tasks if task.source.name == source.name]
-        found = estimate_source(source, [file for task in own for file in task.files], tokenizer)
+        found = estimate_source(source, [file for task in own for file in task.files], tokenizer, advance)
         sizes = [task.bytes for task in own]
         size = "?" if None in sizes else f"{sum(s or 0 for s in sizes) / 1e6:,.1f}"
         done = sum(is_done(task) for task in own)
@@ -110,7 +109,8 @@ def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     workers = count_workers(left, args.workers, args.executor, {})[0] if left else 0
     print(
         f"would tokenise {len(left)} of {len(tasks)} tasks into {args.output} with {tokenizer.name} "
-        f"({tokenizer.dtype.name}), executor {args.executor}; about {total:,.0f} tokens, "
+        f"({tokenizer.dtype.name}), executor {args.executor}\n"
+        f"about {total:,.0f} tokens, "
         f"{total * tokenizer.dtype.itemsize / 1e6:,.0f} MB, {seconds:,.0f} s of tokenising on all cores of this machine"
         + (f", {workers} at once" if workers > 0 else "")
     )

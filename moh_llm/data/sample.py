@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,21 @@ class Estimate:
     seconds: float | None
 
 
-def estimate_source(source: Source, files: Sequence[SourceFile], tokenizer: TextTokenizer) -> Estimate:
+def with_progress(sources: Sequence[Source]) -> Iterator[tuple[Source, Callable[[int], object]]]:
+    """Each of some sources with the `advance` of its `estimate_source`, which moves a bar over all of them."""
+    each = 2 * _SAMPLE
+    with tqdm(total=len(sources) * each, desc="reading", unit="B", unit_scale=True, leave=False) as bar:
+        for number, source in enumerate(sources, start=1):
+            yield source, bar.update
+            bar.update(number * each - bar.n)  # a source may be short, or not there
+
+
+def estimate_source(
+    source: Source,
+    files: Sequence[SourceFile],
+    tokenizer: TextTokenizer,
+    advance: Callable[[int], object] = lambda count: None,
+) -> Estimate:
     """Tokenise the first 2 MiB of a source's text and scale by its stored bytes.
 
     Compressed files are read in pieces, so that the number is off by some percent even where the
@@ -117,6 +131,7 @@ def estimate_source(source: Source, files: Sequence[SourceFile], tokenizer: Text
         source: the source.
         files: its files (`locate`).
         tokenizer: what text is tokenised with.
+        advance: receives how many bytes were read, and again how many were tokenised, up to 2 MiB of each.
 
     Raises:
         UserError: the beginning cannot be read.
@@ -128,6 +143,7 @@ def estimate_source(source: Source, files: Sequence[SourceFile], tokenizer: Text
     for _, text in source_documents(source, files, reading, tokenizer.chat):
         if sampled < _SAMPLE:
             sample.append(text)
+            advance(min(reading.bytes, _SAMPLE) - sampled)
             sampled, stored = reading.bytes, reading.stored
         elif files:  # only built-in text, which is short, is read to its end
             ended = False
@@ -135,7 +151,10 @@ def estimate_source(source: Source, files: Sequence[SourceFile], tokenizer: Text
     if not sample:
         raise UserError(f"source {source.name} holds no text")
     began = time.perf_counter()
-    tokens = sum(len(ids) for _, ids in tokenizer.encode(sample))
+    tokens = 0
+    for number, (_, ids) in enumerate(tokenizer.encode(sample)):
+        tokens += len(ids)
+        advance(_SAMPLE * (number + 1) // len(sample) - _SAMPLE * number // len(sample))
     seconds = time.perf_counter() - began
     if not files:
         scale = reading.bytes / sampled

@@ -223,7 +223,7 @@ def _follow(tasks: Sequence[Task], stop: threading.Event) -> None:
                     done[number] = found
                 share, tokens = share + part * sizes[number], tokens + found
             rate = (tokens - at_start) / (time.perf_counter() - began)
-            bar.set_postfix_str(f"{tokens / 1e6:.2f}M tokens, {rate / 1e3:.0f}k tokens/s")
+            bar.set_postfix_str(f"{tokens / 1e6:.2f}M tokens, {rate / 1e3:.0f}k tokens/s", refresh=False)
             bar.update(max(0.0, share - bar.n))
 
 

@@ -148,4 +148,4 @@ def _analyse(
         network = MoHLlamaForCausalLM.from_pretrained(model, dtype=dtype, use_safetensors=True).to(device)
     except (OSError, ValueError) as error:
         raise UserError(f"{model} cannot be loaded: {one_line(error)}") from error
-    return analyse(network, tokenizer, texts, say=lambda stage: say(f"analysis of {label}: {stage}"))
+    return analyse(network, tokenizer, texts)

@@ -117,8 +117,9 @@ class ProgressLine:
     """
 
     def __init__(self, done: int, total: int):
-        self._console = Console(highlight=False, soft_wrap=True)
-        # Step and time left are always whole; of the numbers, the first ones that fit are shown.
+        self._console = Console(highlight=False)
+        self._console.soft_wrap = not self._console.is_terminal  # in a file a line stays one
+        # Step and time left are always whole; of the rate and the numbers, the first ones that fit are shown.
         rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
         self._bar = Progress(
             TextColumn("step"),
@@ -150,12 +151,12 @@ class ProgressLine:
         if line.timing is None:
             return
         numbers = line.content()
-        parts = [
-            f"{short} {numbers[name]:{form}}" for name, (short, form) in _SHOWN.items() if numbers.get(name) is not None
-        ]
-        parts.append(f"{line.timing.tokens_per_second:.0f} tokens/s")
+        parts = [f"{line.timing.tokens_per_second:.0f} tokens/s"]
         if line.timing.mfu is not None:
             parts.append(f"MFU {100 * line.timing.mfu:.1f} %")
+        parts += [
+            f"{short} {numbers[name]:{form}}" for name, (short, form) in _SHOWN.items() if numbers.get(name) is not None
+        ]
         state = "  ".join(parts)
         self._bar.update(self._task, completed=step, state=state)
         now = time.monotonic()

@@ -116,7 +116,7 @@ def test_the_command_records_it(smoke_report: Path, tiny_moh: Path, load: Callab
     from moh_llm.modeling import MoHLlamaForCausalLM
 
     said = (smoke_report / "err.txt").read_text(encoding="utf-8")
-    assert said.index("[3/3] model: Answers") < said.index("analysis of model: head load")
+    assert said.index("[3/3] model: Answers") < said.index("analysis of model: loading")
     assert "analysis of base" not in said
     analysis = read(smoke_report / "report")["analysis"]
     model, tokenizer = MoHLlamaForCausalLM.from_pretrained(tiny_moh), AutoTokenizer.from_pretrained(tiny_moh)
@@ -196,7 +196,7 @@ def test_a_failed_analysis_is_named_and_loses_nothing(
     models = [shutil.copytree(tiny_moh, tmp_path / name) for name in ("one", "two")]
     calls, analyse = [], record.analyse
 
-    def fail_first(model: Any, tokenizer: Any, texts: dict[str, list[str]], say: Any) -> dict[str, Any]:
+    def fail_first(model: Any, tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:
         calls.append(list(texts))
         if len(calls) == 1:
             raise RuntimeError("out of\nmemory")

@@ -95,7 +95,7 @@ with pytest.raises(SystemExit if rank else UserError, match="2" if rank else "no
     processes.join().agree(only_here)
 
 HFLM.generate_until, analyse = generate, record.analyse
-record.analyse = lambda *words, say: analyse(*words, tokens_per_text=32, lengths=[128], say=say)
+record.analyse = lambda *words: analyse(*words, tokens_per_text=32, lengths=[128])
 assert main(["evaluate", sys.argv[2], "--suite", "smoke", "--limit", "1", "--output", "report"]) == 0
 print("all is well", flush=True)
 """
@@ -108,6 +108,6 @@ def test_processes_agree_on_what_went_wrong_and_the_first_analyses(
     done = on_two_processes(tmp_path, "odd.py", str(tiny_llama), str(tiny_moh))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all is well") == 2
-    assert done.stderr.count("analysis of model: head load") == 1 == done.stdout.count("report.json:")
+    assert done.stderr.count("analysis of model: loading") == 1 == done.stdout.count("report.json:")
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
     assert list(report["analysis"]["model"]["texts"]) == ["Facts", "Stories", "Answers"]

@@ -45,10 +45,10 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
         progress.step(dropped)
     said = capsys.readouterr().out
     for part in (
-        "step 4/10  loss 1.0800  kl 0.5000  ce 3.0000  layers 0.2500  balance 0.800  lr 1.0e-04",
+        "tokens/s  MFU 10.0 %  loss 1.0800  kl 0.5000  ce 3.0000  layers 0.2500  balance 0.800  lr 1.0e-04",
         "heads 1.50",
         "norm 0.70",
-        "tokens/s  MFU 10.0 %",
+        "step 4/10  ",
         "s left",
         "step 4 was dropped: the loss is not finite",
         "perplexity 2.000 on 9 held-out tokens of 2 documents, 3 dead heads, 37.5 % of routings changed",
@@ -56,7 +56,7 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
         assert part in said, part
 
 
-@pytest.mark.parametrize(("columns", "last"), [(80, "ce 3.0000"), (110, "balance 0.800"), (160, "tokens/s")])
+@pytest.mark.parametrize(("columns", "last"), [(80, "kl 0.5000"), (110, "layers 0.2500"), (160, "norm 0.70")])
 def test_a_terminal_shows_step_and_time_left_at_any_width(configure, capsys, monkeypatch, columns, last) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -64,10 +64,16 @@ def test_a_terminal_shows_step_and_time_left_at_any_width(configure, capsys, mon
         line = a_line(configure)
         line.step = 1240
         progress.step(line)
+        scores = Scores(tokens=9, documents=2, perplexity=2.0)
+        routing = Routing(load=[], entropy=[], dead_heads=[1, 2], changed=[0.5, 0.25])
+        progress.step(LogLine(step=1240, validation=scores, routing=routing))
     said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out).replace("\r", "\n")
     shown = [text for text in said.splitlines() if "1240/100000" in text][-1]
-    assert re.search(r"step +1240/100000 .* (-:--:--|\d+:\d\d:\d\d) loss 1\.0800  kl 0\.5000", shown), shown
+    assert re.search(r"step +1240/100000 .* (-:--:--|\d+:\d\d:\d\d) \d+ tokens/s  loss 1\.0800", shown), shown
     assert last in shown and len(shown) <= columns
+    scored = said[said.rindex("step 1240: perplexity") :].split("changed")[0]
+    assert all(len(text.rstrip()) <= columns for text in scored.splitlines())  # no word is broken
+    assert " ".join(scored.split()).endswith("documents, 3 dead heads, 37.5 % of routings")
 
 
 def test_the_peak_rate_is_the_devices_over_a_tokens_flops(configure, monkeypatch: pytest.MonkeyPatch) -> None:
