@@ -30,10 +30,11 @@ import torch
 from torch import nn
 
 from moh_llm.conversion.base import open_base
+from moh_llm.conversion.budget import allocate
 from moh_llm.conversion.fit import LayerSample, Ridge, group_costs, group_metric
 from moh_llm.conversion.local_fit import LocalFitter
 from moh_llm.conversion.local_sample import STRIDE
-from moh_llm.conversion.plan import PlanOptions, allocate, shared_and_active
+from moh_llm.conversion.plan import PlanOptions, shared_and_active
 from moh_llm.conversion.sweeps import layer_samples
 from moh_llm.errors import UserError
 from moh_llm.intervals import show_figure

@@ -28,8 +28,10 @@ PATCHES = (
     Patch(
         "tuned fallbacks are not saved",
         "moh_llm/training/networks.py",
-        "            weight.copy_(weights[name])\n",
-        '            weight.copy_(weight if ".fallback." in name else weights[name])\n',
+        "    read_weights(checkpoint, trained_weights(network))\n",
+        "    before = {n: w.detach().clone() for n, w in trained_weights(network).items() if '.fallback.' in n}\n"
+        "    read_weights(checkpoint, trained_weights(network))\n"
+        "    [trained_weights(network)[n].data.copy_(w) for n, w in before.items()]\n",
         (NETWORKS, FALLBACKS),
     ),
     Patch(

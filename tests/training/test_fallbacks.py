@@ -78,7 +78,7 @@ def test_local_fallbacks_are_trained_and_saved(
 
 def test_a_threshold_has_no_annealing(configure, local_folders) -> None:
     config = configure(model=str(local_folders["threshold"]), max_steps=2, **{"schedule.anneal_steps": 2})
-    with pytest.raises(UserError, match=r"schedule.anneal_steps=2: .* its scores say how many; set it to 0"):
+    with pytest.raises(UserError, match=r"anneal_steps=2: .* its router sets the number of heads; set it to 0"):
         train(config)
 
 

@@ -165,7 +165,7 @@ def test_versions_are_held_against_the_requirements(monkeypatch):
     monkeypatch.setattr(metadata, "version", version)
     found = [(finding.state, finding.text) for finding in check_versions("zero2")]
     assert [state for state, _ in found] == ["fault"] * 3
-    assert found[0][1] == "torch 1.13.1 is installed, >=2.6 is required" and "transformers 99.0" in found[1][1]
+    assert found[0][1] == "torch 1.13.1 is installed, >=2.9 is required" and "transformers 99.0" in found[1][1]
     assert found[2][1].startswith('deepspeed is not installed; run pip install "deepspeed')
     assert not any("deepspeed" in finding.text for finding in check_versions("fsdp2"))
     old.clear()
