@@ -22,7 +22,7 @@ def read(name: str) -> "NotebookNode":
 
 
 def execute(name: str, folder: Path) -> "NotebookNode":
-    """The notebook after all of its cells ran in ``folder``, with what they printed but to stderr.
+    """The notebook after all of its cells ran in ``folder``, with what they printed but to stderr, and ~ for the home.
 
     Raises CellExecutionError (nbclient) where one fails.
     """
@@ -34,6 +34,10 @@ def execute(name: str, folder: Path) -> "NotebookNode":
     for cell in notebook.cells:
         if cell.cell_type == "code":  # without progress bars and warnings
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+            for output in cell.outputs:
+                if output.output_type == "stream":
+                    lines = output.text.replace(str(Path.home()), "~").splitlines(keepends=True)
+                    output.text = "".join(line for line in lines if "[WARNING]" not in line)
     return notebook
 
 

@@ -28,6 +28,7 @@ from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests, document_starts
 from .fallbacks_moh import MoHFallback, MoHLocalFallback
 from .routing_moh import IndexedModule, MoHLinear, MoHRouter, load_balancing_loss
+from .selected_attention_moh import may_select
 
 GATE_GRADIENTS = ("exact", "selected")
 
@@ -184,11 +185,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
     ) -> dict[str, Any]:
         """Arguments of attention layers beside LLaMA's; empty where no layer reads them."""
         implementation, fallback = self.config._attn_implementation, self.config.head_fallback
-        own_mask = attention_mask is not None and not (
-            isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
-        )
-        # Where `selected_attention` may be used. With all heads on, dense attention gives the base's bits.
-        whole_documents = implementation == "sdpa" and not own_mask and not torch.is_grad_enabled()
+        # With all heads on, dense attention gives the base's bits.
+        whole_documents = may_select(implementation, attention_mask)
         whole_documents = whole_documents and any(router.num_active < router.num_heads for router in self.routers)
         if fallback == "none" and implementation != HEAD_SPARSE and not whole_documents:
             return {}

@@ -26,6 +26,13 @@ def has_flash_attention(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not varied and not torch.compiler.is_compiling()
 
 
+def may_select(implementation: str, attention_mask: object) -> bool:
+    """Whether `selected_attention` may take the place of this attention: SDPA without gradients, with no mask or one of
+    padding `[B, S]`."""
+    padding_only = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2)
+    return implementation == "sdpa" and padding_only and not torch.is_grad_enabled()
+
+
 def is_faster(gate: torch.Tensor, keys: torch.Tensor) -> bool:
     """Whether to take `selected_attention` for a gate `[B, T, H]` and these keys, not attention of all heads."""
     if not has_flash_attention(gate):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -256,6 +257,11 @@ def test_files_that_travel(make_llama, convert, tmp_path):
     code = set(REMOTE_CODE)
     assert {name for name in names if name.endswith(".py")} == code
     assert "training_args.bin" not in names
+    # transformers 5.2 loads the files that the modelling file itself imports, not what those import.
+    modeling = (tmp_path / "moh" / "modeling_moh_llama.py").read_text()
+    assert set(re.findall(r"^from \.(\w+) import", modeling, re.MULTILINE)) == {Path(name).stem for name in code} - {
+        "modeling_moh_llama"
+    }
 
 
 def test_overwrite_replaces_only_a_finished_conversion(make_llama, convert, tmp_path):

@@ -42,19 +42,20 @@ def test_the_next_start_goes_on_from_a_complete_checkpoint(recipe, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     words = ["-c", SLOWLY, recipe, *WORDS, f"--output_dir={broken}"]
     draw = random.Random(0)
-    for written in (False, True, False):  # whether it is killed while a checkpoint is written
+    # Killed before there is a checkpoint, while one is written, and when one is complete.
+    for reached in ("checkpoints", "checkpoints/.step-*/*", "checkpoints/step-*/checkpoint.json"):
         before = steps_in(broken)
         programs = forks.start(words, ROOT, WAYS["fsdp2"], processes=4)
         deadline = time.monotonic() + 300
-        while steps_in(broken) < before + 3 or (written and not list(broken.glob("checkpoints/.step-*/*"))):
+        while steps_in(broken) < before + 3 or not list(broken.glob(reached)):
             assert all(program.poll() is None for program in programs), programs[0].stderr[-3000:]
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        if not written:
+        if ".step" not in reached:
             time.sleep(draw.random())
         draw.choice(programs).kill()
         assert forks.finish(programs) != 0
-        assert list(broken.glob("checkpoints/.step-*")) or not written
+        assert list(broken.glob("checkpoints/.step-*")) or ".step" not in reached
     done = forks.run(*words, folder=ROOT, environment=WAYS["fsdp2"], processes=4)
     assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr[-3000:]
     assert read_log(broken) == read_log(whole)
