@@ -116,9 +116,12 @@ def _layer(base: PreTrainedConfig, plan: PlanOptions, kind: Kind) -> MoHLlamaMod
     for name, value in sizes.items():
         setattr(config, name, value)
     shared, routed, on = kind
-    every = range(base.num_attention_heads)
+    # Heads of a kind are of many key-value groups, as where they are chosen by importance: fewer share their keys.
+    step = base.num_attention_heads // base.num_key_value_heads if plan.routing_granularity == "head" else 1
+    every = [head for first in range(step) for head in range(first, base.num_attention_heads, step)]
     options = plan if plan.router_type == "none" else PlanOptions(**vars(plan) | {"router": "linear"})
-    built = build_config(config, options, [every[:shared]], [shared + on], [every[shared + routed :]])
+    kinds = sorted(every[:shared]), sorted(every[shared + routed :])
+    built = build_config(config, options, [kinds[0]], [shared + on], [kinds[1]])
     return MoHLlamaModel(built)
 
 
