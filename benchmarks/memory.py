@@ -93,12 +93,14 @@ def measure(recipe: str, way: str, processes: int, folder: str) -> list[str]:
     return [f"{guess / real:.3f}, {real / 2**20:.2f}" for guess, real in found]
 
 
-def small_recipe(recipe: str, folder: str, processes: int) -> TrainConfig:
+def small_recipe(recipe: str, way: str, folder: str, processes: int) -> TrainConfig:
     """A recipe on the small model: two micro-batches a step for each process."""
     path = RECIPES / f"{recipe}.yaml"
     micro = load_config(path, []).data.micro_batch_size
     words = {"model": folder, "output_dir": f"{folder}-run", "data.sequence_length": 128}
     words |= {"data.batch_size": 2 * micro * processes, "report_to": "[]"}
+    if way == "fsdp2":  # on CPUs Accelerate does not cast for it
+        words["mixed_precision"] = "no"
     return load_config(path, [f"--{name}={value}" for name, value in words.items()])
 
 
@@ -106,7 +108,7 @@ def probe(recipe: str, way: str, folder: str, variables: dict[str, str]) -> None
     """One process of a job; the first writes estimates and bytes beside the model."""
     os.environ |= variables | ({} if way.startswith("zero") else {"ACCELERATE_USE_CPU": "true"}) | WAYS[way]
     processes = int(variables["WORLD_SIZE"])
-    config = small_recipe(recipe, folder, processes)
+    config = small_recipe(recipe, way, folder, processes)
     accelerator = make_accelerator(config)
     starting_point = agreed_starting_point(config, accelerator)
     seed_step(config, 0, 0)

@@ -68,6 +68,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=512, help="tokens of a block")
     parser.add_argument("--blocks", type=int, default=2, help="blocks of a step, in one pass")
     parser.add_argument("--fallback", choices=FALLBACKS, default="value")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="in --only step")
     parser.add_argument("--dtype", choices=["no", "bf16"], default="bf16", help="mixed precision")
     parser.add_argument("--processes", action="store_true", help="also one process against two")
     parser.add_argument("--only", nargs="+", choices=["step", "loop", "checkpoint", "loss"], help="not all of them")
@@ -123,8 +124,10 @@ def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
     heads = {"num_shared_heads": 9, "num_active_heads": 9} if dense else FALLBACKS[args.fallback]
     start = PlanOptions(context=args.length, fallback="local").start  # that of a default conversion
     more = {"max_position_embeddings": max(2048, args.length), "local_start": start}
-    config = MoHLlamaConfig(**SIZES[args.size], **HEADS, **heads, **more)
-    return MoHLlamaForCausalLM(config)
+    model = MoHLlamaForCausalLM(MoHLlamaConfig(**SIZES[args.size], **HEADS, **heads, **more))
+    if args.gradient_checkpointing:
+        networks.recompute(model)
+    return model
 
 
 def batch_of(args: argparse.Namespace) -> dict[str, torch.Tensor]:

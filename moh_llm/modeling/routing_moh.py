@@ -257,6 +257,8 @@ class MoHRouter(IndexedModule):
             if self.router_type != "query_norm":  # which does not read them: on a GPU this copy costs time
                 hidden_states = _at_least_float32(hidden_states)
             logits = self._routed_logits(hidden_states, query_states, shard)
+            if all_on is True:
+                return logits, logits.new_ones(*logits.shape[:-1], self.num_heads)
             selected = self.select(logits)
             needs_scores = torch.is_grad_enabled() or self.router_type == "two_stage"
             if self.router_score == "quantized" and not needs_scores:  # a gate is 0 or 1, whatever the score
@@ -268,9 +270,7 @@ class MoHRouter(IndexedModule):
                 else:
                     parts = [straight_through(1.0, shared_score), straight_through(selected, routed_score)]
             gate = self._of_heads(*parts)
-            if isinstance(all_on, torch.Tensor):
-                gate = torch.where(all_on[..., None], 1.0, gate)
-            return logits, torch.ones_like(gate) if all_on is True else gate
+            return logits, torch.where(all_on[..., None], 1.0, gate) if isinstance(all_on, torch.Tensor) else gate
 
     def heads_on(self, logits: torch.Tensor, all_on: torch.Tensor | bool = False) -> torch.Tensor:
         """Which heads each token has on, bool `[B, T, H]`: `logits` `[B, T, U]` and `all_on` are those of `forward`."""

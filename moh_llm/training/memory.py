@@ -114,8 +114,8 @@ class Precision:
 def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, strategy: str, processes: int) -> Memory:
     """The memory of each of ``processes``, for one of `STRATEGIES` and the config and sizes of ``config.model``.
 
-    The highest point is at the loss, in a layer's backward pass, or in AdamW's step, which on GPUs
-    makes a float32 copy of all that it updates.
+    The highest point is at the loss, in a layer's backward pass, under FSDP2 where the last gradients are reduced, or in
+    AdamW's step, which on GPUs makes a float32 copy of all that it updates.
     """
     precision = Precision.of(config, strategy)
     zero, sharded, c = strategy.startswith("zero"), strategy in ("zero3", "fsdp2"), precision.products
@@ -137,18 +137,21 @@ def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, st
     buffers = BUCKET * c if zero else 0
     if strategy == "zero3":
         buffers += min(sizes.student + base, _GATHERED) * c
-    if strategy == "fsdp2":
-        # The root's weights stay gathered; of the layers there are this one and the next.
-        both = 2 if base else 1
-        buffers += c * (both * sizes.ends + 2 * sizes.layer + (sizes.ends + sizes.layer if config.lora is None else 0))
-
     activations, layer = activation_bytes(config, model, sizes, precision)
-    step = 4 * own + (4 * own if zero and c < 4 else 0)
-    moments = {
-        "the loss": loss_bytes(config, model, precision),
-        "a layer's backward pass": layer,
-        "AdamW's step": step - activations,
-    }
+    loss, step = loss_bytes(config, model, precision), 4 * own + (4 * own if zero and c < 4 else 0)
+    moments = {"the loss": loss, "a layer's backward pass": layer, "AdamW's step": step - activations}
+    if strategy == "fsdp2":
+        # The root's weights stay gathered until their gradients, which come last, are there.
+        buffers += c * sizes.ends * (2 if base else 1)
+        moments["the loss"] += c * sizes.layer  # the last layer's, which the next gathering frees
+        moments["AdamW's step"] -= buffers
+        if config.lora is None:
+            # This layer's weights and the next one's, its gradient and a copy of it to reduce, and the root's so far.
+            moments["a layer's backward pass"] += c * (4 * sizes.layer + sizes.ends)
+            reduced = 2 * c * sizes.ends + part(4 * sizes.ends, True)
+            moments["the reduction of gradients"] = reduced - activations - buffers
+        else:
+            moments["a layer's backward pass"] += 2 * c * sizes.layer
     moment = max(moments, key=lambda name: moments[name])
     return Memory(weights, part(base, sharded) * c, gradients, 8 * own, buffers, activations, moments[moment], moment)
 

@@ -102,7 +102,9 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         if plugin.activation_checkpointing:
             raise UserError("drop fsdp_activation_checkpointing and set gradient_checkpointing in the recipe")
         kwargs["fsdp_plugin"] = plugin
-    accumulation = GradientAccumulationPlugin(micro_batches, sync_with_dataloader=False)
+    # FSDP2 would keep each process's whole gradient from one micro-batch to the next: N times what it holds of it.
+    each = _asked_for("FSDP")
+    accumulation = GradientAccumulationPlugin(micro_batches, sync_with_dataloader=False, sync_each_batch=each)
     accelerator = Accelerator(
         # Without `cpu=True` each process without a GPU takes itself for the only one.
         cpu=not torch.cuda.is_available() and not _asked_for("DEEPSPEED"),

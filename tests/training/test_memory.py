@@ -241,7 +241,7 @@ def test_parts_are_divided_as_the_strategy_divides_them():
         assert memory.teacher == (n / 2 if way in ("zero3", "fsdp2") else 2 * n)
         assert memory.moments == (8 * n if whole else 2 * n)
         assert memory.total == sum(memory.parts.values())
-    gathered = 2 * (2 * sizes.ends + 2 * sizes.layer + sizes.ends + sizes.layer)
+    gathered = 2 * 2 * sizes.ends  # bfloat16, of student and teacher
     buffers = {"one": 0, "ddp": 0, "zero1": bucket, "zero2": bucket, "zero3": bucket + 4 * n, "fsdp2": gathered}
     assert {way: memory.buffers for way, memory in found.items()} == buffers
     full = estimate_memory(make_recipe(), model, sizes, "zero3", 4)
@@ -249,14 +249,16 @@ def test_parts_are_divided_as_the_strategy_divides_them():
 
 
 def test_the_highest_point_is_where_most_is_needed():
-    def moment(**keys: Any) -> str:
+    def moment(strategy: str = "one", **keys: Any) -> str:
         model = make_model(vocab_size=keys.pop("vocabulary", 100))
         recipe = make_recipe(objective=CROSS_ENTROPY, **keys)
-        return estimate_memory(recipe, model, Sizes.of(recipe, model), "one", 1).moment
+        return estimate_memory(recipe, model, Sizes.of(recipe, model), strategy, 4).moment
 
     assert moment(length=8, blocks=1) == "AdamW's step"
     assert moment(length=128, blocks=16, gradient_checkpointing=True) == "a layer's backward pass"
     assert moment(vocabulary=30000) == "the loss"
+    assert moment("fsdp2", length=8, blocks=1, vocabulary=30000) == "the reduction of gradients"
+    assert moment("fsdp2", length=8, blocks=1) == "a layer's backward pass"
 
 
 # What each of two processes still holds after a step is weights, teacher and moments.
@@ -284,6 +286,9 @@ step, optimizer = accelerator.prepare(TrainingStep(student, teacher, recipe.obje
 del student, teacher
 ids = torch.randint(4000, (2, 16))
 batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(16).repeat(2, 1)}
+reduced = []  # before each micro-batch, weights whose gradient this process has its part of
+count = lambda *_: reduced.append(sum(weight.grad is not None for weight in step.parameters()))
+step.register_forward_pre_hook(count, prepend=True)  # while weights are divided
 accumulate_gradients(accelerator, step, batch, recipe, 0.01)
 optimizer.step()
 optimizer.zero_grad()
@@ -294,6 +299,7 @@ parts = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor i
 held = sum({part.data_ptr(): part.nbytes() for part in parts}.values())
 memory = estimate_memory(recipe, model, Sizes.of(recipe, model), sys.argv[1], 2)
 if accelerator.is_main_process:
+    print("REDUCED", *reduced)
     print("BYTES", held, memory.weights + memory.teacher + memory.moments)
 accelerator.end_training()
 """
@@ -324,3 +330,7 @@ def test_two_processes_hold_what_is_estimated(way, tmp_path):
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("BYTES")]
     held, estimated = map(int, line.split()[1:])
     assert held == pytest.approx(estimated, rel=2e-3)  # beside them, rotary frequencies and a few scalars
+    if way == "fsdp2":  # else gradients would wait whole for the step's last micro-batch
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("REDUCED")]
+        first, second = map(int, line.split()[1:])
+        assert first == 0 < second
