@@ -114,8 +114,8 @@ class Precision:
 def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, strategy: str, processes: int) -> Memory:
     """The memory of each of ``processes``, for one of `STRATEGIES` and the config and sizes of ``config.model``.
 
-    The highest point is at the loss, in a layer's backward pass, under FSDP2 where the last gradients are reduced, or in
-    AdamW's step, which on GPUs makes a float32 copy of all that it updates.
+    The highest point is at the loss, in a layer's backward pass, under FSDP2 where the last gradients are reduced, or
+    in AdamW's step, which on GPUs makes a float32 copy of all that it updates.
     """
     precision = Precision.of(config, strategy)
     zero, sharded, c = strategy.startswith("zero"), strategy in ("zero3", "fsdp2"), precision.products
