@@ -4,8 +4,9 @@
     python benchmarks/start.py --shape half --way ddp
 
 The start is what `moh-llm train` does before it reads text: hashes, student, teacher, their distribution. It is
-compared with one process that reads the bytes of the weights once from the page cache, and with one that loads student
-and teacher whole. They take turns, and times are medians over rounds. Memory is
+compared with one process that reads the bytes of the weights once from the page cache, with one that loads student
+and teacher whole, and with as many processes that only fill as much memory as their parts of both models take, all at
+once. They take turns, and times are medians over rounds. Memory is
 what a process has of its own (RssAnon), beyond what it had when Python's modules were imported, at its highest; pages
 of the weights' files that it maps (RssFile) belong to the machine's page cache, and are given apart. It is sampled
 every 5 ms.
@@ -55,11 +56,12 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--way", choices=WAYS, default="fsdp2")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help="where the model and the output go for the time (default: /tmp)")
-    parser.add_argument("--probe", choices=["start", "load", "read"], help=argparse.SUPPRESS)  # fresh processes
+    parser.add_argument("--probe", choices=["start", "load", "read", "fill"], help=argparse.SUPPRESS)  # fresh processes
     args = parser.parse_args()
     if args.probe:
-        probe(args.probe, args.scratch)
+        probe(args.probe, args.scratch, args.bytes)
         return 0
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         folder = Path(scratch)
@@ -67,20 +69,21 @@ def main() -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc_per_node", str(args.processes), __file__, "--probe", "start", "--scratch", scratch]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | WAYS[args.way]
-        times: dict[str, list[float]] = {"read": [], "load": [], "start": []}
+        shard = 6 * weights // args.processes  # the student in float32, the teacher in bfloat16
+        times: dict[str, list[float]] = {"read": [], "load": [], "fill": [], "start": []}
         for _ in range(args.rounds):
-            for kind in ("read", "load"):
-                times[kind].append(alone(kind, folder))
+            for kind, processes in (("read", 1), ("load", 1), ("fill", args.processes)):
+                times[kind].append(apart(kind, folder, processes, shard))
             subprocess.run(command, check=True, env=environment)
             ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(args.processes)]
             times["start"].append(max(rank["seconds"] for rank in ranks))
-    read, load, seconds = (statistics.median(taken) for taken in times.values())
+    read, load, fill, seconds = (statistics.median(taken) for taken in times.values())
     peaks = [rank["peak"] for rank in ranks]
-    wanted = 6 * weights + 4 * 4 * layer  # the student in float32, the teacher in bfloat16; four layers
-    shard = 6 * weights / args.processes
+    wanted = 6 * weights + 4 * 4 * layer  # both models, and four layers
     print(f"{args.shape}: {weights / 1e6:.0f}M weights, a file of {file / MIB:.0f} MiB, {args.processes} x {args.way}")
     print(f"start {seconds:.1f} s; one process reads the bytes in {read:.2f} s (ratio {seconds / read:.2f})", end=" ")
-    print(f"and loads both models in {load:.1f} s (ratio {seconds / load:.2f})")
+    print(f"and loads both models in {load:.1f} s (ratio {seconds / load:.2f});", end=" ")
+    print(f"{args.processes} processes fill their parts' memory in {fill:.1f} s (ratio {seconds / fill:.2f})")
     print(
         "on the main process, last round: "
         + ", ".join(f"{name} {taken:.1f} s" for name, taken in ranks[0]["parts"].items())
@@ -105,15 +108,19 @@ def make_model(shape: str, folder: Path) -> tuple[int, int, int]:
     return size, sum(weight.numel() for weight in network.parameters()), layer
 
 
-def alone(kind: str, folder: Path) -> float:
-    """Seconds that one fresh process takes, the files being in the page cache."""
-    command = [sys.executable, __file__, "--probe", kind, "--scratch", str(folder)]
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    return float((folder / "alone.json").read_text())
+def apart(kind: str, folder: Path, processes: int, size: int) -> float:
+    """Seconds that fresh processes take, the slowest of them, the files being in the page cache."""
+    command = [sys.executable, __file__, "--probe", kind, "--scratch", str(folder), "--bytes", str(size)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
+    found = [pipe.communicate()[0] for pipe in pipes]
+    if any(pipe.returncode for pipe in pipes):
+        sys.exit(f"{kind}: a process failed; see above")
+    return max(float(said.split()[-1]) for said in found)
 
 
-def probe(kind: str, folder: Path) -> None:
-    """A process of the measurement; writes what it has found beside the model."""
+def probe(kind: str, folder: Path, size: int) -> None:
+    """A process of the measurement: prints seconds, or writes the figures of a start beside the model."""
     data = DataConfig(sequence_length=32, batch_size=64, micro_batch_size=1)
     output = str(folder / "run")
     config = TrainConfig(
@@ -124,12 +131,14 @@ def probe(kind: str, folder: Path) -> None:
         if kind == "load":
             held = [networks.load_network(folder / "model", dtype) for dtype in (torch.float32, torch.bfloat16)]
             del held
+        elif kind == "fill":
+            torch.empty(size, dtype=torch.uint8).fill_(1)
         else:
             for path in sorted((folder / "model").glob("*.safetensors")):
                 with path.open("rb", buffering=0) as file:
                     while file.read(1 << 22):
                         pass
-        (folder / "alone.json").write_text(str(time.perf_counter() - began))
+        print(time.perf_counter() - began)
         return
     accelerator = make_accelerator(config)
     accelerator.wait_for_everyone()
