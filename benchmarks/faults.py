@@ -20,6 +20,7 @@ Several processes with a strategy of their own are commands like any other:
 
 import argparse
 import contextlib
+import hashlib
 import json
 import random
 import shutil
@@ -231,10 +232,23 @@ def contents(folder: Path) -> dict[str, Any]:
         if path.suffix == ".jsonl":
             found[str(name)] = [without_times(json.loads(line)) for line in path.read_text().splitlines()]
         elif path.suffix == ".json":
-            found[str(name)] = without_times(json.loads(path.read_text()))
+            record = without_times(json.loads(path.read_text()))
+            if path.name == "checkpoint.json":
+                record.pop("files")  # their hashes; the files are here themselves
+            found[str(name)] = record
+        elif path.suffix == ".safetensors":
+            found[str(name)] = tensors_sha256(path)
         else:
             found[str(name)] = sha256(path)
     return found
+
+
+def tensors_sha256(path: Path) -> str:
+    """Hash of a safetensors file with its header's keys sorted: safetensors writes metadata in random order."""
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8:begin]), sort_keys=True)
+    return hashlib.sha256(header.encode() + content[begin:]).hexdigest()
 
 
 def without_times(record: Any) -> Any:
