@@ -7,6 +7,8 @@ writes a folder for each share of keys, router, granularity and window; `--atten
 share of the time of the base's attention, as it is measured here. Each is what `convert.py BASE --fallback local
 --keys X --router R --routing-granularity G --local-window W --verify none` writes with the same text, without the
 records of a conversion; with several windows documents' first tokens up to the longest are left out of all fits.
+With `--streaming --routers none` it is a plan in the manner of DuoAttention: fixed heads, and the others attend to the
+first and the last tokens and to nothing else (`baselines/streaming.py`).
 `benchmarks/long_context.py` compares such models with the base.
 """
 
@@ -18,11 +20,12 @@ import tempfile
 from pathlib import Path
 
 import torch
+from baselines.streaming import make_streaming
 
 from moh_llm.conversion.attention_time import AttentionTimes, measure_attention
 from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.budget import plan_layers, routing_tensors
-from moh_llm.conversion.calibrate import calibrate
+from moh_llm.conversion.calibrate import calibrate, make_fitter
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.convert import ConversionOptions, calibration_batches
 from moh_llm.conversion.layers import LayerwiseModel
@@ -45,6 +48,7 @@ def main() -> int:
     parser.add_argument("--routers", nargs="+", default=["threshold"], choices=["threshold", "linear", "none"])
     parser.add_argument("--granularities", nargs="+", default=["head"], choices=["head", "kv_group"])
     parser.add_argument("--attention-times", type=float, nargs="*", default=[])
+    parser.add_argument("--streaming", action="store_true", help="fallbacks without a token for what is out of sight")
     parser.add_argument("--windows", type=int, nargs="+", default=[256])
     args = parser.parse_args()
     try:
@@ -110,8 +114,9 @@ def run(args: argparse.Namespace) -> None:
         measured[dataclasses.replace(plan, attention_time=None)] if plan.attention_time is not None else None
         for plan in plans.values()
     ]
+    make = make_streaming if args.streaming else make_fitter
     with tempfile.TemporaryDirectory(dir=args.output) as scratch:
-        calibrated = calibrate(dense, batches, [*plans.values()], Path(scratch), times=times)
+        calibrated = calibrate(dense, batches, [*plans.values()], Path(scratch), times=times, make=make)
     for (name, plan), layers in zip(plans.items(), calibrated, strict=True):
         config, fits = plan_layers(plan, base.config, layers)
         config.dtype = base.dtype
