@@ -5,20 +5,23 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from layer_samples import make_sample
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from moh_llm.conversion.fit import LayerSample
 from moh_llm.conversion.plan import PlanOptions, build_config
 from moh_llm.conversion.verify import routed_as
 from moh_llm.metrics import logits_of
-from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.routing_moh import select_top_k
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import rival_methods
 import rivals
-from baselines.routers import TopKLabelRouter
+from baselines.routers import RouterFitter, TopKLabelRouter
 
 BUDGET = 4
 PLAIN = ["ours", "paper's layer", "fixed heads", "oracle"]  # that draw nothing
@@ -104,10 +107,26 @@ def test_it_goes_on_where_it_stopped(command, one_thread, tmp_path, capsys):
     assert status == 1 and "too few for seed 999" in said
 
 
+def test_costs_are_of_the_heads_that_the_router_drops():
+    """Without fallbacks, of the two routed heads whose queries are the longest after the shared one's."""
+    sample, _ = make_sample(hidden=8)
+    config = LlamaConfig(hidden_size=8, num_attention_heads=4, num_hidden_layers=1, head_dim=3, vocab_size=8)
+    plan = PlanOptions(num_active_heads=2, num_shared_heads=1, fallback="none")
+    built = build_config(config, plan, [[0]], [2])
+    built.router_type = "query_norm"
+    queries = torch.randn(len(sample.inputs), 4, 3, generator=torch.Generator().manual_seed(1))
+    fit = RouterFitter(sample, MoHRouter(built, 0), queries, fallback=False).fit(2)
+    effects = []
+    for token in range(sample.fitted, len(sample.inputs)):
+        off = 1 + queries[token, 1:].norm(dim=-1).argsort()[:2]
+        error = sum(sample.heads[head, token] @ sample.o_proj[:, 3 * head : 3 * head + 3].T for head in off.tolist())
+        effects.append((error @ sample.gradients[token - sample.fitted]).item())
+    assert fit.cost == pytest.approx(np.square(effects).mean() / 2, rel=1e-5)
+    assert (fit.dropped, fit.shared_heads, fit.tensors) == (2, [0], {})
+
+
 def test_the_mlp_learns_which_heads_are_large():
     """Of three heads each token has a large one, by the sign of two inputs; what it says is of inputs as they are."""
-    from moh_llm.conversion.fit import LayerSample
-
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(3000, 6, generator=generator) * torch.tensor([1.0, 30.0, 1, 1, 1, 1]) + torch.tensor(
         [0, 50.0, 0, 0, 0, 0]
@@ -118,8 +137,6 @@ def test_the_mlp_learns_which_heads_are_large():
     empty = torch.zeros(0)
     sample = LayerSample(inputs, heads, heads, empty, empty, empty, 2000)
     plan = PlanOptions(num_active_heads=1, num_shared_heads=0, fallback="none")
-    from transformers import LlamaConfig
-
     config = LlamaConfig(hidden_size=6, num_attention_heads=3, num_hidden_layers=1, head_dim=2, vocab_size=8)
     built = build_config(config, plan, [[]], [1])
     built.router_type = "query_norm"

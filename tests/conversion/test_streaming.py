@@ -15,9 +15,9 @@ from baselines.streaming import make_streaming
 
 
 def test_a_streaming_head_gives_its_local_attention_and_nothing_else():
-    sample, _ = make_sample()
+    sample, _ = make_sample(hidden=8)
     plan = PlanOptions(router="none", fallback="local", local_window=16, context=128, keys=0.6)
-    config = LlamaConfig(hidden_size=6, num_attention_heads=4, num_hidden_layers=1, head_dim=3)
+    config = LlamaConfig(hidden_size=8, num_attention_heads=4, num_hidden_layers=1, head_dim=3)
     fitter = make_streaming(plan, config, sample)
     assert fitter.residual.equal(sample.heads - sample.local.outputs)
     fit = fitter.fit(2)
