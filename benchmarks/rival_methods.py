@@ -15,15 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from moh_llm.conversion.budget import plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import LayerCalibration, make_fitter
-from moh_llm.conversion.convert import calibration_batches
 from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import PlanOptions, build_config, drops_to_fit
 from moh_llm.conversion.sweeps import layer_samples
 from moh_llm.conversion.verify import RandomRouter
-from moh_llm.data.mixture import Mixture
-from moh_llm.data.sample import sample_mixture
-from moh_llm.errors import UserError
 from moh_llm.metrics import Batch, LogitsOf, logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
 
@@ -72,21 +68,6 @@ def methods_at(active: int, heads: int) -> dict[str, Method]:
         "MLP on Top-K labels": Method(plan(**none, **even, **bare), TopKLabelRouter),
         "MLP on Top-K labels, both": Method(plan(**none), TopKLabelRouter),
     }
-
-
-def calibration_part(mixture: Mixture, tokenizer: Any, tokens: int, length: int, seed: int) -> list[Batch]:
-    """The calibration text of a seed: as many windows of each source, after those of the seeds before it."""
-    sources = sample_mixture(mixture, tokenizer, (seed + 1) * (tokens + len(mixture.sources) * length), 0)
-    for number, source in enumerate(sources):
-        width = max(1, round(tokens * source.weight / length)) * length  # as `calibration_batches` counts
-        if seed and (seed + 1) * width > len(source.train):
-            raise UserError(
-                f"source {source.name} has {len(source.train)} tokens, too few for seed {seed} with {width} for each; "
-                "give more text, or lower --seeds or --calibration-tokens"
-            )
-        part = source.train.part(seed * width, min((seed + 1) * width, len(source.train)))
-        sources[number] = dataclasses.replace(source, train=part)
-    return calibration_batches(sources, length, tokens)
 
 
 def fit_methods(

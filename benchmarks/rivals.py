@@ -32,7 +32,8 @@ import held_out
 import numpy as np
 import torch
 import transformers
-from rival_methods import NAMES, calibration_part, fit_methods, open_candidates, save_fits
+from local_plans import calibration_part
+from rival_methods import NAMES, fit_methods, open_candidates, save_fits
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
