@@ -17,7 +17,7 @@ from moh_llm.conversion.budget import plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import LayerCalibration, make_fitter
 from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.plan import PlanOptions, build_config, drops_to_fit
+from moh_llm.conversion.plan import PlanOptions, build_config, drops_to_fit, shared_and_active
 from moh_llm.conversion.sweeps import layer_samples
 from moh_llm.conversion.verify import RandomRouter
 from moh_llm.metrics import Batch, LogitsOf, logits_of
@@ -111,11 +111,12 @@ def fit_layer(
     queries = getattr(attention, "q_norm", torch.nn.Identity())(queries).float()
     fitters: dict[Method, LayerFitter] = {}
     fits: dict[tuple[Method, int], RoutingFit] = {}
+    trained: dict[int, TopKLabelRouter] = {}
     layers = {}
     for label, method in methods.items():
         alike, plan = method.fitter, method.plan
         if alike not in fitters:
-            fitters[alike] = open_fitter(method, dense.config, number, sample, queries)
+            fitters[alike] = open_fitter(method, dense.config, number, sample, queries, trained)
         for dropped in (drops := drops_to_fit(plan, dense.config)):
             if (alike, dropped) not in fits:
                 fits[alike, dropped] = fitters[alike].fit(dropped)
@@ -125,22 +126,33 @@ def fit_layer(
 
 
 def open_fitter(
-    method: Method, base: PreTrainedConfig, number: int, sample: LayerSample, queries: torch.Tensor
+    method: Method,
+    base: PreTrainedConfig,
+    number: int,
+    sample: LayerSample,
+    queries: torch.Tensor,
+    trained: dict[int, TopKLabelRouter],
 ) -> LayerFitter:
-    """What fits a layer by that method; `queries` `[N, H, D]` are those before rotary embedding."""
+    """What fits a layer by that method.
+
+    Args:
+        method, base, number, sample: the method, the base's config, the layer and its sample.
+        queries: those before rotary embedding, `[N, H, D]`.
+        trained: the layer's routers that are trained so far, by number of active heads; one is added where it lacks.
+    """
     plan = method.plan
     if method.router is None:
         fitter = make_fitter(plan, base, sample)
         assert isinstance(fitter, LayerFitter)
         return fitter
-    shared, layers = plan.num_shared_heads, base.num_hidden_layers
-    if shared is None:
-        shared = len(make_fitter(plan, base, sample).shared_heads)
+    shared, layers = shared_and_active(plan, base)[0], base.num_hidden_layers
     config = build_config(base, plan, [list(range(shared))] * layers, [max(1, shared)] * layers)
     config.router_type = "query_norm"
-    router = method.router(config, number)
+    router, active = method.router(config, number), plan.num_active_heads or 0
     if isinstance(router, TopKLabelRouter):
-        router.train_on(sample, plan.num_active_heads or 0)
+        if active not in trained:
+            router.train_on(sample, active)
+        router = trained.setdefault(active, router)
     return RouterFitter(sample, router, queries, plan.head_fallback == "value")
 
 

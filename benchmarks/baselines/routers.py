@@ -13,7 +13,7 @@ from moh_llm.modeling import MoHLlamaConfig, MoHRouter
 from moh_llm.modeling.routing_moh import HeadShard, select_top_k
 
 WIDTH = 128  # of the hidden layer
-STEPS, ROWS = 300, 2048  # of training: steps, and tokens in each
+STEPS, ROWS = 200, 1024  # of training: steps, and tokens in each
 
 
 class TopKLabelRouter(MoHRouter):
