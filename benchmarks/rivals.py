@@ -147,7 +147,7 @@ def sums_of(batches: Sequence[dict[str, Any]], label: str) -> np.ndarray:
 
 
 def print_table(found: dict[str, Any], seeds: Sequence[int], heads: int) -> None:
-    """A row for each method and budget, and the figures of the table under `rows`."""
+    """A row for each method and budget, in Markdown."""
     of_seeds = [found["seeds"][str(seed)] for seed in seeds]
     texts = list(of_seeds[0])
     labels = list(of_seeds[0][texts[0]][0]["sums"])
