@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from layer_samples import make_sample
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from moh_llm.conversion.fit import LayerSample
 from moh_llm.conversion.plan import PlanOptions, build_config
 from moh_llm.conversion.verify import routed_as
+from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.routing_moh import select_top_k
@@ -22,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import rival_methods
 import rivals
 from baselines.routers import RouterFitter, TopKLabelRouter
+from local_plans import calibration_part
 
 BUDGET = 4
 PLAIN = ["ours", "paper's layer", "fixed heads", "oracle"]  # that draw nothing
@@ -105,6 +107,15 @@ def test_it_goes_on_where_it_stopped(command, one_thread, tmp_path, capsys):
     assert status == 1 and "other models, text or methods" in said
     status, _, _, said = command("out", *flags, "--seeds", "999")
     assert status == 1 and "too few for seed 999" in said
+
+
+def test_a_seed_takes_the_text_after_that_of_the_seeds_before(base, river):
+    tokenizer, mixture = AutoTokenizer.from_pretrained(base), mixture_from_arguments([str(river)])
+
+    def ids(tokens: int, seed: int) -> torch.Tensor:
+        return torch.cat([b["input_ids"] for b in calibration_part(mixture, tokenizer, tokens, 64, seed)])
+
+    assert torch.cat([ids(640, seed) for seed in range(3)]).equal(ids(3 * 640, 0))
 
 
 def test_costs_are_of_the_heads_that_the_router_drops():
