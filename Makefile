@@ -5,13 +5,16 @@
 # make test-clients runs TRL's trainers and vLLM (in an environment of its own, of 4 GB) on converted models
 # make test-cluster tokenises and trains on a Slurm and a Ray of two nodes, which it starts on this machine
 # make mutants      puts faults into a copy of the package and sees a test find each
+# make results-check BASE=DIR STORIES=DIR CORPORA=DIR
+#                   measures a small part of each table of docs/results again and compares; without a folder
+#                   what needs it is left out
 # make docs         builds the documentation in site/, and fails on a broken link
 PYTHON ?= python3
 VENV ?= .venv
 VLLM ?= .venv-vllm
 OUTPUT ?= out/quickstart
 
-.PHONY: quickstart test test-slow test-all test-clients test-cluster mutants lint docs
+.PHONY: quickstart test test-slow test-all test-clients test-cluster mutants results-check lint docs
 
 quickstart: $(VENV)/installed
 	$(VENV)/bin/moh-llm quickstart --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
@@ -34,6 +37,9 @@ test-cluster: $(VENV)/installed
 
 mutants: $(VENV)/installed
 	$(VENV)/bin/python tests/mutants/run.py
+
+results-check: $(VENV)/installed
+	$(VENV)/bin/python benchmarks/results_check.py
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that choose documents."""
     parser.add_argument("--tokens", type=int, default=1 << 40, help="read at most this many tokens of each text")
     parser.add_argument("--documents", type=int, metavar="N", help="read at most N documents of each text")
+    parser.add_argument(
+        "--matching",
+        metavar="PATTERN",
+        help="read only documents in which this regular expression is found, of a language, say: [\\u4e00-\\u9fff]{9}",
+    )
     parser.add_argument("--tokens-per-document", type=int, metavar="T", help="read the first T tokens of each document")
     parser.add_argument(
         "--last",
@@ -58,6 +64,8 @@ def _read(
     texts: Iterable[str] = (text for _, text in source_documents(source))
     if args.held_out_share is not None:
         texts = (text for text in texts if is_held_out(text, args.held_out_share))
+    if args.matching is not None:
+        texts = filter(re.compile(args.matching).search, texts)
     if args.documents is not None:
         texts = deque(texts, args.documents) if args.last else itertools.islice(texts, args.documents)
     pieces: list[np.ndarray] = []

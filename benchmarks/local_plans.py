@@ -7,6 +7,8 @@ writes a folder for each share of keys, router, granularity and window; `--atten
 share of the time of the base's attention, as it is measured here. Each is what `convert.py BASE --fallback local
 --keys X --router R --routing-granularity G --local-window W --verify none` writes with the same text, without the
 records of a conversion; with several windows documents' first tokens up to the longest are left out of all fits.
+With `--streaming --routers none` it is a plan in the manner of DuoAttention: fixed heads, and the others attend to the
+first and the last tokens and to nothing else (`baselines/streaming.py`).
 `benchmarks/long_context.py` compares such models with the base.
 """
 
@@ -18,16 +20,18 @@ import tempfile
 from pathlib import Path
 
 import torch
+from baselines.streaming import make_streaming
+from transformers import PreTrainedTokenizerBase
 
 from moh_llm.conversion.attention_time import AttentionTimes, measure_attention
 from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.budget import plan_layers, routing_tensors
-from moh_llm.conversion.calibrate import calibrate
+from moh_llm.conversion.calibrate import calibrate, make_fitter
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.convert import ConversionOptions, calibration_batches
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import LONG, PlanOptions, shared_and_active
-from moh_llm.data.mixture import mixture_from_arguments
+from moh_llm.data.mixture import Mixture, mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.devices import choose_device
@@ -45,6 +49,7 @@ def main() -> int:
     parser.add_argument("--routers", nargs="+", default=["threshold"], choices=["threshold", "linear", "none"])
     parser.add_argument("--granularities", nargs="+", default=["head"], choices=["head", "kv_group"])
     parser.add_argument("--attention-times", type=float, nargs="*", default=[])
+    parser.add_argument("--streaming", action="store_true", help="fallbacks without a token for what is out of sight")
     parser.add_argument("--windows", type=int, nargs="+", default=[256])
     args = parser.parse_args()
     try:
@@ -63,18 +68,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=DEFAULT.context)
     parser.add_argument("--local-start", type=int, help="default: that of convert.py")
     parser.add_argument("--calibration-tokens", type=int, default=DEFAULT.calibration_tokens)
+    parser.add_argument("--seed", type=int, default=0, help="another one takes text after that of the seeds before it")
 
 
 def open_calibration(args: argparse.Namespace, base: BaseCheckpoint) -> tuple[LayerwiseModel, list[Batch]]:
-    """The dense model layer by layer, and the calibration text that `convert.py` would take."""
+    """The dense model layer by layer, and the calibration text that `convert.py` would take, or another seed's."""
     tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
     text = mixture_from_arguments(args.calibration)
-    long = args.context if args.context >= LONG else None
-    sources = sample_mixture(text, tokenizer, args.calibration_tokens, DEFAULT.heldout_tokens, long)
-    batches = calibration_batches(sources, args.context, args.calibration_tokens)
+    batches = calibration_part(text, tokenizer, args.calibration_tokens, args.context, args.seed)
     # As convert.py: float16 is too narrow for gradients.
     computed = torch.float32 if base.dtype == torch.float16 else base.dtype
     return LayerwiseModel(base.folder, base.weight_map, base.config, computed, choose_device()), batches
+
+
+def calibration_part(
+    mixture: Mixture, tokenizer: PreTrainedTokenizerBase, tokens: int, length: int, seed: int
+) -> list[Batch]:
+    """The calibration text of a seed: as many windows of each source, after those of the seeds before it.
+
+    Raises:
+        UserError: a source has too little text.
+    """
+    wanted = (seed + 1) * (tokens + len(mixture.sources) * length) if seed else tokens
+    sources = sample_mixture(mixture, tokenizer, wanted, DEFAULT.heldout_tokens, length if length >= LONG else None)
+    for number, source in enumerate(sources if seed else []):
+        width = max(1, round(tokens * source.weight / length)) * length  # as `calibration_batches` counts
+        if (seed + 1) * width > len(source.train):
+            raise UserError(
+                f"source {source.name} has {len(source.train)} tokens, too few for seed {seed} with {width} for each; "
+                "give more text, or fewer seeds or --calibration-tokens"
+            )
+        sources[number] = dataclasses.replace(source, train=source.train.part(seed * width, (seed + 1) * width))
+    return calibration_batches(sources, length, tokens)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -110,8 +135,9 @@ def run(args: argparse.Namespace) -> None:
         measured[dataclasses.replace(plan, attention_time=None)] if plan.attention_time is not None else None
         for plan in plans.values()
     ]
+    make = make_streaming if args.streaming else make_fitter
     with tempfile.TemporaryDirectory(dir=args.output) as scratch:
-        calibrated = calibrate(dense, batches, [*plans.values()], Path(scratch), times=times)
+        calibrated = calibrate(dense, batches, [*plans.values()], Path(scratch), args.seed, times, make)
     for (name, plan), layers in zip(plans.items(), calibrated, strict=True):
         config, fits = plan_layers(plan, base.config, layers)
         config.dtype = base.dtype

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     plans: dict[str, list[dict[int, tuple[float, torch.Tensor]]]] = defaultdict(list)
     effects, predicted = [], defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
-        for sample, local in layer_samples(dense, batches, [seen], options.all_heads_until, Path(scratch)):
+        for sample, local in layer_samples(dense, batches, [seen], options.all_heads_until, Path(scratch), args.seed):
             sample.local = local[seen]
             compared = (sample.local.far[sample.fitted :, 0].isfinite()).nonzero()[:, 0]
             fitters = {name: LocalFitter(sample, router) for name, router in PLANS.items()}

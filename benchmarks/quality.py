@@ -21,31 +21,27 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import held_out
 import torch
+from baselines.oracle import by_oracle
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moh_llm.analysis.watch import shared_heads
 from moh_llm.conversion.base import open_base
 from moh_llm.conversion.budget import plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate
 from moh_llm.conversion.convert import peak_memory_mib
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import PlanOptions
-from moh_llm.conversion.verify import routed_as
 from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.windows import fixed_batches
 from moh_llm.errors import UserError
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_documents, show_figure
 from moh_llm.metrics import Batch, LogitsOf, compare_to_reference, logits_of
-from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
-from moh_llm.modeling.routing_moh import select_top_k
+from moh_llm.modeling import MoHLlamaForCausalLM
 
 
 def main() -> int:
@@ -97,7 +93,7 @@ def main() -> int:
                     continue
                 candidates[label] = logits_of(model)
                 if args.oracle:
-                    candidates[f"{label}, oracle"] = _by_oracle(model)
+                    candidates[f"{label}, oracle"] = by_oracle(model)
                 print(f"{label}: {model.config.active_heads_per_layer}", flush=True)
     if args.paper:
         heads = base.config.num_attention_heads
@@ -157,69 +153,6 @@ def _model(base, dense, plan: PlanOptions, calibrated, dtype) -> MoHLlamaForCaus
     weights = dense.state_dict() | routing_tensors(fits)
     model.load_state_dict(weights)
     return model.to(dense.device).eval()
-
-
-def _by_oracle(model: MoHLlamaForCausalLM) -> LogitsOf:
-    def run(batch: Batch) -> torch.Tensor:
-        with _oracle(model):
-            return logits_of(model)(batch)
-
-    return run
-
-
-@contextmanager
-def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
-    """Within the block each token drops the groups whose replacement by their fallbacks changes the output least."""
-    handles, layers = [], model.model.layers
-    for layer in layers:
-        attention, state = layer.self_attn, {}
-
-        def keep(module, args, kwargs, state=state):
-            state["x"] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            state["first"] = kwargs.get("is_first")  # only where there are fallbacks
-
-        def values(module, args, output, state=state):
-            state["v"] = output
-
-        def drop(module, args, attention=attention, state=state):
-            shape = args[0].shape
-            heads = args[0].unflatten(-1, (-1, attention.head_dim))
-            fallback = torch.zeros_like(heads)
-            if state["fallback"] is not None:
-                own_values = state["v"].unflatten(-1, (-1, attention.head_dim))
-                off = heads.new_zeros(heads.shape[:-1])
-                fallback = state["fallback"](fallback, off, state["x"], own_values, state["first"])
-            router = state["router"]
-            width = router.group_size * attention.head_dim
-            slices = module.weight.unflatten(-1, (-1, width)).float()
-            gram = torch.einsum("cud,cue->ude", slices, slices)
-            residual = (heads - fallback).float().flatten(-2).unflatten(-1, (-1, width))
-            cost = torch.einsum("...ud,ude,...ue->...u", residual, gram, residual)
-            cost[..., [head // router.group_size for head in shared_heads(router)]] = torch.inf
-            gate = select_top_k(cost, router.num_active // router.group_size).to(heads.dtype)
-            gate = gate.repeat_interleave(router.group_size, -1)[..., None]
-            return ((heads * gate + fallback * (1 - gate)).reshape(shape),)
-
-        state["fallback"], state["router"] = attention.fallback, attention.router
-        handles += [
-            attention.register_forward_pre_hook(keep, with_kwargs=True),
-            attention.v_proj.register_forward_hook(values),
-            attention.o_proj.register_forward_pre_hook(drop),
-        ]
-    try:
-        with routed_as(model, model.config, _AllOn):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class _AllOn(MoHRouter):
-    """A gate of ones, so that the oracle's hook sees every head's output."""
-
-    def forward(self, hidden_states, query_states, all_on=False, shard=None):
-        gate = hidden_states.new_ones(*hidden_states.shape[:-1], self.num_shared + self.num_routed)
-        return gate[..., self.num_shared :], gate
 
 
 if __name__ == "__main__":

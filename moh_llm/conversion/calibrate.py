@@ -1,7 +1,7 @@
 """Calibration: each layer is fitted to the statistics of two sweeps over the base (see `sweeps.py` and `fit.py`)."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -52,6 +52,15 @@ class LayerCalibration:
         return self.fits[max((n for n in self.fits if n <= dropped), default=min(self.fits))]
 
 
+def make_fitter(plan: PlanOptions, config: PreTrainedConfig, sample: LayerSample) -> LayerFitter | LocalFitter:
+    """What fits a layer for that plan, with any number of dropped heads."""
+    shared, group_size = shared_and_active(plan, config)[0], plan.heads_per_group(config)
+    chosen = shared if plan.shared == "importance" else list(range(shared))
+    if plan.head_fallback == "local":
+        return LocalFitter(sample, plan.router_type, None if plan.mixes else chosen, group_size)
+    return LayerFitter(sample, chosen, plan.head_fallback == "value", group_size, plan.router_type != "none")
+
+
 def calibrate(
     base: LayerwiseModel,
     batches: Sequence[Batch],
@@ -59,6 +68,7 @@ def calibrate(
     scratch: Path,
     seed: int = 0,
     times: Sequence[AttentionTimes | None] = (),
+    make: Callable[[PlanOptions, PreTrainedConfig, LayerSample], LayerFitter | LocalFitter] = make_fitter,
 ) -> list[list[LayerCalibration]]:
     """Fit every layer of a dense base on batches of `input_ids` and `position_ids` `[B, T]`.
 
@@ -69,6 +79,7 @@ def calibrate(
         scratch: a folder for the hidden states: tokens x hidden size x layers numbers.
         seed: draws the labels y.
         times: of each plan, where its budget is a time.
+        make: what fits a layer.
 
     Returns:
         Of each plan its layers. Where plans have local fallbacks, documents' first tokens, up to the most that have all
@@ -84,7 +95,7 @@ def calibrate(
             alike = dataclasses.replace(plan, num_active_heads=None, active_ratio=None, keys=None, attention_time=None)
             if alike not in fitters:
                 sample.local = local.get(in_sight(plan))
-                fitters[alike] = _fitter(plan, base.config, sample)
+                fitters[alike] = make(plan, base.config, sample)
             fitter, group_size = fitters[alike], plan.heads_per_group(base.config)
             if plan_times is not None:
                 assert isinstance(fitter, LocalFitter)
@@ -104,11 +115,3 @@ def calibrate(
 def in_sight(plan: PlanOptions) -> tuple[int, int] | None:
     """Window and sinks of a plan's local fallbacks."""
     return (plan.local_window, plan.local_sinks) if plan.head_fallback == "local" else None
-
-
-def _fitter(plan: PlanOptions, config: PreTrainedConfig, sample: LayerSample) -> LayerFitter | LocalFitter:
-    shared, group_size = shared_and_active(plan, config)[0], plan.heads_per_group(config)
-    chosen = shared if plan.shared == "importance" else list(range(shared))
-    if plan.head_fallback == "local":
-        return LocalFitter(sample, plan.router_type, None if plan.mixes else chosen, group_size)
-    return LayerFitter(sample, chosen, plan.head_fallback == "value", group_size, plan.router_type != "none")

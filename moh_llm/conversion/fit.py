@@ -158,12 +158,21 @@ class LayerFitter:
             logits = sample.inputs @ weight.T + bias
             lowest = logits.topk(dropped // group_size, 1, largest=False).indices
             drops = torch.zeros_like(logits).scatter(1, lowest, 1.0).repeat_interleave(group_size, 1)
-        # Last comes the fallback, so that what it leaves has no mean: an error that all tokens share adds up.
+        return self.fit_fallbacks(drops, {"router.routed.weight": weight, "router.routed.bias": bias})
+
+    def fit_fallbacks(self, drops: torch.Tensor, router: dict[str, torch.Tensor]) -> RoutingFit:
+        """Fallbacks for a router that has tokens drop these heads.
+
+        Args:
+            drops: 1 where a token drops a routed head, else 0, `[N, R]`; each token drops as many.
+            router: the router's tensors by name within the attention layer.
+        """
+        routed = self._others(self.shared_heads)
+        # It comes last, so that what it leaves has no mean: an error that all tokens share adds up.
         fallback = self._fit_fallback(self._weights(routed, drops))
-        tensors = {"router.routed.weight": weight, "router.routed.bias": bias} | self._tensors(fallback, routed)
-        held_out = slice(sample.fitted, None)
+        held_out = slice(self.sample.fitted, None)
         cost = self._set_cost(self._residual(fallback, held_out), routed, drops[held_out])
-        return RoutingFit(dropped, cost, tensors, self.shared_heads)
+        return RoutingFit(int(drops[0].sum()), cost, router | self._tensors(fallback, routed), self.shared_heads)
 
     def _fit_fixed(self, dropped: int) -> RoutingFit:
         """Fallbacks where all tokens drop the same heads, those of least importance."""
@@ -185,7 +194,7 @@ class LayerFitter:
 
     def _tensors(self, fallback: _Fallback | None, routed: Sequence[int]) -> dict[str, torch.Tensor]:
         """The weights of the routed heads' fallbacks, by name."""
-        if fallback is None:
+        if fallback is None or not routed:
             return {}
         share, level, fixed = fallback
         return {

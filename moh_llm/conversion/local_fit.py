@@ -47,7 +47,7 @@ class LocalFitter:
         assert sample.local is not None
         self.group_size, self.fitted, self.router = group_size, sample.fitted, router
         heads = len(sample.heads)
-        self.score_weight, self.score_bias, self.value, self.residual = _fit_distant_token(sample)
+        self.score_weight, self.score_bias, self.value, self.residual = self.fit_distant_token(sample)
         costs = group_costs(self.residual[:, : sample.fitted], group_metric(sample, group_size))  # [N', U]
         self.importance: list[float] = costs.mean(0).tolist()
         self.ranked = sorted(range(heads // group_size), key=lambda group: -self.importance[group])
@@ -66,6 +66,10 @@ class LocalFitter:
             (sample.gradients @ sample.o_proj).unflatten(1, (heads, -1)),
         )
         self.effects = effects.unflatten(1, (-1, group_size)).sum(-1)  # z, [N - N', U]
+
+    def fit_distant_token(self, sample: LayerSample) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The distant token's score, weight `[H, C]` and bias `[H]`, its value `[H, D]`, and H_h - S_h `[H, N, D]`."""
+        return _fit_distant_token(sample)
 
     def fit(self, dropped: int) -> RoutingFit:
         """The plan of least estimated KL of those that drop `dropped` heads of each token, whole groups."""
@@ -189,7 +193,7 @@ def _spread(low: int, high: int) -> list[int]:
 
 
 def _fit_distant_token(sample: LayerSample) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The distant token's score, weight `[H, C]` and bias `[H]`, its value `[H, D]`, and H_h - S_h `[H, N, D]`."""
+    """See `LocalFitter.fit_distant_token`."""
     local, fitted = sample.local, sample.fitted
     assert local is not None
     log_hidden = local.hidden.log()[:, None]

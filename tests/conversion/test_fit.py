@@ -188,3 +188,8 @@ def test_what_does_not_vary_gives_finite_tensors(spoiled, fallback):
     for dropped in (1, 2, 3):
         fit = fitter.fit(dropped)
         assert np.isfinite(fit.cost) and all(tensor.isfinite().all() for tensor in fit.tensors.values())
+
+
+def test_a_layer_whose_heads_are_all_on_has_no_tensors():
+    fitter = LayerFitter(make_sample(), 0, fallback=True, routes=False)
+    assert fitter.fit(0).tensors == {} and {*fitter.fit(1).tensors} == FALLBACK

@@ -1,0 +1,215 @@
+"""What models keep of their base's margin over chance, and of the likelihood that it gives the right answers.
+
+    python benchmarks/above_chance.py BASE --models converted=out/moh tuned=out/recovery/model paper=out/paper \\
+        --data-dir out/benchmarks --output out/above_chance
+
+scores LAMBADA, SciQ, PIQA, HellaSwag, ARC-Easy, WinoGrande, BoolQ and OpenBookQA (`above_chance.yaml`) without
+examples, by lm-eval. Where a benchmark has two forms, the cloze and one that asks for an option's letter, the table has
+the one on which the base's margin over chance is larger, for all models. Figures: accuracy in percent; margin, accuracy
+less what guessing gives; kept, the margin's share of the base's, none where the base's interval reaches chance; nats,
+by how much the log-likelihood of the right answer is above the base's, and that by byte of the answer. The last row is
+the mean over benchmarks, of the margins over those that the base is above chance on. Intervals are 95 %, by bootstrap
+over items, which all models share. --output holds the finished benchmarks of each model, so that the same command
+goes on where it stopped and takes more models, and `above_chance.json`.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moh_llm.errors import UserError
+from moh_llm.evaluation.result_cache import ResultCache, installed_versions
+from moh_llm.evaluation.runner import ModelScores, score, spell_seconds
+from moh_llm.evaluation.suite import Benchmark, Suite, load_suite
+from moh_llm.evaluation.tasks import Loaded, load_tasks
+from moh_llm.files import write_json
+from moh_llm.intervals import RESAMPLES, show_figure
+
+SUITE = Path(__file__).with_suffix(".yaml")
+FORMS = (" cloze", " letters")
+
+
+class Items(NamedTuple):
+    """What one model does on the items of a benchmark: each `[N]`."""
+
+    right: np.ndarray  # scores from 0 to 1
+    chance: np.ndarray
+    gold: np.ndarray  # log-likelihood of the right answer, nats
+    size: np.ndarray  # bytes of the right answer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", help="folder or Hub id of the dense model")
+    parser.add_argument("--models", nargs="*", default=[], metavar="NAME=MODEL", help="models to compare with it")
+    parser.add_argument("--data-dir", type=Path, help="local data, as for moh-llm evaluate (default: the Hub)")
+    parser.add_argument("--items", type=int, default=1000, help="at most so many of each benchmark (default: 1000)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks, without their forms (default: all)")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--dtype", default="auto", help="of all models (default: the widest that one is stored in)")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    models = {"base": args.base}
+    for given in args.models:
+        name, _, model = given.partition("=")
+        if not model or name in models:
+            raise UserError(f"--models {given}: give NAME=MODEL, each with a name of its own that is not base")
+        models[name] = model
+    suite = chosen(load_suite(str(SUITE)), args.only)
+    cache = ResultCache(args.output)
+    scores = score(models, suite, args.data_dir, args.items, args.batch_size, args.dtype, cache=cache, log_samples=True)
+    for name, result in scores.items():
+        if result.errors:
+            raise UserError(f"{name}: {next(iter(result.errors.items()))}; the same command goes on")
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load_tasks(suite, Path(folder), args.data_dir, args.items)
+        found = {
+            label: {one.benchmark.name: items_of(scores[label], one, cache, label, args.items) for one in loaded}
+            for label in models
+        }
+    rows = table(found, suite.benchmarks)
+    print_rows(rows)
+    seconds = {label: round(sum(one.seconds for one in result.scores.values())) for label, result in scores.items()}
+    print(", ".join(f"{label} took {spell_seconds(spent)}" for label, spent in seconds.items()))
+    versions = installed_versions()
+    print(f"{scores['base'].dtype}, {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    record = {"models": models, "items": args.items, "seconds": seconds, "versions": versions, "rows": rows}
+    write_json(args.output / "above_chance.json", record)
+
+
+def chosen(suite: Suite, names: Sequence[str] | None) -> Suite:
+    """The suite's benchmarks of these names, in both forms; None: all."""
+    if names is None:
+        return suite
+    known = list(dict.fromkeys(plain(benchmark.name) for benchmark in suite.benchmarks))
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"--only {unknown[0]}: must be of {', '.join(known)}")
+    return dataclasses.replace(suite, benchmarks=[b for b in suite.benchmarks if plain(b.name) in names])
+
+
+def plain(name: str) -> str:
+    """A benchmark's name without its form."""
+    for form in FORMS:
+        name = name.removesuffix(form)
+    return name
+
+
+def items_of(result: ModelScores, loaded: Loaded, cache: ResultCache, label: str, limit: int) -> Items:
+    """The items of one model on one benchmark, which is one task."""
+    name, (task,) = loaded.benchmark.name, loaded.tasks
+    gold, size = [], []
+    with cache.samples_file(label, name).open(encoding="utf-8") as lines:
+        for line, row in zip(lines, task.task_docs.select(range(min(limit, len(task.task_docs)))), strict=True):
+            responses, answer = json.loads(line)["responses"], 0
+            if task.OUTPUT_TYPE == "multiple_choice":
+                given = task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row)
+                answer = given if isinstance(given, int) else task.doc_to_choice(row).index(given)
+            gold.append(float(responses[answer]["log_likelihood"]))
+            size.append(len(responses[answer]["continuation"].strip().encode()))
+    (right,) = result.scores[name].strata
+    chances = result.chances[name]
+    assert chances is not None
+    return Items(np.array(right), np.array(chances[0]), np.array(gold), np.array(size, dtype=float))
+
+
+def table(found: dict[str, dict[str, Items]], benchmarks: Sequence[Benchmark]) -> list[dict[str, Any]]:
+    """A row for each benchmark, in its better form, and model, and for the means over benchmarks of each model."""
+    forms: dict[str, list[str]] = {}
+    for benchmark in benchmarks:
+        forms.setdefault(plain(benchmark.name), []).append(benchmark.name)
+    margins = {name: np.mean(items.right - items.chance) for name, items in found["base"].items()}
+    best = [max(names, key=margins.__getitem__) for names in forms.values()]
+    draws = {name: draw(len(found["base"][name].right), seed) for seed, name in enumerate(best)}
+    above = [name for name in best if ends(margin(found["base"][name], draws[name]))[0] > 0]
+    rows = []
+    for name in best:
+        for label in found:
+            base, own, w = found["base"][name], found[label][name], draws[name]
+            row = figures(
+                mean(own.right, w), margin(own, w), margin(base, w), mean(own.gold - base.gold, w),
+                mean(own.gold - base.gold, w) / mean(own.size, w), has_share=name in above,
+            )  # fmt: skip
+            rows.append({"benchmark": name, "model": label, "items": len(own.right)} | row)
+    for label in found:
+        pairs = {name: (found["base"][name], found[label][name], draws[name]) for name in best}
+
+        def over(names: Sequence[str], value: Callable[[Items, Items, np.ndarray], np.ndarray], pairs: Any = pairs):
+            return np.mean([value(*pairs[name]) for name in names], axis=0)
+
+        row = figures(
+            over(best, lambda base, own, w: mean(own.right, w)),
+            over(above or best, lambda base, own, w: margin(own, w)),
+            over(above or best, lambda base, own, w: margin(base, w)),
+            over(best, lambda base, own, w: mean(own.gold - base.gold, w)),
+            over(best, lambda base, own, w: mean(own.gold - base.gold, w) / mean(own.size, w)),
+            has_share=bool(above),
+        )
+        count = sum(len(own.right) for _, own, _ in pairs.values())
+        rows.append(
+            {"benchmark": f"mean of {len(best)}, {len(above)} above chance", "model": label, "items": count} | row
+        )
+    return rows
+
+
+def draw(count: int, seed: int) -> np.ndarray:
+    """How often each of `count` items is in each resample, `[1 + R, count]`; the first row is the items themselves."""
+    drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), RESAMPLES)
+    return np.concatenate([np.ones((1, count)), drawn]) / count
+
+
+def mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Mean of values `[N]` over the items and each resample `[1 + R]`."""
+    return weights @ values
+
+
+def margin(items: Items, weights: np.ndarray) -> np.ndarray:
+    """Margin over chance, likewise."""
+    return mean(items.right - items.chance, weights)
+
+
+def ends(values: np.ndarray) -> list[float]:
+    """95 % interval of a figure `[1 + R]`."""
+    return np.percentile(values[1:], (2.5, 97.5)).tolist()
+
+
+def figures(
+    accuracy: np.ndarray, own: np.ndarray, base: np.ndarray, nats: np.ndarray, by_byte: np.ndarray, has_share: bool
+) -> dict[str, Any]:
+    """A row's figures with their intervals; `own` and `base` are margins. Shares and accuracies are in percent."""
+    row = {"accuracy": 100 * accuracy, "margin": 100 * own, "nats": nats, "nats_per_byte": by_byte}
+    if has_share:
+        row["kept"] = 100 * own / base
+    return {key: {"value": float(values[0]), "interval": ends(values)} for key, values in row.items()}
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """The table in Markdown."""
+    columns = {"accuracy": ".1f", "margin": ".1f", "kept": ".1f", "nats": ".4f", "nats_per_byte": ".4f"}
+    print("| benchmark | items | model | accuracy | margin | kept, % | nats | nats per byte |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        cells = [
+            show_figure(row[key]["value"], row[key]["interval"], form) if key in row else "-"
+            for key, form in columns.items()
+        ]
+        print(f"| {row['benchmark']} | {row['items']} | {row['model']} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

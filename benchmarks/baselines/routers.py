@@ -1,0 +1,82 @@
+"""Routers of other methods in place of a conversion's: what they score heads by, and fallbacks fitted to their choices.
+
+All of them pick the Top-K of their scores, so that budgets and fallbacks can be those of a conversion. `MoHRouter` with
+`router_type="query_norm"` is the MoH paper's (arXiv 2410.11842, Eq. 9), `RandomRouter` of `moh_llm.conversion.verify`
+picks at random, and `TopKLabelRouter` is here.
+"""
+
+import torch
+from torch import nn
+
+from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
+from moh_llm.modeling import MoHLlamaConfig, MoHRouter
+from moh_llm.modeling.routing_moh import HeadShard, select_top_k
+
+WIDTH = 128  # of the hidden layer
+STEPS, ROWS = 200, 1024  # of training: steps, and tokens in each
+
+
+class TopKLabelRouter(MoHRouter):
+    """A small MLP that is trained to tell which heads have the outputs of largest norm.
+
+    Deja Vu (Liu et al., ICML 2023, arXiv 2310.17157) and Polar Sparsity (Shrestha et al., arXiv 2505.14884): a network
+    of two layers on a layer's input, trained as a classifier of each head with binary cross-entropy, whose labels are
+    the Top-K heads by output norm. Both train on far more tokens than a conversion reads; here it gets the same text.
+    """
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.hidden = nn.Linear(config.hidden_size, WIDTH)
+        self.scores = nn.Linear(WIDTH, self.routed_groups)
+
+    def train_on(self, sample: LayerSample, active: int) -> None:
+        """Fit to the fitted tokens of a layer, with the labels of `active` heads."""
+        inputs = sample.inputs[: sample.fitted]
+        norms = sample.heads[self.routed_heads, : sample.fitted].norm(dim=-1).T
+        labels = select_top_k(norms, min(active, norms.shape[1]))
+        mean, scale = inputs.mean(0), inputs.std(0).clamp_min(1e-6)
+        inputs = (inputs - mean) / scale
+        generator = torch.Generator().manual_seed(self.layer_idx)
+        for layer in (self.hidden, self.scores):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
+            nn.init.zeros_(layer.bias)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        for _ in range(STEPS):
+            rows = torch.randint(len(inputs), (ROWS,), generator=generator)
+            logits = self.scores(self.hidden(inputs[rows]).relu())
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        with torch.no_grad():  # the weights take inputs as they are
+            self.hidden.weight /= scale
+            self.hidden.bias -= self.hidden.weight @ mean
+        self.requires_grad_(False)
+
+    def _routed_logits(
+        self, hidden_states: torch.Tensor, query_states: torch.Tensor, shard: HeadShard | None
+    ) -> torch.Tensor:
+        return self.scores(self.hidden(hidden_states.float()).relu())
+
+
+class RouterFitter(LayerFitter):
+    """Fallbacks of one layer for tokens that choose by a given router.
+
+    Args:
+        sample: the layer's calibration sample.
+        router: scores the routed heads; its shared heads are the layer's.
+        queries: of all tokens before rotary embedding, `[N, H, D]`.
+        fallback: whether dropped heads get a fallback that is fitted.
+    """
+
+    @torch.no_grad()
+    def __init__(self, sample: LayerSample, router: MoHRouter, queries: torch.Tensor, fallback: bool):
+        super().__init__(sample, router.index[: router.shared_groups].tolist(), fallback)
+        self.router = {f"router.{name}": tensor for name, tensor in router.state_dict().items()}
+        self.logits = router(sample.inputs[None], queries[None])[0][0]
+
+    def fit(self, dropped: int) -> RoutingFit:
+        """Fallbacks for tokens that drop `dropped` of the routed heads, those of lowest score."""
+        return self.fit_fallbacks(1 - select_top_k(self.logits, self.logits.shape[1] - dropped), self.router)

@@ -1,0 +1,101 @@
+"""What a user gets of a base for some time of this machine: the table on the first page of README.
+
+    python benchmarks/front_table.py BASE --mixture data_mixtures/paper_local.yaml --output out/front \\
+        --documents 20 --tokens-per-document 512 --last --text "$CORPORA"/redpajama_c4/train*
+
+Each level is a conversion on so many calibration tokens and so many steps of self-distillation of 2,048 tokens each, by
+`recipes/smollm2_recovery.yaml`; the defaults are meant for 2 minutes, 10 minutes and 2 hours of SmolLM2-135M on two CPU
+cores, and the table has the time that each took here. Cells: perplexity / base perplexity, and KL to the base in nats
+per token, with 95 % intervals over the documents. Finished models are kept, and an interrupted run goes on, so the same
+command can be given again.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import held_out
+from recovery import ROOT, score
+
+from moh_llm.errors import UserError
+from moh_llm.evaluation.runner import spell_seconds
+from moh_llm.intervals import show_figure
+from moh_llm.records.conversion import NAME as CONVERSION
+
+LEVELS = ["8192:0", "24576:40", "24576:700"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", help="folder or Hub id of the dense model")
+    parser.add_argument("--mixture", required=True, help="text to calibrate with and to tune on")
+    parser.add_argument("--text", nargs="+", required=True, help="text files or globs to score on")
+    held_out.add_arguments(parser)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.67, 0.78], help="of the heads that are on")
+    parser.add_argument("--levels", nargs="+", default=LEVELS, metavar="TOKENS:STEPS", help="of calibration and tuning")
+    parser.add_argument("--context", type=int, default=512, help="tokens in a sequence")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of all runs' recipes")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the models, runs and figures")
+    args = parser.parse_args()
+    try:
+        run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    levels = [tuple(map(int, level.split(":"))) for level in args.levels]
+    folders, seconds = {}, {}
+    for tokens, steps in levels:
+        for share in args.shares:
+            label = f"{share:g} of the heads, {tokens} tokens, {steps} steps"
+            folders[label], seconds[label] = make(args, share, tokens, steps)
+            print(f"{label}: {spell_seconds(seconds[label])}", flush=True)
+    score(args, folders)
+    found = json.loads((args.output / "scores.json").read_text())["models"]
+    print(f"| time | {' | '.join(f'{share:.0%} of the heads' for share in args.shares)} |")
+    print(f"|---|{'---|' * len(args.shares)}")
+    labels = iter(folders)
+    for _ in levels:
+        row = [next(labels) for _ in args.shares]
+        spent = [seconds[label] for label in row]
+        time = spell_seconds(min(spent)) + (f" to {spell_seconds(max(spent))}" if len(row) > 1 else "")
+        print(f"| {time} | {' | '.join(map(cell, (found[label] for label in row)))} |")
+
+
+def cell(figures: dict) -> str:
+    """Ratio and KL of one model."""
+    ratio = show_figure(figures["perplexity_ratio"], figures["ratio_interval"], ".3f")
+    return f"x {ratio}, KL {show_figure(figures['kl'], figures['kl_interval'], '.3f')}"
+
+
+def make(args: argparse.Namespace, share: float, tokens: int, steps: int) -> tuple[Path, float]:
+    """The folder of a model, which is made where it is not there, and the seconds that it took."""
+    converted = (args.output / "models" / f"{share:g}-{tokens}").resolve()
+    if not converted.exists():
+        words = ["--active-ratio", f"{share}", "--context", f"{args.context}", "--verify", "none"]
+        words += ["--calibration", args.mixture, "--calibration-tokens", f"{tokens}", "--output", str(converted)]
+        call("convert.py", args.base, *words)
+    seconds = json.loads((converted / CONVERSION).read_text())["seconds"]
+    if not steps:
+        return converted, seconds
+    output = (args.output / "runs" / f"{share:g}-{tokens}-{steps}").resolve()
+    words = ["--model", str(converted), "--output_dir", str(output), "--data.mixture", args.mixture]
+    words += ["--max_steps", f"{steps}", "--data.sequence_length", f"{args.context}"]
+    words += ["--evaluation.eval_steps", f"{steps}", *(f"--{setting}" for setting in args.set)]
+    call("train.py", "recipes/smollm2_recovery.yaml", *words)
+    return output / "model", seconds + json.loads((output / "run.json").read_text())["seconds"]
+
+
+def call(script: str, *words: str) -> None:
+    """Run a script of the repository's root, which shows its progress. Raises UserError where it fails."""
+    if status := subprocess.run([sys.executable, script, *words], cwd=ROOT, stdout=sys.stderr).returncode:
+        raise UserError(f"{script} ended with status {status}; the same command goes on")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""A conversion beside other ways to choose heads, without training: same text, same budgets, same fallback.
+
+    python benchmarks/rivals.py BASE --calibration mixture.yaml --budgets 7 6 5 --seeds 0 1 2 --output out/rivals \\
+        --documents 20 --tokens-per-document 512 --text "$CORPORA"/redpajama_c4/train* "$CORPORA"/dolma/train*
+
+The base is calibrated once for each seed, which takes its own part of the calibration text and its own draws. A budget
+is the mean number of active heads. Each method's heads, router and fallbacks are fitted to that text:
+
+- "ours": what `convert.py --context 512` writes; and without fallbacks, with as many heads in each layer, with neither;
+- "fixed heads": the same heads for all tokens, with fallbacks refitted (`--router none`);
+- "random heads": a random choice for each token, with fallbacks and budgets fitted to it;
+- "paper's layer": half of the heads shared, scored by the norm of their queries; and with our fallbacks, with our
+  budgets, with both;
+- "MLP on Top-K labels": the router of Deja Vu and Polar Sparsity (`baselines/routers.py`), and with both;
+- "oracle": ours, but each token keeps the heads whose fallbacks would change the layer's output most.
+
+Heads is the share that is on; KL(base || model), in nats per token, and perplexity / base perplexity are means over
+texts and seeds, with 95 % intervals by bootstrap over documents; "seeds" is the least and the most KL of a seed.
+--output holds what was fitted and the figures of each batch: the same command goes on where it stopped.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import held_out
+import numpy as np
+import torch
+import transformers
+from local_plans import calibration_part
+from rival_methods import NAMES, fit_methods, open_candidates, save_fits
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from moh_llm.conversion.base import open_base
+from moh_llm.conversion.convert import peak_memory_mib
+from moh_llm.conversion.layers import LayerwiseModel
+from moh_llm.data.mixture import mixture_from_arguments
+from moh_llm.data.tokenizer import open_tokenizer
+from moh_llm.devices import choose_device
+from moh_llm.errors import UserError
+from moh_llm.files import write_json
+from moh_llm.intervals import interval, kls, perplexity_ratios, show_figure
+from moh_llm.metrics import Batch, LogitsOf, compare_to_reference, logits_of
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", help="folder or Hub id of the dense model")
+    parser.add_argument("--calibration", nargs="+", required=True, help="text files or a mixture, as for convert")
+    parser.add_argument("--calibration-tokens", type=int, default=24576)
+    parser.add_argument("--text", nargs="+", required=True, help="text files or globs, each counts the same")
+    held_out.add_arguments(parser)
+    parser.add_argument("--budgets", nargs="+", type=int, default=[7, 6], help="mean active heads")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the calibration")
+    parser.add_argument("--methods", nargs="+", default=list(NAMES), choices=NAMES, metavar="NAME", help="not all")
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
+    parser.add_argument("--output", type=Path, required=True, help="folder of what was fitted, and of figures.json")
+    args = parser.parse_args()
+    try:
+        run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    dtype, device = getattr(torch, args.dtype), choose_device()
+    base = open_base(args.base)
+    tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
+    length = min(held_out.WINDOW, base.config.max_position_embeddings)
+    texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
+    asked = {key: value for key, value in vars(args).items() if key not in ("base", "output", "seeds")}
+    asked |= {"base": base.fingerprint, "torch": torch.__version__, "transformers": transformers.__version__}
+    asked["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / "figures.json"
+    found: dict[str, Any] = {"asked": asked, "seconds": {}, "seeds": {}}
+    if path.exists():
+        found = json.loads(path.read_text())
+        if found.get("asked") != asked:
+            raise UserError(f"{path} holds figures of other models, text or methods; name another folder")
+    mixture = mixture_from_arguments(args.calibration)
+    dense = AutoModelForCausalLM.from_pretrained(base.folder, dtype=dtype).to(device).eval()
+    for seed in args.seeds:
+        batches = calibration_part(mixture, tokenizer, args.calibration_tokens, length, seed)
+        read = held_out.ngrams_of_batches(batches)
+        shares = ", ".join(f"{held_out.overlap(text, read).share:.2%} of {name}" for name, text in texts.items())
+        print(f"seed {seed}: of 13-grams the calibration text holds {shares}", flush=True)
+        seconds = found["seconds"].setdefault(str(seed), {"scoring": 0.0})
+        fits = args.output / f"fits-{seed}.pt"
+        if not fits.exists():
+            began = time.perf_counter()
+            layers = LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device)
+            save_fits(fit_methods(layers, batches, args.methods, args.budgets, args.output, seed), fits)
+            seconds["calibration"] = round(time.perf_counter() - began, 1)
+        candidates = open_candidates(dense, fits, args.methods)
+        figures = found["seeds"].setdefault(str(seed), {})
+
+        def save(spent: float, seconds: dict[str, float] = seconds) -> None:
+            seconds["scoring"] = round(seconds["scoring"] + spent, 1)
+            write_json(path, found)
+
+        compare(candidates, logits_of(dense), texts, figures, save)
+    print_table(found, args.seeds, base.config.num_attention_heads)
+    print(
+        f"{args.dtype}, {asked['device']}, torch {torch.__version__}, transformers {transformers.__version__}", end=""
+    )
+    print(f"; seconds {found['seconds']}; peak memory {peak_memory_mib()} MiB")
+
+
+def compare(
+    candidates: dict[str, LogitsOf],
+    reference: LogitsOf,
+    texts: dict[str, list[Batch]],
+    found: dict[str, Any],
+    save: Callable[[float], None],
+) -> None:
+    """Add the batches to `found` that it lacks: for each text a list of their documents and sums over these."""
+    total = sum(map(len, texts.values()))
+    with tqdm(total=total, desc="score", unit="batch", initial=sum(map(len, found.values()))) as bar:
+        for name, batches in texts.items():
+            done = found.setdefault(name, [])
+            for batch in batches[len(done) :]:
+                began = time.perf_counter()
+                results = compare_to_reference(candidates, reference, [batch])
+                documents = batch["documents"][:, 1:][batch["labels"][:, 1:] != -100].unique().tolist()
+                done.append({"documents": documents, "sums": {key: row.sums.tolist() for key, row in results.items()}})
+                save(time.perf_counter() - began)
+                bar.update()
+
+
+def sums_of(batches: Sequence[dict[str, Any]], label: str) -> np.ndarray:
+    """Sums over a text's documents `[D, 5]`, as `Comparison` has them, from those over parts in each batch."""
+    sums: dict[int, np.ndarray] = {}
+    for document, row in itertools.chain.from_iterable(
+        zip(b["documents"], b["sums"][label], strict=True) for b in batches
+    ):
+        sums[document] = sums.get(document, np.zeros(5)) + np.array(row)
+    return np.stack(list(sums.values()))
+
+
+def print_table(found: dict[str, Any], seeds: Sequence[int], heads: int) -> None:
+    """A row for each method and budget, in Markdown."""
+    of_seeds = [found["seeds"][str(seed)] for seed in seeds]
+    texts = list(of_seeds[0])
+    labels = list(of_seeds[0][texts[0]][0]["sums"])
+    one = [sums_of(of_seeds[0][text], labels[0]) for text in texts]
+    print(f"{len(texts)} texts, {sum(map(len, one))} documents, {int(sum(sums[:, 0].sum() for sums in one))} tokens")
+    print("| heads | method | KL | x base | seeds |\n|---|---|---|---|---|")
+    order = sorted(labels, key=lambda label: (-int(label.split("/")[1]), NAMES.index(label.split("/")[0])))
+    for label in order:
+        by_seed = [[sums_of(seed[text], label) for text in texts] for seed in of_seeds]
+        mean = [np.mean(own, axis=0) for own in zip(*by_seed, strict=True)]  # documents are the same for all seeds
+        spread = [np.mean([kls(sums.sum(0)[None])[0] for sums in own]) for own in by_seed]
+        kl, ratio = (
+            show_figure(np.mean([figure(sums.sum(0)[None])[0] for sums in mean]), interval(mean, figure), ".4f")
+            for figure in (kls, perplexity_ratios)
+        )
+        name, budget = label.split("/")
+        print(f"| {int(budget) / heads:.3f} | {name} | {kl} | {ratio} | {min(spread):.4f} to {max(spread):.4f} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

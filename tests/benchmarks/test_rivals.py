@@ -1,0 +1,158 @@
+"""The benchmark of rivals: what its methods are, that it goes on where it stopped, and that a seed takes other text."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from layer_samples import make_sample
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from moh_llm.conversion.fit import LayerSample
+from moh_llm.conversion.plan import PlanOptions, build_config
+from moh_llm.conversion.verify import routed_as
+from moh_llm.data.mixture import mixture_from_arguments
+from moh_llm.metrics import logits_of
+from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
+from moh_llm.modeling.routing_moh import select_top_k
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import rival_methods
+import rivals
+from baselines.routers import RouterFitter, TopKLabelRouter
+from local_plans import calibration_part
+
+BUDGET = 4
+PLAIN = ["ours", "paper's layer", "fixed heads", "oracle"]  # that draw nothing
+
+
+@pytest.fixture(scope="module")
+def base(make_llama) -> Path:
+    return make_llama(num_attention_heads=6, num_key_value_heads=2, hidden_size=48, initializer_range=0.1)
+
+
+@pytest.fixture
+def command(base, river, tmp_path, monkeypatch, capsys):
+    """Run the command; returns its status, the table's rows by method (KL, then ratio), the record, and all output."""
+
+    def run(output: str, *arguments: str):
+        words = [
+            "rivals.py",
+            str(base),
+            "--calibration",
+            str(river),
+            "--calibration-tokens",
+            "1024",
+            "--text",
+            str(river),
+        ]
+        words += ["--documents", "6", "--tokens-per-document", "200", "--last", "--budgets", str(BUDGET)]
+        monkeypatch.setattr(sys, "argv", [*words, "--output", str(tmp_path / output), *arguments])
+        status = rivals.main()
+        printed = capsys.readouterr()
+        rows = re.findall(r"^\| 0\.667 \| ([^|]+) \| ([\d.]+) \(.*?\| ([\d.]+) \(", printed.out, re.MULTILINE)
+        record = json.loads((tmp_path / output / "figures.json").read_text())
+        return status, {name: (float(kl), float(x)) for name, kl, x in rows}, record, printed.out + printed.err
+
+    return run
+
+
+def test_every_method_has_a_row_and_ours_is_the_converters(
+    command, one_thread, base, river, convert, read_tensors, tmp_path
+):
+    status, rows, record, _ = command("out", "--seeds", "0", "1")
+    assert status == 0 and list(rows) == list(rival_methods.NAMES)
+    kl = {name: row[0] for name, row in rows.items()}
+    assert kl["oracle"] < kl["ours"] < kl["ours, no fallback"] and len({*kl.values()}) > 10
+    seeds = record["seeds"]
+    assert seeds["0"] != seeds["1"]
+    # With the converter's own text, seed 0 is the converter's model.
+    assert convert(base, tmp_path / "moh", "--num-active-heads", str(BUDGET), "--verify", "none") == 0
+    written = read_tensors(tmp_path / "moh")
+    fitted = torch.load(tmp_path / "out" / "fits-0.pt")[f"ours/{BUDGET}"]["tensors"]
+    assert fitted and all(written[name].equal(tensor) for name, tensor in fitted.items())
+
+
+def test_the_papers_layer_is_that_of_its_preset(command, base, tmp_path):
+    assert command("out", "--methods", "paper's layer")[0] == 0
+    dense = AutoModelForCausalLM.from_pretrained(base).eval()
+    (logits,) = rival_methods.open_candidates(dense, tmp_path / "out" / "fits-0.pt", ["paper's layer"]).values()
+    plan = PlanOptions(preset="paper", num_active_heads=BUDGET, num_shared_heads=3)
+    model = MoHLlamaForCausalLM(build_config(dense.config, plan, [[0, 1, 2]] * 2, [BUDGET] * 2)).eval()
+    model.load_state_dict(dense.state_dict())
+    batch = {"input_ids": torch.randint(200, (2, 30)), "position_ids": torch.arange(30).expand(2, -1)}
+    with torch.no_grad():
+        assert logits(batch).equal(logits_of(model)(batch))
+        with routed_as(model, model.config, rival_methods.RandomRouter):
+            assert not logits(batch).equal(logits_of(model)(batch))
+
+
+def test_it_goes_on_where_it_stopped(command, one_thread, tmp_path, capsys):
+    flags = ["--methods", *PLAIN]
+    _, rows, record, _ = command("out", *flags)
+    (batches,) = record["seeds"]["0"].values()
+    assert len(batches) > 1
+    whole = json.dumps(batches)
+    del batches[1:]
+    path = tmp_path / "out" / "figures.json"
+    path.write_text(json.dumps(record))
+    stamp = (tmp_path / "out" / "fits-0.pt").stat().st_mtime_ns
+    status, again, record, _ = command("out", *flags)
+    assert status == 0 and again == rows and json.dumps(*record["seeds"]["0"].values()) == whole
+    assert (tmp_path / "out" / "fits-0.pt").stat().st_mtime_ns == stamp
+    status, _, _, said = command("out", "--methods", "ours")
+    assert status == 1 and "other models, text or methods" in said
+    status, _, _, said = command("out", *flags, "--seeds", "999")
+    assert status == 1 and "too few for seed 999" in said
+
+
+def test_a_seed_takes_the_text_after_that_of_the_seeds_before(base, river):
+    tokenizer, mixture = AutoTokenizer.from_pretrained(base), mixture_from_arguments([str(river)])
+
+    def ids(tokens: int, seed: int) -> torch.Tensor:
+        return torch.cat([b["input_ids"] for b in calibration_part(mixture, tokenizer, tokens, 64, seed)])
+
+    assert torch.cat([ids(640, seed) for seed in range(3)]).equal(ids(3 * 640, 0))
+
+
+def test_costs_are_of_the_heads_that_the_router_drops():
+    """Without fallbacks, of the two routed heads whose queries are the longest after the shared one's."""
+    sample, _ = make_sample(hidden=8)
+    config = LlamaConfig(hidden_size=8, num_attention_heads=4, num_hidden_layers=1, head_dim=3, vocab_size=8)
+    plan = PlanOptions(num_active_heads=2, num_shared_heads=1, fallback="none")
+    built = build_config(config, plan, [[0]], [2])
+    built.router_type = "query_norm"
+    queries = torch.randn(len(sample.inputs), 4, 3, generator=torch.Generator().manual_seed(1))
+    fit = RouterFitter(sample, MoHRouter(built, 0), queries, fallback=False).fit(2)
+    effects = []
+    for token in range(sample.fitted, len(sample.inputs)):
+        off = 1 + queries[token, 1:].norm(dim=-1).argsort()[:2]
+        error = sum(sample.heads[head, token] @ sample.o_proj[:, 3 * head : 3 * head + 3].T for head in off.tolist())
+        effects.append((error @ sample.gradients[token - sample.fitted]).item())
+    assert fit.cost == pytest.approx(np.square(effects).mean() / 2, rel=1e-5)
+    assert (fit.dropped, fit.shared_heads, fit.tensors) == (2, [0], {})
+
+
+def test_the_mlp_learns_which_heads_are_large():
+    """Of three heads each token has a large one, by the sign of two inputs; what it says is of inputs as they are."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(3000, 6, generator=generator) * torch.tensor([1.0, 30.0, 1, 1, 1, 1]) + torch.tensor(
+        [0, 50.0, 0, 0, 0, 0]
+    )
+    large = torch.where(inputs[:, 0] > 0, 0, torch.where(inputs[:, 1] > 50, 1, 2))
+    heads = torch.randn(3, 3000, 2, generator=generator) * 0.01
+    heads[large, torch.arange(3000)] += 1
+    empty = torch.zeros(0)
+    sample = LayerSample(inputs, heads, heads, empty, empty, empty, 2000)
+    plan = PlanOptions(num_active_heads=1, num_shared_heads=0, fallback="none")
+    config = LlamaConfig(hidden_size=6, num_attention_heads=3, num_hidden_layers=1, head_dim=2, vocab_size=8)
+    built = build_config(config, plan, [[]], [1])
+    built.router_type = "query_norm"
+    router = TopKLabelRouter(built, 0)
+    router.train_on(sample, 1)
+    logits = router(inputs[None, 2000:], torch.zeros(1, 1000, 3, 2))[0][0]
+    right = select_top_k(logits, 1).argmax(-1) == large[2000:]
+    assert right.float().mean() > 0.9

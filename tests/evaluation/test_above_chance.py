@@ -1,0 +1,180 @@
+"""The benchmark of margins over chance, on few rows of its datasets' form: figures of plain loops, and going on."""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+pytest.importorskip("lm_eval")
+import above_chance
+
+ROWS = 12
+WORDS = ["river", "boat", "mill", "poplar", "noon", "bird"]
+
+
+def rows_of(make: Callable[[int, list[str]], dict]) -> list[dict]:
+    return [make(number, WORDS[number % 6 :] + WORDS[: number % 6]) for number in range(ROWS)]
+
+
+def choices(words: list[str]) -> dict:
+    return {"text": words[:4], "label": ["A", "B", "C", "D"]}
+
+
+DATA = {
+    "EleutherAI__lambada_openai/default/test": rows_of(lambda n, w: {"text": f"The {w[0]} is by the {w[1]}"}),
+    "allenai__sciq/default/test": rows_of(
+        lambda n, w: {
+            "question": f"What is {n}?", "support": f" The {w[0]}.", "correct_answer": w[0],
+            "distractor1": w[1], "distractor2": w[2], "distractor3": w[3],
+        }
+    ),
+    "baber__piqa/default/validation": rows_of(
+        lambda n, w: {"goal": f"Go to {n}.", "sol1": w[0], "sol2": w[1], "label": n % 2}
+    ),
+    "Rowan__hellaswag/default/validation": rows_of(
+        lambda n, w: {
+            "ind": n, "activity_label": "Rowing", "ctx_a": f"A {w[0]}.", "ctx_b": "it", "ctx": f"A {w[0]}. it",
+            "endings": w[:4], "label": str(n % 4),
+        }
+    ),
+    "allenai__ai2_arc/ARC-Easy/test": rows_of(
+        lambda n, w: {"id": str(n), "question": f"Which {n}?", "choices": choices(w), "answerKey": "ABCD"[n % 4]}
+    ),
+    "allenai__winogrande/winogrande_xl/validation": rows_of(
+        lambda n, w: {
+            "sentence": f"The {w[2]} saw {n} and the _ was wet.", "option1": w[0], "option2": w[1],
+            "answer": str(1 + n % 2),
+        }
+    ),
+    "aps__super_glue/boolq/validation": rows_of(
+        lambda n, w: {"question": f"is {n} a {w[0]}", "passage": f"The {w[1]}.", "idx": n, "label": n % 2}
+    ),
+    "allenai__openbookqa/main/test": rows_of(
+        lambda n, w: {"id": str(n), "question_stem": f"The {n} is a", "choices": choices(w), "answerKey": "ABCD"[n % 4]}
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def command(tiny_llama, tiny_moh, tmp_path, monkeypatch, capsys):
+    for place, rows in DATA.items():
+        path = tmp_path / "data" / f"{place}.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(*arguments: str):
+        words = [
+            "above_chance.py",
+            str(tiny_llama),
+            "--data-dir",
+            str(tmp_path / "data"),
+            "--output",
+            str(tmp_path / "out"),
+        ]
+        monkeypatch.setattr(sys, "argv", [*words, *arguments])
+        status, printed = above_chance.main(), capsys.readouterr()
+        record = tmp_path / "out" / "above_chance.json"
+        return status, printed, json.loads(record.read_text()) if record.exists() else None
+
+    return run
+
+
+def log_likelihood(folder: Path, context: str, continuation: str) -> float:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (context, continuation))
+    with torch.no_grad():
+        log_p = model(torch.tensor([before + after])).logits[0].double().log_softmax(-1)
+    return sum(log_p[len(before) + i - 1, token].item() for i, token in enumerate(after))
+
+
+def test_figures_are_those_of_plain_loops_and_it_goes_on(command, tiny_llama, tiny_moh):
+    status, printed, record = command("--models", f"moh={tiny_moh}", f"same={tiny_llama}")
+    assert status == 0, printed.err
+    rows = {
+        (row["benchmark"].removesuffix(" cloze").removesuffix(" letters"), row["model"]): row for row in record["rows"]
+    }
+    names = ["LAMBADA", "SciQ", "PIQA", "HellaSwag", "ARC-Easy", "WinoGrande", "BoolQ", "OpenBookQA"]
+    assert len(rows) == 3 * 9 and {name for name, _ in rows} > {*names}
+    assert printed.out.count("\n| ") == 3 * 9
+    gained = []
+    for row in DATA["EleutherAI__lambada_openai/default/test"]:
+        before, _, word = row["text"].rpartition(" ")
+        gained.append(log_likelihood(tiny_moh, before, f" {word}") - log_likelihood(tiny_llama, before, f" {word}"))
+    found = rows["LAMBADA", "moh"]["nats"]
+    assert found["value"] == pytest.approx(np.mean(gained), abs=1e-4)
+    low, high = found["interval"]
+    half = 1.96 * np.std(gained) / math.sqrt(ROWS)
+    assert (low, high) == (
+        pytest.approx(np.mean(gained) - half, abs=half / 3),
+        pytest.approx(np.mean(gained) + half, abs=half / 3),
+    )
+    for (_, model), row in rows.items():
+        if model == "same":
+            assert row["nats"] == {"value": 0, "interval": [0, 0]}
+            if "kept" in row:
+                assert row["kept"]["value"] == pytest.approx(100)
+        assert row["accuracy"]["interval"][0] <= row["accuracy"]["value"] <= row["accuracy"]["interval"][1]
+    chance = {name: rows[name, "moh"]["accuracy"]["value"] - rows[name, "moh"]["margin"]["value"] for name in names}
+    assert chance["LAMBADA"] == 0 and chance["PIQA"] == pytest.approx(50) and chance["SciQ"] == pytest.approx(25)
+    # Again: nothing is scored anew.
+    status, printed, again = command("--models", f"moh={tiny_moh}", f"same={tiny_llama}")
+    assert status == 0 and again["rows"] == record["rows"] and "loading" not in printed.err
+
+
+def test_the_right_answer_of_each_form(command, tiny_llama, tmp_path):
+    """SciQ's letters stand for options in the order of the alphabet; WinoGrande has a prompt for each option."""
+    assert command("--only", "SciQ", "WinoGrande", "--items", "3")[0] == 0
+    lines = (next((tmp_path / "out" / "base").glob("SciQ_letters*.samples.jsonl"))).read_text().splitlines()
+    for line, row in zip(lines, DATA["allenai__sciq/default/test"], strict=False):
+        sample, options = json.loads(line), sorted(row[key] for key in row if key.startswith(("dis", "corr")))
+        assert sample["prompt"].endswith(
+            "\n" + "".join(f" {c}. {o}\n" for c, o in zip("ABCD", options, strict=True)) + "Answer:"
+        )
+        assert sample["target"] in (options.index(row["correct_answer"]), str(options.index(row["correct_answer"])))
+    from moh_llm.evaluation.result_cache import ResultCache
+    from moh_llm.evaluation.runner import score
+    from moh_llm.evaluation.tasks import load_tasks
+
+    suite = above_chance.chosen(above_chance.load_suite(str(above_chance.SUITE)), ["WinoGrande"])
+    data, cache = tmp_path / "data", ResultCache(tmp_path / "out")
+    result = score({"base": str(tiny_llama)}, suite, data, 3, cache=cache, log_samples=True)["base"]
+    (cloze,) = (one for one in load_tasks(suite, tmp_path / "tasks", data, 3) if "cloze" in one.benchmark.name)
+    items = above_chance.items_of(result, cloze, cache, "base", 3)
+    for gold, row in zip(items.gold, DATA["allenai__winogrande/winogrande_xl/validation"], strict=False):
+        option = row[f"option{row['answer']}"]
+        expected = log_likelihood(tiny_llama, row["sentence"].partition("_")[0] + option, " was wet.")
+        assert gold == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_better_form_is_the_bases_and_a_base_at_chance_has_no_share():
+    right = {"base": {"X cloze": 0.5, "X letters": 0.9, "Y": 0.25}, "m": {"X cloze": 0.8, "X letters": 0.7, "Y": 1.0}}
+
+    def items(share: float) -> above_chance.Items:
+        n = 200
+        hits = np.arange(n) < share * n
+        return above_chance.Items(hits.astype(float), np.full(n, 0.25), np.zeros(n), np.ones(n))
+
+    class Named:
+        def __init__(self, name: str):
+            self.name = name
+
+    found = {label: {name: items(share) for name, share in of.items()} for label, of in right.items()}
+    rows = above_chance.table(found, [Named("X cloze"), Named("X letters"), Named("Y")])
+    of_model = {row["benchmark"]: row for row in rows if row["model"] == "m"}
+    assert list(of_model) == ["X letters", "Y", "mean of 2, 1 above chance"]
+    assert of_model["X letters"]["kept"]["value"] == pytest.approx(100 * 0.45 / 0.65)
+    assert "kept" not in of_model["Y"]
+    assert of_model["mean of 2, 1 above chance"]["kept"]["value"] == pytest.approx(100 * 0.45 / 0.65)
+
+
+def test_what_cannot_be_is_one_line(command):
+    for flags, said in (["--models", "moh"], "NAME=MODEL"), (["--only", "XY"], "must be of LAMBADA"):
+        status, printed, _ = command(*flags)
+        assert status == 1 and said in printed.err and printed.err.count("\n") == 1
