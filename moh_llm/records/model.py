@@ -187,6 +187,7 @@ def check_tensors(name: str, shards: Sequence[Path], config: Any) -> None:
     import torch
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.initialization import no_init_weights
 
     try:
@@ -195,7 +196,8 @@ def check_tensors(name: str, shards: Sequence[Path], config: Any) -> None:
             model = AutoModelForCausalLM._model_mapping[type(config)](config)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{name}: its {CONFIG} makes no model ({' '.join(str(error).split())})") from error
-    needed = {tensor: list(value.shape) for tensor, value in model.state_dict().items()}
+    stored = revert_weight_conversion(model, model.state_dict())  # by their names in files
+    needed = {tensor: list(value.shape) for tensor, value in stored.items()}
     if config.tie_word_embeddings:
         needed.pop("lm_head.weight", None)
     for shard in shards:

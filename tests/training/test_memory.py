@@ -138,6 +138,7 @@ SHAPES = {
         {"length": 128},
     ),
     "first tokens alone": ({"head_fallback": "local", "local_window": 16, "local_start": 512}, {}),
+    "experts": ({"num_local_experts": 4}, {}),
     "lora": ({}, {"lora": LORA}),
     "tied": ({"tie_word_embeddings": True, "num_hidden_layers": 3, "intermediate_size": 1024}, {}),
 }
