@@ -90,9 +90,9 @@ class TrainingStep(nn.Module):
         Returns:
             In training task loss and cross-entropy in nats, the load-balance losses of the sequences,
             the layers' distances to the teacher's (`layer_distance_sum`), and the weighted losses of
-            experts (`expert_loss_sum`), `[5]`; all but the second carry a gradient. With `compare` the values of `comparison_values` per position
-            with a target, `[N, 4]` (without a teacher all but the first are zero), and the router
-            logits of each layer, `[N, U]`.
+            experts (`expert_loss_sum`), `[5]`; all but the second carry a gradient. With `compare` the
+            values of `comparison_values` per position with a target, `[N, 4]` (without a teacher all but
+            the first are zero), and the router logits of each layer, `[N, U]`.
         """
         counted = targets != IGNORED
         matching = self.objective.layer_coefficient > 0 and not compare
