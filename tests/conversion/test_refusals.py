@@ -131,8 +131,8 @@ BAD_INPUT = {
     "sliding window in use": (QWEN2, "sliding_window=64 is not supported"),
     "code of its own": (REMOTE, "auto_map names code of its own"),
     "of a later version": (
-        edit_config(model_type="moh_llama", moh_format=5),
-        "moh_format=5 is newer than this moh-llm reads (4); pip install -U moh-llm",
+        edit_config(model_type="moh_llama", moh_format=6),
+        "moh_format=6 is newer than this moh-llm reads (5); pip install -U moh-llm",
     ),
     "dense already": (flags("--to-dense"), "is no MoH model (model_type 'llama'): it is dense already"),
     "no tokenizer": (_drop_tokenizer, "has no tokenizer that loads"),

@@ -27,6 +27,7 @@ PLANS = {
     "fixed": LOCAL | {"router_type": "none", "shared_heads": [[0, 1, 2, 3], [1, 4]], "num_shared_heads": [4, 2]},
     "groups": LOCAL
     | {"router_type": "threshold", "routing_granularity": "kv_group", "num_shared_heads": 2, "num_active_heads": 4},
+    "experts": UNEVEN | {"router_type": "linear", "num_local_experts": 4},
     "paper": {"router_type": "query_norm", "num_shared_heads": 2, "num_active_heads": 6},
 }
 PLANS["fixed"]["num_active_heads"] = PLANS["fixed"]["num_shared_heads"]

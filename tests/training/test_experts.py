@@ -1,0 +1,116 @@
+"""Training of a converted Mixtral: the loss of its experts beside that of its heads, what is saved, what is refused."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from trained import read_log
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from moh_llm.data.shards import tokens_for
+from moh_llm.data.stream import SequenceStream
+from moh_llm.errors import UserError
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.training import networks
+from moh_llm.training.loop import train
+from moh_llm.training.parallel import make_accelerator
+from moh_llm.training.preflight import check_machine, diagnose
+from moh_llm.training.step import TrainingStep, accumulate_gradients
+
+COEFFICIENT = 0.3
+
+
+@pytest.fixture(scope="session")
+def mixtral_folder(made_once, make_model) -> Path:
+    """A random Mixtral of 4 experts, not to be changed."""
+    fields = {"num_local_experts": 4, "max_position_embeddings": 64, "router_aux_loss_coef": COEFFICIENT}
+    return made_once("mixtral", lambda folder: make_model(MixtralConfig, **fields).rename(folder))
+
+
+@pytest.fixture
+def configure_experts(configure, mixtral_folder: Path, made_once, convert):
+    """`configure` with the default conversion of that Mixtral."""
+    folder = made_once("moh-mixtral", lambda folder: convert(mixtral_folder, folder, "--active-ratio", "0.5"))
+    return lambda **keys: configure(model=str(folder), **keys)
+
+
+def losses_and_gradients(config) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor]:
+    """Of a step with all heads on, and its tokens `[8, L]`."""
+    sources = tokens_for(config.data.mixture, networks.load_tokenizer(config.model), print).sources
+    batch = SequenceStream(sources, config.data.sequence_length, 0).batch(0, 8)
+    model = networks.make_student(config).train()
+    model.set_active_heads(model.config.num_attention_heads)
+    accelerator = make_accelerator(config)
+    step = accelerator.prepare(TrainingStep(model, None, config.objective))
+    losses, _ = accumulate_gradients(accelerator, step, batch, config, 0.0)
+    return asdict(losses), {name: weight.grad for name, weight in model.named_parameters()}, batch
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_loss_of_experts_is_mixtrals_of_each_sequence(configure_experts, mixtral_folder, recomputed):
+    keys = {"data.batch_size": 8, "objective.kind": "cross_entropy", "optimizer.max_grad_norm": None}
+    keys["gradient_checkpointing"] = recomputed
+    (apart, gradients, batch), (together, others, _) = (
+        losses_and_gradients(configure_experts(**keys, **{"data.micro_batch_size": rows})) for rows in (1, 8)
+    )
+    assert together == pytest.approx(apart, rel=1e-5)
+    base = MixtralForCausalLM.from_pretrained(mixtral_folder)
+    terms = []
+    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+        inputs = {"input_ids": ids[None], "position_ids": positions[None]}
+        terms.append(base(**inputs, use_cache=False, output_router_logits=True).aux_loss)
+    loss = COEFFICIENT * torch.stack(terms).mean()
+    assert apart["experts"] == pytest.approx(loss.item(), rel=1e-5) and loss > 0.3
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    hidden = base.model(**inputs, use_cache=False).last_hidden_state[:, :-1]
+    labels = batch["labels"][:, 1:]
+    (loss + torch.nn.functional.cross_entropy(base.lm_head(hidden).flatten(0, 1), labels.flatten())).backward()
+    for name, weight in base.named_parameters():
+        torch.testing.assert_close(gradients[name], weight.grad, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(others[name], weight.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_a_run_has_both_losses_and_saves_mixtrals_names(configure_experts, read_tensors):
+    config = configure_experts(max_steps=4)
+    train(config)
+    log = read_log(Path(config.output_dir))
+    steps = [line for line in log if line["step"]]
+    assert len(steps) == 4
+    for line in steps:
+        assert line["expert_balance_loss"] > COEFFICIENT and line["balance_loss"] > 0
+        parts = line["kl"] + 0.01 * line["balance_loss"] + line["expert_balance_loss"]
+        assert line["loss"] == pytest.approx(parts)
+    before, after = read_tensors(Path(config.model)), read_tensors(Path(config.output_dir) / "model")
+    assert {name: tensor.shape for name, tensor in before.items()} == {name: t.shape for name, t in after.items()}
+    moved = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in moved
+    saved = MoHLlamaForCausalLM.from_pretrained(Path(config.output_dir) / "model")
+    assert saved.config.expert_balance_coef == COEFFICIENT
+
+
+def test_adapters_are_on_attention(configure_experts):
+    with pytest.raises(UserError, match="the model has no 'gate_proj'; it has k_proj, o_proj, q_proj, v_proj"):
+        networks.make_student(configure_experts(**{"lora.rank": 4}))
+    student = networks.make_student(configure_experts(**{"lora.rank": 4, "lora.target_modules": ["q_proj"]}))
+    assert not any("experts" in name for name in networks.trained_weights(student))
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+def test_weights_that_are_divided_are_refused(configure_experts, strategy):
+    config = configure_experts()
+    found = diagnose(config, strategy, 2, "H100")
+    faults = [finding.text for finding in found.findings if finding.state == "fault" and finding.check == "strategy"]
+    if strategy == "zero2":
+        assert not faults
+        return check_machine(config, 2)
+    expected = f"model={config.model} has feed-forward experts, which zero3 and fsdp2 cannot hold; take ddp"
+    assert len(faults) == 1 and faults[0].startswith(expected)
+    with pytest.raises(UserError, match="which zero3 and fsdp2 cannot hold"):
+        check_machine(config, 2, divided=True)
+
+
+def test_quantization_is_refused(configure_experts):
+    keys = {"quantization": "nf4", "lora.rank": 4, "lora.target_modules": ["q_proj"]}
+    with pytest.raises(UserError, match="feed-forward experts, which quantization=nf4 cannot hold"):
+        check_machine(configure_experts(**keys), 1)
