@@ -62,8 +62,8 @@ class Pass:
 
     def loss(self) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16) if self.casts else contextlib.nullcontext():
-            task, _, balance, layers = self.step(*self.batch)
-        return task + balance + self.recipe.objective.layer_coefficient * layers
+            task, _, balance, layers, experts = self.step(*self.batch)
+        return task + balance + experts + self.recipe.objective.layer_coefficient * layers
 
 
 def storage_bytes(tensors: Iterator[torch.Tensor]) -> int:
