@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from moh_llm.hub.proof import prove
@@ -129,8 +130,8 @@ def test_its_format_is_one_that_older_code_refuses():
         MoHLlamaConfig(**SIZES | {"num_experts_per_tok": 5})
 
 
-def test_vllm_is_refused():
+def test_vllm_is_refused(monkeypatch):
+    monkeypatch.setitem(AttentionInterface._global_mapping, "vllm", eager_attention_forward)  # as vLLM does
     config = MoHLlamaConfig(**SIZES, **ROUTED)
-    config._attn_implementation = "vllm"
     with pytest.raises(ValueError, match=r"experts \(num_local_experts\) are not served by vLLM; use transformers"):
-        type(MoHLlamaForCausalLM(MoHLlamaConfig(**SIZES)).model)(config)
+        MoHLlamaForCausalLM._from_config(config, attn_implementation="vllm")
