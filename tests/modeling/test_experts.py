@@ -130,6 +130,15 @@ def test_its_format_is_one_that_older_code_refuses():
         MoHLlamaConfig(**SIZES | {"num_experts_per_tok": 5})
 
 
+def test_kernels_of_attention_run_beside_experts(ids):
+    pytest.importorskip("triton")
+    _, moh = make_pair(**ROUTED)
+    with torch.no_grad():
+        expected = moh(ids, use_cache=False).logits
+        moh.set_attn_implementation("moh_sparse")
+        torch.testing.assert_close(moh(ids, use_cache=False).logits, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_vllm_is_refused(monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "vllm", eager_attention_forward)  # as vLLM does
     config = MoHLlamaConfig(**SIZES, **ROUTED)
