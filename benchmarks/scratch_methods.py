@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from baselines.gqe import GQEAttention
@@ -132,7 +131,7 @@ def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Me
     methods["gqe"] = Method(methods["dense-gqa"].config, partial(GQEAttention, active=1))
     compared = list(methods)
 
-    methods["mixtral"] = Method(MixtralConfig(**methods["dense-gqa"].config.to_dict() | mixtral_fields(size)))
+    methods["mixtral"] = mixtral(fields, size)
     active = size.heads * SHARES[0] // 100
     name, usual = f"moh-{SHARES[0]}", methods[f"moh-{SHARES[0]}"].config
     one_stage = {"router_type": "linear"}
@@ -149,10 +148,11 @@ def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Me
     return methods, compared
 
 
-def mixtral_fields(size: Size) -> dict[str, Any]:
-    """Eight feed-forward experts of which a token selects two, which are as wide as the dense model's network."""
+def mixtral(fields: dict, size: Size) -> Method:
+    """Eight feed-forward experts; the two that a token selects are as wide as the dense model's network."""
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": size.intermediate // 2}
-    return experts | {"output_router_logits": True}  # the loss has the load-balance loss
+    experts["output_router_logits"] = True  # the loss has the load-balance loss
+    return Method(MixtralConfig(**fields | {"num_key_value_heads": size.heads // 2} | experts))
 
 
 def moh(fields: dict, active: int, **plan) -> Method:
