@@ -7,7 +7,7 @@ import forks
 import pytest
 import torch
 from trained import read_log
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 from ways import WAYS
 
 from moh_llm.data.shards import tokens_for
@@ -15,6 +15,7 @@ from moh_llm.data.stream import SequenceStream
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.training import networks
+from moh_llm.training.balance import HeadBalanceMixin
 from moh_llm.training.loop import train
 from moh_llm.training.parallel import make_accelerator
 from moh_llm.training.preflight import check_machine, diagnose
@@ -134,3 +135,14 @@ def test_quantization_is_refused(configure_experts):
     keys = {"quantization": "nf4", "lora.rank": 4, "lora.target_modules": ["q_proj"]}
     with pytest.raises(UserError, match="feed-forward experts, which quantization=nf4 cannot hold"):
         check_machine(configure_experts(**keys), 1)
+
+
+def test_the_mixin_gives_other_trainers_the_loss_of_the_model(configure_experts, tmp_path):
+    model = MoHLlamaForCausalLM.from_pretrained(configure_experts().model).train()
+    trainer = type("Balanced", (HeadBalanceMixin, Trainer), {})(
+        model, TrainingArguments(tmp_path, report_to=[], use_cpu=True)
+    )
+    ids = torch.randint(1, 257, (3, 20), generator=torch.Generator().manual_seed(0))
+    found = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    torch.testing.assert_close(found, model(ids, labels=ids, output_router_logits=True).loss)
+    assert found > model(ids, labels=ids).loss + COEFFICIENT
