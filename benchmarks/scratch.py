@@ -7,7 +7,10 @@ steps, cosine to 10 %) and the same optimizer. They are compared at equal tokens
 fewer per token than the dense model then read more tokens, in a run of their own with its own schedule. FLOPs and
 sizes are those of `benchmarks/scratch_methods.py`: what a method needs by its paper, not what is computed here, so that
 seconds say nothing about what it could save. `--methods all` adds ablations of MoH; `--list` prints methods, their
-parameters and FLOPs, and stops.
+parameters and FLOPs, and stops. With `--save` models are kept, for `convert.py`:
+
+    python benchmarks/scratch.py TEXT... --output out/scratch --methods mixtral --equal tokens --seeds 1 --save
+    python convert.py out/scratch/models/mixtral-seed-0-488-steps --output out/moh-mixtral --calibration TEXT...
 
 Losses are in nats per token on held-out documents of the corpora. 95 % intervals of the difference to the dense model
 are by bootstrap over documents and seeds; with few seeds they are too narrow. OUTPUT/scratch.json has every run; the
@@ -34,7 +37,7 @@ from scratch_methods import SIZES, Method, make_methods
 from scratch_tables import key, make_table, table_lines
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from moh_llm.data.mixture import Mixture, mixture_from_arguments
 from moh_llm.data.records import source_documents
@@ -71,6 +74,9 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="the highest")
     parser.add_argument("--held-out-tokens", type=int, default=200_000)
+    parser.add_argument(
+        "--save", action="store_true", help="keep trained models in OUTPUT/models, but for those of other papers"
+    )
     args = parser.parse_args()
     if min(args.seeds, args.context, args.batch) < 1:
         parser.error("--seeds, --context and --batch must be at least 1")
@@ -113,7 +119,7 @@ def run(args: argparse.Namespace) -> None:
         record["methods"][name] = {"parameters": total, "inner": inner, "flops_per_token": costs[name]}
         record["planned"].setdefault("tokens", {})[name] = steps
         record["planned"].setdefault("flops", {})[name] = max(2, round(steps * costs["dense"] / costs[name]))
-    train_missing(args, record, {name: known[name] for name in names}, sources, batches)
+    train_missing(args, record, {name: known[name] for name in names}, sources, batches, tokenizer)
     found, documents = record["held_out"]["overlap"], record["held_out"]["tokens_of_documents"]
     print(f"{len(documents)} held-out documents, {sum(documents):,} tokens; {found['shared']:.2%} of their", end=" ")
     print(f"{found['ngram']}-grams are in the training text; {args.seeds} seeds")
@@ -130,6 +136,7 @@ def train_missing(
     methods: dict[str, Method],
     sources: Sequence[TokenizedSource],
     batches: Sequence[Batch],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Train and score the runs that the record lacks, one seed after the other; each is written when it ends."""
     device = choose_device()
@@ -151,6 +158,10 @@ def train_missing(
                 "nats": score(model, batches)[:, 1].tolist(),
                 "data": make_receipt(stream, steps * args.batch),
             }
+            if args.save and methods[name].attention is None:
+                with new_folder(args.output / "models" / f"{name}-seed-{seed}-{steps}-steps", overwrite=True) as folder:
+                    model.save_pretrained(folder)
+                    tokenizer.save_pretrained(folder)
             write_json(args.output / "scratch.json", record)
 
 

@@ -15,6 +15,8 @@ How large each method is made:
   dense attention's parameters, and the feed-forward network takes the rest.
 - GQE, as in its paper: two query heads per group, of which one is selected; the output projection has fewer parameters
   than that of grouped-query attention, `dense-gqa`, which the paper compares with.
+- Mixtral: grouped queries, and per token as many FLOPs of the feed-forward network as the dense model. It is here to be
+  converted (`scratch.py --save`), not to be compared.
 - Static: the heads that are off do not exist, keys and values included, so that it has fewer parameters.
 """
 
@@ -29,10 +31,11 @@ from baselines.layers import BaselineAttention, BaselineForCausalLM
 from baselines.moa import MoAAttention
 from baselines.static import StaticAttention
 from baselines.switchhead import SwitchHeadAttention
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel
 
+from moh_llm.conversion.base import moh_fields
 from moh_llm.flops import forward_flops, forward_parts
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaConfig
 
 SHARES = 75, 50  # percent of the heads that are on
 BALANCE = 0, 0.001, 0.1  # weights of MoH's load-balance loss beside the paper's 0.01
@@ -66,21 +69,20 @@ SIZES = {
 class Method:
     """A model to train: its config, MoH's where it is one, and the attention that takes the place of LLaMA's."""
 
-    config: LlamaConfig
+    config: LlamaConfig | MixtralConfig
     attention: Callable[[LlamaConfig], BaselineAttention] | None = None
 
     def make(self) -> PreTrainedModel:
         """The model with random weights, drawn from torch's generator."""
         if self.attention is not None:
             return BaselineForCausalLM(self.config, self.attention)
-        return (MoHLlamaForCausalLM if isinstance(self.config, MoHLlamaConfig) else LlamaForCausalLM)(self.config)
+        return AutoModelForCausalLM.from_config(self.config)
 
     def flops_per_token(self, length: int) -> float:
         """FLOPs of a forward pass, per token of a sequence of `length`."""
         if isinstance(self.config, MoHLlamaConfig):
             return forward_flops(self.config, length) / length
-        shape = MoHLlamaConfig(**{name: getattr(self.config, name) for name in FIELDS})
-        parts = forward_parts(shape, length, dense=True)
+        parts = forward_parts(MoHLlamaConfig(**moh_fields(self.config)), length, dense=True)
         if self.attention is None:
             return sum(parts.values()) / length
         with torch.device("meta"):
@@ -96,14 +98,8 @@ class Method:
         return sum(counts.values()), inner
 
 
-FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim",
-)  # fmt: skip
-
-
 def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Method], list[str]]:
-    """All methods by name, and the names of those that are the comparison; the others are ablations of MoH."""
+    """All methods by name, and the names of those that are compared; the others are ablations of MoH, and Mixtral."""
     fields = {
         "vocab_size": vocab_size,
         "hidden_size": size.hidden,
@@ -135,6 +131,7 @@ def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Me
     methods["gqe"] = Method(methods["dense-gqa"].config, partial(GQEAttention, active=1))
     compared = list(methods)
 
+    methods["mixtral"] = mixtral(fields, size)
     active = size.heads * SHARES[0] // 100
     name, usual = f"moh-{SHARES[0]}", methods[f"moh-{SHARES[0]}"].config
     one_stage = {"router_type": "linear"}
@@ -149,6 +146,13 @@ def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Me
     for weight in BALANCE:
         methods[f"{name}-balance-{weight:g}"] = moh(fields, active, head_balance_coef=float(weight))
     return methods, compared
+
+
+def mixtral(fields: dict, size: Size) -> Method:
+    """Eight feed-forward experts; the two that a token selects are as wide as the dense model's network."""
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": size.intermediate // 2}
+    experts["output_router_logits"] = True  # the loss has the load-balance loss
+    return Method(MixtralConfig(**fields | {"num_key_value_heads": size.heads // 2} | experts))
 
 
 def moh(fields: dict, active: int, **plan) -> Method:

@@ -2,7 +2,7 @@
 
 Counts two operations per multiply-add of the matrix products and of a fallback's b + a v; norms, rotary
 embedding, softmax and gating are left out. Attention counts all positions up to a token's own,
-also those of other documents.
+also those of other documents. Of feed-forward experts those are counted that a token selects, and their router.
 """
 
 from moh_llm.modeling import MoHLlamaConfig
@@ -140,7 +140,7 @@ def _parts(
         "keys and values": layers * 2 * config.num_key_value_heads * hidden * size,
         "scores and weighted sums": scores * 2 * size * context,
         "output projection": projected * hidden * size,
-        "feed-forward": layers * 3 * hidden * config.intermediate_size,
+        "feed-forward": layers * hidden * (3 * config.feed_forward_width + config.num_local_experts),
         "routing": router,
         "fallbacks": fallbacks * (hidden + size),  # a number linear in the layer's input, and a vector times it
         "vocabulary": hidden * config.vocab_size,

@@ -21,6 +21,7 @@ ROUTING = {
         "num_shared_heads": 0,
         "num_active_heads": 2,
     },
+    "experts": {"router_type": "linear", "num_local_experts": 5, "num_experts_per_tok": 3},
     "groups, two_stage": {"router_type": "two_stage", "routing_granularity": "kv_group", "num_active_heads": 2},
 }
 
@@ -54,7 +55,8 @@ def counted_flops(config: MoHLlamaConfig, teacher: bool, recompute: bool, frozen
     """Matrix products of a step's forward and backward pass, whose attention is eager: all scores, T x T."""
 
     def build() -> MoHLlamaForCausalLM:
-        return MoHLlamaForCausalLM._from_config(config, attn_implementation="eager")
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # whose products are counted
+        return MoHLlamaForCausalLM._from_config(config, **eager)
 
     student, base = build(), build().requires_grad_(False) if teacher else None
     if recompute:
@@ -67,8 +69,8 @@ def counted_flops(config: MoHLlamaConfig, teacher: bool, recompute: bool, frozen
     step = TrainingStep(student, base, ObjectiveConfig(kind="distillation" if teacher else "cross_entropy")).train()
     ids, positions = torch.randint(100, (1, LENGTH)), torch.arange(LENGTH)[None]
     with FlopCounterMode(display=False) as counter:
-        task, _, balance, _ = step(ids, positions, ids)
-        (task + balance).backward()
+        task, _, balance, _, experts = step(ids, positions, ids)
+        (task + balance + experts).backward()
     return counter.get_total_flops()
 
 

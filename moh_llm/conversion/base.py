@@ -33,6 +33,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"attention_bias": True, "attention_output_bias": False},
     "qwen3": {"query_key_norm": True},
+    "mixtral": {},
+}
+# What Mixtral's config says of its experts, by the names of `MoHLlamaConfig`.
+_EXPERTS = {
+    "num_local_experts": "num_local_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "expert_balance_coef": "router_aux_loss_coef",
+    "router_jitter_noise": "router_jitter_noise",
 }
 # Fields of the MoH layer; a model that is one already is planned anew without them.
 MOH_FIELDS = {
@@ -185,14 +193,18 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
     if kind == "moh_llama":
         implied = {family: marks for family, marks in FAMILIES.items() if marks}
         kind = next((family for family, marks in implied.items() if marks.items() <= fields.items()), "llama")
+        if fields.get("num_local_experts"):
+            kind = "mixtral"
+            fields = fields | {name: fields[own] for own, name in _EXPERTS.items() if own in fields}
     marks = {key for implied in FAMILIES.values() for key in implied if key != "attention_bias"}
     dropped = {"model_type", "architectures", "auto_map"} | MOH_FIELDS | marks
+    dropped |= {"expert_balance_coef"} if kind == "mixtral" else set(_EXPERTS)
     try:
         config = CONFIG_MAPPING[kind](**{key: value for key, value in fields.items() if key not in dropped})
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{name}: its config.json makes no model ({' '.join(str(error).split())})") from error
     window = getattr(config, "sliding_window", None)
-    slides = window and (kind == "mistral" or getattr(config, "use_sliding_window", False))
+    slides = window and (kind in ("mistral", "mixtral") or getattr(config, "use_sliding_window", False))
     if slides or "sliding_attention" in (getattr(config, "layer_types", None) or []):
         raise UserError(
             f"{name}: sliding_window={window} is not supported, since MoH layers attend to all earlier tokens; "
@@ -208,4 +220,6 @@ def moh_fields(config: PreTrainedConfig) -> dict[str, Any]:
     # The defaults of these two follow from other fields.
     computed = ("head_dim", "num_key_value_heads")
     fields = {k: given[k] for k, value in default.items() if k in given and (k in computed or given[k] != value)}
+    if config.model_type == "mixtral":
+        fields |= {own: given[name] for own, name in _EXPERTS.items()}
     return fields | FAMILIES[config.model_type]

@@ -30,6 +30,7 @@ REMOTE_CODE = (
     "documents_moh.py",
     "selected_attention_moh.py",
     "cache_moh.py",
+    "experts_moh.py",
 )
 # Tokenizer, generation settings and licence go along; weights in other formats, records and the card do not.
 _KEPT_ENDINGS = (".json", ".txt", ".model", ".jinja")

@@ -5,6 +5,7 @@ than memory can be run, forward and backward.
 """
 
 import copy
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -74,7 +75,7 @@ class LayerwiseModel:
         weights = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         # Old LLaMA checkpoints store this buffer, which the model computes.
         weights.pop("self_attn.rotary_emb.inv_freq", None)
-        model.layers[0].load_state_dict(weights, assign=True)
+        model.layers[0].load_state_dict(_fuse_experts(weights), assign=True)
         return model.to(self.device).eval().requires_grad_(False)
 
     def head(self) -> nn.Module:
@@ -107,6 +108,21 @@ class LayerwiseModel:
                         raise UserError(f"{self.folder / file_name}: {name} holds NaN or infinity; download it again")
                     tensors[name] = tensor
         return tensors
+
+
+def _fuse_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer's tensors by the names of transformers' modules, which hold Mixtral's experts in two tensors."""
+    experts: dict[str, dict[int, torch.Tensor]] = {"w1": {}, "w2": {}, "w3": {}}
+    named = {}
+    for name, tensor in weights.items():
+        if expert := re.fullmatch(r"block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight", name):
+            experts[expert[2]][int(expert[1])] = tensor
+        else:
+            named[name.replace("block_sparse_moe.", "mlp.")] = tensor
+    if experts["w1"]:
+        gate, down, up = (torch.stack([of[number] for number in range(len(of))]) for of in experts.values())
+        named |= {"mlp.experts.gate_up_proj": torch.cat([gate, up], dim=1), "mlp.experts.down_proj": down}
+    return named
 
 
 def run_layer(layer: nn.Module, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

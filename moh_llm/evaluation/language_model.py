@@ -129,7 +129,8 @@ def bytes_per_sequence(config: PreTrainedConfig, itemsize: int, tokens: int, sco
     logits = 2 * scored * config.vocab_size * itemsize  # and their log-probabilities
     cache = 2 * tokens * config.num_hidden_layers * groups * head_dim * itemsize
     # One layer at a time: residual, norms, queries, outputs; gate, up and their product.
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    inner = getattr(config, "feed_forward_width", width)
     layer = tokens * (4 * config.hidden_size + 2 * heads * head_dim + 3 * inner) * itemsize
     if getattr(config, "_attn_implementation", None) == "eager":
         layer += 2 * heads * tokens * tokens * 4

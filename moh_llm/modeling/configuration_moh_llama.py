@@ -10,8 +10,8 @@ require_version("transformers>=5.2,!=5.3.0", "MoH models need another version: p
 
 # What this code can read. It grows when a field or a tensor changes its meaning, never with a patch release.
 # 2: routing_granularity="kv_group". 3: head_fallback="local", router_type="none" and "threshold", local_heads.
-# 4: local_start. All else is still written as 1, which older code reads.
-FORMAT = 4
+# 4: local_start. 5: num_local_experts. All else is still written as 1, which older code reads.
+FORMAT = 5
 CHOICES = {
     "router_type": ("query_norm", "linear", "threshold", "two_stage", "none"),
     "router_score": ("quantized", "weighted"),
@@ -72,6 +72,14 @@ class MoHLlamaConfig(LlamaConfig):
             `attention_bias`. Qwen2 has biases on queries, keys and values only.
         query_key_norm (`bool`):
             Whether queries and keys of each head are RMS-normalised before rotary embedding (Qwen3).
+        num_local_experts (`int`):
+            Feed-forward experts of each layer, as in Mixtral; 0: layers have LLaMA's MLP.
+        num_experts_per_tok (`int`):
+            Experts that a token selects.
+        expert_balance_coef (`float`):
+            Weight of the experts' load-balance loss. In Mixtral's config it is `router_aux_loss_coef`.
+        router_jitter_noise (`float`):
+            In training the experts' input is multiplied by random factors that differ from 1 by at most this.
         moh_format (`int`):
             Version of what the fields and tensors mean. Code reads its own version and earlier ones.
             It is set to the lowest one that knows what the other fields ask for.
@@ -97,6 +105,10 @@ class MoHLlamaConfig(LlamaConfig):
     output_router_logits: bool = False
     attention_output_bias: bool | None = None
     query_key_norm: bool = False
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 2
+    expert_balance_coef: float = 0.001
+    router_jitter_noise: float = 0.0
     moh_format: int = 1
 
     def __post_init__(self, **kwargs):
@@ -128,6 +140,8 @@ class MoHLlamaConfig(LlamaConfig):
             self.moh_format = 3
         if self.head_fallback == "local" and self.all_heads_until > self.local_window + self.local_sinks:
             self.moh_format = 4
+        if self.num_local_experts:
+            self.moh_format = 5
 
     def _per_layer(self, name: str) -> list[int]:
         value = getattr(self, name)
@@ -171,6 +185,11 @@ class MoHLlamaConfig(LlamaConfig):
         return max(self.local_start, self.local_window + self.local_sinks)
 
     @property
+    def feed_forward_width(self) -> int:
+        """Intermediate size of all that a token goes through in a layer: the MLP, or the experts that it selects."""
+        return self.intermediate_size * (self.num_experts_per_tok if self.num_local_experts else 1)
+
+    @property
     def active_heads_per_layer(self) -> list[int]:
         """Number of heads that each layer uses per token, shared heads included."""
         return self._per_layer("num_active_heads")
@@ -192,6 +211,11 @@ class MoHLlamaConfig(LlamaConfig):
             if len(self._per_layer(name)) != layers:
                 raise ValueError(f"{name} has {len(self._per_layer(name))} entries for num_hidden_layers={layers}")
 
+        if self.num_local_experts and not 1 <= self.num_experts_per_tok <= self.num_local_experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} must lie between 1 and "
+                f"num_local_experts={self.num_local_experts}"
+            )
         self._validate_local_heads()
         counts = zip(self._per_layer("num_shared_heads"), self._per_layer("num_active_heads"), strict=True)
         for layer, (shared, active) in enumerate(counts):

@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -26,6 +27,7 @@ from .attention_moh import HEAD_SPARSE, MoHLlamaAttention
 from .cache_moh import MoHCache
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests, document_starts
+from .experts_moh import expert_balancing_loss
 from .fallbacks_moh import MoHFallback, MoHLocalFallback
 from .routing_moh import IndexedModule, MoHLinear, MoHRouter, load_balancing_loss
 from .selected_attention_moh import may_select
@@ -37,13 +39,19 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
     """Loading, initialisation and the head budget that all MoH models share."""
 
     config: MoHLlamaConfig
-    _can_record_outputs = LlamaPreTrainedModel._can_record_outputs | {"router_logits": OutputRecorder(MoHRouter)}
+    _can_record_outputs = LlamaPreTrainedModel._can_record_outputs | {
+        "router_logits": OutputRecorder(MoHRouter),
+        "expert_logits": OutputRecorder(MixtralTopKRouter),
+    }
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, MoHLinear):
+        if isinstance(module, MoHLinear | MixtralTopKRouter):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        if isinstance(module, MixtralExperts):
+            for weight in module.parameters():
+                init.normal_(weight, mean=0.0, std=self.config.initializer_range)
         if isinstance(module, MoHLinear | MoHFallback) and module.bias is not None:
             init.zeros_(module.bias)
         if isinstance(module, MoHLocalFallback):
@@ -61,6 +69,10 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
                     f"attn_implementation={HEAD_SPARSE!r} needs kernels of MoH-LLM: pip install moh-llm, or use 'sdpa'"
                 ) from error
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # transformers looks for Mixtral's experts in this file's text
 
     @property
     def routers(self) -> list[MoHRouter]:
@@ -143,8 +155,12 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
 
     def __init__(self, config: MoHLlamaConfig):
         super().__init__(config)
+        if config.num_local_experts and config._attn_implementation == "vllm":
+            raise ValueError("MoH models with experts (num_local_experts) are not served by vLLM; use transformers")
         for index, layer in enumerate(self.layers):
             layer.self_attn = MoHLlamaAttention(config, index)
+            if config.num_local_experts:
+                layer.mlp = MixtralSparseMoeBlock(config)
         self.post_init()
 
     @merge_with_config_defaults
@@ -267,8 +283,9 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         config's) the output holds `router_logits` (per layer `[B, T, U]`) and `aux_loss`, the
         load-balance loss of Eq. 7 averaged over layers and rows; given `labels`, `loss` is then
         cross-entropy + `head_balance_coef` * `aux_loss` (Eq. 8), and rows count in `aux_loss` by
-        their predicted tokens. With `num_items_in_batch`, the predicted tokens of all passes that make
-        one step, both terms of `loss` are this pass's part of the step's loss.
+        their predicted tokens. Models with experts add `expert_balance_coef` * `expert_balancing_loss`.
+        With `num_items_in_batch`, the predicted tokens of all passes that make
+        one step, all terms of `loss` are this pass's part of the step's loss.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -280,6 +297,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_router_logits=output_router_logits,
+            output_expert_logits=output_router_logits,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -294,10 +312,11 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
             balanced = () if self.config.router_type == "threshold" else outputs.router_logits
             aux_loss = load_balancing_loss(balanced, top_k[: len(balanced)], attention_mask, predicted)
             if loss is not None:
-                weight = self.config.head_balance_coef
+                experts = expert_balancing_loss(outputs.expert_logits, self.config, attention_mask)
+                balance = self.config.head_balance_coef * aux_loss + self.config.expert_balance_coef * experts
                 if (of_step := kwargs.get("num_items_in_batch")) is not None:
-                    weight = weight * predicted.sum().to(loss.device) / of_step
-                loss = loss + weight * aux_loss.to(loss.device)
+                    balance = balance * predicted.sum().to(balance.device) / of_step
+                loss = loss + balance.to(loss.device)
 
         return MoeCausalLMOutputWithPast(
             loss=loss,

@@ -77,6 +77,8 @@ class _Numbers(_Rope):
     vocab_size: int | None = Field(None, ge=1, le=1 << 24)
     max_position_embeddings: int | None = Field(None, ge=1, le=1 << 40)
     moh_format: int | None = Field(None, ge=1, le=1 << 20)
+    num_local_experts: int | None = Field(None, ge=0, le=1 << 16)
+    num_experts_per_tok: int | None = Field(None, ge=1, le=1 << 16)
     # -1, the last row, is what early LLaMA checkpoints have for "none".
     pad_token_id: int | None = Field(None, ge=-1)
     rms_norm_eps: float | None = Field(None, gt=0, lt=1e30)
@@ -93,6 +95,9 @@ class _Numbers(_Rope):
             raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}")
         if heads and hidden and self.head_dim is None and hidden % heads:
             raise ValueError(f"hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
+        experts, selected = self.num_local_experts, self.num_experts_per_tok
+        if experts and selected and selected > experts:
+            raise ValueError(f"num_experts_per_tok={selected} must be at most num_local_experts={experts}")
         if self.vocab_size and (self.pad_token_id or 0) >= self.vocab_size:
             raise ValueError(f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}, or null")
         return self
@@ -187,6 +192,7 @@ def check_tensors(name: str, shards: Sequence[Path], config: Any) -> None:
     import torch
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.initialization import no_init_weights
 
     try:
@@ -195,7 +201,8 @@ def check_tensors(name: str, shards: Sequence[Path], config: Any) -> None:
             model = AutoModelForCausalLM._model_mapping[type(config)](config)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{name}: its {CONFIG} makes no model ({' '.join(str(error).split())})") from error
-    needed = {tensor: list(value.shape) for tensor, value in model.state_dict().items()}
+    stored = revert_weight_conversion(model, model.state_dict())  # by their names in files
+    needed = {tensor: list(value.shape) for tensor, value in stored.items()}
     if config.tie_word_embeddings:
         needed.pop("lm_head.weight", None)
     for shard in shards:

@@ -6,11 +6,14 @@ import torch
 from torch import nn
 
 from moh_llm.errors import UserError
+from moh_llm.modeling.experts_moh import expert_balancing_loss
 from moh_llm.modeling.routing_moh import load_balancing_loss
 
 
 class HeadBalanceMixin:
     """Adds ``head_balance_coef`` times the load-balance loss (Eq. 7) to the loss of a `transformers.Trainer`.
+
+    Of models with experts also ``expert_balance_coef`` times theirs.
 
     For trainers that do not call the model's own loss:
 
@@ -29,14 +32,19 @@ class HeadBalanceMixin:
         losses: list[torch.Tensor] = []
 
         def ask(module: nn.Module, positional: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            return positional, named | {"output_router_logits": torch.is_grad_enabled()}
+            asked = dict.fromkeys(("output_router_logits", "output_expert_logits"), torch.is_grad_enabled())
+            return positional, named | asked
 
         def keep(module: nn.Module, positional: tuple, named: dict[str, Any], outputs: Any) -> None:
             if torch.is_grad_enabled():
                 top_k = [router.top_k for router in module.routers]
-                losses.append(load_balancing_loss(outputs.router_logits, top_k, named.get("attention_mask")))
+                mask, logits = named.get("attention_mask"), outputs.router_logits
+                heads = 0.0 if config.router_type == "threshold" else load_balancing_loss(logits, top_k, mask)
+                experts = expert_balancing_loss(outputs.expert_logits, config, mask)
+                losses.append(config.head_balance_coef * heads + config.expert_balance_coef * experts)
 
-        if backbone.config.router_type == "threshold":
+        config = backbone.config
+        if config.router_type == "threshold" and not config.num_local_experts:
             return super().compute_loss(model, inputs, *args, **kwargs)
         hooks = [
             backbone.register_forward_pre_hook(ask, with_kwargs=True),
@@ -49,7 +57,7 @@ class HeadBalanceMixin:
                 hook.remove()
         if not losses:
             return result
-        balance = backbone.config.head_balance_coef * torch.stack(losses).mean()
+        balance = torch.stack(losses).mean()
         if self.model.training and self._scales_for_accumulation(kwargs.get("num_items_in_batch")):
             balance = balance / self.current_gradient_accumulation_steps
         if isinstance(result, tuple):

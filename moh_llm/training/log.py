@@ -51,6 +51,7 @@ def step_line(
     numbers |= {
         "cross_entropy": losses.cross_entropy,
         "balance_loss": losses.balance,
+        **({"expert_balance_loss": losses.experts} if losses.experts else {}),
         "learning_rate": rates[0],
         "router_learning_rate": rates[1],
         "gradient_norm": gradient_norm,

@@ -32,6 +32,7 @@ from moh_llm.training.optimizer import annealed_heads, set_learning_rates
 from moh_llm.training.parallel import (
     Interruption,
     any_process,
+    divides_weights,
     end_distribution,
     from_main,
     make_accelerator,
@@ -103,7 +104,7 @@ def _train(
         say(f"{run.folder} holds this run, finished after {config.max_steps} steps; nothing to do")
         end_distribution(accelerator)
     else:
-        from_main(accelerator, lambda: check_machine(config, accelerator.num_processes))
+        from_main(accelerator, lambda: check_machine(config, accelerator.num_processes, divides_weights(accelerator)))
         training.find_starting_point()
         training.open_data()
         training.make_stream()

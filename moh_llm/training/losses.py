@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from moh_llm.modeling import MoHRouter
+from moh_llm.modeling import MoHLlamaConfig, MoHRouter
+from moh_llm.modeling.experts_moh import expert_balancing_loss
 
 IGNORED = -100
 
@@ -29,17 +30,19 @@ class StepLosses:
 
     ``task`` is the KL or the cross-entropy, ``cross_entropy`` the one to the text, both in nats per
     predicted token; ``balance`` is the load-balance loss of Eq. 7 per sequence; ``layers`` is the
-    layers' distance to the base's per predicted token.
+    layers' distance to the base's per predicted token; ``experts`` is the load-balance loss of
+    feed-forward experts per sequence, weighted by the model's `expert_balance_coef`.
     """
 
     task: float
     cross_entropy: float
     balance: float
     layers: float
+    experts: float = 0.0
 
     def total(self, beta: float, layer_coefficient: float) -> float:
         """The loss that was minimised."""
-        return self.task + beta * self.balance + layer_coefficient * self.layers
+        return self.task + beta * self.balance + layer_coefficient * self.layers + self.experts
 
 
 def next_token_targets(labels_BL: torch.Tensor) -> torch.Tensor:
@@ -65,6 +68,19 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
         logits = torch.stack([layer.to(total.device) for layer in layers])  # [N, B, L, U]
         total = total + (logits.softmax(-1).mean(2) * router.select(logits).mean(2)).sum()
     return total / max(1, sum(len(layers) for _, layers in alike.values()))
+
+
+def expert_loss_sum(expert_logits: Sequence[torch.Tensor], sequences: int, config: MoHLlamaConfig) -> torch.Tensor:
+    """`expert_balancing_loss` of each sequence, weighted, summed over the sequences; zero without experts.
+
+    Args:
+        expert_logits: per layer `[B * L, E]` over E experts.
+        sequences: B.
+        config: the model's.
+    """
+    rows = zip(*(logits.chunk(sequences) for logits in expert_logits), strict=True)
+    losses = [expert_balancing_loss(row, config) for row in rows]
+    return config.expert_balance_coef * torch.stack(losses).sum() if losses else torch.zeros(())
 
 
 def layer_distance_sum(

@@ -187,7 +187,8 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
             kept += layers[-1]
         if config.objective.layer_coefficient:
             kept += stream * model.hidden_size + 16  # the base's outputs, later gradients; which positions count
-    backward = tokens * (2 * precision.products * model.intermediate_size + stream * model.hidden_size)
+    of_mlp = stream if model.num_local_experts else precision.products  # autocast leaves experts alone
+    backward = tokens * (2 * of_mlp * model.feed_forward_width + stream * model.hidden_size)
     if model.tie_word_embeddings and config.lora is None:
         backward += stream * model.hidden_size * model.vocab_size
     copies = precision.products * sizes.linear if precision.casts else 0
@@ -206,8 +207,8 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
     s bytes per number in products and in the stream: of the two norms, float32 inputs and
     normalised outputs, 2 (4 + s) C; the linear maps' inputs, 2 c C, under autocast a copy for each;
     queries, repeated keys and values, and the heads' outputs, 4 c A, and attention's mask, c L; the
-    output projection's input, c A; the MLP's four intermediates, 4 c F. A router takes its input in
-    float32, 4 C, or the queries, 4 A; fallbacks keep the values of the groups.
+    output projection's input, c A; the MLP's four intermediates, 4 c F, or what `_experts` says. A router takes its
+    input in float32, 4 C, or the queries, 4 A; fallbacks keep the values of the groups.
     """
     c, s, hidden, lora = precision.products, precision.stream, model.hidden_size, config.lora
     heads, wide = model.num_attention_heads, model.num_attention_heads * model.head_dim
@@ -217,7 +218,8 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
     inputs = 5 + (has_fallback or model.head_fallback == "local") if separate else 2
     total = 2 * (4 * hidden + 4) + inputs * c * hidden
     total += 4 * c * wide + c * config.data.sequence_length + 4 * heads + c * heads
-    total += c * wide + 4 * c * model.intermediate_size + 4 * routed + 8 * top_k
+    total += c * wide + 4 * routed + 8 * top_k
+    total += _experts(model, s) if model.num_local_experts else 4 * c * model.intermediate_size
     if lora is None:
         total += 2 * s * hidden  # normalised, for the gradient of the norm's weight
     else:
@@ -234,6 +236,16 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
         if model.num_key_value_heads < heads:  # else attention keeps them
             total += c * model.num_key_value_heads * model.head_dim
     return total
+
+
+def _experts(model: MoHLlamaConfig, number: int) -> int:
+    """Bytes per token that a layer's experts and their router keep for the backward pass, in grouped products.
+
+    Of each expert that a token selects its input and output, C, the four intermediates, 4 F, and indices (int64); of
+    the router logits in float32 and the weights of all experts.
+    """
+    selected = model.num_experts_per_tok
+    return number * (2 * selected * model.hidden_size + 4 * model.feed_forward_width) + 8 * model.num_local_experts
 
 
 def _local(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, shared: int, never_on: int) -> int:

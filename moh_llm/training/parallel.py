@@ -64,6 +64,23 @@ def check_quantization(config: TrainConfig, strategy: str) -> None:
         raise UserError(f'quantization={config.quantization} needs bitsandbytes; pip install "moh-llm[qlora]"')
 
 
+def check_experts(config: TrainConfig, model: MoHLlamaConfig, divided: bool) -> None:
+    """Raise UserError where a model's feed-forward experts would be quantized, or `divided` among processes."""
+    if not model.num_local_experts or not (divided or config.quantization):
+        return
+    what = f"quantization={config.quantization}" if config.quantization else "zero3 and fsdp2"
+    raise UserError(
+        f"model={config.model} has feed-forward experts, which {what} cannot hold; take ddp, zero2 or one process, "
+        "without quantization"
+    )
+
+
+def divides_weights(accelerator: Accelerator) -> bool:
+    """Whether no process holds a whole model in training: FSDP2, ZeRO-3."""
+    plugin = accelerator.state.deepspeed_plugin
+    return accelerator.is_fsdp2 or (plugin is not None and plugin.zero_stage == 3)
+
+
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator of a run, set up from the environment that the launcher made.
 

@@ -26,7 +26,7 @@ from moh_llm.records.model import check_tensors, read_weight_map
 from moh_llm.training.attention import check_attention
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.memory import Memory, Sizes, estimate_memory
-from moh_llm.training.parallel import check_quantization, count_micro_batches
+from moh_llm.training.parallel import check_experts, check_quantization, count_micro_batches
 from moh_llm.training.preflight_data import Finding, check_data
 from moh_llm.training.reference import expected_reference
 from moh_llm.training.runs import PACKAGES, check_converted, read_run
@@ -114,6 +114,7 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
     except UserError as error:
         return Diagnosis([*findings, Finding("fault", "model", str(error))], None, None)
     memory = estimate_memory(config, model, sizes, strategy, processes)
+    check("strategy", check_experts, config, model, strategy in ("zero3", "fsdp2"))
     check("model", check_model, config, model)
     check("teacher", check_teacher, config)
     findings += check_data(config)
@@ -307,18 +308,20 @@ def check_teacher(config: TrainConfig) -> Finding | None:
     return Finding("warning" if lost else "ok", "teacher", reference.described)
 
 
-def check_machine(config: TrainConfig, processes: int) -> None:
-    """Raise UserError for more workers, a larger batch, or more CPU memory than the machine has.
+def check_machine(config: TrainConfig, processes: int, divided: bool = False) -> None:
+    """Raise UserError for more workers, a larger batch, or more CPU memory than the machine has, and `check_experts`.
 
     Args:
         config: the recipe.
         processes: number of processes.
+        divided: whether these divide the weights among them.
     """
     data = config.data
     check_workers(data.dataloader_num_workers, "data.dataloader_num_workers")
     batch = _BYTES_PER_TOKEN * data.batch_size * data.sequence_length // processes
     check_memory(batch, f"a step of data.batch_size={data.batch_size:,} sequences", "lower it")
     model = read_model_config(config)
+    check_experts(config, model, divided)
     if config.lora is not None and config.lora.rank > model.hidden_size:
         raise UserError(
             f"lora.rank={config.lora.rank} must be at most hidden_size={model.hidden_size}: adapters of a higher rank "

@@ -28,6 +28,7 @@ from moh_llm.training.losses import (
     StepLosses,
     balance_loss_sum,
     comparison_values,
+    expert_loss_sum,
     layer_distance_sum,
     next_token_targets,
     token_losses,
@@ -88,10 +89,10 @@ class TrainingStep(nn.Module):
 
         Returns:
             In training task loss and cross-entropy in nats, the load-balance losses of the sequences,
-            and the layers' distances to the teacher's (`layer_distance_sum`), `[4]`; all but the
-            second carry a gradient. With `compare` the values of `comparison_values` per position
-            with a target, `[N, 4]` (without a teacher all but the first are zero), and the router
-            logits of each layer, `[N, U]`.
+            the layers' distances to the teacher's (`layer_distance_sum`), and the weighted losses of
+            experts (`expert_loss_sum`), `[5]`; all but the second carry a gradient. With `compare` the
+            values of `comparison_values` per position with a target, `[N, 4]` (without a teacher all but
+            the first are zero), and the router logits of each layer, `[N, U]`.
         """
         counted = targets != IGNORED
         matching = self.objective.layer_coefficient > 0 and not compare
@@ -102,7 +103,8 @@ class TrainingStep(nn.Module):
             self._reference(inputs, counted) if wanted and self.has_teacher else ((None, None), ())
         )
         # No mask and no cache: with positions that restart, documents do not see one another.
-        output = self.network.model(**inputs, use_cache=False, output_router_logits=True)
+        recorded = {"output_router_logits": True, "output_expert_logits": not compare}
+        output = self.network.model(**inputs, use_cache=False, **recorded)
         hidden, head = output.last_hidden_state[counted], self.network.lm_head.weight
         if compare:
             router_logits = tuple(logits[counted] for logits in output.router_logits)
@@ -110,7 +112,8 @@ class TrainingStep(nn.Module):
         task, cross_entropy = token_losses(hidden, head, targets[counted], *reference, self.objective.temperature)
         balance = balance_loss_sum(output.router_logits, self.network.routers)
         layers = layer_distance_sum(output.hidden_states[1:], other_layers, counted) if matching else 0 * task.detach()
-        return torch.stack([task, cross_entropy, balance.to(task.dtype), layers.to(task.dtype)])
+        experts = expert_loss_sum(output.expert_logits, len(input_ids), self.network.config).to(task)
+        return torch.stack([task, cross_entropy, balance.to(task.dtype), layers.to(task.dtype), experts])
 
     @torch.no_grad()
     def _reference(
@@ -149,8 +152,8 @@ def accumulate_gradients(
     """Add the gradient of one step's loss to the weights, one micro-batch at a time.
 
     The loss is (sum of token losses and weighted layer distances) / (predicted tokens of the whole
-    step) + ``beta`` * (sum of the sequences' load-balance losses) / (sequences of the step), both over all
-    processes, so it depends neither on ``config.data.micro_batch_size`` nor on their number.
+    step) + (``beta`` * sum of the sequences' load-balance losses, and the weighted ones of experts) / (sequences of
+    the step), both over all processes, so it depends neither on ``config.data.micro_batch_size`` nor on their number.
 
     Args:
         accelerator: the one that prepared ``model``.
@@ -170,14 +173,14 @@ def accumulate_gradients(
     # Gradients are then summed over micro-batches and processes, not averaged.
     scale = accelerator.gradient_accumulation_steps * accelerator.num_processes
     weight = config.objective.layer_coefficient
-    sums = torch.zeros(4, device=accelerator.device)
+    sums = torch.zeros(5, device=accelerator.device)
     for rows in torch.arange(len(targets)).split(config.data.micro_batch_size):
         with accelerator.accumulate(model):
             inputs = (batch["input_ids"][rows], batch["position_ids"][rows], targets[rows])
             found = model(*(tensor.to(accelerator.device) for tensor in inputs))
-            task, _, balance, layers = found
-            accelerator.backward(scale * ((task + weight * layers) / tokens + beta * balance / sequences))
-            sums += found.detach() / sums.new_tensor([tokens, tokens, sequences, tokens])
+            task, _, balance, layers, experts = found
+            accelerator.backward(scale * ((task + weight * layers) / tokens + (beta * balance + experts) / sequences))
+            sums += found.detach() / sums.new_tensor([tokens, tokens, sequences, tokens, sequences])
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         norm = float(model.get_global_grad_norm() or 0.0)
     else:

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralForCausalLM
+
+from moh_llm.modeling import MoHLlamaForCausalLM
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scratch
@@ -87,6 +91,21 @@ def test_an_interrupted_command_goes_on(command, monkeypatch, capsys):
     capsys.readouterr()
     status, _ = command("parts", *arguments, "--learning-rate", "0.002")
     assert status == 1 and "is of another learning_rate" in capsys.readouterr().err
+
+
+def test_models_are_kept_and_a_mixtral_converts(command, convert, tmp_path, one_thread):
+    status, record = command("out", "--seeds", "1", "--methods", "mixtral", "moa-75", "--equal", "tokens", "--save")
+    assert status == 0 and len(record["runs"]) == 3
+    folders = sorted(folder.name for folder in (tmp_path / "out" / "models").iterdir())
+    assert folders == ["dense-seed-0-4-steps", "mixtral-seed-0-4-steps"]
+    folder = tmp_path / "out" / "models" / folders[1]
+    assert convert(folder, tmp_path / "moh") == 0
+    base, moh = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, tmp_path / "moh"))
+    assert type(base) is MixtralForCausalLM and type(moh) is MoHLlamaForCausalLM
+    ids = torch.arange(1, 33)[None]
+    with torch.no_grad(), moh.all_heads_active():
+        assert torch.equal(moh(ids).logits, base(ids).logits)
+    assert base.config.num_local_experts == moh.config.num_local_experts == 8
 
 
 def test_an_unknown_method_is_refused(command, capsys):

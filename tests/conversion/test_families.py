@@ -5,7 +5,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from moh_llm.cli import main
 from moh_llm.modeling import MoHLlamaForCausalLM
@@ -37,6 +45,11 @@ MODELS = {
     "qwen3, heads of 128": (
         Qwen3Config,
         {"head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "mixtral": (MixtralConfig, {"head_dim": 8, "num_local_experts": 4, "router_aux_loss_coef": 0.02}),
+    "mixtral, bfloat16, in parts": (
+        MixtralConfig,
+        {"head_dim": 16, "num_experts_per_tok": 3, "dtype": torch.bfloat16, "max_shard_size": "20KB"},
     ),
 }
 # What says the same of the model in any family, and what a LLaMA's config has more or less than Mistral's.

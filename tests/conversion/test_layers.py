@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
 from moh_llm.conversion.layers import LayerwiseModel, run_layer
 from moh_llm.errors import UserError
@@ -81,7 +81,7 @@ def test_moh_model_with_uneven_budgets_and_fallbacks(tmp_path, one_thread, dtype
     assert [(router.num_shared, router.num_active) for router in routers] == [(1, 2), (2, 4), (0, 3)]
 
 
-@pytest.mark.parametrize("family", [MistralConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("family", [MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config])
 def test_other_families_cast_when_read(make_model, one_thread, family):
     extra = {"sliding_window": None} if family is MistralConfig else {"head_dim": 16}
     assert_same_logits(make_model(family, dtype=torch.bfloat16, **extra), torch.float32)

@@ -129,10 +129,19 @@ BAD_INPUT = {
     "quantised": (edit_config(quantization_config={"quant_method": "gptq"}), "weights are quantised (gptq)"),
     "sliding window by default": (OLD_MISTRAL, "sliding_window=4096 is not supported"),
     "sliding window in use": (QWEN2, "sliding_window=64 is not supported"),
+    "sliding window with experts": (edit_config(model_type="mixtral", sliding_window=64), "sliding_window=64 is not"),
+    "no experts": (
+        edit_config(model_type="mixtral"),
+        "the weights lack model.layers.0.block_sparse_moe.experts.0.w1.we",
+    ),
+    "too few experts": (
+        edit_config(model_type="mixtral", num_local_experts=2, num_experts_per_tok=3),
+        "num_experts_per_tok=3 must be at most num_local_experts=2",
+    ),
     "code of its own": (REMOTE, "auto_map names code of its own"),
     "of a later version": (
-        edit_config(model_type="moh_llama", moh_format=5),
-        "moh_format=5 is newer than this moh-llm reads (4); pip install -U moh-llm",
+        edit_config(model_type="moh_llama", moh_format=6),
+        "moh_format=6 is newer than this moh-llm reads (5); pip install -U moh-llm",
     ),
     "dense already": (flags("--to-dense"), "is no MoH model (model_type 'llama'): it is dense already"),
     "no tokenizer": (_drop_tokenizer, "has no tokenizer that loads"),

@@ -31,6 +31,7 @@ def test_the_oldest_gives_what_the_newest_gives(make_model, tmp_path, monkeypatc
     folders = {
         "untied": make_model(MoHLlamaConfig),
         "tied": make_model(MoHLlamaConfig, tie_word_embeddings=True, **plan),
+        "experts": make_model(MoHLlamaConfig, num_local_experts=4, **plan),
     }
     for name, folder in folders.items():
         request = {"folder": str(folder), "threads": 1}

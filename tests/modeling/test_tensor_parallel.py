@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.modeling.routing_moh import HeadShard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +28,7 @@ PLANS = {
     "fixed": LOCAL | {"router_type": "none", "shared_heads": [[0, 1, 2, 3], [1, 4]], "num_shared_heads": [4, 2]},
     "groups": LOCAL
     | {"router_type": "threshold", "routing_granularity": "kv_group", "num_shared_heads": 2, "num_active_heads": 4},
+    "experts": UNEVEN | {"router_type": "linear", "num_local_experts": 4},
     "paper": {"router_type": "query_norm", "num_shared_heads": 2, "num_active_heads": 6},
 }
 PLANS["fixed"]["num_active_heads"] = PLANS["fixed"]["num_shared_heads"]
@@ -70,10 +72,13 @@ def make_inputs(vocabulary: int) -> dict[str, torch.Tensor]:
         pytest.param(4, "package", marks=pytest.mark.slow),
     ],
 )
-def test_logits_and_tokens_are_those_of_one_process(make_pair, tmp_path, processes, code) -> None:
+def test_logits_and_tokens_are_those_of_one_process(make_pair, make_model, tmp_path, processes, code) -> None:
     folders, expected = [], []
     for name, plan in PLANS.items():
-        _, model = make_pair(**HEADS, **plan)
+        if "num_local_experts" in plan:  # which no LLaMA has
+            model = MoHLlamaForCausalLM.from_pretrained(make_model(MoHLlamaConfig, **HEADS, **plan)).eval()
+        else:
+            _, model = make_pair(**HEADS, **plan)
         folder = tmp_path / name.replace(" ", "_")
         model.save_pretrained(folder)
         given = make_inputs(model.config.vocab_size)

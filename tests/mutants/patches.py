@@ -43,6 +43,27 @@ PATCHES = (
         (FALLBACKS,),
     ),
     Patch(
+        "gate and up projections of experts are swapped",
+        "moh_llm/conversion/layers.py",
+        "torch.cat([gate, up], dim=1)",
+        "torch.cat([up, gate], dim=1)",
+        ("tests/conversion/test_layers.py",),
+    ),
+    Patch(
+        "the loss of experts is not weighted in training",
+        "moh_llm/training/losses.py",
+        "config.expert_balance_coef * torch.stack(losses)",
+        "torch.stack(losses)",
+        ("tests/training/test_experts.py",),
+    ),
+    Patch(
+        "the loss of experts is left out of the model's",
+        "moh_llm/modeling/modeling_moh_llama.py",
+        " + self.config.expert_balance_coef * experts",
+        "",
+        ("tests/modeling/test_experts.py",),
+    ),
+    Patch(
         "a token picks one head too few",
         "moh_llm/modeling/routing_moh.py",
         "        return select_top_k(logits, self.top_k)\n",

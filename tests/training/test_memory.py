@@ -62,8 +62,8 @@ class Pass:
 
     def loss(self) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16) if self.casts else contextlib.nullcontext():
-            task, _, balance, layers = self.step(*self.batch)
-        return task + balance + self.recipe.objective.layer_coefficient * layers
+            task, _, balance, layers, experts = self.step(*self.batch)
+        return task + balance + experts + self.recipe.objective.layer_coefficient * layers
 
 
 def storage_bytes(tensors: Iterator[torch.Tensor]) -> int:
@@ -138,6 +138,7 @@ SHAPES = {
         {"length": 128},
     ),
     "first tokens alone": ({"head_fallback": "local", "local_window": 16, "local_start": 512}, {}),
+    "experts": ({"num_local_experts": 4}, {}),
     "lora": ({}, {"lora": LORA}),
     "tied": ({"tie_word_embeddings": True, "num_hidden_layers": 3, "intermediate_size": 1024}, {}),
 }

@@ -65,6 +65,7 @@ def loss_titles(groups: Sequence[Group]) -> dict[str, tuple[str, str]]:
         "kl": (f"KL to {name}", "nats per token"),
         "cross_entropy": ("Cross-entropy", "nats per token"),
         "balance_loss": ("Load-balance loss", "per sequence"),
+        "expert_balance_loss": ("Load-balance loss of experts, weighted", "per sequence"),
         "layer_distance": (f"Layers' squared distance to {its}", "relative to their size"),
     }
 

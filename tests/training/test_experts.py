@@ -1,0 +1,148 @@
+"""Training of a converted Mixtral: the loss of its experts beside that of its heads, what is saved, what is refused."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import forks
+import pytest
+import torch
+from trained import read_log
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+from ways import WAYS
+
+from moh_llm.data.shards import tokens_for
+from moh_llm.data.stream import SequenceStream
+from moh_llm.errors import UserError
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.training import networks
+from moh_llm.training.balance import HeadBalanceMixin
+from moh_llm.training.loop import train
+from moh_llm.training.parallel import make_accelerator
+from moh_llm.training.preflight import check_machine, diagnose
+from moh_llm.training.step import TrainingStep, accumulate_gradients
+
+COEFFICIENT = 0.3
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def mixtral_folder(made_once, make_model) -> Path:
+    """A random Mixtral of 4 experts, not to be changed."""
+    fields = {"num_local_experts": 4, "max_position_embeddings": 64, "router_aux_loss_coef": COEFFICIENT}
+    return made_once("mixtral", lambda folder: make_model(MixtralConfig, **fields).rename(folder))
+
+
+@pytest.fixture
+def configure_experts(configure, mixtral_folder: Path, made_once, convert):
+    """`configure` with the default conversion of that Mixtral."""
+    folder = made_once("moh-mixtral", lambda folder: convert(mixtral_folder, folder, "--active-ratio", "0.5"))
+    return lambda **keys: configure(model=str(folder), **keys)
+
+
+def losses_and_gradients(config) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor]:
+    """Of a step with all heads on, and its tokens `[8, L]`."""
+    sources = tokens_for(config.data.mixture, networks.load_tokenizer(config.model), print).sources
+    batch = SequenceStream(sources, config.data.sequence_length, 0).batch(0, 8)
+    model = networks.make_student(config).train()
+    model.set_active_heads(model.config.num_attention_heads)
+    accelerator = make_accelerator(config)
+    step = accelerator.prepare(TrainingStep(model, None, config.objective))
+    losses, _ = accumulate_gradients(accelerator, step, batch, config, 0.0)
+    return asdict(losses), {name: weight.grad for name, weight in model.named_parameters()}, batch
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_loss_of_experts_is_mixtrals_of_each_sequence(configure_experts, mixtral_folder, recomputed):
+    keys = {"data.batch_size": 8, "objective.kind": "cross_entropy", "optimizer.max_grad_norm": None}
+    keys["gradient_checkpointing"] = recomputed
+    (apart, gradients, batch), (together, others, _) = (
+        losses_and_gradients(configure_experts(**keys, **{"data.micro_batch_size": rows})) for rows in (1, 8)
+    )
+    assert together == pytest.approx(apart, rel=1e-5)
+    base = MixtralForCausalLM.from_pretrained(mixtral_folder)
+    terms = []
+    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+        inputs = {"input_ids": ids[None], "position_ids": positions[None]}
+        terms.append(base(**inputs, use_cache=False, output_router_logits=True).aux_loss)
+    loss = COEFFICIENT * torch.stack(terms).mean()
+    assert apart["experts"] == pytest.approx(loss.item(), rel=1e-5) and loss > 0.3
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    hidden = base.model(**inputs, use_cache=False).last_hidden_state[:, :-1]
+    labels = batch["labels"][:, 1:]
+    (loss + torch.nn.functional.cross_entropy(base.lm_head(hidden).flatten(0, 1), labels.flatten())).backward()
+    # Those of earlier layers have a part that comes from the heads' routers.
+    last = {name: weight for name, weight in base.named_parameters() if name.startswith("model.layers.1.mlp.")}
+    assert len(last) == 3
+    for name, weight in last.items():
+        torch.testing.assert_close(gradients[name], weight.grad, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(others[name], weight.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_a_run_has_both_losses_and_saves_mixtrals_names(configure_experts, read_tensors):
+    config = configure_experts(max_steps=4)
+    train(config)
+    log = read_log(Path(config.output_dir))
+    steps = [line for line in log if line["step"]]
+    assert len(steps) == 4
+    for line in steps:
+        assert line["expert_balance_loss"] > COEFFICIENT and line["balance_loss"] > 0
+        parts = line["kl"] + 0.01 * line["balance_loss"] + line["expert_balance_loss"]
+        assert line["loss"] == pytest.approx(parts)
+    before, after = read_tensors(Path(config.model)), read_tensors(Path(config.output_dir) / "model")
+    assert {name: tensor.shape for name, tensor in before.items()} == {name: t.shape for name, t in after.items()}
+    moved = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in moved
+    saved = MoHLlamaForCausalLM.from_pretrained(Path(config.output_dir) / "model")
+    assert saved.config.expert_balance_coef == COEFFICIENT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "zero2"])
+def test_two_processes_follow_the_curve_of_one(configure_experts, recipe, tmp_path, way):
+    single = configure_experts(max_steps=4)
+    train(single)
+    words = ["train.py", str(recipe), f"--model={single.model}", f"--output_dir={tmp_path / way}", "--max_steps=4"]
+    done = forks.run(*words, folder=ROOT, environment=WAYS[way], processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    mine, others = read_log(tmp_path / way), read_log(Path(single.output_dir))
+    for line, wanted in zip(mine[1:], others[1:], strict=True):
+        for name in ("loss", "kl", "balance_loss", "expert_balance_loss", "gradient_norm"):
+            assert line[name] == pytest.approx(wanted[name], abs=1e-5), (line["step"], name)
+
+
+def test_adapters_are_on_attention(configure_experts):
+    with pytest.raises(UserError, match="the model has no 'gate_proj'; it has k_proj, o_proj, q_proj, v_proj"):
+        networks.make_student(configure_experts(**{"lora.rank": 4}))
+    student = networks.make_student(configure_experts(**{"lora.rank": 4, "lora.target_modules": ["q_proj"]}))
+    assert not any("experts" in name for name in networks.trained_weights(student))
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+def test_weights_that_are_divided_are_refused(configure_experts, strategy):
+    config = configure_experts()
+    found = diagnose(config, strategy, 2, "H100")
+    faults = [finding.text for finding in found.findings if finding.state == "fault" and finding.check == "strategy"]
+    if strategy == "zero2":
+        assert not faults
+        return check_machine(config, 2)
+    expected = f"model={config.model} has feed-forward experts, which zero3 and fsdp2 cannot hold; take ddp"
+    assert len(faults) == 1 and faults[0].startswith(expected)
+    with pytest.raises(UserError, match="which zero3 and fsdp2 cannot hold"):
+        check_machine(config, 2, divided=True)
+
+
+def test_quantization_is_refused(configure_experts):
+    keys = {"quantization": "nf4", "lora.rank": 4, "lora.target_modules": ["q_proj"]}
+    with pytest.raises(UserError, match="feed-forward experts, which quantization=nf4 cannot hold"):
+        check_machine(configure_experts(**keys), 1)
+
+
+def test_the_mixin_gives_other_trainers_the_loss_of_the_model(configure_experts, tmp_path):
+    model = MoHLlamaForCausalLM.from_pretrained(configure_experts().model).train()
+    trainer = type("Balanced", (HeadBalanceMixin, Trainer), {})(
+        model, TrainingArguments(tmp_path, report_to=[], use_cpu=True)
+    )
+    ids = torch.randint(1, 257, (3, 20), generator=torch.Generator().manual_seed(0))
+    found = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    torch.testing.assert_close(found, model(ids, labels=ids, output_router_logits=True).loss)
+    assert found > model(ids, labels=ids).loss + COEFFICIENT
