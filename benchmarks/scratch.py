@@ -51,7 +51,7 @@ from moh_llm.metrics import Batch, logits_of, sums_by_document
 from moh_llm.reading import read_json
 from moh_llm.training.config import SharedHeadsConfig
 from moh_llm.training.optimizer import is_decayed, warmup_cosine
-from moh_llm.training.shared_heads import LOGITS, fix_shared_heads, set_temperature
+from moh_llm.training.shared_heads import BETAS, LOGITS, fix_shared_heads, rate_of_logits, set_temperature
 
 END = "<end>"
 SETTINGS = ("corpora", "size", "tokens", "context", "batch", "learning_rate", "held_out_tokens")
@@ -224,10 +224,14 @@ def train(model: PreTrainedModel, stream: SequenceStream, steps: int, args: argp
     learning = steps // 2 if groups[False, True] else 0  # steps
     optimizer = torch.optim.AdamW(
         [
-            {"params": weights, "weight_decay": 0.1 * decayed, "logits": logits}
+            {
+                "params": weights,
+                "weight_decay": 0.1 * decayed,
+                "logits": logits,
+                "betas": BETAS if logits else (0.9, 0.95),
+            }
             for (decayed, logits), weights in groups.items()
         ],
-        betas=(0.9, 0.95),
         fused=True,
     )
     highest = args.learning_rate
@@ -244,7 +248,7 @@ def train(model: PreTrainedModel, stream: SequenceStream, steps: int, args: argp
         for group in optimizer.param_groups:
             group["lr"] = warmup_cosine(step, steps // 20, steps, highest / steps, highest, highest / 10)
             if group["logits"]:
-                group["lr"] = SharedHeadsConfig.learning_rate * (step < learning)
+                group["lr"] = rate_of_logits(step, max(1, learning), SharedHeadsConfig.learning_rate)
         optimizer.step()
         optimizer.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)

@@ -153,7 +153,9 @@ class SharedHeadsConfig(_Keys, group="shared_heads"):
     steps: int = key(
         "steps over which the logits are learned; from then on the shared heads are fixed", 100, at_least=1
     )
-    learning_rate: float = key("learning rate of the logits", 0.05, above=0)
+    learning_rate: float = key(
+        "highest learning rate of the logits; it falls linearly to 0 in these steps", 0.05, above=0
+    )
 
 
 @dataclass(frozen=True)

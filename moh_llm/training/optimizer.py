@@ -11,7 +11,7 @@ import torch
 from moh_llm.modeling import is_routing_weight
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.networks import full_shape, trained_weights
-from moh_llm.training.shared_heads import LOGITS
+from moh_llm.training.shared_heads import BETAS, LOGITS, rate_of_logits
 
 
 def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
@@ -35,11 +35,15 @@ def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim
     settings = config.optimizer
     return torch.optim.AdamW(
         [
-            {"params": weights, "kind": kind, "weight_decay": settings.weight_decay if decayed else 0.0}
+            {
+                "params": weights,
+                "kind": kind,
+                "weight_decay": settings.weight_decay if decayed else 0.0,
+                "betas": BETAS if kind == "shared_heads" else settings.betas,
+            }
             for (kind, decayed), weights in sorted(groups.items(), key=lambda item: item[0])
         ],
         lr=settings.learning_rate,
-        betas=settings.betas,
         eps=settings.epsilon,
         fused=True,  # one pass over weights, gradients and moments: a fifth of the time on CPU
     )
@@ -50,7 +54,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, st
     rate, router_rate = learning_rates(config, step)
     rates = {"base": rate, "router": router_rate}
     if (learned := config.shared_heads) is not None:
-        rates["shared_heads"] = learned.learning_rate * (step < learned.steps)
+        rates["shared_heads"] = rate_of_logits(step, learned.steps, learned.learning_rate)
     for group in optimizer.param_groups:
         group["lr"] = rates[group["kind"]]
     return rate, router_rate

@@ -5,6 +5,9 @@ heads of a layer with the highest logits are shared, and the router chooses amon
 straight through to sigmoids of the logits that sum to K (`soft_top_k`), whose temperature falls. In the end the shared
 heads' rows of router and fallback are dropped, and the model is one with the shared heads in its config.
 
+AdamW divides a gradient by its size in the past. The logits' past is long (`BETAS`): where the shared heads are right,
+gradients are small and of no one sign, and would else move logits as much as those of wrong ones did.
+
 Shapes: B batch, T tokens, U groups of heads that may be routed (heads, or key-value groups), C hidden size.
 """
 
@@ -16,6 +19,8 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.routing_moh import select_top_k, straight_through
 
 LOGITS = "shared_logits"
+FIRST = 1e-3  # how much higher the first logit is in the beginning than the last, so that the first heads are shared
+BETAS = 0.9, 0.999  # of AdamW
 HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE = 1.0, 0.1
 
 
@@ -54,7 +59,7 @@ class LearningRouter(MoHRouter):
             setattr(self, name, module)
         self.num_shared, self.top_shared = shared_heads, shared_heads // self.group_size
         self.top_k = self.top_k_of(self.num_active)
-        self.shared_logits = nn.Parameter(torch.zeros(self.routed_groups))
+        self.shared_logits = nn.Parameter(torch.linspace(0, -FIRST, self.routed_groups))
         self.temperature: float | None = HIGHEST_TEMPERATURE
         self.to(given.index.device)
 
@@ -126,6 +131,11 @@ def learn_shared_heads(network: MoHLlamaForCausalLM, shared_heads: int) -> None:
     check_shared_heads(config, shared_heads)
     for number, layer in enumerate(network.model.layers):
         layer.self_attn.router = LearningRouter(config, number, shared_heads, layer.self_attn.router)
+
+
+def rate_of_logits(step: int, steps: int, highest: float) -> float:
+    """Learning rate of the step after ``step`` steps: it falls to 0, linearly, in ``steps``."""
+    return highest * max(0.0, 1 - step / steps)
 
 
 def set_temperature(network: MoHLlamaForCausalLM, step: int, steps: int) -> None:

@@ -1,11 +1,13 @@
 """A base that gets more tokens: what it answers about its own tokens stays."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tiny import save_wider_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moh_llm.cli import main
@@ -18,23 +20,9 @@ NEW = ["th", "the", " mill", "<|user|>"]
 
 
 @pytest.fixture(scope="session")
-def wider(made_once: Callable[..., Path], byte_tokenizer: Callable[[Path], int]) -> Path:
-    """The bytes' tokenizer with two merges, an added token, and a special one."""
-
-    def make(folder: Path) -> None:
-        byte_tokenizer(folder)
-        path = folder / "tokenizer.json"
-        content = json.loads(path.read_text())
-        content["model"]["vocab"] |= {"th": OLD, "the": OLD + 1}
-        content["model"]["merges"] = [["t", "h"], ["th", "e"]]
-        path.write_text(json.dumps(content))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer.add_tokens([" mill"])
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
-        tokenizer.chat_template = "{{ messages }}"
-        tokenizer.save_pretrained(folder)
-
-    return made_once("wider-tokenizer", make)
+def wider(made_once: Callable[..., Path]) -> Path:
+    """A tokenizer with four more tokens than the base's."""
+    return made_once("wider-tokenizer", save_wider_tokenizer)
 
 
 def expected_row(table: torch.Tensor, tokenizer, token: str, how: str) -> torch.Tensor:
@@ -109,7 +97,11 @@ def test_the_way_back_keeps_the_tokens(make_llama, convert, wider: Path, tmp_pat
 
 REFUSED = {
     "the base's own": ("own", [], "has no token that .* lacks; drop --tokenizer"),
-    "moved": ("moved", [], r"token .* has id 1 in .*, and this tokenizer gives it id 2; add tokens to the base's own"),
+    "moved": (
+        "moved",
+        [],
+        r"token .* has id [12] in .*, and this tokenizer gives it id [12]; add tokens to the base's own",
+    ),
     "none": ("gone", [], "has no tokenizer that loads"),
     "multiple": ("wider", ["--pad-to-multiple-of", "0"], "--pad-to-multiple-of 0 must be at least 1"),
     "dense": ("wider", ["--to-dense"], "--to-dense copies the dense weights as they are; drop --tokenizer"),
@@ -132,8 +124,6 @@ def test_other_tokenizers_are_refused(
         vocabulary[first], vocabulary[second] = 2, 1
         (folder / "tokenizer.json").write_text(json.dumps(content))
     assert convert(make_llama(), tmp_path / "moh", "--tokenizer", str(folder), *flags) != 0
-    import re
-
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "moh").exists()
 
