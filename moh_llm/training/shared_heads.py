@@ -34,7 +34,7 @@ def soft_top_k(logits: torch.Tensor, k: int, temperature: float) -> torch.Tensor
     with torch.no_grad():
         reach = temperature * torch.tensor(len(logits), dtype=logits.dtype).log() + temperature
         low, high = logits.min() - reach, logits.max() + reach
-        for _ in range(50):
+        for _ in range(40):
             middle = (low + high) / 2
             above = torch.sigmoid((logits - middle) / temperature).sum() > k
             low, high = torch.where(above, middle, low), torch.where(above, high, middle)

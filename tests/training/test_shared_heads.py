@@ -3,17 +3,19 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from trained import read_checkpoint, read_log, unfinish
+from ways import ROOT, WAYS
 
 from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.loop import train
-from moh_llm.training.shared_heads import fix_shared_heads, learn_shared_heads, soft_top_k
+from moh_llm.training.shared_heads import LOGITS, fix_shared_heads, learn_shared_heads, soft_top_k
 
-USELESS = [[0, 2], [0, 1]]  # heads of each layer whose output is not read
+USELESS = [[0, 1], [1]]  # heads of each layer whose output is not read; training begins with the first two shared
 PLAN = ["--num-shared-heads", "0", "--num-active-heads", "3", "--budgets", "even", "--verify", "none"]
 
 
@@ -34,14 +36,15 @@ def planted_folder(made_once: Callable[..., Path], base_folder: Path, convert: C
         AutoTokenizer.from_pretrained(base_folder).save_pretrained(folder / "base")
         assert convert(folder / "base", folder / "moh", *PLAN, "--fallback", "none") == 0
 
-    folder = made_once("planted", make)
-    # Made in a folder of another name, where its lineage finds its base no more.
-    return folder
+    return made_once("planted", make)
 
 
 @pytest.fixture
 def configure_planted(configure, planted_folder: Path):
-    """Recipes over that model; its two shared heads are learned over 24 of 26 steps."""
+    """Recipes over that model; its two shared heads are learned over 24 of 26 steps.
+
+    `base` is named, since the conversion was made in a folder of another name.
+    """
     keys = {"max_steps": 26, "shared_heads.number": 2, "shared_heads.steps": 24, "evaluation.eval_steps": 0}
     keys |= {"model": str(planted_folder / "moh"), "base": str(planted_folder / "base")}
     keys |= {"optimizer.router_learning_rate": 1e-3, "checkpoint.save_steps": 24}
@@ -54,7 +57,8 @@ def test_useless_heads_are_not_shared(configure_planted, read_tensors, method: s
     train(config)
     saved = Path(config.output_dir) / "model"
     found = MoHLlamaConfig.from_pretrained(saved)
-    assert found.shared_heads == [[1, 3], [2, 3]]
+    for useless, shared in zip(USELESS, found.shared_heads, strict=True):
+        assert not {*useless} & {*shared}
     assert (found.num_shared_heads, found.num_active_heads) == (2, 3)
     tensors = read_tensors(saved)
     assert not any("shared_logits" in name for name in tensors)
@@ -86,6 +90,31 @@ def test_a_killed_run_resumes_bit_for_bit(configure_planted, read_tensors) -> No
     assert MoHLlamaConfig.from_pretrained(folder / "model").shared_heads == plan
     again = read_tensors(folder / "model")
     assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+def test_two_processes_learn_what_one_does(configure_planted, recipe: Path, tmp_path: Path) -> None:
+    few = {"max_steps": 6, "shared_heads.steps": 5, "checkpoint.save_steps": 6}
+    alone = configure_planted(**few)
+    train(alone)
+    given = few | {"shared_heads.number": 2, "model": alone.model, "base": alone.base, "evaluation.eval_steps": 0}
+    given |= {"optimizer.router_learning_rate": 1e-3, "output_dir": tmp_path / "two"}
+    words = [f"--{name}={value}" for name, value in given.items()]
+    done = forks.run("train.py", str(recipe), *words, folder=ROOT, environment=WAYS["ddp"], processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (read_log(folder) for folder in (Path(alone.output_dir), tmp_path / "two"))
+    for line, other in zip(one, two, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    logits = [
+        {
+            name: tensor
+            for name, tensor in read_checkpoint(folder / "checkpoints" / "step-000006").items()
+            if LOGITS in name
+        }
+        for folder in (Path(alone.output_dir), tmp_path / "two")
+    ]
+    assert len(logits[0]) == len(logits[1]) == 6  # two layers; the logits and AdamW's moments
+    for name, tensor in logits[0].items():
+        torch.testing.assert_close(logits[1][name], tensor, atol=1e-4, rtol=0)
 
 
 PLANS = {
