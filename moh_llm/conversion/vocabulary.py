@@ -134,7 +134,8 @@ def _widened(
     table: torch.Tensor, widening: Widening, known: torch.Tensor, pieces: dict[int, list[int]]
 ) -> torch.Tensor:
     """A table of embeddings `[V, C]` with more rows; those of known tokens, and of no token, stay as they are."""
-    mean = table[known].double().mean(0).to(table.dtype)
+    # In parts: in double precision a large table takes four times its memory.
+    mean = (sum(table[ids].double().sum(0) for ids in known.split(4096)) / len(known)).to(table.dtype)
     wide = mean.repeat(widening.rows, 1)
     wide[: len(table)] = table
     for number in widening.new_ids:
