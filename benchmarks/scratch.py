@@ -52,7 +52,9 @@ from moh_llm.files import check_output_folder, new_folder, write_json
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch, logits_of, sums_by_document
 from moh_llm.reading import read_json
+from moh_llm.training.config import SharedHeadsConfig
 from moh_llm.training.optimizer import is_decayed, warmup_cosine
+from moh_llm.training.shared_heads import BETAS, LOGITS, fix_shared_heads, rate_of_logits, set_temperature
 
 END = "<end>"
 SETTINGS = ("corpora", "size", "tokens", "context", "batch", "learning_rate", "held_out_tokens")
@@ -227,18 +229,28 @@ def opened(
 
 def train(model: PreTrainedModel, stream: SequenceStream, steps: int, args: argparse.Namespace, bar: tqdm) -> None:
     """Train a model on the first sequences of the stream. Raises UserError where the loss is not finite."""
-    groups = {True: [], False: []}
+    groups = {(True, False): [], (False, False): [], (False, True): []}  # decayed; logits of shared heads
     for name, weight in model.named_parameters():
-        groups[is_decayed(name, weight)].append(weight)
+        groups[is_decayed(name, weight), name.endswith(LOGITS)].append(weight)
+    learning = steps // 2 if groups[False, True] else 0  # steps
     optimizer = torch.optim.AdamW(
-        [{"params": weights, "weight_decay": 0.1 * decayed} for decayed, weights in groups.items()],
-        betas=(0.9, 0.95),
+        [
+            {
+                "params": weights,
+                "weight_decay": 0.1 * decayed,
+                "logits": logits,
+                "betas": BETAS if logits else (0.9, 0.95),
+            }
+            for (decayed, logits), weights in groups.items()
+        ],
         fused=True,
     )
     highest = args.learning_rate
     model.train()
     for step in range(steps):
         batch = {name: tensor.to(model.device) for name, tensor in stream.batch(step * args.batch, args.batch).items()}
+        if learning:
+            set_temperature(model, step, learning)
         loss = model(**batch, use_cache=False).loss
         if not loss.isfinite():
             raise UserError(f"{bar.desc}: the loss is {loss.item()} in step {step + 1}; lower --learning-rate")
@@ -246,10 +258,14 @@ def train(model: PreTrainedModel, stream: SequenceStream, steps: int, args: argp
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = warmup_cosine(step, steps // 20, steps, highest / steps, highest, highest / 10)
+            if group["logits"]:
+                group["lr"] = rate_of_logits(step, max(1, learning), SharedHeadsConfig.learning_rate)
         optimizer.step()
         optimizer.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
         bar.update()
+    if learning:
+        fix_shared_heads(model)
 
 
 @torch.no_grad()

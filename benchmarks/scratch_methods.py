@@ -17,12 +17,14 @@ How large each method is made:
   than that of grouped-query attention, `dense-gqa`, which the paper compares with.
 - Mixtral: grouped queries, and per token as many FLOPs of the feed-forward network as the dense model. It is here to be
   converted (`scratch.py --save`), not to be compared.
+- MoH with learned shared heads (`-learned-N`): `moh_llm.training.shared_heads`, over the first half of the steps;
+  `-first-N` is the same but for the shared heads, which are the first. Both route in one stage.
 - Static: the heads that are off do not exist, keys and values included, so that it has fewer parameters.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -35,9 +37,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 
 from moh_llm.conversion.base import moh_fields
 from moh_llm.flops import forward_flops, forward_parts
-from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.training.shared_heads import learn_shared_heads
 
 SHARES = 75, 50  # percent of the heads that are on
+SHARED = 1 / 8, 1 / 4, 1 / 2  # of the heads, where they are learned
 BALANCE = 0, 0.001, 0.1  # weights of MoH's load-balance loss beside the paper's 0.01
 
 
@@ -67,15 +71,23 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Method:
-    """A model to train: its config, MoH's where it is one, and the attention that takes the place of LLaMA's."""
+    """A model to train: its config, MoH's where it is one, and the attention that takes the place of LLaMA's.
+
+    With `learns_shared` training finds out which heads are the shared ones of the config.
+    """
 
     config: LlamaConfig | MixtralConfig
     attention: Callable[[LlamaConfig], BaselineAttention] | None = None
+    learns_shared: bool = False
 
     def make(self) -> PreTrainedModel:
         """The model with random weights, drawn from torch's generator."""
         if self.attention is not None:
             return BaselineForCausalLM(self.config, self.attention)
+        if self.learns_shared:
+            model = MoHLlamaForCausalLM(MoHLlamaConfig(**self.config.to_dict() | {"num_shared_heads": 0}))
+            learn_shared_heads(model, self.config.num_shared_heads)
+            return model
         return AutoModelForCausalLM.from_config(self.config)
 
     def flops_per_token(self, length: int) -> float:
@@ -93,7 +105,8 @@ class Method:
     def parameters(self) -> tuple[int, int]:
         """Number of parameters, and of those that are not in the embeddings of input and output."""
         with torch.device("meta"):
-            counts = {name: weight.numel() for name, weight in self.make().named_parameters()}
+            final = replace(self, learns_shared=False).make()
+            counts = {name: weight.numel() for name, weight in final.named_parameters()}
         inner = sum(n for name, n in counts.items() if "embed_tokens" not in name and "lm_head" not in name)
         return sum(counts.values()), inner
 
@@ -143,6 +156,10 @@ def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Me
     for shared in range(1, active):
         if shared != usual.num_shared_heads:
             methods[f"{name}-shared-{shared}"] = moh(fields, active, num_shared_heads=shared)
+    for shared in sorted({max(1, round(share * size.heads)) for share in SHARED}):
+        first = moh(fields, active, num_shared_heads=shared, **one_stage)
+        methods[f"{name}-first-{shared}"] = first
+        methods[f"{name}-learned-{shared}"] = replace(first, learns_shared=True)
     for weight in BALANCE:
         methods[f"{name}-balance-{weight:g}"] = moh(fields, active, head_balance_coef=float(weight))
     return methods, compared

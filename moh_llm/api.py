@@ -72,6 +72,9 @@ def convert(
     calibration_tokens: int = 24576,
     heldout_tokens: int = 8192,
     verify: Literal["full", "quick", "none"] = "full",
+    tokenizer: PathLike | None = None,
+    new_embeddings: Literal["mean", "pieces"] | None = None,
+    pad_to_multiple_of: int | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     link: bool = False,
     revision: str | None = None,
@@ -103,6 +106,11 @@ def convert(
         calibration_tokens: tokens to fit on.
         heldout_tokens: tokens to verify on.
         verify: "quick" reads 2,048 held-out tokens, "none" verifies nothing.
+        tokenizer: folder or Hub id of a tokenizer that has the base's tokens, with their ids, and new ones (default:
+            the base's own).
+        new_embeddings: what rows of new tokens begin as: the mean of all tokens' rows, or of those that the base splits
+            the token's text into (default: "pieces").
+        pad_to_multiple_of: the rows of the embedding are rounded up to a multiple of it.
         dtype: dtype of the written weights (default: the base's own).
         link: hard-link the base's weights instead of copying them.
         revision: Hub revision of the base.
@@ -132,6 +140,12 @@ def convert(
             raise UserError(f"--{name} {tokens} must be at least 1")
     if dtype and link:
         raise UserError("--link keeps the base's bytes and --dtype changes them; drop one")
+    if tokenizer is None:
+        for flag, value in {"new-embeddings": new_embeddings, "pad-to-multiple-of": pad_to_multiple_of}.items():
+            if value is not None:
+                raise UserError(f"--{flag} is about the rows of new tokens; pass --tokenizer, too, or drop it")
+    if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
+        raise UserError(f"--pad-to-multiple-of {pad_to_multiple_of} must be at least 1")
     texts = [calibration] if isinstance(calibration, str | os.PathLike) else calibration
     record = convert_checkpoint(
         _options(
@@ -141,6 +155,8 @@ def convert(
             output=Path(output),
             plan=_options(PlanOptions, given, routing_granularity=routing_granularity or "head"),
             calibration=mixture_from_arguments([os.fspath(text) for text in texts]) if texts else EMBEDDED,
+            tokenizer=None if tokenizer is None else os.fspath(tokenizer),
+            new_embeddings=new_embeddings or "pieces",
             dtype=getattr(torch, dtype) if dtype else None,
         )
     )

@@ -1,5 +1,6 @@
 """Tiny random models with a byte tokenizer; `python tests/tiny.py FOLDER` writes a LLaMA for `make quickstart`."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,23 @@ def save_byte_tokenizer(folder: Path) -> int:
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS).save_pretrained(folder)
     return len(alphabet)
+
+
+def save_wider_tokenizer(folder: Path) -> None:
+    """Write that tokenizer with "th" and "the", by merges, " mill", an added token, and "<|user|>", a special one."""
+    from transformers import AutoTokenizer
+
+    size = save_byte_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"] |= {"th": size, "the": size + 1}
+    content["model"]["merges"] = [["t", "h"], ["th", "e"]]
+    path.write_text(json.dumps(content))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([" mill"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(folder)
 
 
 def save_model(

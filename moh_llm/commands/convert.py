@@ -76,6 +76,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--verify", choices=["full", "quick", "none"], default="full", help="quick: on 2,048 tokens; none: no proof"
     )
 
+    tokens = parser.add_argument_group("more tokens")
+    tokens.add_argument(
+        "--tokenizer", metavar="FOLDER", help="a tokenizer with the base's tokens and new ones: folder or Hub id"
+    )
+    tokens.add_argument(
+        "--new-embeddings",
+        choices=["mean", "pieces"],
+        help="rows of new tokens: the mean of all rows, or of those that the base splits their text into (default)",
+    )
+    tokens.add_argument(
+        "--pad-to-multiple-of", type=int, metavar="N", help="round the rows of the embedding up to a multiple"
+    )
+
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: the base's own")
     parser.add_argument("--link", action="store_true", help="hard-link the base's weights rather than copy them")
     parser.add_argument("--revision", help="Hub revision of the base")
@@ -108,7 +121,8 @@ def restore(args: argparse.Namespace) -> int:
     from moh_llm.errors import UserError
 
     counts = ("num_shared_heads", "num_active_heads", "active_ratio", "keys", "attention_time")
-    for flag in ("preset", *counts, "router", "routing_granularity", "budgets", "fallback", "dtype"):
+    plan = ("preset", *counts, "router", "routing_granularity", "budgets", "fallback")
+    for flag in (*plan, "tokenizer", "new_embeddings", "pad_to_multiple_of", "dtype"):
         if getattr(args, flag) is not None:
             raise UserError(f"--to-dense copies the dense weights as they are; drop --{flag.replace('_', '-')}")
     restored = moh_llm.to_dense(
@@ -154,6 +168,10 @@ def print_conversion(record: "Conversion", output: Path) -> None:
         f"router {plan.router_type}, fallback {plan.head_fallback}"
         + (", by whole key-value groups" if plan.routing_granularity == "kv_group" else "")
     )
+    if added := record.vocabulary:
+        console.print(
+            f"{added.new_tokens} new tokens, rows by {added.new_embeddings}: {added.base_rows} -> {added.rows} rows"
+        )
     if plan.budgets == "uneven":
         console.print(f"active heads by layer: {' '.join(map(str, plan.active_heads))}")
     if plan.attention_time is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import LONG, PlanOptions, shared_and_active
 from moh_llm.conversion.verify import retrieval_prompt, verify
+from moh_llm.conversion.vocabulary import plan_widening, widen
 from moh_llm.data.mixture import EMBEDDED, Mixture
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
@@ -42,6 +44,7 @@ from moh_llm.records.model import hash_weights, read_config
 
 _BATCH_TOKENS = 2048
 QUICK_TOKENS = 2048  # what `--verify quick` reads
+WIDENED = ".widened"  # folder of the base with more tokens, until the conversion is done
 LONGEST = 8192  # tokens of context, by default
 LENGTHS = (2048, 8192, 32768)  # tokens, of the theoretical cost
 
@@ -58,6 +61,9 @@ class ConversionOptions:
         context: tokens in a sequence of calibration and verification, at most what the base was made for.
         calibration_tokens, heldout_tokens: how much of it.
         verify: "full" reads all held-out tokens, "quick" the first 2,048, "none" proves nothing.
+        tokenizer: folder or Hub id of a tokenizer with more tokens than the base's (`plan_widening`); None: the base's.
+        new_embeddings: "mean" or "pieces", how rows of new tokens are made.
+        pad_to_multiple_of: the rows of the embedding are rounded up to a multiple of it.
         dtype: dtype of the written weights; None keeps the base's bytes.
         link: hard-link the base's files rather than copy them.
         revision: Hub revision of the base.
@@ -72,6 +78,9 @@ class ConversionOptions:
     calibration_tokens: int = 24576
     heldout_tokens: int = 8192
     verify: str = "full"
+    tokenizer: str | None = None
+    new_embeddings: str = "pieces"
+    pad_to_multiple_of: int | None = None
     dtype: torch.dtype | None = None
     link: bool = False
     revision: str | None = None
@@ -87,15 +96,19 @@ def convert(options: ConversionOptions) -> Conversion:
     started = time.perf_counter()
     reads_text = options.plan.needs_calibration or options.verify != "none"
     texts = [file for source in options.calibration.sources for file in source.files] if reads_text else []
-    check_output_folder(options.output, options.overwrite, reads=[options.base, *texts])
+    read = [options.base, *texts, *([options.tokenizer] if options.tokenizer else [])]
+    check_output_folder(options.output, options.overwrite, reads=read)
     base = open_base(options.base, options.revision, paper_preset=options.plan.preset == "paper")
     length = min(options.context, base.config.max_position_embeddings)
     plan = dataclasses.replace(options.plan, context=length)
     shared_and_active(plan, base.config)  # impossible counts fail before anything runs
     _check_machine(options, base)
+    widening = None
+    if options.tokenizer is not None:
+        widening = plan_widening(base, options.tokenizer, options.new_embeddings, options.pad_to_multiple_of)
     sources: list[TokenizedSource] = []
     if reads_text:
-        tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
+        tokenizer = widening.tokenizer if widening else open_tokenizer(base.folder, base.config.vocab_size)
         long = length if length >= LONG else None
         sources = sample_mixture(
             options.calibration, tokenizer, options.calibration_tokens, options.heldout_tokens, long
@@ -108,6 +121,9 @@ def convert(options: ConversionOptions) -> Conversion:
     with lock_folder(options.output), new_folder(options.output, options.overwrite) as folder:
         identity = base.identity()
         identity.dense_sha256 = hash_weights(base.folder, base.weight_map).dense
+        chain = read_chain(base.folder)  # the base may be a tuned model itself, whose lineage then goes on
+        if widening is not None:
+            base = widen(base, widening, folder / WIDENED)  # what is converted, and compared with, from here on
         record = Conversion(
             moh_llm=moh_llm.__version__,
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
@@ -151,20 +167,26 @@ def convert(options: ConversionOptions) -> Conversion:
             if options.verify == "full" and length >= LONG:
                 prompt = retrieval_prompt(held_out, tokenizer, sum(in_sight(plan) or ()))
             record.verification = verify(dense, converted, held_out, prompt=prompt)
+        made, new_tokens = hash_weights(folder, weight_map), {}
+        if widening is not None:
+            record.vocabulary = widening.record.model_copy(update={"dense_sha256": made.dense})
+            new_tokens = {"new_tokens": widening.record.new_tokens}
         record.seconds = round(time.perf_counter() - started, 1)
         record.peak_memory_mib = peak_memory_mib()
         record.write(folder / CONVERSION)
-        # The base may be a tuned model itself, whose lineage then goes on.
         entry = ConversionEntry(
             kind="conversion",
             base=identity.label,
             revision=base.revision,
             fingerprint=base.fingerprint,
             dense_sha256=identity.dense_sha256,
-            made=hash_weights(folder, weight_map),
+            made=made,
+            **new_tokens,
         )
-        read_chain(base.folder).with_entry(entry).write(folder / LINEAGE)
+        chain.with_entry(entry).write(folder / LINEAGE)
         write_description(folder, base, config, weight_map)
+        if widening is not None:
+            shutil.rmtree(base.folder)
     return record
 
 

@@ -58,6 +58,8 @@ def head_plan(config: MoHLlamaConfig, conversion: Conversion | None) -> Table:
     ]
     if conversion and conversion.plan and conversion.plan.preset:
         pairs.append(("preset", Code(conversion.plan.preset)))
+    if conversion and (added := conversion.vocabulary):
+        pairs.append(("tokens", f"{added.new_tokens:,} added to those of the base, by tokenizer {added.tokenizer}"))
     if conversion and conversion.arithmetic:
         parameters = conversion.arithmetic.parameters
         added = parameters.moh - parameters.dense
@@ -116,7 +118,8 @@ def history(lineage: Lineage) -> list[Block]:
     for position, entry in enumerate(lineage.chain.entries):
         missing = position in gaps
         if isinstance(entry, ConversionEntry):
-            rows.append(["conversion", f"of {entry.base}", "-", "-", "", ""])
+            added = f", {entry.new_tokens:,} tokens added" if entry.new_tokens else ""
+            rows.append(["conversion", f"of {entry.base}{added}", "-", "-", "", ""])
         else:
             number += 1
             # A chain that begins with a run is that of a model from scratch, or lacks what came before.

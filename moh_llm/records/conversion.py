@@ -31,6 +31,25 @@ class Base(Record):
         return self.name if self.revision else last_component(self.name)
 
 
+class Vocabulary(Record):
+    """Tokens that the conversion added to the base's.
+
+    Attributes:
+        tokenizer: its name, without a path.
+        base_rows, rows: of the embedding, in the base and now.
+        new_tokens: how many of the tokenizer's tokens the base has no row for.
+        new_embeddings: "mean" or "pieces": how their rows were made.
+        dense_sha256: `moh_llm.records.model.WeightHashes.dense` of the converted model. The base has another.
+    """
+
+    tokenizer: str
+    base_rows: int
+    rows: int
+    new_tokens: int
+    new_embeddings: str
+    dense_sha256: str | None = None
+
+
 class Plan(Record):
     """Which heads are on, and by what rule: the options of the conversion and fields of the model's config.
 
@@ -170,7 +189,7 @@ class Arithmetic(Record):
 
 
 class Conversion(Record):
-    """A conversion. A part is None where it was not carried out: a plan without fitting, no verification.
+    """A conversion. A part is None where it was not carried out: new tokens, a plan without fitting, verification.
 
     Attributes:
         moh_llm: version of this package; ``versions``: of others.
@@ -181,6 +200,7 @@ class Conversion(Record):
     moh_llm: str | None = None
     versions: dict[str, str] | None = None
     base: Base
+    vocabulary: Vocabulary | None = None
     plan: Plan | None = None
     calibration: Calibration | None = None
     arithmetic: Arithmetic | None = None

@@ -34,7 +34,10 @@ def in_words(kinds: Iterable[ReferenceKind]) -> tuple[str, str]:
 
 
 class ConversionEntry(Record):
-    """A conversion of ``base`` (its name without a path), which has the hash ``dense_sha256``, into ``made``."""
+    """A conversion of ``base`` (its name without a path), which has the hash ``dense_sha256``, into ``made``.
+
+    ``new_tokens`` is how many tokens were added to the base's.
+    """
 
     kind: Literal["conversion"]
     base: str
@@ -42,6 +45,7 @@ class ConversionEntry(Record):
     fingerprint: str
     dense_sha256: str
     made: WeightHashes
+    new_tokens: int = 0
 
 
 class RunEntry(Record):

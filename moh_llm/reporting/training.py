@@ -105,6 +105,8 @@ def recipe(run: TrainingRun) -> Pairs:
     pairs.append(("load-balance weight", model_beta if beta is None else f"{beta:g}"))
     if schedule["anneal_steps"]:
         pairs.append(("heads switched off over", f"{schedule['anneal_steps']:,} steps"))
+    if learned := given.get("shared_heads"):
+        pairs.append(("shared heads learned over", f"{learned['steps']:,} steps, {learned['number']} per layer"))
     if dropped := run.dropped:
         listed = "; ".join(f"{step['step']:,}: {step['reason']}" for step in dropped[:_LISTED])
         more = "; …" if len(dropped) > _LISTED else ""

@@ -146,6 +146,19 @@ class LoraConfig(_Keys, group="lora"):
 
 
 @dataclass(frozen=True)
+class SharedHeadsConfig(_Keys, group="shared_heads"):
+    """Learns which heads are shared: those with the highest logits, one per head (`moh_llm.training.shared_heads`)."""
+
+    number: int = key("heads of each layer that become shared", 1, at_least=1)
+    steps: int = key(
+        "steps over which the logits are learned; from then on the shared heads are fixed", 100, at_least=1
+    )
+    learning_rate: float = key(
+        "highest learning rate of the logits; it falls linearly to 0 in these steps", 0.05, above=0
+    )
+
+
+@dataclass(frozen=True)
 class EvaluationConfig(_Keys, group="evaluation"):
     """Scoring on the mixture's held-out text."""
 
@@ -248,6 +261,9 @@ class TrainConfig(_Keys):
     schedule: ScheduleConfig = key("learning rate over the steps", ScheduleConfig())
     objective: ObjectiveConfig = key("what is minimised", ObjectiveConfig())
     lora: LoraConfig | None = key("low-rank adapters; null: every weight is trained", None)
+    shared_heads: SharedHeadsConfig | None = key(
+        "which heads are shared is learned, for a model without shared heads; null: shared heads stay as they are", None
+    )
     evaluation: EvaluationConfig = key("scores on held-out text", EvaluationConfig())
     checkpoint: CheckpointConfig = key("checkpoints to resume from", CheckpointConfig())
     divergence: DivergenceConfig = key("what is done when the loss is not finite or jumps", DivergenceConfig())
@@ -271,6 +287,11 @@ class TrainConfig(_Keys):
             _require(
                 holds, f"schedule.{name}={steps} must not exceed max_steps={self.max_steps}; lower it or train longer"
             )
+        _require(
+            self.shared_heads is None or self.shared_heads.steps <= self.max_steps,
+            f"shared_heads.steps={self.shared_heads and self.shared_heads.steps} must not exceed "
+            f"max_steps={self.max_steps}; lower it or train longer",
+        )
         for name in ("start_learning_rate", "final_learning_rate"):
             value = getattr(self.schedule, name)
             _require(

@@ -45,6 +45,7 @@ from moh_llm.training.reference import Reference, StartingPoint, agreed_starting
 from moh_llm.training.runs import Run, describe_data, mark_files, mark_model
 from moh_llm.training.scoring import RoutingCounts, evaluate, measure_floor, score_saved
 from moh_llm.training.sharding import Networks, build_networks
+from moh_llm.training.shared_heads import set_temperature
 from moh_llm.training.step import DivergenceWatch, accumulate_gradients
 
 
@@ -276,6 +277,8 @@ class _Training:
         budgets, all_heads, anneal = plan.active_heads_per_layer, plan.num_attention_heads, config.schedule.anneal_steps
         heads = annealed_heads(budgets, all_heads, step - 1, anneal, plan.heads_per_group)
         nets.network.set_active_heads(heads)
+        if config.shared_heads is not None:
+            set_temperature(nets.network, step - 1, config.shared_heads.steps)
         losses, norm = accumulate_gradients(accelerator, nets.model, batch, config, beta)
         # Judged before the weights are updated (DeepSpeed has updated them): checkpoints are of good steps only.
         fault = self.watch.judge(step, losses.total(beta, config.objective.layer_coefficient), norm)

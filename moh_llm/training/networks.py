@@ -24,6 +24,7 @@ from moh_llm.records.model import check_tensors, hash_weights, licence_texts, re
 from moh_llm.training.checkpoints import read_weights
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.reference import Reference, StartingPoint
+from moh_llm.training.shared_heads import fix_shared_heads, learn_shared_heads
 
 
 def check_network(folder: Path, config: MoHLlamaConfig | None = None) -> None:
@@ -78,6 +79,8 @@ def make_student(config: TrainConfig, device: torch.device | None = None, empty:
     if network.config.router_type == "threshold":  # trained, they would turn on more and more heads
         for router in network.routers:
             router.requires_grad_(False)
+    if config.shared_heads is not None:
+        learn_shared_heads(network, config.shared_heads.number)
     if config.gradient_checkpointing:
         recompute(network, config.gradient_checkpointing_every, config.activation_offloading)
     return network if config.lora is None else add_lora(network, config.lora)
@@ -239,6 +242,7 @@ def save_network(
     read_weights(checkpoint, trained_weights(network))
     if config.lora is not None:
         network = network.merge_and_unload()
+    fix_shared_heads(network)
     stored = MoHLlamaForCausalLM.config_class.from_pretrained(config.model).dtype or torch.float32
     network.to(getattr(torch, config.save_dtype) if config.save_dtype else stored)
     with new_folder(folder, overwrite=True) as temporary:

@@ -11,6 +11,7 @@ import torch
 from moh_llm.modeling import is_routing_weight
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.networks import full_shape, trained_weights
+from moh_llm.training.shared_heads import BETAS, LOGITS, rate_of_logits
 
 
 def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
@@ -25,18 +26,24 @@ def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
 
 
 def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over up to four groups: base or router, decayed or not (see `is_decayed`)."""
-    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    """AdamW over groups by kind (base, router, logits of shared heads), decayed or not (see `is_decayed`)."""
+    groups: dict[tuple[str, bool], list[torch.nn.Parameter]] = {}
     for name, weight in trained_weights(network).items():
-        groups.setdefault((is_routing_weight(name), is_decayed(name, weight)), []).append(weight)
+        kind = "router" if is_routing_weight(name) else "base"
+        kind = "shared_heads" if name.endswith(LOGITS) else kind
+        groups.setdefault((kind, is_decayed(name, weight)), []).append(weight)
     settings = config.optimizer
     return torch.optim.AdamW(
         [
-            {"params": weights, "router": router, "weight_decay": settings.weight_decay if decayed else 0.0}
-            for (router, decayed), weights in sorted(groups.items(), key=lambda item: item[0])
+            {
+                "params": weights,
+                "kind": kind,
+                "weight_decay": settings.weight_decay if decayed else 0.0,
+                "betas": BETAS if kind == "shared_heads" else settings.betas,
+            }
+            for (kind, decayed), weights in sorted(groups.items(), key=lambda item: item[0])
         ],
         lr=settings.learning_rate,
-        betas=settings.betas,
         eps=settings.epsilon,
         fused=True,  # one pass over weights, gradients and moments: a fifth of the time on CPU
     )
@@ -45,8 +52,11 @@ def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim
 def set_learning_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> tuple[float, float]:
     """Give every group the rate of the step after ``step`` steps; return `learning_rates`."""
     rate, router_rate = learning_rates(config, step)
+    rates = {"base": rate, "router": router_rate}
+    if (learned := config.shared_heads) is not None:
+        rates["shared_heads"] = rate_of_logits(step, learned.steps, learned.learning_rate)
     for group in optimizer.param_groups:
-        group["lr"] = router_rate if group["router"] else rate
+        group["lr"] = rates[group["kind"]]
     return rate, router_rate
 
 

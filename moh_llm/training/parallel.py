@@ -51,8 +51,13 @@ def count_micro_batches(config: TrainConfig, processes: int) -> int:
     return count
 
 
-def check_quantization(config: TrainConfig, strategy: str) -> None:
-    """Raise UserError where bitsandbytes is not installed, or a strategy divides the weights that are quantized."""
+def check_strategy(config: TrainConfig, strategy: str) -> None:
+    """Raise UserError where bitsandbytes is not installed, or a strategy divides weights that it cannot divide."""
+    if config.shared_heads is not None and strategy not in ("one", "ddp"):
+        raise UserError(
+            f"shared_heads and {strategy}: the logits of shared heads are not divided among processes; take ddp or one "
+            "process, or set shared_heads to null"
+        )
     if config.quantization is None:
         return
     if strategy not in ("one", "ddp"):
@@ -86,15 +91,15 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 
     Raises:
         UserError: ``data.batch_size`` does not divide evenly, the recipe drops steps under DeepSpeed, quantized weights
-            are not supported or cannot be divided, or the launcher's processes are not connected.
+            or logits of shared heads cannot be divided, or the launcher's processes are not connected.
     """
     # An earlier run in this process may have used another precision, and the state is a singleton.
     AcceleratorState._reset_state()
     micro_batches = count_micro_batches(config, world_size())
     for strategy in ("DEEPSPEED", "FSDP"):
         if _asked_for(strategy):
-            check_quantization(config, strategy)
-    check_quantization(config, "one")
+            check_strategy(config, strategy)
+    check_strategy(config, "one")
     kwargs: dict[str, Any] = {}
     if _asked_for("DEEPSPEED"):
         if config.divergence.action == "skip":

@@ -26,10 +26,11 @@ from moh_llm.records.model import check_tensors, read_weight_map
 from moh_llm.training.attention import check_attention
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.memory import Memory, Sizes, estimate_memory
-from moh_llm.training.parallel import check_experts, check_quantization, count_micro_batches
+from moh_llm.training.parallel import check_experts, check_strategy, count_micro_batches
 from moh_llm.training.preflight_data import Finding, check_data
 from moh_llm.training.reference import expected_reference
 from moh_llm.training.runs import PACKAGES, check_converted, read_run
+from moh_llm.training.shared_heads import check_shared_heads
 
 # Assumed share of a GPU's peak FLOP/s, for the estimate of days.
 UTILISATION = 0.4
@@ -106,7 +107,7 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
 
     check("devices", check_device, config, device, processes, gpu)
     check("batch", check_batch, config, processes)
-    check("strategy", check_quantization, config, strategy)
+    check("strategy", check_strategy, config, strategy)
     check("output", check_output, config)
     try:
         model = read_model_config(config)
@@ -284,6 +285,8 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
             f"schedule.anneal_steps={config.schedule.anneal_steps}: model={folder} cannot be annealed: "
             f"{what}; set it to 0"
         )
+    if config.shared_heads is not None:
+        check_shared_heads(model, config.shared_heads.number)
     check_attention(config, choose_device())
     return model
 

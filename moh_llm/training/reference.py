@@ -154,9 +154,19 @@ def _find_reference(
     base, label = conversion.base, conversion.base.label
     if recorded == "start":
         return Reference("start", own=True, source="as when the run was begun")
-    if weights.dense == base.dense_sha256:
-        source = f"{label}, which the model is with all heads on (its dense weights have the recorded hash)"
+    added = conversion.vocabulary
+    if weights.dense == (added.dense_sha256 if added else base.dense_sha256):
+        wider = f" with {added.new_tokens:,} more tokens" if added else ""
+        source = f"{label}{wider}, which the model is with all heads on (its dense weights have the recorded hash)"
         return Reference("base", own=True, source=source)
+    if added:
+        if given is not None:
+            raise UserError(
+                f"base={config.base} has no rows for {added.new_tokens:,} tokens of model={config.model}, so it cannot "
+                "teach it; drop base"
+            )
+        source = f"since {label} has no rows for {added.new_tokens:,} of its tokens"
+        return Reference("start", own=True, source=source)
     try:
         found = given or _open_named(base)
     except UserError as error:

@@ -16,7 +16,7 @@ import scratch
 from scratch_methods import SIZES, make_methods
 from scratch_tables import difference_interval
 
-METHODS = ["moh-75", "moa-75", "switchhead", "gqe", "static-50", "moh-75-one-stage-quantized"]
+METHODS = ["moh-75", "moa-75", "switchhead", "gqe", "static-50", "moh-75-one-stage-quantized", "moh-75-learned-1"]
 
 
 @pytest.fixture

@@ -212,4 +212,32 @@ PATCHES = (
         "    if any(",
         (NETWORKS,),
     ),
+    Patch(
+        "useless heads are learned as the shared ones",
+        "moh_llm/training/shared_heads.py",
+        "gate = straight_through(gate, soft.to(gate.dtype))",
+        "gate = straight_through(gate, -soft.to(gate.dtype))",
+        ("tests/training/test_shared_heads.py",),
+    ),
+    Patch(
+        "with the shared heads fixed, routers have the rows of others",
+        "moh_llm/training/shared_heads.py",
+        "_take_rows(attention.router, router, ~router.shared().bool())",
+        "_take_rows(attention.router, router, ~router.shared().bool().flip(0))",
+        ("tests/training/test_shared_heads.py",),
+    ),
+    Patch(
+        "a special token gets the rows of its text's pieces",
+        "moh_llm/conversion/vocabulary.py",
+        "elif not added[number].special:",
+        "else:",
+        ("tests/conversion/test_vocabulary.py",),
+    ),
+    Patch(
+        "the base is taken for the teacher of a model with more tokens",
+        "moh_llm/training/reference.py",
+        "    if added:\n        if given",
+        "    if False:\n        if given",
+        ("tests/training/test_more_tokens.py",),
+    ),
 )

@@ -1,0 +1,144 @@
+"""A base with more tokens: rows of embedding and output projection for those that a larger tokenizer has."""
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedTokenizerBase
+
+from moh_llm.conversion.base import BaseCheckpoint
+from moh_llm.data.tokenizer import open_tokenizer
+from moh_llm.errors import UserError
+from moh_llm.records.conversion import Vocabulary, last_component
+from moh_llm.records.model import TOKENIZERS, save_tensors
+
+# Embedding of the input, and of the output where that is another matrix.
+_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+_TOKENIZER_FILES = {*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja"}
+
+
+@dataclass(frozen=True)
+class Widening:
+    """More tokens for a base.
+
+    Attributes:
+        tokenizer: has the tokens of the base's, with the same ids, and new ones.
+        own: the base's tokenizer.
+        new_ids: ids of tokens that have no row in the base's embedding, or one that no token had.
+        rows: of the embedding in the end.
+        record: for `conversion.json`, still without a hash.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    own: PreTrainedTokenizerBase
+    new_ids: list[int]
+    rows: int
+    record: Vocabulary
+
+
+def plan_widening(base: BaseCheckpoint, name: str, new_embeddings: str, multiple: int | None) -> Widening:
+    """Compare the tokenizer of a folder or Hub id with the base's.
+
+    Args:
+        base: what is to be widened.
+        name: of the tokenizer.
+        new_embeddings: "mean": a new row is the mean of the base's rows of tokens; "pieces": the mean of the rows that
+            the base has for the new token's text. Special tokens, and tokens that are parts of a character, get the
+            mean of all.
+        multiple: the number of rows is rounded up to a multiple of it; None: not rounded.
+
+    Raises:
+        UserError: it cannot be read, does not keep the base's ids, or has no new token.
+    """
+    own = open_tokenizer(base.folder, base.config.vocab_size)
+    tokenizer = open_tokenizer(name)
+    ids, wanted, rows = own.get_vocab(), tokenizer.get_vocab(), base.config.vocab_size
+    for token, number in ids.items():
+        if wanted.get(token) != number:
+            found = "lacks it" if token not in wanted else f"gives it id {wanted[token]}"
+            raise UserError(
+                f"--tokenizer {name}: token {token[:40]!r} has id {number} in {base.name}, and this tokenizer {found}; "
+                "add tokens to the base's own tokenizer, so that all of its ids stay"
+            )
+    known = {number for number in ids.values() if number < rows}
+    new_ids = sorted(set(wanted.values()) - known)
+    if not new_ids:
+        raise UserError(f"--tokenizer {name} has no token that {base.name} lacks; drop --tokenizer")
+    rows = max(rows, 1 + new_ids[-1])
+    if multiple is not None:
+        rows = -(-rows // multiple) * multiple
+    record = Vocabulary(
+        tokenizer=last_component(name),
+        base_rows=base.config.vocab_size,
+        rows=rows,
+        new_tokens=len(new_ids),
+        new_embeddings=new_embeddings,
+    )
+    return Widening(tokenizer, own, new_ids, rows, record)
+
+
+def widen(base: BaseCheckpoint, widening: Widening, folder: Path) -> BaseCheckpoint:
+    """Write the base with more tokens into an empty folder; return it.
+
+    Files without an embedding are links to the base's. The tokenizer takes the place of the base's.
+
+    Raises:
+        UserError: the disk refuses.
+    """
+    folder.mkdir()
+    known = torch.tensor(sorted({n for n in widening.own.get_vocab().values() if n < base.config.vocab_size}))
+    pieces = _pieces(base, widening) if widening.record.new_embeddings == "pieces" else {}
+    shards = [folder / shard.name for shard in base.shards]
+    for shard, target in zip(base.shards, shards, strict=True):
+        if any(base.weight_map.get(name) == shard.name for name in _TABLES):
+            with safe_open(shard, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            for name in tensors.keys() & set(_TABLES):
+                tensors[name] = _widened(tensors[name], widening, known, pieces)
+            save_tensors(tensors, target)
+        else:
+            target.symlink_to(shard.resolve())
+    weights = {shard.name for shard in base.shards}
+    for file in base.folder.iterdir():
+        if file.is_file() and file.name not in _TOKENIZER_FILES | weights:
+            (folder / file.name).symlink_to(file.resolve())
+    widening.tokenizer.save_pretrained(folder)
+    config = copy.deepcopy(base.config)
+    config.vocab_size = widening.rows
+    return dataclasses.replace(base, folder=folder, config=config, shards=shards)
+
+
+def _pieces(base: BaseCheckpoint, widening: Widening) -> dict[int, list[int]]:
+    """Ids of the base's tokens that make up the text of each new token; those are left out that have no such text."""
+    tokenizer, texts = widening.tokenizer, {}
+    added = tokenizer.added_tokens_decoder  # with their text, which others have in the alphabet of the tokenizer
+    for number in widening.new_ids:
+        if number not in added:
+            texts[number] = tokenizer.decode([number], clean_up_tokenization_spaces=False)
+        elif not added[number].special:
+            texts[number] = added[number].content
+    # U+FFFD is what stands for bytes that are no character.
+    texts = {number: text for number, text in texts.items() if text and "\ufffd" not in text}
+    if not texts:
+        return {}
+    split = widening.own(list(texts.values()), add_special_tokens=False)["input_ids"]
+    rows = base.config.vocab_size
+    found = {number: [piece for piece in ids if piece < rows] for number, ids in zip(texts, split, strict=True)}
+    return {number: ids for number, ids in found.items() if ids}
+
+
+def _widened(
+    table: torch.Tensor, widening: Widening, known: torch.Tensor, pieces: dict[int, list[int]]
+) -> torch.Tensor:
+    """A table of embeddings `[V, C]` with more rows; those of known tokens, and of no token, stay as they are."""
+    # In parts: in double precision a large table takes four times its memory.
+    mean = (sum(table[ids].double().sum(0) for ids in known.split(4096)) / len(known)).to(table.dtype)
+    wide = mean.repeat(widening.rows, 1)
+    wide[: len(table)] = table
+    for number in widening.new_ids:
+        ids = pieces.get(number)
+        wide[number] = mean if ids is None else table[ids].double().mean(0).to(table.dtype)
+    return wide

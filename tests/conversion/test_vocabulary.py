@@ -1,0 +1,134 @@
+"""A base that gets more tokens: what it answers about its own tokens stays."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import save_wider_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moh_llm.cli import main
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.records.conversion import read_conversion
+from moh_llm.records.lineage import read_chain
+
+OLD = 257  # tokens of the base: bytes, and the end of a text
+NEW = ["th", "the", " mill", "<|user|>"]
+
+
+@pytest.fixture(scope="session")
+def wider(made_once: Callable[..., Path]) -> Path:
+    """A tokenizer with four more tokens than the base's."""
+    return made_once("wider-tokenizer", save_wider_tokenizer)
+
+
+def expected_row(table: torch.Tensor, tokenizer, token: str, how: str) -> torch.Tensor:
+    """The row of a new token, given the base's rows."""
+    if how == "mean" or token == "<|user|>":
+        return table[:OLD].double().mean(0).float()
+    return torch.stack([table[tokenizer.convert_tokens_to_ids(byte.replace(" ", "Ġ"))] for byte in token]).mean(0)
+
+
+@pytest.mark.parametrize("how", ["mean", "pieces"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_bases_tokens_stay_as_they_were(
+    make_llama, convert, wider: Path, read_tensors, tmp_path: Path, tied: bool, how: str, one_thread: None
+) -> None:
+    # Of several files, with rows that no token of the base has.
+    base = make_llama(tie_word_embeddings=tied, vocab_size=OLD + 1, max_shard_size="40KB", max_position_embeddings=64)
+    output = tmp_path / "moh"
+    flags = ["--tokenizer", str(wider), "--new-embeddings", how, "--pad-to-multiple-of", "8", "--link"]
+    assert convert(base, output, *flags) == 0
+    before, after = read_tensors(base), read_tensors(output)
+    names = ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not tied)
+    tokenizer, known = AutoTokenizer.from_pretrained(output), AutoTokenizer.from_pretrained(base)
+    assert tokenizer.convert_tokens_to_ids(NEW) == [257, 258, 259, 260]
+    assert tokenizer.chat_template == "{{ messages }}"
+    for name, tensor in before.items():
+        kept = after[name][:OLD] if name in names else after[name]
+        assert torch.equal(kept, tensor[: len(kept)]), name
+    for name in names:
+        assert after[name].shape == (264, 32)
+        for token in NEW:
+            row = after[name][tokenizer.convert_tokens_to_ids(token)]
+            torch.testing.assert_close(row, expected_row(before[name], known, token, how), rtol=1e-5, atol=1e-6)
+        mean = expected_row(before[name], known, "", "mean")
+        torch.testing.assert_close(after[name][261:], mean.expand(3, -1), rtol=1e-5, atol=1e-6)
+
+    moh, dense = MoHLlamaForCausalLM.from_pretrained(output).eval(), AutoModelForCausalLM.from_pretrained(base).eval()
+    ids = torch.randint(1, OLD, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), moh.all_heads_active():
+        assert torch.equal(moh.model(ids).last_hidden_state, dense.model(ids).last_hidden_state)
+        torch.testing.assert_close(moh(ids).logits[..., :OLD], dense(ids).logits[..., :OLD], rtol=1e-6, atol=1e-6)
+
+
+def test_records_say_what_was_added(make_llama, convert, wider: Path, tmp_path: Path, capsys) -> None:
+    base, output = make_llama(max_position_embeddings=64), tmp_path / "moh"
+    assert convert(base, output, "--tokenizer", str(wider)) == 0
+    assert "4 new tokens, rows by pieces: 257 -> 261 rows" in capsys.readouterr().out
+    record, (entry,) = read_conversion(output), read_chain(output).entries
+    added = record.vocabulary
+    assert (added.base_rows, added.rows, added.new_tokens, added.new_embeddings) == (257, 261, 4, "pieces")
+    assert (added.tokenizer, entry.new_tokens) == (wider.name, 4)
+    assert entry.dense_sha256 == record.base.dense_sha256 != added.dense_sha256 == entry.made.dense
+    assert record.base.name == str(base)
+    card = (output / "README.md").read_text()
+    assert "4 added to those of the base, by tokenizer wider-tokenizer" in card
+    assert record.verification.all_heads_active.equals_base
+    assert not [path.name for path in output.iterdir() if path.is_symlink() or path.is_dir()]
+
+
+def test_the_way_back_keeps_the_tokens(make_llama, convert, wider: Path, tmp_path: Path, one_thread: None) -> None:
+    base, output, dense = make_llama(max_position_embeddings=64), tmp_path / "moh", tmp_path / "dense"
+    assert convert(base, output, "--tokenizer", str(wider)) == 0
+    assert main(["convert", str(output), "--to-dense", "--output", str(dense)]) == 0
+    back, moh = AutoModelForCausalLM.from_pretrained(dense), MoHLlamaForCausalLM.from_pretrained(output)
+    assert (back.config.model_type, back.config.vocab_size) == ("llama", 261)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(dense)("the mill, <|user|>")["input_ids"]])
+    assert {258, 259, 260} < {*ids[0].tolist()}
+    with torch.no_grad(), moh.all_heads_active():
+        assert torch.equal(back(ids).logits, moh(ids).logits)
+    # And on: what was widened is converted like any other.
+    assert convert(dense, tmp_path / "again", "--verify", "none") == 0
+
+
+REFUSED = {
+    "the base's own": ("own", [], "has no token that .* lacks; drop --tokenizer"),
+    "moved": (
+        "moved",
+        [],
+        r"token .* has id [12] in .*, and this tokenizer gives it id [12]; add tokens to the base's own",
+    ),
+    "none": ("gone", [], "has no tokenizer that loads"),
+    "multiple": ("wider", ["--pad-to-multiple-of", "0"], "--pad-to-multiple-of 0 must be at least 1"),
+    "dense": ("wider", ["--to-dense"], "--to-dense copies the dense weights as they are; drop --tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_tokenizers_are_refused(
+    make_llama, convert, wider: Path, byte_tokenizer, tmp_path: Path, capsys, name: str
+) -> None:
+    kind, flags, message = REFUSED[name]
+    folder = wider if kind == "wider" else tmp_path / kind
+    if kind in ("own", "moved"):
+        folder.mkdir()
+        byte_tokenizer(folder)
+    if kind == "moved":
+        content = json.loads((folder / "tokenizer.json").read_text())
+        vocabulary = content["model"]["vocab"]
+        first, second = (token for token, number in vocabulary.items() if number in (1, 2))
+        vocabulary[first], vocabulary[second] = 2, 1
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert convert(make_llama(), tmp_path / "moh", "--tokenizer", str(folder), *flags) != 0
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "moh").exists()
+
+
+@pytest.mark.parametrize("flag", ["--new-embeddings=mean", "--pad-to-multiple-of=8"])
+def test_rows_of_new_tokens_need_a_tokenizer(make_llama, convert, tmp_path: Path, capsys, flag: str) -> None:
+    assert convert(make_llama(), tmp_path / "moh", flag) != 0
+    assert f"{flag.split('=')[0]} is about the rows of new tokens; pass --tokenizer" in capsys.readouterr().err
