@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -138,7 +139,14 @@ def submit_slurm(
     shards = SlurmPipelineExecutor(
         [step], tasks=len(step.tasks), workers=workers, logging_dir=str(logs / "shards"), **common
     )
-    SlurmPipelineExecutor([Call(finish)], tasks=1, logging_dir=str(logs / "record"), depends=shards, **common).run()
+    record = SlurmPipelineExecutor([Call(finish)], tasks=1, logging_dir=str(logs / "record"), depends=shards, **common)
+    try:
+        record.run()
+    except subprocess.CalledProcessError as error:
+        raise UserError(
+            "--executor slurm: sbatch refused a job and says above why; change --executor-args (mem_per_cpu_gb and "
+            "cpus_per_task say what a task asks for)"
+        ) from error
 
 
 def new_log_folder(output: Path) -> Path:
@@ -156,6 +164,8 @@ def check_options(executor: type, options: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"--executor-args: unknown {name!r}; known are {', '.join(sorted(known))}")
         default = known[name].default
         kind = type(default) if isinstance(default, bool | int | float) else str
+        if known[name].annotation is float:  # 2 is a default of some
+            kind = float
         try:
             checked[name] = text.lower() in ("1", "true", "yes") if kind is bool else kind(text)
         except ValueError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moh_llm.data.executors import check_options
 from moh_llm.data.mixture import load_mixture
 from moh_llm.data.shards import open_tokens
 from moh_llm.data.tokenize import tokenize_mixture
@@ -92,6 +93,13 @@ def test_slurm_options(corpus, tokenizer, tmp_path, slurm, options, message):
     assert not (slurm / "submitted").exists()
 
 
+def test_a_job_that_slurm_refuses_is_told(corpus, tokenizer, tmp_path, slurm):
+    (slurm / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: no such partition' >&2\nexit 1\n")
+    options = {"time": "1:00", "partition": "a"}
+    with pytest.raises(UserError, match="sbatch refused a job"):
+        tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "o", executor="slurm", executor_args=options)
+
+
 def test_a_machine_without_slurm_is_told(corpus, tokenizer, tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # whatever this machine has
@@ -104,3 +112,13 @@ def test_a_machine_without_ray_is_told(corpus, tokenizer, tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "ray", None)  # whatever this machine has
     with pytest.raises(UserError, match="--executor ray needs Ray; pip install ray"):
         tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", executor="ray")
+
+
+def test_executor_args_have_the_types_that_are_declared():
+    class Executor:
+        def __init__(self, pipeline, memory: float = 2, cpus: int = 1):
+            pass
+
+    assert check_options(Executor, {"memory": "0.5", "cpus": "2"}) == {"memory": 0.5, "cpus": 2}
+    with pytest.raises(UserError, match=r"cpus=0\.5 must be a number"):
+        check_options(Executor, {"cpus": "0.5"})
