@@ -33,7 +33,7 @@ from moh_llm.training.parallel import make_accelerator, seed_step
 from moh_llm.training.sharding import distribute
 from moh_llm.training.step import TrainingStep, accumulate_gradients
 
-BATCH, LENGTH = 8, 64
+BATCH, LENGTH = 4, 64
 READERS = (("fsdp2", 2), ("zero2", 2), ("ddp", 1))
 
 
