@@ -164,7 +164,7 @@ def check_options(executor: type, options: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"--executor-args: unknown {name!r}; known are {', '.join(sorted(known))}")
         default = known[name].default
         kind = type(default) if isinstance(default, bool | int | float) else str
-        if known[name].annotation is float:  # 2 is a default of some
+        if known[name].annotation in (float, "float"):  # 2 is a default of some
             kind = float
         try:
             checked[name] = text.lower() in ("1", "true", "yes") if kind is bool else kind(text)

@@ -116,9 +116,10 @@ def test_a_machine_without_ray_is_told(corpus, tokenizer, tmp_path, monkeypatch)
 
 def test_executor_args_have_the_types_that_are_declared():
     class Executor:
-        def __init__(self, pipeline, memory: float = 2, cpus: int = 1):
+        def __init__(self, pipeline, memory: float = 2, share: "float" = 1, cpus: int = 1):
             pass
 
-    assert check_options(Executor, {"memory": "0.5", "cpus": "2"}) == {"memory": 0.5, "cpus": 2}
+    options = {"memory": "0.5", "share": "0.5", "cpus": "2"}
+    assert check_options(Executor, options) == {"memory": 0.5, "share": 0.5, "cpus": 2}
     with pytest.raises(UserError, match=r"cpus=0\.5 must be a number"):
         check_options(Executor, {"cpus": "0.5"})
