@@ -171,8 +171,8 @@ PATCHES = (
     Patch(
         "the load-balance loss is subtracted",
         "moh_llm/training/step.py",
-        "/ tokens + beta * balance / sequences",
-        "/ tokens - beta * balance / sequences",
+        "(beta * balance + experts) / sequences",
+        "(experts - beta * balance) / sequences",
         ("tests/training/test_losses.py",),
     ),
     Patch(

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 # Stops where the first step would begin, and writes what this process has done until then.
 START = """
 import json, os, sys
+import torch
 from transformers import PreTrainedModel
 from moh_llm.records import model
 from moh_llm.training import loop, networks, sharding
@@ -40,6 +41,7 @@ def stop(*_):
     found["hashed"] = model._read_tensors.cache_info().misses
     with open(f"{sys.argv[2]}.{os.environ['RANK']}.json", "w") as file:
         json.dump(found, file)
+    torch.distributed.barrier()  # the others may still be connecting to this one
     os._exit(0)
 networks.MoHLlamaForCausalLM.from_pretrained = counted
 sharding.distribute, loop.start_trackers = watched, stop
