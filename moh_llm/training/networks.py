@@ -184,6 +184,8 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
         for parts in (layer.lora_A, layer.lora_B):
             if parts["default"].weight.is_meta:  # peft puts them where the weight is that they adapt
                 parts["default"].to_empty(device="cpu")
+            if hasattr(layer.weight, "ds_id"):  # ZeRO-3 takes weights of one dtype, and its optimizer copies in float32
+                parts["default"].to(layer.weight.dtype)
         layer.reset_lora_parameters("default", True)  # drawn in one order, wherever they were
     for weight in trained:
         weight.requires_grad_(True)

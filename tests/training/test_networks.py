@@ -201,3 +201,14 @@ def test_an_unknown_lora_target_is_refused(configure) -> None:
     config = configure(**{"lora.target_modules": ["q_proj", "query"]})
     with pytest.raises(UserError, match=r"no 'query'; it has down_proj, gate_proj, k_proj"):
         networks.add_lora(networks.load_network(config.model, torch.float32), config.lora)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_under_zero3_adapters_have_the_dtype_of_the_weights(configure, divided) -> None:
+    config = configure(**{"lora.rank": 2})
+    network = networks.load_network(config.model, torch.bfloat16)
+    for weight in network.parameters() if divided else ():
+        weight.ds_id = 0  # as DeepSpeed marks what it divides; it takes only weights of one dtype
+    model = networks.add_lora(network, config.lora)
+    dtypes = {weight.dtype for name, weight in model.named_parameters() if "lora_" in name}
+    assert dtypes == {torch.bfloat16 if divided else torch.float32}
