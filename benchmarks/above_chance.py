@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from command import status_of
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.result_cache import ResultCache, installed_versions
@@ -56,12 +57,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto", help="of all models (default: the widest that one is stored in)")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    try:
-        run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return status_of(run, args)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import held_out
+from command import status_of
 from recovery import ROOT, score
 
 from moh_llm.errors import UserError
@@ -39,12 +40,7 @@ def main() -> int:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of all runs' recipes")
     parser.add_argument("--output", type=Path, required=True, help="folder of the models, runs and figures")
     args = parser.parse_args()
-    try:
-        run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return status_of(run, args)
 
 
 def run(args: argparse.Namespace) -> None:

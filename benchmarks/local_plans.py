@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from baselines.streaming import make_streaming
+from command import status_of
 from transformers import PreTrainedTokenizerBase
 
 from moh_llm.conversion.attention_time import AttentionTimes, measure_attention
@@ -52,12 +53,7 @@ def main() -> int:
     parser.add_argument("--streaming", action="store_true", help="fallbacks without a token for what is out of sight")
     parser.add_argument("--windows", type=int, nargs="+", default=[256])
     args = parser.parse_args()
-    try:
-        run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return status_of(run, args)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

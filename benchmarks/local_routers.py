@@ -27,6 +27,7 @@ from pathlib import Path
 import local_plans
 import numpy as np
 import torch
+from command import status_of
 from torch import nn
 
 from moh_llm.conversion.base import open_base
@@ -36,7 +37,6 @@ from moh_llm.conversion.local_fit import LocalFitter
 from moh_llm.conversion.local_sample import STRIDE
 from moh_llm.conversion.plan import PlanOptions, shared_and_active
 from moh_llm.conversion.sweeps import layer_samples
-from moh_llm.errors import UserError
 from moh_llm.intervals import show_figure
 
 PLANS = {"fixed": "none", "Top-K of each layer": "linear", "threshold": "threshold"}
@@ -49,12 +49,7 @@ def main() -> int:
     local_plans.add_arguments(parser)
     parser.add_argument("--window", type=int, default=256)
     args = parser.parse_args()
-    try:
-        run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return status_of(run, args)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from command import status_of
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -52,12 +53,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path, help="write the figures there, after each document")
     args = parser.parse_intermixed_args()
-    try:
-        run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return status_of(run, args)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """The methods that `rivals.py` compares: how each is fitted to calibration text, and the models that this makes."""
 
 import dataclasses
+import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import torch
 from accelerate import init_empty_weights
 from baselines.oracle import by_oracle
 from baselines.routers import RouterFitter, TopKLabelRouter
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from moh_llm.conversion.budget import plan_layers, routing_tensors
@@ -157,16 +160,30 @@ def open_fitter(
 
 
 def save_fits(fits: dict[str, dict[str, Any]], path: Path) -> None:
-    """Write them in one step."""
+    """Write them in one step, as safetensors; methods that share a fit each have it."""
+    tensors = {
+        f"{label}:{name}": tensor.clone() for label, fit in fits.items() for name, tensor in fit["tensors"].items()
+    }
+    methods = {label: {"config": fit["config"], "router": fit["router"]} for label, fit in fits.items()}
     temporary = path.with_suffix(".tmp")
-    torch.save(fits, temporary)
+    save_file(tensors, temporary, metadata={"methods": json.dumps(methods)})
     temporary.replace(path)
+
+
+def read_fits(path: Path) -> dict[str, dict[str, Any]]:
+    """What `save_fits` has written."""
+    with safe_open(path, framework="pt") as file:
+        fits = {label: fit | {"tensors": {}} for label, fit in json.loads(file.metadata()["methods"]).items()}
+        for key in file.keys():  # noqa: SIM118 (not a dict)
+            label, name = key.split(":", 1)
+            fits[label]["tensors"][name] = file.get_tensor(key)
+    return fits
 
 
 def open_candidates(dense: PreTrainedModel, path: Path, names: Sequence[str]) -> dict[str, LogitsOf]:
     """The models by label; all share the weights of `dense`."""
     candidates = {}
-    for label, stored in torch.load(path, weights_only=True).items():
+    for label, stored in read_fits(path).items():
         name, budget = label.split("/")
         config = MoHLlamaConfig(**{key: value for key, value in stored["config"].items() if key != "model_type"})
         with init_empty_weights(include_buffers=False):

@@ -32,6 +32,7 @@ import held_out
 import numpy as np
 import torch
 import transformers
+from command import status_of
 from local_plans import calibration_part
 from rival_methods import NAMES, fit_methods, open_candidates, save_fits
 from tqdm import tqdm
@@ -62,12 +63,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--output", type=Path, required=True, help="folder of what was fitted, and of figures.json")
     args = parser.parse_args()
-    try:
-        run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return status_of(run, args)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -94,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
         shares = ", ".join(f"{held_out.overlap(text, read).share:.2%} of {name}" for name, text in texts.items())
         print(f"seed {seed}: of 13-grams the calibration text holds {shares}", flush=True)
         seconds = found["seconds"].setdefault(str(seed), {"scoring": 0.0})
-        fits = args.output / f"fits-{seed}.pt"
+        fits = args.output / f"fits-{seed}.safetensors"
         if not fits.exists():
             began = time.perf_counter()
             layers = LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device)

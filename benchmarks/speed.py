@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command import status_of
 from long_context import HEADLINE, ROWS, hidden_and_gates, keys_read
 from tqdm import tqdm
 from transformers import (
@@ -75,12 +76,7 @@ def main() -> int:
     args = parser.parse_args()
     if bool(args.layer) == bool(args.base) or (args.base and not (args.models and args.text)):
         parser.error("give a BASE with --models and --text, or --layer alone")
-    try:
-        run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return status_of(run, args)
 
 
 @torch.inference_mode()

@@ -72,14 +72,16 @@ def test_every_method_has_a_row_and_ours_is_the_converters(
     # With the converter's own text, seed 0 is the converter's model.
     assert convert(base, tmp_path / "moh", "--num-active-heads", str(BUDGET), "--verify", "none") == 0
     written = read_tensors(tmp_path / "moh")
-    fitted = torch.load(tmp_path / "out" / "fits-0.pt")[f"ours/{BUDGET}"]["tensors"]
+    fitted = rival_methods.read_fits(tmp_path / "out" / "fits-0.safetensors")[f"ours/{BUDGET}"]["tensors"]
     assert fitted and all(written[name].equal(tensor) for name, tensor in fitted.items())
 
 
 def test_the_papers_layer_is_that_of_its_preset(command, base, tmp_path):
     assert command("out", "--methods", "paper's layer")[0] == 0
     dense = AutoModelForCausalLM.from_pretrained(base).eval()
-    (logits,) = rival_methods.open_candidates(dense, tmp_path / "out" / "fits-0.pt", ["paper's layer"]).values()
+    (logits,) = rival_methods.open_candidates(
+        dense, tmp_path / "out" / "fits-0.safetensors", ["paper's layer"]
+    ).values()
     plan = PlanOptions(preset="paper", num_active_heads=BUDGET, num_shared_heads=3)
     model = MoHLlamaForCausalLM(build_config(dense.config, plan, [[0, 1, 2]] * 2, [BUDGET] * 2)).eval()
     model.load_state_dict(dense.state_dict())
@@ -99,10 +101,10 @@ def test_it_goes_on_where_it_stopped(command, one_thread, tmp_path, capsys):
     del batches[1:]
     path = tmp_path / "out" / "figures.json"
     path.write_text(json.dumps(record))
-    stamp = (tmp_path / "out" / "fits-0.pt").stat().st_mtime_ns
+    stamp = (tmp_path / "out" / "fits-0.safetensors").stat().st_mtime_ns
     status, again, record, _ = command("out", *flags)
     assert status == 0 and again == rows and json.dumps(*record["seeds"]["0"].values()) == whole
-    assert (tmp_path / "out" / "fits-0.pt").stat().st_mtime_ns == stamp
+    assert (tmp_path / "out" / "fits-0.safetensors").stat().st_mtime_ns == stamp
     status, _, _, said = command("out", "--methods", "ours")
     assert status == 1 and "other models, text or methods" in said
     status, _, _, said = command("out", *flags, "--seeds", "999")
