@@ -57,7 +57,7 @@ from moh_llm.training.optimizer import is_decayed, warmup_cosine
 from moh_llm.training.shared_heads import BETAS, LOGITS, fix_shared_heads, rate_of_logits, set_temperature
 
 END = "<end>"
-SETTINGS = ("corpora", "size", "tokens", "context", "batch", "learning_rate", "held_out_tokens")
+SETTINGS = "corpora", "size", "tokens", "context", "batch", "learning_rate", "mixed_precision", "held_out_tokens"
 
 
 def main() -> int:
@@ -75,6 +75,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512, help="tokens in a sequence")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="the highest")
+    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="of training, not of scores")
     parser.add_argument("--held-out-tokens", type=int, default=200_000)
     parser.add_argument(
         "--save", action="store_true", help="keep trained models in OUTPUT/models, but for those of other papers"
@@ -251,7 +252,8 @@ def train(model: PreTrainedModel, stream: SequenceStream, steps: int, args: argp
         batch = {name: tensor.to(model.device) for name, tensor in stream.batch(step * args.batch, args.batch).items()}
         if learning:
             set_temperature(model, step, learning)
-        loss = model(**batch, use_cache=False).loss
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=args.mixed_precision == "bf16"):
+            loss = model(**batch, use_cache=False).loss
         if not loss.isfinite():
             raise UserError(f"{bar.desc}: the loss is {loss.item()} in step {step + 1}; lower --learning-rate")
         loss.backward()

@@ -165,7 +165,7 @@ class MoHLlamaAttention(LlamaAttention):
     ) -> torch.Tensor:
         """The gate `[B, T, H]` of this process's heads, given queries `[B, T, H, D]` before rotary embedding."""
         # With local fallbacks a document's first tokens have all heads on: their result is the base's.
-        all_on = self._is_local and (band is None or band.all_on)
+        all_on = self._is_local and (band is None or (band.early != 0 and band.all_on))
         _, gate = self.router(hidden_states, queries, all_on, shard=shard)
         return gate if shard is None else shard.take(gate)
 
@@ -323,8 +323,8 @@ class MoHLlamaAttention(LlamaAttention):
         shard: HeadShard | None,
     ) -> torch.Tensor:
         """Gated head outputs `[B, T, H, D]` plus local fallbacks, which queries before `band.lead` have none of."""
-        is_step = queries.shape[2] == 1 and has_flash_attention(gate)
-        if is_step and bool((gate == 1).all()):  # to ask costs nothing on a CPU
+        is_step = gate.shape[:2] == (1, 1) and has_flash_attention(gate)
+        if is_step and bool((gate == 1).all()):  # to ask costs little on a CPU; of several rows one has a head off
             return head_outputs
         if band.read is not None:
             keys, values = band.read(self)

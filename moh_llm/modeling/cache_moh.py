@@ -12,6 +12,15 @@ _MORE = 64  # tokens beyond the window that are kept at least, so that as many c
 _STEPS = 256  # tokens after which older ones are dropped, and for which room is made, all at once
 
 
+def as_slice(numbers: list[int]) -> slice | None:
+    """Increasing numbers as a slice, by which tensors are not copied; None where they are none."""
+    if not numbers:
+        return slice(0, 0)
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    found = slice(numbers[0], numbers[-1] + 1, step)
+    return found if numbers == list(range(found.start, found.stop, step)) else None
+
+
 class NearKeys(NamedTuple):
     """What a `MoHCacheLayer` keeps of the groups that are never on.
 
@@ -43,17 +52,25 @@ class MoHCacheLayer(DynamicLayer):
         super().__init__()
         self.local_groups = config.local_groups(layer_idx)
         self.kept_groups = [g for g in range(config.num_key_value_heads) if g not in self.local_groups]
+        # Lists as indices are copied to the device each time.
+        self._local = as_slice(self.local_groups) or self.local_groups
+        self._kept = as_slice(self.kept_groups) or self.kept_groups
         self.window, self.num_sinks = config.local_window, config.local_sinks
         self.all_heads_until = config.all_heads_until
         self._drop()
 
     def _drop(self) -> None:
         self._room: list[torch.Tensor] = []  # of which `keys` and `values` are the beginnings
-        self.begin = 0  # index of the first token in `recent`
-        self.late = 0  # index of the token from which on no row has all heads on
-        self.recent: list[torch.Tensor] = []
-        self.sinks: list[torch.Tensor] = []
+        self._near_room: list[torch.Tensor] = []  # of the other groups: first tokens, recent ones, and room for more
+        self.num_recent = 0  # tokens
+        self.begin = 0  # index of the first recent token
+        self.late = 0  # index of the token from which on no row has all heads on, when tokens were dropped last
         self._near: NearKeys | None = None
+
+    @property
+    def recent(self) -> list[torch.Tensor]:
+        """Recent keys and values of the groups that are never on, `[B, groups, num_recent, D]`."""
+        return [tensor[:, :, self.num_sinks : self.num_sinks + self.num_recent] for tensor in self._near_room]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, cache_kwargs: dict[str, Any] | None = None, **kwargs
@@ -69,29 +86,24 @@ class MoHCacheLayer(DynamicLayer):
         """
         states = key_states, value_states
         if self.local_groups:
-            groups = torch.tensor(self.local_groups, device=key_states.device)
             kept_groups = torch.tensor(self.kept_groups, dtype=torch.long, device=key_states.device)
-            new = [tensor.index_select(1, groups) for tensor in states]
-            if self.recent:
-                new = [torch.cat(pair, dim=2) for pair in zip(self.recent, new, strict=True)]
-            self.recent = new
-            self.sinks = self._first(cache_kwargs["starts"][:, -1:])
-            if self.all_heads_until > self.window + self.num_sinks:
-                self.late = int(cache_kwargs["starts"][:, -1].max()) + self.all_heads_until
+            self._append_near([tensor[:, self._local] for tensor in states], cache_kwargs["starts"][:, -1:])
             if cache_kwargs["all"] and self.begin:
                 raise ValueError("tokens were dropped before it was known where a row begins; use a DynamicCache")
             if not cache_kwargs["all"]:
-                keys, values = (torch.cat(pair, dim=2) for pair in zip(self.sinks, self.recent, strict=True))
-                self._near = NearKeys(keys, values, self.begin, kept_groups)
+                near = [tensor[:, :, : self.num_sinks + self.num_recent] for tensor in self._near_room]
+                self._near = NearKeys(*near, self.begin, kept_groups)
             recent = self.recent
-            extra = self.recent[0].shape[2] - (max(self.window - 1, self.num_sinks) + _MORE)
-            if extra > _STEPS and self.begin + self.recent[0].shape[2] >= self.late:
-                self.recent = [tensor[:, :, extra:].clone() for tensor in self.recent]
+            extra = self.num_recent - (max(self.window - 1, self.num_sinks) + _MORE)
+            if extra > _STEPS and self.all_heads_until > self.window + self.num_sinks:
+                self.late = int(cache_kwargs["starts"][:, -1].max()) + self.all_heads_until
+            if extra > _STEPS and self.begin + self.num_recent >= self.late:
+                self._set_near([tensor[:, :, : self.num_sinks] for tensor in self._near_room], recent, extra)
                 self.begin += extra
-            states = [tensor.index_select(1, kept_groups) for tensor in states]
+            states = [tensor[:, self._kept] for tensor in states]
         keys, values = self._append(states)
         if self.local_groups and cache_kwargs["all"]:
-            order = torch.cat([kept_groups, groups]).argsort()
+            order = torch.tensor([*self.kept_groups, *self.local_groups], device=keys.device).argsort()
             keys, values = (
                 torch.cat(pair, dim=1).index_select(1, order) for pair in zip((keys, values), recent, strict=True)
             )
@@ -111,18 +123,40 @@ class MoHCacheLayer(DynamicLayer):
         self.keys, self.values = (tensor[:, :, :end] for tensor in self._room)
         return self.keys, self.values
 
-    def _first(self, starts: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values of the documents' first tokens, `[B, groups, sinks, D]`, given their `starts` `[B or 1, 1]`.
+    def _set_near(
+        self, sinks: Sequence[torch.Tensor], recent: Sequence[torch.Tensor], drop: int = 0, more: int = 0
+    ) -> None:
+        """Keep these in new room, which is there for `more` tokens at least, without the first `drop` recent ones."""
+        self.num_recent = recent[0].shape[2] - drop
+        end = self.num_sinks + self.num_recent
+        room = []
+        for first, tensor in zip(sinks, recent, strict=True):
+            room.append(tensor.new_empty(*tensor.shape[:2], end + more + _STEPS, tensor.shape[3]))
+            room[-1][:, :, : self.num_sinks] = first
+            room[-1][:, :, self.num_sinks : end] = tensor[:, :, drop:]
+        self._near_room = room
 
-        Those that `recent` no longer holds are taken from `sinks`; entries for tokens still to come are arbitrary.
-        """
+    def _append_near(self, new: Sequence[torch.Tensor], starts: torch.Tensor) -> None:
+        """Add keys and values of the groups that are never on to the recent ones; `starts` `[B or 1, 1]` as above."""
+        count = new[0].shape[2]
+        if not self._near_room:
+            empty = [tensor[:, :, :0] for tensor in new]
+            sinks = [tensor.new_zeros(*tensor.shape[:2], self.num_sinks, tensor.shape[3]) for tensor in new]
+            self._set_near(sinks, empty, more=count)
+        end = self.num_sinks + self.num_recent
+        if self._near_room[0].shape[2] < end + count:
+            self._set_near([tensor[:, :, : self.num_sinks] for tensor in self._near_room], self.recent, more=count)
+        for room, tensor in zip(self._near_room, new, strict=True):
+            room[:, :, end : end + count] = tensor
+        self.num_recent += count
+        if starts.device.type == "cpu" and int(starts.max()) + self.num_sinks <= self.begin:
+            return
+        # First tokens that are no longer recent stay; entries for tokens still to come are arbitrary.
         index = (starts + torch.arange(self.num_sinks, device=starts.device) - self.begin)[:, None, :, None]
-        found = []
-        for number, tensor in enumerate(self.recent):
-            there = index.clamp(0, tensor.shape[2] - 1).expand(*tensor.shape[:2], -1, tensor.shape[3])
-            first = tensor.gather(2, there)
-            found.append(torch.where(index >= 0, first, self.sinks[number]) if self.begin else first)
-        return found
+        for room, tensor in zip(self._near_room, self.recent, strict=True):
+            first = room[:, :, : self.num_sinks]
+            there = index.clamp(0, self.num_recent - 1).expand(*tensor.shape[:2], -1, tensor.shape[3])
+            first.copy_(torch.where(index >= 0, tensor.gather(2, there), first))
 
     def take_near(self) -> NearKeys | None:
         """What the layer keeps of `local_groups`; once after each update, None where that returned all groups."""
@@ -158,12 +192,12 @@ class MoHCacheLayer(DynamicLayer):
                 f"{length - self.begin} are kept; use a DynamicCache"
             )
         self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
-        self.recent = [tensor[:, :, : left - self.begin] for tensor in self.recent]
+        self.num_recent = min(self.num_recent, left - self.begin)
 
     def _each(self, change: Any) -> None:
         if self.is_initialized:
             self.keys, self.values = change(self.keys), change(self.values)
-            self.recent, self.sinks = [*map(change, self.recent)], [*map(change, self.sinks)]
+            self._near_room = [*map(change, self._near_room)]
             self._room = []
 
     def offload(self) -> None:

@@ -94,6 +94,8 @@ class Band(NamedTuple):
         all_on: whether a query has all heads on, which its document's first ones have, `[B or 1, T]`.
         early: how many first queries have all of these among them; None where finding out is not worth its cost.
         lead: how many first queries are all of this kind, in each row, and are left out.
+        step: where keys are, the document's first ones and those of the band, in a step of decoding on a CPU whose rows
+            all see the same ones, as many as local attention shows; else None. `index` and `visible` are not read then.
     """
 
     index: torch.Tensor
@@ -102,6 +104,7 @@ class Band(NamedTuple):
     all_on: torch.Tensor
     early: int | None
     lead: int
+    step: tuple[slice, slice] | None = None
     read = None  # keys and values are those that layers are given; see `Requests.read`
 
     @classmethod
@@ -134,6 +137,11 @@ class Band(NamedTuple):
         positions, starts = positions[:, lead:], starts[:, lead:]
         hidden = out_of_sight(positions, starts, window, sinks)
         length = positions.shape[1]
+        step = None
+        if length == 1 and positions.device.type == "cpu" and _can_be_read(positions):
+            first, last = int(starts[0, 0]), int(positions[0, 0])
+            if last - first >= window + sinks and bool((starts == first).all()):
+                step = slice(first, first + sinks), slice(last - window + 1, last + 1)
         block = min(length, window, _BLOCK)
         count, missing = -(-length // block), -length % block
         starts = torch.minimum(starts, positions)
@@ -155,10 +163,14 @@ class Band(NamedTuple):
         # In the band a sink is seen there. A document that begins before the band is that of the block's first query.
         is_sink = torch.arange(index.shape[-1], device=positions.device) < sinks
         visible &= ~is_sink | (j < band[..., :1].unsqueeze(-2))
-        return cls(index, torch.cat([visible, p - s >= window + sinks], dim=-1), hidden, all_on, early, lead)
+        return cls(index, torch.cat([visible, p - s >= window + sinks], dim=-1), hidden, all_on, early, lead, step)
 
     def near(self, begin: int, sinks: int) -> "Band":
         """The band of keys that are the documents' first ones, `sinks`, and then those from the index `begin` on."""
+        if self.step is not None:
+            _, band = self.step
+            moved = slice(band.start - begin + sinks, band.stop - begin + sinks)
+            return self._replace(step=(slice(0, sinks), moved))  # `index` is not read
         steps = torch.arange(self.index.shape[-1], device=self.index.device)
         index = torch.where(steps < sinks, steps, (self.index - begin).clamp_min(0) + sinks)
         return self._replace(index=index)
@@ -171,11 +183,16 @@ class Band(NamedTuple):
             queries = pad(queries, (0, 0, 0, missing))
         return queries.unflatten(2, (count, block)).unflatten(1, (groups, -1)).permute(0, 3, 1, 2, 4, 5)
 
-    def take(self, tensor: torch.Tensor, groups: torch.Tensor | None = None) -> torch.Tensor:
+    def take(self, tensor: torch.Tensor, groups: torch.Tensor | slice | None = None) -> torch.Tensor:
         """Keys or values `[B, KV, S, D]`, of these `groups` alone, by blocks, `[B, N, KV, K, D]`.
 
         Entries for indices outside of the keys are arbitrary; `visible` hides them.
         """
+        if isinstance(groups, slice):
+            tensor, groups = tensor[:, groups], None
+        if self.step is not None:
+            taken = torch.cat([tensor[:, :, part] for part in self.step], dim=2)
+            return (taken if groups is None else taken.index_select(1, groups)).unsqueeze(1)
         rows, count, width = self.index.shape
         if groups is not None and count * width > tensor.shape[2]:
             tensor, groups = tensor.index_select(1, groups), None

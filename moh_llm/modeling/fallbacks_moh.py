@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .cache_moh import NearKeys
+from .cache_moh import NearKeys, as_slice
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests
 from .routing_moh import HeadShard, IndexedModule, MoHLinear
@@ -32,7 +32,7 @@ def local_attention(
     scaling: float,
     dropout: float = 0.0,
     distant: tuple[torch.Tensor, torch.Tensor] | None = None,
-    groups: torch.Tensor | None = None,
+    groups: torch.Tensor | slice | None = None,
 ) -> torch.Tensor:
     """Attention of each query to the keys that `band` shows it.
 
@@ -46,34 +46,37 @@ def local_attention(
         scaling: factor of the scores.
         dropout: probability.
         distant: scores of the distant token `[B, H, T]` (already scaled) and its values `[H, D]`.
-        groups: ids of the key-value heads that these queries share; None: all of them.
+        groups: the key-value heads that these queries share, as ids or a slice; None: all of them.
 
     Returns:
         Head outputs `[B, T, H, D]`.
     """
     batch, heads, length, size = queries.shape
-    taken, visible = [band.take(tensor, groups) for tensor in (keys, values)], band.visible
+    taken, is_step = [band.take(tensor, groups) for tensor in (keys, values)], band.step is not None
+    merges = has_flash_attention(queries) and not dropout
+    if is_step and merges:
+        return _of_step(queries, *taken, band.hidden, scaling, distant)
     count = taken[0].shape[2]
     blocks = band.blocks(queries, count)
     scores = None
     if distant is not None:
         scores = distant[0] + band.hidden.clamp_min(1).log().unsqueeze(1)
         scores = band.blocks(scores.unsqueeze(-1), count)
-    merges = has_flash_attention(queries) and not dropout
-    if merges or distant is None:
-        visible = visible[..., :-1]
-    else:
+    if not merges and distant is not None:
         # One more entry of the queries is the score, and one of the values the weight of the distant token.
         scores = (scores / scaling).to(queries.dtype)
         blocks = torch.cat([blocks, scores, scores.new_zeros(1).expand(*scores.shape[:-1], _WIDER - 1)], dim=-1)
         taken = [pad(tensor, (0, _WIDER, 0, 1)) for tensor in taken]
         for tensor in taken:
             tensor[..., -1, size] = 1
-    shared = heads // count
-    mask = visible.unsqueeze(2).expand(batch, -1, shared, -1, -1).flatten(2, 3).flatten(0, 1).unsqueeze(1)
+    shared, mask = heads // count, None
+    if not is_step:  # else all keys that were taken are visible
+        visible = band.visible[..., :-1] if merges or distant is None else band.visible
+        mask = visible.unsqueeze(2).expand(batch, -1, shared, -1, -1).flatten(2, 3).flatten(0, 1).unsqueeze(1)
     given = [tensor.flatten(0, 1) for tensor in (blocks.flatten(3, 4), *taken)]
     if merges:
-        mask = queries.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        if mask is not None:
+            mask = queries.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
         out, sums = flash_attention(*given, attn_mask=mask, scale=scaling)
     else:
         out = scaled_dot_product_attention(*given, attn_mask=mask, dropout_p=dropout, scale=scaling)
@@ -86,6 +89,26 @@ def local_attention(
     if merges or distant is None:
         return out
     return out[..., :size] + out[..., size : size + 1] * distant[1].to(out.dtype)
+
+
+def _of_step(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    hidden: torch.Tensor,
+    scaling: float,
+    distant: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """`local_attention` of one query per row, which sees all of these keys `[B, 1, KV, K, D]`, by `flash_attention`."""
+    batch, heads, _, size = queries.shape
+    count = keys.shape[2]
+    own = queries.reshape(batch, count, -1, size)
+    out, sums = flash_attention(own, keys[:, 0], values[:, 0], scale=scaling)
+    if distant is not None:
+        scores = (distant[0][..., 0] + hidden.log()).view(sums.shape)
+        weights = torch.sigmoid(scores - sums).to(out.dtype)
+        out = out.lerp(distant[1].to(out.dtype).view(count, -1, size), weights.unsqueeze(-1))
+    return out.reshape(batch, 1, heads, size)
 
 
 class MoHLocalFallback(IndexedModule):
@@ -106,15 +129,23 @@ class MoHLocalFallback(IndexedModule):
         groups, never_on = [head // self.num_key_value_groups for head in heads], config.local_groups(layer_idx)
         counts = Counter(groups)
         kinds = [(group in never_on, counts[group]) for group in groups]
-        self.order = IndexedModule(sorted(range(len(heads)), key=kinds.__getitem__))
+        places = sorted(range(len(heads)), key=kinds.__getitem__)
+        self.order = IndexedModule(places)
+        self.ordered_heads = IndexedModule(heads[place] for place in places)
         self.kinds = sorted(Counter(kinds).items())  # and how many heads are of the kind
+        # Groups of each kind as a slice of all, and of those that a `MoHCache` keeps; None where they are none.
+        kept = [group for group in range(config.num_key_value_heads) if group not in never_on]
+        self.slices = []
+        for kind, _ in self.kinds:
+            own = sorted({group for group, of in zip(groups, kinds, strict=True) if of == kind})
+            self.slices.append((as_slice(own), None if kind[0] else as_slice([kept.index(group) for group in own])))
         self.window, self.sinks = config.local_window, config.local_sinks
         self.distant_score = MoHLinear(config.hidden_size, len(heads))
         self.distant_value = nn.Parameter(torch.zeros(len(heads), config.head_dim))
 
     def heads(self, shard: HeadShard | None = None) -> torch.Tensor:
         """Ids of the heads in the order of outputs; with `shard` those of its heads, by their numbers there."""
-        heads = self.index.index_select(0, self.order.index)
+        heads = self.ordered_heads.index
         return heads if shard is None else shard.own(heads)
 
     def forward(
@@ -147,23 +178,35 @@ class MoHLocalFallback(IndexedModule):
         scores = self.distant_score(hidden_states).transpose(1, 2)
         if len(self.kinds) == 1 and len(self.index) == self.num_heads and near is None and shard is None:
             return local_attention(queries, keys, values, band, scaling, dropout, (scores, self.distant_value))
+        places, counts = self.order.index, [number for _, number in self.kinds]
+        heads = self.ordered_heads.index
+        if shard is not None:
+            own = shard.has(heads)
+            counts = [int(part.sum()) for part in own.split(counts)]
+            places, heads = places[own], shard.own(heads)
         outputs = []
-        for ((never_on, count), _), places in zip(
-            self.kinds, self.order.index.split([n for _, n in self.kinds]), strict=True
+        for ((never_on, shared), _), slices, own, kind, score, value in zip(
+            self.kinds,
+            self.slices,
+            queries.index_select(1, heads).split(counts, dim=1),
+            heads.split(counts),
+            scores.index_select(1, places).split(counts, dim=1),
+            self.distant_value.index_select(0, places).split(counts),
+            strict=True,
         ):
-            heads = self.index.index_select(0, places)
-            if shard is not None:
-                places, heads = places[shard.has(heads)], shard.own(heads)
-                if not len(heads):
-                    continue
-            distant = scores.index_select(1, places), self.distant_value.index_select(0, places)
-            own, groups = queries.index_select(1, heads), heads[::count] // self.num_key_value_groups
-            read = keys, values, band
+            if not len(kind):
+                continue
+            read, groups = (keys, values, band), None
             if near is not None and never_on:
-                read, groups = (near.keys, near.values, band.near(near.begin, self.sinks)), None
-            elif near is not None:
-                groups = torch.searchsorted(near.kept_groups, groups)
-            outputs.append(local_attention(own, *read, scaling, dropout, distant, groups))
+                read = near.keys, near.values, band.near(near.begin, self.sinks)
+            elif len(kind) != shared * keys.shape[1]:  # else they share all groups that there are
+                groups = slices[near is not None] if shard is None else None
+                if groups is None:
+                    groups = kind[::shared] // self.num_key_value_groups
+                    groups = groups if near is None else torch.searchsorted(near.kept_groups, groups)
+            outputs.append(local_attention(own, *read, scaling, dropout, (score, value), groups))
+        if len(outputs) == 1:
+            return outputs[0]
         return torch.cat(outputs, dim=2) if outputs else queries.transpose(1, 2)[:, :, :0]
 
 

@@ -254,7 +254,7 @@ class MoHRouter(IndexedModule):
             half-precision rounding.
         """
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
-            if self.router_type != "query_norm":  # which does not read them: on a GPU this copy costs time
+            if self.router_type not in ("query_norm", "none"):  # which do not read them: on a GPU this copy costs time
                 hidden_states = _at_least_float32(hidden_states)
             logits = self._routed_logits(hidden_states, query_states, shard)
             if all_on is True:
@@ -286,7 +286,7 @@ class MoHRouter(IndexedModule):
             parts.append(routed.new_full((*routed.shape[:-1], self.local_groups), value))
         gate = torch.cat(parts, dim=-1)
         gate = torch.zeros_like(gate).index_copy(-1, self.index, gate)
-        return gate if self.group_size == 1 else gate.repeat_interleave(self.group_size, dim=-1)
+        return gate if self.group_size == 1 else gate.unsqueeze(-1).expand(*gate.shape, self.group_size).flatten(-2)
 
     def _scores(self, hidden_states: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores of the shared and the routed groups."""
@@ -300,13 +300,16 @@ class MoHRouter(IndexedModule):
         """1 where a token has a routed group on, else 0, given the groups' logits `[..., U]`."""
         if self.router_type == "threshold" and self.num_active != self.num_heads:
             return (logits > 0).to(logits.dtype)
+        if self.top_k == 0:
+            return torch.zeros_like(logits)
         return select_top_k(logits, self.top_k)
 
     def _routed_logits(
         self, hidden_states: torch.Tensor, query_states: torch.Tensor, shard: HeadShard | None
     ) -> torch.Tensor:
         if self.router_type == "none":
-            return hidden_states.new_zeros(*hidden_states.shape[:-1], self.routed_groups)
+            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+            return hidden_states.new_zeros(*hidden_states.shape[:-1], self.routed_groups, dtype=dtype)
         if self.router_type != "query_norm":
             return self.routed(hidden_states) if self.num_routed else hidden_states[..., :0]
         # The norm of a group's queries, side by side. Norms of all groups cost less than a copy of the routed queries.

@@ -67,12 +67,12 @@ def selected_attention(
         `[B, T, H, D]`.
     """
     batch, heads, length, size = queries.shape
-    by_token = queries.transpose(1, 2)
-    out = queries.new_zeros(batch, length, heads, size)
     before, shared = int(positions[0, 0]), heads // keys.shape[1]
     if length == 1:
-        selected = selected[:, 0].unflatten(-1, (-1, shared)).any(-1)
-        return _decode(queries, keys, values, selected, before + 1, starts[:, 0].expand(batch), scaling)
+        selected = selected.view(batch, -1, shared).any(-1)
+        return _decode(queries, keys, values, selected, before + 1, starts, scaling)
+    by_token = queries.transpose(1, 2)
+    out = queries.new_zeros(batch, length, heads, size)
     for row, row_starts in enumerate(starts.expand(batch, -1)):
         for first, last, start in _documents(row_starts, before):
             for group in range(keys.shape[1]):
@@ -163,35 +163,56 @@ def _decode(
 ) -> torch.Tensor:
     """One query per row `[B, H, 1, D]` to the keys before `end`, where a key-value head is in `groups` `[B, KV]`.
 
-    Neighbours that are selected are one call, which reads keys where they lie, once for all heads of a group and in
-    parts, of which each thread takes some.
+    A call is for as many key-value heads as there are threads, or a multiple of that, and reads keys where they lie,
+    once for all heads of a group. Of those that are left over all threads read a part.
     """
     batch, heads, _, size = queries.shape
     queries = queries.reshape(batch, keys.shape[1], 1, -1, size)
-    out = torch.zeros_like(queries)
-    edges = [0, *(starts.diff().nonzero()[:, 0] + 1).tolist(), batch]
-    for first, last in itertools.pairwise(edges):  # rows that start at the same key
-        start = int(starts[first])
-        parts = min(torch.get_num_threads(), _PARTS, end - start)
-        whole = (end - start) // parts * parts
+    out, threads = torch.zeros_like(queries), torch.get_num_threads()
+    begins = starts[:, 0].tolist() if len(starts) == batch else starts[0].tolist() * batch
+    for first, last in _equal(begins):
+        start = begins[first]
         own, found = (tensor[first:last].flatten(0, 1) for tensor in (queries, out))
-        taken = [tensor[first:last, :, start:end].flatten(0, 1) for tensor in (keys, values)]
-        outputs = own.new_zeros(len(own), parts, *own.shape[2:])
-        sums = torch.zeros(outputs.shape[:-1], dtype=torch.promote_types(own.dtype, torch.float32))
-        parted = [tensor[:, :whole].unflatten(1, (parts, -1)) for tensor in taken]
-        for run in _runs(groups[first:last].flatten().nonzero()[:, 0].tolist()):
-            outputs[run], sums[run] = flash_attention(
-                own[run].expand(-1, parts, -1, -1), *(tensor[run] for tensor in parted), scale=scaling
-            )
-        merged = (outputs * sums.softmax(1).unsqueeze(-1)).sum(1, keepdim=True), sums.logsumexp(1, keepdim=True)
-        if start + whole < end:
-            rest = flash_attention(own, *(tensor[:, None, whole:] for tensor in taken), scale=scaling)
-            merged = _merge(merged, (rest[0].to(merged[0].dtype), rest[1]))
-        found[:] = merged[0]
-    return out.reshape(batch, 1, heads, size)
+        taken = [tensor[first:last, :, start:end].flatten(0, 1).unsqueeze(1) for tensor in (keys, values)]
+        whole, left = _calls(groups[first:last].flatten().tolist(), threads)
+        for places in whole:
+            found[places] = flash_attention(own[places], *(tensor[places] for tensor in taken), scale=scaling)[0]
+        for places in left:
+            found[places] = _in_parts(own[places], *(tensor[places] for tensor in taken), threads, scaling)
+    return out.view(batch, 1, heads, size)
 
 
-def _runs(places: list[int]) -> list[slice]:
-    """Increasing numbers as slices of those that follow each other."""
-    ends = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
-    return [slice(places[a], places[b - 1] + 1) for a, b in itertools.pairwise([0, *ends, len(places)]) if a < b]
+def _in_parts(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, threads: int, scaling: float
+) -> torch.Tensor:
+    """Attention of queries `[N, 1, H, D]` to keys `[N, 1, S, D]`, which each thread reads a part of."""
+    length = keys.shape[2]
+    parts = min(threads, _PARTS, length)
+    whole = length // parts * parts
+    taken = (tensor[:, 0, :whole].unflatten(1, (parts, -1)) for tensor in (keys, values))
+    outputs, sums = flash_attention(queries.expand(-1, parts, -1, -1), *taken, scale=scaling)
+    if whole < length:
+        rest = flash_attention(queries, *(tensor[:, :, whole:] for tensor in (keys, values)), scale=scaling)
+        outputs, sums = torch.cat([outputs, rest[0]], dim=1), torch.cat([sums, rest[1]], dim=1)
+    return (outputs * sums.softmax(1).unsqueeze(-1)).sum(1, keepdim=True)
+
+
+def _calls(flags: list[bool], threads: int) -> tuple[list[slice], list[slice]]:
+    """Where flags are true: slices of a multiple of `threads`, and those that are left over."""
+    whole, left = [], []
+    for first, last in _equal(flags):
+        if flags[first]:
+            middle = last - (last - first) % threads
+            whole += [slice(first, middle)] if first < middle else []
+            left += [slice(middle, last)] if middle < last else []
+    if threads == 2:  # two places are a slice, wherever they are
+        while len(left) > 1:
+            one, other = left.pop(0).start, left.pop(0).start
+            whole.append(slice(one, other + 1, other - one))
+    return whole, left
+
+
+def _equal(numbers: list[int]) -> list[tuple[int, int]]:
+    """First place and the one after the last of equal neighbours."""
+    edges = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1]), len(numbers)]
+    return list(itertools.pairwise(edges))

@@ -60,7 +60,7 @@ def near_keys(
             if band is not None:
                 all_on[:, first:last] = band.all_on
                 begin = max(0, length - (last - first) + band.lead - window + 1)
-                band = band.near(begin, sinks)
+                band = band._replace(step=None).near(begin, sinks)
                 band = band._replace(index=band.index + add(request, begin, length))
                 parts.append((slice(first + band.lead, last), band))
     if steps:
@@ -72,7 +72,7 @@ def near_keys(
         index = torch.tensor(rows, device=device)[:, None, None] + torch.arange(sinks + window, device=device)
         tokens = torch.tensor([token_edges[request] for request in steps], device=device)
         all_on[:, tokens] = False
-        parts.append((tokens, band._replace(index=index)))
+        parts.append((tokens, band._replace(index=index, step=None)))
     if not parts:
         positions = of_request = [torch.zeros(0, dtype=torch.int64)]
     return Requests(parts, all_on), torch.cat(of_request).to(device), torch.cat(positions).to(device)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from moh_llm.modeling.cache_moh import as_slice
 from moh_llm.modeling.documents_moh import Band
 from moh_llm.modeling.fallbacks_moh import local_attention
 
@@ -84,6 +85,22 @@ def test_documents_and_padding(window) -> None:
     given = (*given, starts, window, 3, 0.3, 0.0, distant_token(given[0]))
     found, expected = banded(*given), naive(*given)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize("start", [0, 9, 33])  # with the last one not all keys of the band are its row's
+def test_a_step_whose_rows_begin_at_the_same_key(start) -> None:
+    given = (*inputs(1, 37, heads=6, kv=3, batch=2), torch.full((2, 1), start), 8, 3, 0.3)
+    distant = distant_token(given[0])
+    found, expected = banded(*given, 0.0, distant), naive(*given, 0.0, distant)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    band = Band.of(given[3], given[4], 8, 3)
+    assert (band.step is not None) == (start < 33)
+    for heads, groups in ((slice(0, 6, 2), [0, 1, 2]), (slice(0, 4), [0, 1]), ([0, 1, 4, 5], [0, 2])):
+        own = (given[0][:, heads], given[1], given[2], band, 0.3, 0.0, (distant[0][:, heads], distant[1][heads]))
+        for ids in (torch.tensor(groups), as_slice(groups)):
+            found = local_attention(*own, ids)
+            torch.testing.assert_close(found.double(), expected[:, :, heads], rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_static_cache_holds_later_is_not_read() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moh_llm.modeling import attention_moh, selected_attention_moh
-from moh_llm.modeling.selected_attention_moh import selected_attention
+from moh_llm.modeling.selected_attention_moh import _calls, selected_attention
 from tests.modeling.test_local_attention import inputs, naive
 
 EVERYTHING = 10**6  # as a window: the loop is then causal attention
@@ -34,16 +34,26 @@ def test_is_the_loop(length, cached, heads, kv, share) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_decoding_with_padding(threads, monkeypatch) -> None:
+def test_decoding_with_padding(threads, share, monkeypatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    given = inputs(1, 37, heads=6, kv=3, batch=4, after=5)
-    starts = torch.tensor([0, 11, 11, 37])[:, None]  # the last row begins here
-    selected = choose(given[0], 0.5)
+    given = inputs(1, 37, heads=6, kv=3, batch=6, after=5)
+    starts = torch.tensor([0, 11, 11, 11, 11, 37])[:, None]  # the last row begins here
+    selected = choose(given[0], share)
     expected = naive(*given, starts, EVERYTHING, 0, 0.3)
     found = selected_attention(*given[:3], selected, given[3], starts, 0.3)
     torch.testing.assert_close(found.double()[selected], expected[selected], rtol=1e-5, atol=1e-5)
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_calls_of_a_step_read_what_is_selected_once(threads) -> None:
+    flags = [True, False, True, True, True, False, True, True, False, True]
+    whole, left = _calls(flags, threads)
+    places = [place for part in (*whole, *left) for place in range(len(flags))[part]]
+    assert sorted(places) == [place for place, flag in enumerate(flags) if flag]
+    assert all(len(range(len(flags))[part]) % threads == 0 for part in whole)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float64, 1e-12)])

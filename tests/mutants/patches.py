@@ -101,9 +101,23 @@ PATCHES = (
     Patch(
         "decoding reads a group only where its first head is on",
         "moh_llm/modeling/selected_attention_moh.py",
-        "(-1, shared)).any(-1)",
-        "(-1, shared))[..., 0]",
+        "selected.view(batch, -1, shared).any(-1)",
+        "selected.view(batch, -1, shared)[..., 0]",
         (SELECTED,),
+    ),
+    Patch(
+        "a step of decoding takes the wrong heads for a pair",
+        "moh_llm/modeling/selected_attention_moh.py",
+        "slice(one, other + 1, other - one)",
+        "slice(one, one + 2)",
+        (SELECTED,),
+    ),
+    Patch(
+        "the cache keeps first tokens of padding",
+        "moh_llm/modeling/cache_moh.py",
+        "int(starts.max()) + self.num_sinks <= self.begin",
+        "self.begin",
+        ("tests/modeling/test_cache.py",),
     ),
     Patch(
         "the cache drops tokens that the window reads",
@@ -143,7 +157,7 @@ PATCHES = (
     Patch(
         "the cache drops tokens while all heads are on",
         "moh_llm/modeling/cache_moh.py",
-        " and self.begin + self.recent[0].shape[2] >= self.late",
+        " and self.begin + self.num_recent >= self.late",
         "",
         ("tests/modeling/test_cache.py",),
     ),
