@@ -71,7 +71,7 @@ def record_of(
     for label, (weights, keep) in models.items():
         scores = {}
         for name in (name for name in names if name not in failed):
-            draw, lose = random.Random(name), random.Random(weights + name)
+            draw, lose = random.Random(name), random.Random(label + name)
             values = [float(draw.random() < RIGHT.get(name, 0.5) and lose.random() < keep) for _ in range(ITEMS)]
             scores[name] = Score([values], {name: (sum(values) / ITEMS, ITEMS)}, 2.0, False, 8)
         results[label] = ModelScores(

@@ -53,7 +53,13 @@ class ComputedHeads(NamedTuple):
         """Outputs `[B, T, H, D]` of all heads, zero where none are computed, given those of `ids` and `early_ids`."""
         if self.ids is None:
             return outputs
-        every = outputs.new_zeros(*outputs.shape[:2], num_heads, outputs.shape[-1]).index_copy(2, self.ids, outputs)
+        zeros = outputs.new_zeros(*outputs.shape[:2], num_heads, outputs.shape[-1])
+        if not torch.is_grad_enabled():
+            zeros.index_copy_(2, self.ids, outputs)
+            if early_outputs is not None:
+                zeros[:, : self.early].index_copy_(2, self.early_ids, early_outputs)
+            return zeros
+        every = zeros.index_copy(2, self.ids, outputs)
         if early_outputs is None:
             return every
         early = every[:, : self.early].index_copy(2, self.early_ids, early_outputs)
@@ -117,6 +123,7 @@ class MoHLlamaAttention(LlamaAttention):
         )
         dropout = self.attention_dropout if self.training else 0.0
         is_selected = whole_documents and not dropout and is_faster(gate, keys)
+        is_selected = is_selected and (queries.shape[2] == 1 or self.router.has_routed_heads)
         computed = self._computed_heads(queries.shape[2], band, near, is_selected, shard)
         own, attn_weights, early_outputs = computed.queries(queries), None, None
         if computed.early:
@@ -125,7 +132,13 @@ class MoHLlamaAttention(LlamaAttention):
             head_outputs = own
         elif is_selected:
             selected = (gate if computed.ids is None else gate.index_select(-1, computed.ids)) != 0
+            may_split = attention_mask is None and own.shape[2] > 1
+            shared = self._shared_among(computed, shard) if may_split else None
+            if shared is not None:  # these cost least without a choice of queries
+                selected = selected.index_fill(-1, shared, False)
             head_outputs = selected_attention(own, keys, values, selected, *document_starts, self.scaling)
+            if shared is not None:
+                head_outputs.index_copy_(2, shared, self._dense(attention, shared, own, keys, values))
         else:
             module, *states = self._for_heads(computed.ids, keys, values, attention_mask)
             head_outputs, attn_weights = attention(
@@ -135,8 +148,11 @@ class MoHLlamaAttention(LlamaAttention):
         head_outputs = head_outputs.reshape(*hidden_states.shape[:-1], own.shape[1], self.head_dim)
         head_outputs = computed.expand(head_outputs, early_outputs, queries.shape[1])
 
-        gate = computed.mask_gate(gate).to(head_outputs.dtype)
-        head_outputs = self._gate(head_outputs, gate, hidden_states, own_values, document_starts, band, shard)
+        if self._is_fixed(computed, band, near):
+            gate = None
+        else:
+            gate = computed.mask_gate(gate).to(head_outputs.dtype)
+            head_outputs = self._gate(head_outputs, gate, hidden_states, own_values, document_starts, band, shard)
         if band is not None:
             head_outputs = self._add_local_fallbacks(
                 head_outputs, gate, hidden_states, queries, keys, values, band, dropout, near, shard
@@ -234,6 +250,26 @@ class MoHLlamaAttention(LlamaAttention):
                 return ComputedHeads(used, band.early, unused)
         return ComputedHeads(used)
 
+    def _shared_among(self, computed: ComputedHeads, shard: HeadShard | None) -> torch.Tensor | None:
+        """Places of the shared heads among those that are computed; None where there are none."""
+        shared = self.router.shared_heads(shard) if self.router.num_shared else ()
+        if not len(shared):
+            return None
+        return shared if computed.ids is None else torch.searchsorted(computed.ids, shared)
+
+    def _dense(
+        self, attention: Callable, heads: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Causal attention `[B, T, heads, D]` of these heads, without a mask."""
+        module, *states = self._for_heads(heads, keys, values, None)
+        return attention(module, queries.index_select(1, heads), *states, scaling=self.scaling)[0]
+
+    def _is_fixed(self, computed: ComputedHeads, band: Band | Requests | None, near: NearKeys | None) -> bool:
+        """Whether heads with a fallback are off after `band.lead`, and the others are on, in inference."""
+        if computed.ids is None or near is not None or torch.is_grad_enabled():
+            return False
+        return self._is_local and not self.router.has_routed_heads and band.early == band.lead
+
     def _skips_heads(self, length: int, early: int | None) -> bool:
         """Whether full attention is computed for the heads alone that some token of a pass may have on.
 
@@ -312,7 +348,7 @@ class MoHLlamaAttention(LlamaAttention):
     def _add_local_fallbacks(
         self,
         head_outputs: torch.Tensor,
-        gate: torch.Tensor,
+        gate: torch.Tensor | None,
         hidden_states: torch.Tensor,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -322,8 +358,11 @@ class MoHLlamaAttention(LlamaAttention):
         near: NearKeys | None,
         shard: HeadShard | None,
     ) -> torch.Tensor:
-        """Gated head outputs `[B, T, H, D]` plus local fallbacks, which queries before `band.lead` have none of."""
-        is_step = gate.shape[:2] == (1, 1) and has_flash_attention(gate)
+        """Gated head outputs `[B, T, H, D]` plus local fallbacks, which queries before `band.lead` have none of.
+
+        Without a gate heads that have a fallback are off.
+        """
+        is_step = gate is not None and gate.shape[:2] == (1, 1) and has_flash_attention(gate)
         if is_step and bool((gate == 1).all()):  # to ask costs little on a CPU; of several rows one has a head off
             return head_outputs
         if band.read is not None:
@@ -333,7 +372,13 @@ class MoHLlamaAttention(LlamaAttention):
             queries[:, :, lead:], keys, values, hidden_states[:, lead:], band, self.scaling, dropout, near, shard
         )
         heads = self.fallback.heads(shard)
+        if gate is None:
+            head_outputs[:, lead:].index_copy_(2, heads, local)
+            return head_outputs
         off = 1 - gate[:, lead:].index_select(-1, heads)
+        if not torch.is_grad_enabled():
+            head_outputs[:, lead:].index_add_(2, heads, local.mul_(off.unsqueeze(-1)))
+            return head_outputs
         rest = head_outputs[:, lead:].index_add(2, heads, local * off.unsqueeze(-1))
         return torch.cat([head_outputs[:, :lead], rest], dim=1) if lead else rest
 

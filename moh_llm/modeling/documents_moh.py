@@ -96,6 +96,7 @@ class Band(NamedTuple):
         lead: how many first queries are all of this kind, in each row, and are left out.
         step: where keys are, the document's first ones and those of the band, in a step of decoding on a CPU whose rows
             all see the same ones, as many as local attention shows; else None. `index` and `visible` are not read then.
+        masks: what `mask` gave, so that each is made once for all layers.
     """
 
     index: torch.Tensor
@@ -105,6 +106,7 @@ class Band(NamedTuple):
     early: int | None
     lead: int
     step: tuple[slice, slice] | None = None
+    masks: dict[tuple, torch.Tensor] | None = None
     read = None  # keys and values are those that layers are given; see `Requests.read`
 
     @classmethod
@@ -163,7 +165,7 @@ class Band(NamedTuple):
         # In the band a sink is seen there. A document that begins before the band is that of the block's first query.
         is_sink = torch.arange(index.shape[-1], device=positions.device) < sinks
         visible &= ~is_sink | (j < band[..., :1].unsqueeze(-2))
-        return cls(index, torch.cat([visible, p - s >= window + sinks], dim=-1), hidden, all_on, early, lead, step)
+        return cls(index, torch.cat([visible, p - s >= window + sinks], dim=-1), hidden, all_on, early, lead, step, {})
 
     def near(self, begin: int, sinks: int) -> "Band":
         """The band of keys that are the documents' first ones, `sinks`, and then those from the index `begin` on."""
@@ -174,6 +176,22 @@ class Band(NamedTuple):
         steps = torch.arange(self.index.shape[-1], device=self.index.device)
         index = torch.where(steps < sinks, steps, (self.index - begin).clamp_min(0) + sinks)
         return self._replace(index=index)
+
+    def mask(self, batch: int, heads: int, distant: bool, dtype: torch.dtype | None) -> torch.Tensor:
+        """`visible` for `heads` that share keys, with the distant token or without, `[B * N, 1, heads * block, K]`.
+
+        It is boolean, or added to the scores, in `dtype`.
+        """
+        how = batch, heads, distant, dtype
+        if self.masks is not None and how in self.masks:
+            return self.masks[how]
+        mask = self.visible if distant else self.visible[..., :-1]
+        mask = mask.unsqueeze(2).expand(batch, -1, heads, -1, -1).flatten(2, 3).flatten(0, 1).unsqueeze(1)
+        if dtype is not None:
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        if self.masks is not None and not torch.compiler.is_compiling():
+            self.masks[how] = mask
+        return mask
 
     def blocks(self, queries: torch.Tensor, groups: int) -> torch.Tensor:
         """Queries `[B, H, T, D]` by blocks and key-value heads, `[B, N, groups, H / groups, block, D]`."""

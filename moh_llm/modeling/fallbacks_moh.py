@@ -71,12 +71,9 @@ def local_attention(
             tensor[..., -1, size] = 1
     shared, mask = heads // count, None
     if not is_step:  # else all keys that were taken are visible
-        visible = band.visible[..., :-1] if merges or distant is None else band.visible
-        mask = visible.unsqueeze(2).expand(batch, -1, shared, -1, -1).flatten(2, 3).flatten(0, 1).unsqueeze(1)
+        mask = band.mask(batch, shared, distant is not None and not merges, queries.dtype if merges else None)
     given = [tensor.flatten(0, 1) for tensor in (blocks.flatten(3, 4), *taken)]
     if merges:
-        if mask is not None:
-            mask = queries.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
         out, sums = flash_attention(*given, attn_mask=mask, scale=scaling)
     else:
         out = scaled_dot_product_attention(*given, attn_mask=mask, dropout_p=dropout, scale=scaling)

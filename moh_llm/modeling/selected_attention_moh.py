@@ -107,21 +107,18 @@ def _attend(
     cuts = torch.searchsorted(positions, torch.tensor(edges)).tolist()
     sums = torch.promote_types(queries.dtype, torch.float32)
     out, total = torch.empty_like(queries), torch.empty(queries.shape[:3], dtype=sums)
-
-    def within(block: int) -> None:
-        """Queries of a block with the keys of it."""
-        low, high, first, last = cuts[block], cuts[block + 1], edges[block], edges[block + 1]
-        if low == high:
-            return
-        steps = torch.arange(first, last)
-        mask = queries.new_zeros(high - low, last - first).masked_fill_(steps > positions[low:high, None], -torch.inf)
-        rows = slice(low, high)
-        out[:, :, rows], total[:, :, rows] = flash_attention(
-            queries[:, :, rows],
-            *(tensor[:, :, first:last] for tensor in (keys, values)),
-            attn_mask=mask[None, None],
-            scale=scaling,
+    whole = (length - begin) // _BLOCK
+    rest, own = slice(cuts[whole], len(positions)), edges[whole]  # of the last block, which may be shorter
+    if rest.start:
+        first = torch.tensor(cuts[: whole + 1])
+        blocks = (tensor[0, 0, begin:own].view(whole, 1, _BLOCK, -1) for tensor in (keys, values))
+        out[0, 0, : rest.start], total[0, 0, : rest.start] = _in_blocks(
+            queries[0, 0], *blocks, positions, first, scaling
         )
+    if rest.start < rest.stop:
+        taken = (tensor[:, :, own:] for tensor in (keys, values))
+        mask = _causal(positions[rest], length - own, queries.dtype)[None, None]
+        out[:, :, rest], total[:, :, rest] = flash_attention(queries[:, :, rest], *taken, attn_mask=mask, scale=scaling)
 
     def add(rows: slice, first: int, last: int) -> None:
         """Merge the attention of these queries to the keys from `first` to `last`, all of which they see."""
@@ -133,7 +130,7 @@ def _attend(
 
     def halve(low: int, high: int) -> None:
         if high - low == 1:
-            return within(low)
+            return
         middle = (low + high) // 2
         halve(low, middle)
         halve(middle, high)
@@ -142,6 +139,33 @@ def _attend(
     halve(0, len(edges) - 1)
     add(slice(0, len(positions)), 0, begin)  # keys before the first query's block
     return out
+
+
+def _in_blocks(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    first: torch.Tensor,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of queries `[N, D]` to the keys of their own block; keys and values of blocks are `[blocks, 1, K, D]`.
+
+    `first` is where the queries of each block begin and, last, where they end, M. Blocks are a batch, where each has as
+    many queries as the one with the most. Returns outputs `[M, D]` and the log-sum-exp of their scores `[M]`.
+    """
+    index = first[:-1, None] + torch.arange(int(first.diff().max()))
+    places = index < first[1:, None]
+    index = index.clamp_max(len(queries) - 1)
+    mask = _causal(positions[index], keys.shape[2], queries.dtype)[:, None]
+    out, total = flash_attention(queries[index][:, None], keys, values, attn_mask=mask, scale=scaling)
+    return out[:, 0][places], total[:, 0][places]
+
+
+def _causal(positions: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores `[..., length]` of queries at `positions` `[...]` and the first keys of their block."""
+    rows = torch.full((_BLOCK, length), -torch.inf, dtype=dtype).triu(1)  # of which copies cost least
+    return rows.index_select(0, (positions % _BLOCK).flatten()).view(*positions.shape, length)
 
 
 def _merge(

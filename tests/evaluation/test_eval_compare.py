@@ -210,7 +210,7 @@ def shift(record: EvaluationRecord, label: str, **points: float) -> EvaluationRe
 
 def test_a_fall_is_reported_with_where_it_came_from(one) -> None:
     before = one.average.scores["model"].value
-    worse = shift(one, "model", A=-2.1, B=-1.2, C=0.3)
+    worse = shift(one, "model", A=-2.2, B=-1.1, C=0.3)
     # On B the baseline's model is at chance: 46.0 where guessing gives 50.
     old, new = (
         sum(row_of(record, name).scores["model"].value - chance for name, chance in (("A", 25), ("C", 0))) / 2
@@ -219,7 +219,7 @@ def test_a_fall_is_reported_with_where_it_came_from(one) -> None:
     (line,) = check_regression(worse, one, 0.5)
     assert line == (
         f"model: average fell by 1.00 points ({before:.1f} to {before - 1:.1f}) over 3 benchmarks, "
-        "more than --max-drop 0.5; most on A (-2.1), B (-1.2); "
+        "more than --max-drop 0.5; most on A (-2.2), B (-1.1); "
         f"{100 * new / old:.1f} % of the margin over chance is left ({new:.1f} of {old:.1f} points over 2 benchmarks)"
     )
     assert check_regression(worse, one, 1.0) == []  # 1.0000000000000 by rounding is no more than 1

@@ -82,12 +82,18 @@ def hostile(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate" / "generate.py").write_text(f"{code}def generate(*args, **kwargs): ...\n")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    for name in _modules_of_folders():  # of other tests in this process
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("builtins.input", lambda prompt="": "y")
     return folder
 
 
 def _ran(tmp_path: Path) -> bool:
-    return (tmp_path / "it ran").exists() or any(name.startswith("transformers_modules.") for name in sys.modules)
+    return (tmp_path / "it ran").exists() or bool(_modules_of_folders())
+
+
+def _modules_of_folders() -> list[str]:
+    return [name for name in sys.modules if name.startswith("transformers_modules.")]
 
 
 def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path, capsys):

@@ -87,8 +87,8 @@ PATCHES = (
     Patch(
         "a selected query does not see its own key",
         "moh_llm/modeling/selected_attention_moh.py",
-        "steps > positions[low:high, None]",
-        "(steps >= positions[low:high, None]) & (steps > first)",
+        ".triu(1)",
+        ".triu(0).index_fill(-1, torch.tensor([0]), 0.0)",
         (SELECTED,),
     ),
     Patch(
