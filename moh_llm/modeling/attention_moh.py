@@ -109,7 +109,7 @@ class MoHLlamaAttention(LlamaAttention):
             raise ValueError("fallbacks need document_starts, which MoHLlamaModel.forward gives to its layers")
         band = band if self._is_local else None
         queries, keys, own_values, shard = self._project(hidden_states)
-        gate = self._route(hidden_states, queries, band, shard)
+        gate = None if self._needs_no_gate(band) else self._route(hidden_states, queries, band, shard)
 
         cos, sin = position_embeddings
         queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys.transpose(1, 2), cos, sin)
@@ -122,7 +122,7 @@ class MoHLlamaAttention(LlamaAttention):
             self.config._attn_implementation, eager_attention_forward
         )
         dropout = self.attention_dropout if self.training else 0.0
-        is_selected = whole_documents and not dropout and is_faster(gate, keys)
+        is_selected = gate is not None and whole_documents and not dropout and is_faster(gate, keys)
         is_selected = is_selected and (queries.shape[2] == 1 or self.router.has_routed_heads)
         computed = self._computed_heads(queries.shape[2], band, near, is_selected, shard)
         own, attn_weights, early_outputs = computed.queries(queries), None, None
@@ -150,7 +150,7 @@ class MoHLlamaAttention(LlamaAttention):
 
         if self._is_fixed(computed, band, near):
             gate = None
-        else:
+        elif gate is not None:
             gate = computed.mask_gate(gate).to(head_outputs.dtype)
             head_outputs = self._gate(head_outputs, gate, hidden_states, own_values, document_starts, band, shard)
         if band is not None:
@@ -175,6 +175,12 @@ class MoHLlamaAttention(LlamaAttention):
         if self.normed:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         return queries, keys, self.v_proj(hidden_states).view(head_shape), shard
+
+    def _needs_no_gate(self, band: Band | Requests | None) -> bool:
+        """Whether all heads are on for all tokens, in inference, and no hook of the router asks for its logits."""
+        if band is not None or torch.is_grad_enabled() or self.config._attn_implementation == HEAD_SPARSE:
+            return False
+        return self._is_local and not self.router._forward_hooks
 
     def _route(
         self, hidden_states: torch.Tensor, queries: torch.Tensor, band: Band | Requests | None, shard: HeadShard | None
