@@ -15,8 +15,8 @@ import torch
 
 _BLOCK = 256  # tokens between which a mask is used: fewer waste fewer scores, more leave larger products
 _LEAST_QUERIES, _LEAST_KEYS = 1024, 512  # of a prefill, and of a decoding step
-# Over the number of queries: what this costs beyond its share of dense attention, as measured. AMX makes products faster,
-# and not what this does beside them.
+# Over the number of queries: what this costs beyond its share of dense attention, as measured. AMX makes products
+# faster, and not what this does beside them.
 _OVERHEAD, _OVERHEAD_AMX = 400, 3300
 _PARTS = 8  # of the keys of a decoding step, at most
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns the log-sum-exp, too
