@@ -19,7 +19,7 @@ from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests
 from .fallbacks_moh import MoHFallback, MoHLocalFallback
 from .routing_moh import HeadShard, MoHRouter
-from .selected_attention_moh import has_flash_attention, is_faster, selected_attention
+from .selected_attention_moh import dense_heads, has_flash_attention, is_faster, selected_attention
 
 HEAD_SPARSE = "moh_sparse"  # the attention implementation that `moh_llm.kernels` registers
 
@@ -132,13 +132,10 @@ class MoHLlamaAttention(LlamaAttention):
             head_outputs = own
         elif is_selected:
             selected = (gate if computed.ids is None else gate.index_select(-1, computed.ids)) != 0
-            may_split = attention_mask is None and own.shape[2] > 1
-            shared = self._shared_among(computed, shard) if may_split else None
-            if shared is not None:  # these cost least without a choice of queries
-                selected = selected.index_fill(-1, shared, False)
-            head_outputs = selected_attention(own, keys, values, selected, *document_starts, self.scaling)
-            if shared is not None:
-                head_outputs.index_copy_(2, shared, self._dense(attention, shared, own, keys, values))
+            lead = 0 if attention_mask is not None or band is None else band.lead
+            head_outputs = self._selected_outputs(
+                attention, own, keys, values, selected, document_starts, attention_mask, lead
+            )
         else:
             module, *states = self._for_heads(computed.ids, keys, values, attention_mask)
             head_outputs, attn_weights = attention(
@@ -256,19 +253,35 @@ class MoHLlamaAttention(LlamaAttention):
                 return ComputedHeads(used, band.early, unused)
         return ComputedHeads(used)
 
-    def _shared_among(self, computed: ComputedHeads, shard: HeadShard | None) -> torch.Tensor | None:
-        """Places of the shared heads among those that are computed; None where there are none."""
-        shared = self.router.shared_heads(shard) if self.router.num_shared else ()
-        if not len(shared):
-            return None
-        return shared if computed.ids is None else torch.searchsorted(computed.ids, shared)
-
-    def _dense(
-        self, attention: Callable, heads: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    def _selected_outputs(
+        self,
+        attention: Callable,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        selected: torch.Tensor,
+        document_starts: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        lead: int,
     ) -> torch.Tensor:
-        """Causal attention `[B, T, heads, D]` of these heads, without a mask."""
-        module, *states = self._for_heads(heads, keys, values, None)
-        return attention(module, queries.index_select(1, heads), *states, scaling=self.scaling)[0]
+        """Head outputs `[B, T, H, D]` where `selected` `[B, T, H]`, any value elsewhere.
+
+        Without a mask the first queries, `lead`, have dense attention, and so have heads for which that is faster.
+        """
+        positions, starts = (tensor[:, lead:] for tensor in document_starts)
+        selected, later = selected[:, lead:], queries[:, :, lead:]
+        dense = dense_heads(selected, keys) if attention_mask is None and queries.shape[2] > 1 else ()
+        if len(dense):
+            selected = selected.index_fill(-1, dense, False)
+        outputs = selected_attention(later, keys, values, selected, positions, starts, self.scaling)
+        if len(dense):
+            module, *states = self._for_heads(dense, keys, values, None)
+            found, _ = attention(module, queries.index_select(1, dense), *states, scaling=self.scaling)
+            outputs.index_copy_(2, dense, found[:, lead:])
+        if not lead:
+            return outputs
+        first = (tensor[:, :, :lead] for tensor in (queries, keys, values))
+        return torch.cat([attention(self, *first, None, scaling=self.scaling)[0], outputs], dim=1)
 
     def _is_fixed(self, computed: ComputedHeads, band: Band | Requests | None, near: NearKeys | None) -> bool:
         """Whether heads with a fallback are off after `band.lead`, and the others are on, in inference."""

@@ -201,10 +201,6 @@ class MoHRouter(IndexedModule):
         """Whether there are heads that some tokens have on and others do not, beside those with all heads on."""
         return self._used_groups > self.shared_groups
 
-    def shared_heads(self, shard: HeadShard | None = None) -> torch.Tensor:
-        """Sorted ids of the shared heads, which are on for all tokens; with `shard` of its heads."""
-        return self._heads_of(self.index[: self.shared_groups], shard)
-
     def used_heads(self, shard: HeadShard | None = None) -> torch.Tensor:
         """Sorted ids of the heads that some token may have on; with `shard` of its heads, by their numbers there."""
         return self._heads_of(self.index[: self._used_groups], shard)

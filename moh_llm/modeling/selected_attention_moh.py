@@ -43,10 +43,23 @@ def is_faster(gate: torch.Tensor, keys: torch.Tensor) -> bool:
     length = gate.shape[1]
     if length == 1:
         return keys.shape[2] >= _LEAST_KEYS
-    overhead = _OVERHEAD_AMX if keys.dtype == torch.bfloat16 and _has_amx() else _OVERHEAD
-    return length >= max(_LEAST_QUERIES, overhead) and int(gate.count_nonzero()) < gate.numel() * (
-        1 - overhead / length
+    return (
+        length >= _LEAST_QUERIES
+        and _dense_share(length, keys.dtype) > 0
+        and len(dense_heads(gate, keys)) < gate.shape[2]
     )
+
+
+def dense_heads(gate: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Ids of the heads of a gate `[B, T, H]` that are on for so many queries that dense attention takes less time."""
+    return (gate.count_nonzero((0, 1)) >= gate[..., 0].numel() * _dense_share(gate.shape[1], keys.dtype)).nonzero()[
+        :, 0
+    ]
+
+
+def _dense_share(length: int, dtype: torch.dtype) -> float:
+    """From which share of a head's queries on dense attention takes less time; zero or less: always."""
+    return 1 - (_OVERHEAD_AMX if dtype == torch.bfloat16 and _has_amx() else _OVERHEAD) / length
 
 
 @functools.cache

@@ -91,6 +91,8 @@ PLANS = {
         "shared_heads": [[1], [0]],
         "local_heads": [[0], [2, 3]],
     },
+    "start": {"router_type": "threshold", "head_fallback": "local", "local_window": 64, "local_start": 256}
+    | {"shared_heads": [[1], [0]], "local_heads": [[0], [2, 3]]},
     "by groups": {"head_fallback": "local", "local_window": 64, "num_active_heads": 2, "num_shared_heads": 0}
     | {"routing_granularity": "kv_group", "router_type": "linear"},
     "value fallbacks": {"router_type": "linear", "head_fallback": "value"},

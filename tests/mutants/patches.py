@@ -96,6 +96,13 @@ PATCHES = (
         ),
     ),
     Patch(
+        "heads with dense attention are taken from the first queries",
+        "moh_llm/modeling/attention_moh.py",
+        "found[:, lead:]",
+        "found[:, : found.shape[1] - lead]",
+        (SELECTED,),
+    ),
+    Patch(
         "a selected query does not see its own key",
         "moh_llm/modeling/selected_attention_moh.py",
         ".triu(1)",
