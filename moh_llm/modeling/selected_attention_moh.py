@@ -43,18 +43,14 @@ def is_faster(gate: torch.Tensor, keys: torch.Tensor) -> bool:
     length = gate.shape[1]
     if length == 1:
         return keys.shape[2] >= _LEAST_KEYS
-    return (
-        length >= _LEAST_QUERIES
-        and _dense_share(length, keys.dtype) > 0
-        and len(dense_heads(gate, keys)) < gate.shape[2]
-    )
+    pays = length >= _LEAST_QUERIES and _dense_share(length, keys.dtype) > 0
+    return pays and len(dense_heads(gate, keys)) < gate.shape[2]
 
 
 def dense_heads(gate: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Ids of the heads of a gate `[B, T, H]` that are on for so many queries that dense attention takes less time."""
-    return (gate.count_nonzero((0, 1)) >= gate[..., 0].numel() * _dense_share(gate.shape[1], keys.dtype)).nonzero()[
-        :, 0
-    ]
+    least = gate[..., 0].numel() * _dense_share(gate.shape[1], keys.dtype)
+    return (gate.count_nonzero((0, 1)) >= least).nonzero()[:, 0]
 
 
 def _dense_share(length: int, dtype: torch.dtype) -> float:
