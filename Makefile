@@ -5,7 +5,7 @@
 # make test-clients runs TRL's trainers and vLLM (in an environment of its own, of 4 GB) on converted models
 # make test-cluster tokenises and trains on a Slurm and a Ray of two nodes, which it starts on this machine
 # make mutants      puts faults into a copy of the package and sees a test find each
-# make results-check BASE=DIR STORIES=DIR CORPORA=DIR
+# make results-check BASE=DIR STORIES=DIR CORPORA=DIR BENCHMARKS=DIR
 #                   measures a small part of each table of docs/results again and compares; without a folder
 #                   what needs it is left out
 # make docs         builds the documentation in site/, and fails on a broken link

@@ -1,4 +1,4 @@
-"""Run a small part of each measured table again, and compare: `make results-check BASE=DIR STORIES=DIR CORPORA=DIR`.
+"""Run a small part of each measured table again, and compare: `make results-check BASE=DIR ...`.
 
 `docs/results/check.yaml` has the commands, where each figure is in what they print, and how far off it may be. A run
 whose variables are not set is named and left out. Each figure that differs is a line at the end, and the status is 1.

@@ -19,6 +19,7 @@ How large each method is made:
   converted (`scratch.py --save`), not to be compared.
 - MoH with learned shared heads (`-learned-N`): `moh_llm.training.shared_heads`, over the first half of the steps;
   `-first-N` is the same but for the shared heads, which are the first. Both route in one stage.
+- `moh-100`: MoH with all heads on, so that its difference to the dense model is due to the weights of its gates.
 - Static: the heads that are off do not exist, keys and values included, so that it has fewer parameters.
 """
 
@@ -149,6 +150,7 @@ def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Me
     name, usual = f"moh-{SHARES[0]}", methods[f"moh-{SHARES[0]}"].config
     one_stage = {"router_type": "linear"}
     methods |= {
+        "moh-100": moh(fields, size.heads),
         f"{name}-one-stage": moh(fields, active, **one_stage),
         f"{name}-no-shared": moh(fields, active, num_shared_heads=0, **one_stage),
         f"{name}-one-stage-quantized": moh(fields, active, router_score="quantized", **one_stage),
