@@ -3,9 +3,9 @@
     python benchmarks/recovery.py BASE --mixture data_mixtures/paper_local.yaml --output out/recovery_methods
     moh-llm report out/recovery_methods/runs/* --output out/recovery_methods/report
 
-BASE is converted twice at three quarters of its heads: calibrated (the default) and the paper's layer. Every method
-then reads the same text in the same order with the same number of steps. Runs that are finished are kept, and an
-interrupted one goes on, so the same command can be given again.
+BASE is converted three times with the same share of its heads: calibrated (the default), with the same heads for all
+tokens, and to the paper's layer. Every method then reads the same text in the same order with the same number of steps.
+Runs that are finished are kept, and an interrupted one goes on, so the same command can be given again.
 
 With --text the models are then scored on documents of these files, with 95 % intervals over documents and the share of
 13-grams that the mixture's training part holds, too; figures go to OUTPUT/scores.json. Tuning does not read what its
@@ -39,13 +39,14 @@ CROSS_ENTROPY = ["--objective.kind", "cross_entropy"]
 # name: model, recipe, overrides ("HALF": half of the steps), number of seeds
 METHODS: dict[str, tuple[str, str, list[str], int]] = {
     "calibrated-distillation": ("calibrated", FULL, [], 3),
+    "fixed-distillation": ("fixed", FULL, [], 3),
     "paper-distillation": ("paper", FULL, [], 3),
     "calibrated-layers": ("calibrated", FULL, ["--objective.layer_coefficient", "10"], 1),
-    "calibrated-cross-entropy": ("calibrated", FULL, CROSS_ENTROPY, 1),
+    "calibrated-cross-entropy": ("calibrated", FULL, CROSS_ENTROPY, 3),
     "paper-cross-entropy": ("paper", FULL, CROSS_ENTROPY, 1),
     "calibrated-annealed": ("calibrated", FULL, ["--schedule.anneal_steps", "HALF"], 1),
     "paper-annealed": ("paper", FULL, ["--schedule.anneal_steps", "HALF"], 1),
-    "calibrated-lora": ("calibrated", LORA, [], 1),
+    "calibrated-lora": ("calibrated", LORA, [], 3),
 }
 
 
@@ -54,6 +55,10 @@ def main() -> int:
     parser.add_argument("base", help="folder or Hub id of the dense model")
     parser.add_argument("--mixture", required=True, help="text to calibrate with, to tune on and to score on")
     parser.add_argument("--output", type=Path, required=True, help="folder of the models and runs")
+    parser.add_argument("--active-ratio", type=float, default=0.67, help="share of the heads that are on")
+    parser.add_argument("--context", type=int, default=512, help="tokens in a sequence that models are converted for")
+    parser.add_argument("--calibration-tokens", type=int, default=24576)
+    parser.add_argument("--seeds", type=int, default=3, help="of methods that have several, at most 3")
     parser.add_argument("--steps", type=int, default=98, help="of 2,048 tokens each")
     parser.add_argument("--every", type=int, default=14, help="steps between scores")
     parser.add_argument("--run-tokens", type=int, default=4096, help="held-out tokens of a score during a run")
@@ -63,14 +68,14 @@ def main() -> int:
     parser.add_argument("--text", nargs="+", default=[], help="text files or globs to score all models on at the end")
     held_out.add_arguments(parser)
     args = parser.parse_args()
-    models = {"calibrated": ["--calibration", args.mixture], "paper": ["--preset", "paper"]}
+    models = conversions(args)
     for name, flags in models.items():
         folder = args.output / "models" / name
         if not folder.exists():
-            command = [sys.executable, "convert.py", args.base, *flags, "--verify", "quick", "--output"]
+            command = [sys.executable, "convert.py", args.base, *flags, "--verify", "none", "--output"]
             subprocess.run([*command, str(folder.resolve())], check=True, cwd=ROOT)
     # Seeds first: the first one of every method, then the others.
-    jobs = [(seed, name) for seed in range(3) for name in args.only if seed < METHODS[name][3]]
+    jobs = [(seed, name) for seed in range(args.seeds) for name in args.only if seed < METHODS[name][3]]
     lock = threading.Lock()
 
     def run(seed: int, name: str) -> int:
@@ -95,6 +100,15 @@ def main() -> int:
         tuned = {f"{name}-{seed}": args.output / "runs" / f"{name}-{seed}" / "model" for seed, name in jobs}
         score(args, untuned | dict(sorted(tuned.items())))
     return status
+
+
+def conversions(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Words of `convert.py` for each model that a method starts from."""
+    share = ["--active-ratio", f"{args.active_ratio}"]
+    fitted = ["--calibration", args.mixture, "--calibration-tokens", f"{args.calibration_tokens}"]
+    fitted += [*share, "--context", f"{args.context}"]
+    all_models = {"calibrated": fitted, "fixed": [*fitted, "--router", "none"], "paper": ["--preset", "paper", *share]}
+    return {name: words for name, words in all_models.items() if name in {METHODS[method][0] for method in args.only}}
 
 
 def score(args: argparse.Namespace, folders: dict[str, Path]) -> None:

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 _BLOCK = 128  # queries of a block at most: fewer read fewer keys that they do not see, but copy each key more often
+_MULTIPLE = 16  # keys of a block are a multiple of this: with others AMX and masks of bfloat16 take 1.4 times as long
 
 
 def document_starts(
@@ -88,7 +89,7 @@ class Band(NamedTuple):
 
     Attributes:
         index: keys of each block, the document's first ones and those of the band, `[B or 1, N, K]`. Indices below 0 or
-            beyond the last key are not visible.
+            beyond the last key are not visible. The last key of a block never is.
         visible: whether a query sees a key of its block and, last, the distant token, `[B or 1, N, block, K + 1]`.
         hidden: how many keys of causal attention a query does not see, zero or less where none, `[B or 1, T']`.
         all_on: whether a query has all heads on, which its document's first ones have, `[B or 1, T]`.
@@ -153,7 +154,9 @@ class Band(NamedTuple):
 
         # Keys of a block: the document's first ones where they lie before the band, then the band.
         first = positions.view(1, count, block)[:, :, :1]  # [1, N, 1]
-        steps = torch.arange(window + block - 1, device=positions.device)
+        width = window + block - 1
+        width += _MULTIPLE - (sinks + width) % _MULTIPLE
+        steps = torch.arange(width, device=positions.device)
         band = first - window + 1 + steps
         begin = starts.view(-1, count, block)[:, :, :1]
         sink = begin + torch.arange(sinks, device=positions.device)
@@ -178,14 +181,16 @@ class Band(NamedTuple):
         return self._replace(index=index)
 
     def mask(self, batch: int, heads: int, distant: bool, dtype: torch.dtype | None) -> torch.Tensor:
-        """`visible` for `heads` that share keys, with the distant token or without, `[B * N, 1, heads * block, K]`.
+        """`visible` for `heads` that share keys, `[B * N, 1, heads * block, K]`; with a `dtype` added to scores.
 
-        It is boolean, or added to the scores, in `dtype`.
+        With `distant` the distant token takes the place of the last key.
         """
         how = batch, heads, distant, dtype
         if self.masks is not None and how in self.masks:
             return self.masks[how]
-        mask = self.visible if distant else self.visible[..., :-1]
+        mask = self.visible[..., :-1]
+        if distant:
+            mask = torch.cat([self.visible[..., :-2], self.visible[..., -1:]], dim=-1)
         mask = mask.unsqueeze(2).expand(batch, -1, heads, -1, -1).flatten(2, 3).flatten(0, 1).unsqueeze(1)
         if dtype is not None:
             mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

@@ -66,7 +66,8 @@ def local_attention(
         # One more entry of the queries is the score, and one of the values the weight of the distant token.
         scores = (scores / scaling).to(queries.dtype)
         blocks = torch.cat([blocks, scores, scores.new_zeros(1).expand(*scores.shape[:-1], _WIDER - 1)], dim=-1)
-        taken = [pad(tensor, (0, _WIDER, 0, 1)) for tensor in taken]
+        kept = taken[0].shape[3] - (not is_step)  # the last key of a block that is no step is not visible
+        taken = [pad(tensor[..., :kept, :], (0, _WIDER, 0, 1)) for tensor in taken]
         for tensor in taken:
             tensor[..., -1, size] = 1
     shared, mask = heads // count, None

@@ -69,7 +69,7 @@ def near_keys(
         end = their.max().view(1, 1)
         band = Band.of(end - 1, end - their[:, None], window, sinks)
         rows = [add(request, lengths[request] - window, lengths[request]) for request in steps]
-        index = torch.tensor(rows, device=device)[:, None, None] + torch.arange(sinks + window, device=device)
+        index = torch.tensor(rows, device=device)[:, None, None] + torch.arange(band.index.shape[-1], device=device)
         tokens = torch.tensor([token_edges[request] for request in steps], device=device)
         all_on[:, tokens] = False
         parts.append((tokens, band._replace(index=index, step=None)))
