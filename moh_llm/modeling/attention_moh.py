@@ -14,12 +14,19 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .cache_moh import MoHCache, NearKeys
+from .cache_moh import MoHCache, NearKeys, select
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests
 from .fallbacks_moh import MoHFallback, MoHLocalFallback
 from .routing_moh import HeadShard, MoHRouter
-from .selected_attention_moh import dense_heads, has_flash_attention, is_faster, selected_attention
+from .selected_attention_moh import (
+    dense_heads,
+    halved_attention,
+    has_flash_attention,
+    is_faster,
+    is_uneven,
+    selected_attention,
+)
 
 HEAD_SPARSE = "moh_sparse"  # the attention implementation that `moh_llm.kernels` registers
 
@@ -41,7 +48,7 @@ class ComputedHeads(NamedTuple):
         """Select the queries of `ids` from `[B, H, T, D]`."""
         if self.ids is None:
             return queries
-        return queries.transpose(1, 2).index_select(2, self.ids).transpose(1, 2)  # outputs get its strides
+        return select(queries.transpose(1, 2), 2, self.ids).transpose(1, 2)  # outputs get the strides of a copy
 
     def mask_gate(self, gate: torch.Tensor) -> torch.Tensor:
         """The gate `[B, T, H]` with zeros for heads that are not computed at all: they get their fallback."""
@@ -49,11 +56,17 @@ class ComputedHeads(NamedTuple):
             return gate
         return torch.zeros_like(gate).index_copy(-1, self.ids, gate.index_select(-1, self.ids))
 
-    def expand(self, outputs: torch.Tensor, early_outputs: torch.Tensor | None, num_heads: int) -> torch.Tensor:
-        """Outputs `[B, T, H, D]` of all heads, zero where none are computed, given those of `ids` and `early_ids`."""
+    def expand(
+        self, outputs: torch.Tensor, early_outputs: torch.Tensor | None, num_heads: int, is_fixed: bool
+    ) -> torch.Tensor:
+        """Outputs `[B, T, H, D]` of all heads, given those of `ids` and `early_ids`.
+
+        They are zero where none are computed; with `is_fixed` any value, which is overwritten.
+        """
         if self.ids is None:
             return outputs
-        zeros = outputs.new_zeros(*outputs.shape[:2], num_heads, outputs.shape[-1])
+        shape = *outputs.shape[:2], num_heads, outputs.shape[-1]
+        zeros = outputs.new_empty(shape) if is_fixed else outputs.new_zeros(shape)
         if not torch.is_grad_enabled():
             zeros.index_copy_(2, self.ids, outputs)
             if early_outputs is not None:
@@ -138,14 +151,17 @@ class MoHLlamaAttention(LlamaAttention):
             )
         else:
             module, *states = self._for_heads(computed.ids, keys, values, attention_mask)
-            head_outputs, attn_weights = attention(
-                module, own, *states, dropout=dropout, scaling=self.scaling, **kwargs
-            )
+            if computed.ids is not None and not dropout and self._halves(own, *states):
+                head_outputs = halved_attention(own, *states[:2], self.scaling)
+            else:
+                head_outputs, attn_weights = attention(
+                    module, own, *states, dropout=dropout, scaling=self.scaling, **kwargs
+                )
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
         head_outputs = head_outputs.reshape(*hidden_states.shape[:-1], own.shape[1], self.head_dim)
-        head_outputs = computed.expand(head_outputs, early_outputs, queries.shape[1])
-
-        if self._is_fixed(computed, band, near):
+        is_fixed = self._is_fixed(computed, band, near)
+        head_outputs = computed.expand(head_outputs, early_outputs, queries.shape[1], is_fixed)
+        if is_fixed:
             gate = None
         elif gate is not None:
             gate = computed.mask_gate(gate).to(head_outputs.dtype)
@@ -276,12 +292,22 @@ class MoHLlamaAttention(LlamaAttention):
         outputs = selected_attention(later, keys, values, selected, positions, starts, self.scaling)
         if len(dense):
             module, *states = self._for_heads(dense, keys, values, None)
-            found, _ = attention(module, queries.index_select(1, dense), *states, scaling=self.scaling)
+            own = select(queries, 1, dense)
+            if self._halves(own, *states):
+                found = halved_attention(own, *states[:2], self.scaling)
+            else:
+                found, _ = attention(module, own, *states, scaling=self.scaling)
             outputs.index_copy_(2, dense, found[:, lead:])
         if not lead:
             return outputs
         first = (tensor[:, :, :lead] for tensor in (queries, keys, values))
         return torch.cat([attention(self, *first, None, scaling=self.scaling)[0], outputs], dim=1)
+
+    def _halves(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> bool:
+        """Whether to take `halved_attention` in place of SDPA."""
+        return attention_mask is None and self.config._attn_implementation == "sdpa" and is_uneven(queries, keys)
 
     def _is_fixed(self, computed: ComputedHeads, band: Band | Requests | None, near: NearKeys | None) -> bool:
         """Whether heads with a fallback are off after `band.lead`, and the others are on, in inference."""
@@ -327,7 +353,7 @@ class MoHLlamaAttention(LlamaAttention):
         if attention_mask is not None:
             attention_mask = attention_mask[:, :, :early, :seen]
         module, *states = self._for_heads(computed.early_ids, keys, values, attention_mask)
-        own = queries[:, :, :early].index_select(1, computed.early_ids)
+        own = select(queries[:, :, :early], 1, computed.early_ids)
         return attention(module, own, *states, dropout=dropout, scaling=self.scaling)[0]
 
     def _for_heads(
@@ -340,7 +366,10 @@ class MoHLlamaAttention(LlamaAttention):
             attention_mask = attention_mask.index_select(1, heads)
         if keys.shape[1] * self.num_key_value_groups == len(heads):
             return self, keys, values, attention_mask
-        groups = heads // self.num_key_value_groups
+        shared = self.num_key_value_groups
+        groups = heads // shared
+        if heads.device.type == "cpu" and not torch.compiler.is_compiling() and _is_whole(heads.tolist(), shared):
+            return self, *(select(tensor, 1, groups[::shared]) for tensor in (keys, values)), attention_mask
         return _HeadsAlone(self), keys.index_select(1, groups), values.index_select(1, groups), attention_mask
 
     def _gate(
@@ -400,6 +429,14 @@ class MoHLlamaAttention(LlamaAttention):
             return head_outputs
         rest = head_outputs[:, lead:].index_add(2, heads, local * off.unsqueeze(-1))
         return torch.cat([head_outputs[:, :lead], rest], dim=1) if lead else rest
+
+
+def _is_whole(heads: list[int], shared: int) -> bool:
+    """Whether increasing ids of heads are those of whole groups of `shared` heads."""
+    groups = heads[::shared]
+    return heads == [group + step for group in groups for step in range(shared)] and not any(
+        group % shared for group in groups
+    )
 
 
 class _HeadsAlone:

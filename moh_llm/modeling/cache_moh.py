@@ -21,6 +21,13 @@ def as_slice(numbers: list[int]) -> slice | None:
     return found if numbers == list(range(found.start, found.stop, step)) else None
 
 
+def select(tensor: torch.Tensor, dim: int, ids: torch.Tensor) -> torch.Tensor:
+    """`tensor.index_select(dim, ids)` for increasing ids, without a copy where they are a slice and can be read."""
+    can_be_read = ids.device.type == "cpu" and type(ids) is torch.Tensor and not torch.compiler.is_compiling()
+    found = as_slice(ids.tolist()) if can_be_read else None
+    return tensor.index_select(dim, ids) if found is None else tensor[(slice(None),) * dim + (found,)]
+
+
 class NearKeys(NamedTuple):
     """What a `MoHCacheLayer` keeps of the groups that are never on.
 

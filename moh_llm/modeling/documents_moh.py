@@ -220,13 +220,15 @@ class Band(NamedTuple):
         if groups is not None and count * width > tensor.shape[2]:
             tensor, groups = tensor.index_select(1, groups), None
         heads, length = tensor.shape[1:3]
-        index = self.index.clamp(0, length - 1).flatten(1)
-        if rows == 1:
-            taken = tensor.index_select(2, index[0])
+        index, by_token = self.index.clamp(0, length - 1).flatten(1), tensor.transpose(1, 2)
+        if rows == 1 and heads == 1:
+            taken = tensor.index_select(2, index[0]).transpose(1, 2)
+        elif rows == 1:
+            taken = by_token.index_select(1, index[0])  # a token's keys of all heads at once
         else:
-            tensor = tensor.expand(rows, -1, -1, -1)
-            taken = tensor.gather(2, index[:, None, :, None].expand(-1, heads, -1, tensor.shape[-1]))
-        taken = taken.unflatten(2, (count, width)).transpose(1, 2)
+            by_token = by_token.expand(rows, -1, -1, -1)
+            taken = by_token.gather(1, index[:, :, None, None].expand(-1, -1, *by_token.shape[2:]))
+        taken = taken.unflatten(1, (count, width)).transpose(2, 3)
         return taken if groups is None else taken.index_select(2, groups)
 
 

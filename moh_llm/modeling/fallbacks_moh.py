@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .cache_moh import NearKeys, as_slice
+from .cache_moh import NearKeys, as_slice, select
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests
 from .routing_moh import HeadShard, IndexedModule, MoHLinear
@@ -186,7 +186,7 @@ class MoHLocalFallback(IndexedModule):
         for ((never_on, shared), _), slices, own, kind, score, value in zip(
             self.kinds,
             self.slices,
-            queries.index_select(1, heads).split(counts, dim=1),
+            (select(queries, 1, kind) for kind in heads.split(counts)),
             heads.split(counts),
             scores.index_select(1, places).split(counts, dim=1),
             self.distant_value.index_select(0, places).split(counts),
