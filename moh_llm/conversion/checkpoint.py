@@ -25,6 +25,7 @@ REMOTE_CODE = (
     "configuration_moh_llama.py",
     "modeling_moh_llama.py",
     "attention_moh.py",
+    "computed_heads_moh.py",
     "routing_moh.py",
     "fallbacks_moh.py",
     "documents_moh.py",

@@ -1,7 +1,7 @@
 """Mixture-of-Head attention of one layer: LLaMA's attention, a gate per head and token, and fallbacks of heads off."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,69 +14,15 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .cache_moh import MoHCache, NearKeys, select
+from .cache_moh import MoHCache, NearKeys
+from .computed_heads_moh import ComputedHeads, of_early_queries, of_heads, of_selected_queries
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests
 from .fallbacks_moh import MoHFallback, MoHLocalFallback
 from .routing_moh import HeadShard, MoHRouter
-from .selected_attention_moh import (
-    dense_heads,
-    halved_attention,
-    has_flash_attention,
-    is_faster,
-    is_uneven,
-    selected_attention,
-)
+from .selected_attention_moh import has_flash_attention, is_faster
 
 HEAD_SPARSE = "moh_sparse"  # the attention implementation that `moh_llm.kernels` registers
-
-
-class ComputedHeads(NamedTuple):
-    """The heads that full attention computes in one forward pass.
-
-    Attributes:
-        ids: heads that are computed for all queries; None: all heads.
-        early: number of first queries for which the other heads are computed, too.
-        early_ids: these other heads, where `early` is not 0.
-    """
-
-    ids: torch.Tensor | None = None
-    early: int = 0
-    early_ids: torch.Tensor | None = None
-
-    def queries(self, queries: torch.Tensor) -> torch.Tensor:
-        """Select the queries of `ids` from `[B, H, T, D]`."""
-        if self.ids is None:
-            return queries
-        return select(queries.transpose(1, 2), 2, self.ids).transpose(1, 2)  # outputs get the strides of a copy
-
-    def mask_gate(self, gate: torch.Tensor) -> torch.Tensor:
-        """The gate `[B, T, H]` with zeros for heads that are not computed at all: they get their fallback."""
-        if self.ids is None or self.early:
-            return gate
-        return torch.zeros_like(gate).index_copy(-1, self.ids, gate.index_select(-1, self.ids))
-
-    def expand(
-        self, outputs: torch.Tensor, early_outputs: torch.Tensor | None, num_heads: int, is_fixed: bool
-    ) -> torch.Tensor:
-        """Outputs `[B, T, H, D]` of all heads, given those of `ids` and `early_ids`.
-
-        They are zero where none are computed; with `is_fixed` any value, which is overwritten.
-        """
-        if self.ids is None:
-            return outputs
-        shape = *outputs.shape[:2], num_heads, outputs.shape[-1]
-        zeros = outputs.new_empty(shape) if is_fixed else outputs.new_zeros(shape)
-        if not torch.is_grad_enabled():
-            zeros.index_copy_(2, self.ids, outputs)
-            if early_outputs is not None:
-                zeros[:, : self.early].index_copy_(2, self.early_ids, early_outputs)
-            return zeros
-        every = zeros.index_copy(2, self.ids, outputs)
-        if early_outputs is None:
-            return every
-        early = every[:, : self.early].index_copy(2, self.early_ids, early_outputs)
-        return torch.cat([early, every[:, self.early :]], dim=1)
 
 
 class MoHLlamaAttention(LlamaAttention):
@@ -140,23 +86,21 @@ class MoHLlamaAttention(LlamaAttention):
         computed = self._computed_heads(queries.shape[2], band, near, is_selected, shard)
         own, attn_weights, early_outputs = computed.queries(queries), None, None
         if computed.early:
-            early_outputs = self._early_outputs(attention, computed, queries, keys, values, attention_mask, dropout)
+            early_outputs = of_early_queries(
+                self, attention, computed, queries, keys, values, attention_mask, dropout=dropout
+            )
         if not own.shape[1]:
             head_outputs = own
         elif is_selected:
             selected = (gate if computed.ids is None else gate.index_select(-1, computed.ids)) != 0
             lead = 0 if attention_mask is not None or band is None else band.lead
-            head_outputs = self._selected_outputs(
-                attention, own, keys, values, selected, document_starts, attention_mask, lead
+            head_outputs = of_selected_queries(
+                self, attention, own, keys, values, selected, document_starts, attention_mask, lead
             )
         else:
-            module, *states = self._for_heads(computed.ids, keys, values, attention_mask)
-            if computed.ids is not None and not dropout and self._halves(own, *states):
-                head_outputs = halved_attention(own, *states[:2], self.scaling)
-            else:
-                head_outputs, attn_weights = attention(
-                    module, own, *states, dropout=dropout, scaling=self.scaling, **kwargs
-                )
+            head_outputs, attn_weights = of_heads(
+                self, attention, computed.ids, own, keys, values, attention_mask, dropout=dropout, **kwargs
+            )
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
         head_outputs = head_outputs.reshape(*hidden_states.shape[:-1], own.shape[1], self.head_dim)
         is_fixed = self._is_fixed(computed, band, near)
@@ -269,46 +213,6 @@ class MoHLlamaAttention(LlamaAttention):
                 return ComputedHeads(used, band.early, unused)
         return ComputedHeads(used)
 
-    def _selected_outputs(
-        self,
-        attention: Callable,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        selected: torch.Tensor,
-        document_starts: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        lead: int,
-    ) -> torch.Tensor:
-        """Head outputs `[B, T, H, D]` where `selected` `[B, T, H]`, any value elsewhere.
-
-        Without a mask the first queries, `lead`, have dense attention, and so have heads for which that is faster.
-        """
-        positions, starts = (tensor[:, lead:] for tensor in document_starts)
-        selected, later = selected[:, lead:], queries[:, :, lead:]
-        dense = dense_heads(selected, keys) if attention_mask is None and queries.shape[2] > 1 else ()
-        if len(dense):
-            selected = selected.index_fill(-1, dense, False)
-        outputs = selected_attention(later, keys, values, selected, positions, starts, self.scaling)
-        if len(dense):
-            module, *states = self._for_heads(dense, keys, values, None)
-            own = select(queries, 1, dense)
-            if self._halves(own, *states):
-                found = halved_attention(own, *states[:2], self.scaling)
-            else:
-                found, _ = attention(module, own, *states, scaling=self.scaling)
-            outputs.index_copy_(2, dense, found[:, lead:])
-        if not lead:
-            return outputs
-        first = (tensor[:, :, :lead] for tensor in (queries, keys, values))
-        return torch.cat([attention(self, *first, None, scaling=self.scaling)[0], outputs], dim=1)
-
-    def _halves(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention_mask: torch.Tensor | None
-    ) -> bool:
-        """Whether to take `halved_attention` in place of SDPA."""
-        return attention_mask is None and self.config._attn_implementation == "sdpa" and is_uneven(queries, keys)
-
     def _is_fixed(self, computed: ComputedHeads, band: Band | Requests | None, near: NearKeys | None) -> bool:
         """Whether heads with a fallback are off after `band.lead`, and the others are on, in inference."""
         if computed.ids is None or near is not None or torch.is_grad_enabled():
@@ -335,42 +239,6 @@ class MoHLlamaAttention(LlamaAttention):
     def _has_early_heads(self) -> bool:
         """Whether tokens have all heads on whose local attention is not the head's own."""
         return self._is_local and self.config.all_heads_until > self.fallback.window + self.fallback.sinks
-
-    def _early_outputs(
-        self,
-        attention: Callable,
-        computed: ComputedHeads,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        dropout: float,
-    ) -> torch.Tensor:
-        """Outputs `[B, early, heads, D]` of the first queries, of the heads that no later token may have on."""
-        early = computed.early
-        seen = keys.shape[2] - (queries.shape[2] - early)
-        keys, values = keys[:, :, :seen], values[:, :, :seen]
-        if attention_mask is not None:
-            attention_mask = attention_mask[:, :, :early, :seen]
-        module, *states = self._for_heads(computed.early_ids, keys, values, attention_mask)
-        own = select(queries[:, :, :early], 1, computed.early_ids)
-        return attention(module, own, *states, dropout=dropout, scaling=self.scaling)[0]
-
-    def _for_heads(
-        self, heads: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, attention_mask: torch.Tensor | None
-    ) -> tuple["MoHLlamaAttention | _HeadsAlone", torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Module, keys, values and mask to call attention with for these heads, given those of all or of theirs."""
-        if heads is None:
-            return self, keys, values, attention_mask
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
-            attention_mask = attention_mask.index_select(1, heads)
-        if keys.shape[1] * self.num_key_value_groups == len(heads):
-            return self, keys, values, attention_mask
-        shared = self.num_key_value_groups
-        groups = heads // shared
-        if heads.device.type == "cpu" and not torch.compiler.is_compiling() and _is_whole(heads.tolist(), shared):
-            return self, *(select(tensor, 1, groups[::shared]) for tensor in (keys, values)), attention_mask
-        return _HeadsAlone(self), keys.index_select(1, groups), values.index_select(1, groups), attention_mask
 
     def _gate(
         self,
@@ -429,23 +297,3 @@ class MoHLlamaAttention(LlamaAttention):
             return head_outputs
         rest = head_outputs[:, lead:].index_add(2, heads, local * off.unsqueeze(-1))
         return torch.cat([head_outputs[:, :lead], rest], dim=1) if lead else rest
-
-
-def _is_whole(heads: list[int], shared: int) -> bool:
-    """Whether increasing ids of heads are those of whole groups of `shared` heads."""
-    groups = heads[::shared]
-    return heads == [group + step for group in groups for step in range(shared)] and not any(
-        group % shared for group in groups
-    )
-
-
-class _HeadsAlone:
-    """An attention module for attention functions, where each query head comes with its own key-value head."""
-
-    num_key_value_groups = 1
-
-    def __init__(self, attention: MoHLlamaAttention):
-        self._attention = attention
-
-    def __getattr__(self, name: str):
-        return getattr(self._attention, name)

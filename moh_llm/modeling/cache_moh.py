@@ -12,6 +12,13 @@ _MORE = 64  # tokens beyond the window that are kept at least, so that as many c
 _STEPS = 256  # tokens after which older ones are dropped, and for which room is made, all at once
 
 
+def can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether Python may depend on the tensor's numbers: it has some, and no compiler or CUDA graph records."""
+    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) is not torch.Tensor:  # fake tensors have none
+        return False
+    return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
 def as_slice(numbers: list[int]) -> slice | None:
     """Increasing numbers as a slice, by which tensors are not copied; None where they are none."""
     if not numbers:
@@ -23,8 +30,7 @@ def as_slice(numbers: list[int]) -> slice | None:
 
 def select(tensor: torch.Tensor, dim: int, ids: torch.Tensor) -> torch.Tensor:
     """`tensor.index_select(dim, ids)` for increasing ids, without a copy where they are a slice and can be read."""
-    can_be_read = ids.device.type == "cpu" and type(ids) is torch.Tensor and not torch.compiler.is_compiling()
-    found = as_slice(ids.tolist()) if can_be_read else None
+    found = as_slice(ids.tolist()) if ids.device.type == "cpu" and can_be_read(ids) else None
     return tensor.index_select(dim, ids) if found is None else tensor[(slice(None),) * dim + (found,)]
 
 

@@ -12,6 +12,8 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from .cache_moh import can_be_read
+
 _BLOCK = 128  # queries of a block at most: fewer read fewer keys that they do not see, but copy each key more often
 _MULTIPLE = 16  # keys of a block are a multiple of this: with others AMX and masks of bfloat16 take 1.4 times as long
 
@@ -75,13 +77,6 @@ def out_of_sight(positions: torch.Tensor, starts: torch.Tensor, window: int, sin
     return positions - starts + 1 - window - sinks
 
 
-def _can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether Python may depend on the tensor's numbers: it has some, and no compiler or CUDA graph records."""
-    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) is not torch.Tensor:  # fake tensors have none
-        return False
-    return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-
-
 class Band(NamedTuple):
     """Which keys each block of queries sees: what all layers have in common.
 
@@ -129,7 +124,7 @@ class Band(NamedTuple):
         """
         all_on = positions - starts < max(all_on_until, window + sinks)
         early, lead = None, 0
-        if _can_be_read(all_on):
+        if can_be_read(all_on):
             some = all_on.any(0).nonzero()
             early = int(some[-1]) + 1 if len(some) else 0
             if early and all_on_until > window + sinks:  # else local attention is what a head that is skipped has there
@@ -141,7 +136,7 @@ class Band(NamedTuple):
         hidden = out_of_sight(positions, starts, window, sinks)
         length = positions.shape[1]
         step = None
-        if length == 1 and positions.device.type == "cpu" and _can_be_read(positions):
+        if length == 1 and positions.device.type == "cpu" and can_be_read(positions):
             first, last = int(starts[0, 0]), int(positions[0, 0])
             if last - first >= window + sinks and bool((starts == first).all()):
                 step = slice(first, first + sinks), slice(last - window + 1, last + 1)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moh_llm.modeling import attention_moh, selected_attention_moh
+from moh_llm.modeling import attention_moh, computed_heads_moh, selected_attention_moh
 from tests.modeling import naive
 
 
@@ -198,11 +198,11 @@ def test_heads_that_are_computed_for_first_tokens_only_have_the_gradients_of_all
     for skips in (True, False):
         if not skips:
             monkeypatch.setattr(attention_moh.MoHLlamaAttention, "_skips_heads", lambda *args: False)
-        compute = attention_moh.MoHLlamaAttention._early_outputs
+        compute = computed_heads_moh.of_early_queries
         monkeypatch.setattr(
-            attention_moh.MoHLlamaAttention,
-            "_early_outputs",
-            lambda *args, compute=compute, skips=skips: (kinds.append(skips), compute(*args))[1],
+            attention_moh,
+            "of_early_queries",
+            lambda *args, compute=compute, skips=skips, **kwargs: (kinds.append(skips), compute(*args, **kwargs))[1],
         )
         moh.zero_grad()
         moh(ids, labels=ids, output_router_logits=False).loss.backward()

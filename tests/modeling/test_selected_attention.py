@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moh_llm.modeling import attention_moh, selected_attention_moh
+from moh_llm.modeling import computed_heads_moh, selected_attention_moh
 from moh_llm.modeling.selected_attention_moh import _calls, halved_attention, is_uneven, selected_attention
 from tests.modeling.test_local_attention import inputs, naive
 
@@ -106,7 +106,7 @@ def test_the_model_is_that_without_it(make_pair, name, monkeypatch) -> None:
     _, moh = make_pair(max_position_embeddings=2048, **plan)
     calls = []
     monkeypatch.setattr(
-        attention_moh,
+        computed_heads_moh,
         "selected_attention",
         lambda *given: calls.append(given[0].shape[2]) or selected_attention(*given),
     )
@@ -171,7 +171,9 @@ def test_the_model_with_halves_is_that_without(make_pair, router_type, monkeypat
     calls = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(
-        attention_moh, "halved_attention", lambda *given: calls.append(given[0].shape[1]) or halved_attention(*given)
+        computed_heads_moh,
+        "halved_attention",
+        lambda *given: calls.append(given[0].shape[1]) or halved_attention(*given),
     )
     with torch.no_grad():
         moh(ids)
@@ -200,7 +202,7 @@ def test_autocast_is_left_to_dense_attention(make_pair, name) -> None:
 
 def test_masks_of_ones_own_and_all_heads_on_are_left_to_dense_attention(make_pair, monkeypatch) -> None:
     dense, moh = make_pair(max_position_embeddings=2048, num_shared_heads=1, num_active_heads=2, router_type="linear")
-    monkeypatch.setattr(attention_moh, "selected_attention", None)
+    monkeypatch.setattr(computed_heads_moh, "selected_attention", None)
     ids = torch.randint(1, 257, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     last = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-9)[None, None]
     with torch.no_grad():

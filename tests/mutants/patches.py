@@ -97,7 +97,7 @@ PATCHES = (
     ),
     Patch(
         "heads with dense attention are taken from the first queries",
-        "moh_llm/modeling/attention_moh.py",
+        "moh_llm/modeling/computed_heads_moh.py",
         "found[:, lead:]",
         "found[:, : found.shape[1] - lead]",
         (SELECTED,),
@@ -114,6 +114,13 @@ PATCHES = (
         "moh_llm/modeling/selected_attention_moh.py",
         "torch.sigmoid(other[1] - one[1])",
         "torch.sigmoid(one[1] - other[1])",
+        (SELECTED,),
+    ),
+    Patch(
+        "the later half of the queries does not see the earlier half's keys",
+        "moh_llm/modeling/selected_attention_moh.py",
+        "torch.cat([out[:, 0, :, :first], later]",
+        "torch.cat([out[:, 0, :, :first], out[:, 1]]",
         (SELECTED,),
     ),
     Patch(
@@ -167,7 +174,7 @@ PATCHES = (
     ),
     Patch(
         "first queries see keys of their first ones only",
-        "moh_llm/modeling/attention_moh.py",
+        "moh_llm/modeling/computed_heads_moh.py",
         "seen = keys.shape[2] - (queries.shape[2] - early)",
         "seen = early",
         ("tests/modeling/test_documents.py",),
