@@ -28,9 +28,14 @@ def as_slice(numbers: list[int]) -> slice | None:
     return found if numbers == list(range(found.start, found.stop, step)) else None
 
 
+def slice_of(ids: torch.Tensor) -> slice | None:
+    """Increasing ids as a slice; None where they are none, or reading them takes time."""
+    return as_slice(ids.tolist()) if ids.device.type == "cpu" and can_be_read(ids) else None
+
+
 def select(tensor: torch.Tensor, dim: int, ids: torch.Tensor) -> torch.Tensor:
-    """`tensor.index_select(dim, ids)` for increasing ids, without a copy where they are a slice and can be read."""
-    found = as_slice(ids.tolist()) if ids.device.type == "cpu" and can_be_read(ids) else None
+    """`tensor.index_select(dim, ids)` for increasing ids, without a copy where they are a slice."""
+    found = slice_of(ids)
     return tensor.index_select(dim, ids) if found is None else tensor[(slice(None),) * dim + (found,)]
 
 
