@@ -7,8 +7,8 @@ BASE is converted three times with the same share of its heads: calibrated (the 
 tokens, and to the paper's layer. Every method then reads the same text in the same order with the same number of steps.
 Runs that are finished are kept, and an interrupted one goes on, so the same command can be given again.
 
-With --text the models are then scored on documents of these files, with 95 % intervals over documents and the share of
-13-grams that the mixture's training part holds, too; figures go to OUTPUT/scores.json. Tuning does not read what its
+With --text all models of OUTPUT are then scored on documents of these files, with 95 % intervals over documents and the
+share of 13-grams that the mixture's training part holds, too; figures go to OUTPUT/scores.json. Tuning does not read what its
 mixture holds out, which may be taken from its own files (SHARE is the mixture's validation_share):
 
     python benchmarks/recovery.py BASE --mixture MIXTURE --output OUT --held-out-share SHARE --documents 100 \\
@@ -96,9 +96,9 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         status = max(pool.map(lambda job: run(*job), jobs))
     if args.text and not status:
-        untuned = {f"{name}, not tuned": args.output / "models" / name for name in models}
-        tuned = {f"{name}-{seed}": args.output / "runs" / f"{name}-{seed}" / "model" for seed, name in jobs}
-        score(args, untuned | dict(sorted(tuned.items())))
+        untuned = {f"{folder.name}, not tuned": folder for folder in sorted((args.output / "models").iterdir())}
+        tuned = {folder.parent.name: folder for folder in sorted((args.output / "runs").glob("*/model"))}
+        score(args, untuned | tuned)
     return status
 
 
