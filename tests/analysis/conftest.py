@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
@@ -212,3 +213,10 @@ def _input_of(model: MoHLlamaForCausalLM, norm: torch.nn.Module, batch: Batch) -
     model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
     handle.remove()
     return kept[0]
+
+
+@pytest.fixture
+def tokenizer(byte_tokenizer: Callable[[Path], None], tmp_path: Path) -> PreTrainedTokenizerBase:
+    """A token per byte."""
+    byte_tokenizer(tmp_path / "tokenizer")
+    return AutoTokenizer.from_pretrained(tmp_path / "tokenizer")

@@ -47,12 +47,6 @@ def test_balance_of_known_loads() -> None:
     assert load_balance([0.3]) is None and load_balance([]) is None and load_balance([0.0, 0.0]) is None
 
 
-@pytest.fixture
-def tokenizer(byte_tokenizer, tmp_path):
-    byte_tokenizer(tmp_path / "tokenizer")
-    return AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-
-
 def test_each_token_has_the_heads_of_the_loops(make_moh, recompute, tokenizer, plan) -> None:
     model = make_moh(vocab_size=257, **plan)
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
