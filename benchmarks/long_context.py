@@ -33,7 +33,8 @@ from moh_llm.files import write_json
 from moh_llm.intervals import show_figure
 from moh_llm.metrics import Comparison, compare_predictions
 from moh_llm.modeling import MoHLlamaForCausalLM
-from moh_llm.records.model import fingerprint, read_weight_map
+from moh_llm.records.identity import fingerprint
+from moh_llm.records.model import read_weight_map
 
 EDGES = (0, 512, 2048, 8192, 32768, 131072)
 HEADLINE = 2048  # from this position on

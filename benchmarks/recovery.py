@@ -8,8 +8,8 @@ tokens, and to the paper's layer. Every method then reads the same text in the s
 Runs that are finished are kept, and an interrupted one goes on, so the same command can be given again.
 
 With --text all models of OUTPUT are then scored on documents of these files, with 95 % intervals over documents and the
-share of 13-grams that the mixture's training part holds, too; figures go to OUTPUT/scores.json. Tuning does not read what its
-mixture holds out, which may be taken from its own files (SHARE is the mixture's validation_share):
+share of 13-grams that the mixture's training part holds, too; figures go to OUTPUT/scores.json. Tuning does not read
+what its mixture holds out, which may be taken from its own files (SHARE is the mixture's validation_share):
 
     python benchmarks/recovery.py BASE --mixture MIXTURE --output OUT --held-out-share SHARE --documents 100 \\
         --tokens-per-document 128 --text "$CORPORA/redpajama_c4/train*" "$CORPORA/pile/train*"

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from moh_llm.records.evaluation import EvaluationRecord
-from moh_llm.records.model import identify
+from moh_llm.records.identity import identify
 
 Record = dict[str, Any]
 LLAMA_3 = "META LLAMA 3 COMMUNITY LICENSE AGREEMENT\n\nMeta Llama 3 Version Release Date: April 18, 2024\n"

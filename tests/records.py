@@ -11,7 +11,7 @@ from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import Score
 from moh_llm.evaluation.suite import Benchmark, Suite
 from moh_llm.records.evaluation import EvaluationRecord, Row
-from moh_llm.records.model import Identity
+from moh_llm.records.identity import Identity
 from moh_llm.reporting.markdown import render_markdown
 from moh_llm.reporting.report import build_document
 

@@ -8,7 +8,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from moh_llm.errors import UserError
-from moh_llm.records.model import fingerprint, hash_weights, identify, may_be_hub_id, read_weight_map
+from moh_llm.records.identity import fingerprint, hash_weights, identify
+from moh_llm.records.model import may_be_hub_id, read_weight_map
 
 
 @pytest.fixture

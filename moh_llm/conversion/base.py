@@ -17,15 +17,8 @@ from moh_llm.modeling import is_routing_weight
 from moh_llm.modeling.configuration_moh_llama import FORMAT
 from moh_llm.reading import expand_home
 from moh_llm.records.conversion import Base
-from moh_llm.records.model import (
-    LICENCE_NAMES,
-    check_tensors,
-    fingerprint,
-    hash_weights,
-    may_be_hub_id,
-    read_config,
-    read_weight_map,
-)
+from moh_llm.records.identity import fingerprint, hash_weights
+from moh_llm.records.model import LICENCE_NAMES, check_tensors, may_be_hub_id, read_config, read_weight_map
 
 # model_type -> fields that the architecture implies and its config.json does not say.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -77,7 +70,7 @@ class BaseCheckpoint:
         shards: the safetensors files that hold dense tensors, in order.
         weight_map: dense tensor's name -> shard's file name.
         routing_tensors: names of the tensors that a MoH model has beside these.
-        fingerprint: `moh_llm.records.model.fingerprint` of its shards.
+        fingerprint: `moh_llm.records.identity.fingerprint` of its shards.
     """
 
     name: str

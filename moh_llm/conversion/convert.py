@@ -38,9 +38,10 @@ from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.conversion import Arithmetic, Calibration, Conversion, ForwardFlops, Parameters, Plan
+from moh_llm.records.identity import hash_weights
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.lineage import ConversionEntry, read_chain
-from moh_llm.records.model import hash_weights, read_config
+from moh_llm.records.model import read_config
 
 _BATCH_TOKENS = 2048
 QUICK_TOKENS = 2048  # what `--verify quick` reads

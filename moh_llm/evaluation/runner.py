@@ -24,7 +24,7 @@ from moh_llm.evaluation.result_cache import CachedResult, Key, ResultCache, make
 from moh_llm.evaluation.scoring import BenchmarkError, Score, run_benchmark
 from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import Loaded, load_tasks, require_lm_eval
-from moh_llm.records.model import Identity, identify
+from moh_llm.records.identity import Identity, identify
 
 if TYPE_CHECKING:
     import torch

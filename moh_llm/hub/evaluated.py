@@ -8,7 +8,7 @@ from huggingface_hub import EvalResult
 
 from moh_llm.errors import UserError
 from moh_llm.records.evaluation import EvaluationRecord, Row, read_evaluation
-from moh_llm.records.model import identify
+from moh_llm.records.identity import identify
 from moh_llm.reporting.markdown import plain
 
 

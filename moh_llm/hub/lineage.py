@@ -13,8 +13,8 @@ from huggingface_hub.utils import validate_repo_id
 from moh_llm.errors import UserError
 from moh_llm.reading import YAML_BYTES, parse_yaml, read_text
 from moh_llm.records.conversion import Conversion, last_component, read_conversion
+from moh_llm.records.identity import identify
 from moh_llm.records.lineage import Chain, read_chain
-from moh_llm.records.model import identify
 from moh_llm.reporting.evaluations import runs_behind
 from moh_llm.reporting.runs import TrainingRun, read_runs
 

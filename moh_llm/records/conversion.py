@@ -16,8 +16,8 @@ class Base(Record):
     Attributes:
         name: folder or Hub id, as the user gave it.
         revision: commit on the Hub; None for a folder.
-        fingerprint: `moh_llm.records.model.fingerprint` of its shards.
-        dense_sha256: `moh_llm.records.model.WeightHashes.dense` of it.
+        fingerprint: `moh_llm.records.identity.fingerprint` of its shards.
+        dense_sha256: `moh_llm.records.identity.WeightHashes.dense` of it.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Vocabulary(Record):
         base_rows, rows: of the embedding, in the base and now.
         new_tokens: how many of the tokenizer's tokens the base has no row for.
         new_embeddings: "mean" or "pieces": how their rows were made.
-        dense_sha256: `moh_llm.records.model.WeightHashes.dense` of the converted model. The base has another.
+        dense_sha256: `moh_llm.records.identity.WeightHashes.dense` of the converted model. The base has another.
     """
 
     tokenizer: str

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from moh_llm.records.base import Record
 from moh_llm.records.conversion import last_component
-from moh_llm.records.model import WeightHashes
+from moh_llm.records.identity import WeightHashes
 
 NAME = "lineage.json"
 # What figures of a run are against: the checkpoint that the conversion names or, where that is not available, the

@@ -1,18 +1,6 @@
-"""The folder of a model: what a name may refer to, its config and weights, and what identifies it.
+"""The folder of a model: what a name may refer to, its config and its weights."""
 
-Three hashes tell models apart. `identify` reads everything that decides what a model answers, and is what a run, a
-score or a report belongs to. `hash_weights` reads the tensors alone, however they are laid out in files, and is what
-a lineage follows. `fingerprint` reads samples of the files: it finds in an instant that a folder still holds a known
-base, and where it differs, `hash_weights` decides.
-"""
-
-import functools
-import hashlib
-import json
-import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +8,6 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from moh_llm.errors import UserError
-from moh_llm.files import sha256
-from moh_llm.modeling import is_routing_weight
 from moh_llm.reading import read_json
 from moh_llm.records.base import Record
 
@@ -30,13 +16,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 FLOATS = ("BF16", "F16", "F32", "F64")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-# What besides the weights decides what a model answers.
-_SETTINGS = (CONFIG, "generation_config.json", *TOKENIZERS, "special_tokens_map.json", "added_tokens.json")
 # Names of the texts that accompany the weights begin with one of these.
 LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-_CHUNK = 1 << 22  # bytes read at once, by each thread
-_THREADS = 8  # that hash a file
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
 
 
 def may_be_hub_id(name: str) -> bool:
@@ -232,123 +213,3 @@ def save_tensors(tensors: dict[str, Any], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # how the library reports a full disk
         raise UserError(f"cannot write {path.name} ({error}); free some space or name another place") from error
-
-
-# ---- identity
-
-
-class WeightHashes(Record):
-    """SHA-256 over name, dtype, shape and bytes of each tensor, in the order of their names.
-
-    They do not depend on how tensors are laid out in files.
-
-    Attributes:
-        dense: of the tensors that the dense model has, too.
-        routing: of those of routers and fallbacks.
-    """
-
-    dense: str
-    routing: str
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Hashes that identify a model.
-
-    Attributes:
-        sha256: of all that decides its answers: weights, config, tokenizer; of a Hub's model: of its id and commit.
-        weights: SHA-256 of its tensors, of both `WeightHashes`; None for a model on the Hub.
-        revision: commit of a model on the Hub; None for a folder.
-    """
-
-    sha256: str
-    weights: str | None
-    revision: str | None
-
-
-def identify(model: str) -> Identity:
-    """Read all of a model's folder that decides its answers, about a second per GB, or the Hub's commit of it.
-
-    Raises:
-        UserError: the folder's weights cannot be read.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        from transformers import AutoConfig
-
-        commit = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "_commit_hash", None)
-        return Identity(_digest([f"{model} {commit}"]), None, commit)
-    hashes = hash_weights(folder)
-    weights = _digest([hashes.dense, hashes.routing])
-    settings = [f"{sha256(folder / name)} {name}" for name in _SETTINGS if (folder / name).is_file()]
-    return Identity(_digest([weights, *settings]), weights, None)
-
-
-def hash_weights(folder: Path, weight_map: Mapping[str, str] | None = None) -> WeightHashes:
-    """Read all weights of a model's folder, about a second per GB.
-
-    Args:
-        folder: the model's.
-        weight_map: tensor's name -> file's name; None: as the folder's own index has it.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
-    if weight_map is None:
-        weight_map = read_weight_map(folder)[1]
-    lines: dict[bool, list[str]] = {True: [], False: []}
-    for shard in sorted(set(weight_map.values())):
-        for name, line in _describe_tensors(folder / shard):
-            if weight_map.get(name) == shard:
-                lines[is_routing_weight(name)].append(line)
-    dense, routing = (hashlib.sha256("".join(sorted(lines[of])).encode()).hexdigest() for of in (False, True))
-    return WeightHashes(dense=dense, routing=routing)
-
-
-def fingerprint(shards: Sequence[Path]) -> str:
-    """SHA-256 over sizes, headers and evenly spaced samples of safetensors files, in their order."""
-    digest = hashlib.sha256()
-    for shard in shards:
-        size = shard.stat().st_size
-        digest.update(f"{size}\n".encode())
-        with shard.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(header))
-            for sample in range(_SAMPLES):
-                file.seek(8 + header + (size - 8 - header) * sample // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def _describe_tensors(shard: Path) -> tuple[tuple[str, str], ...]:
-    """Name of each tensor of a safetensors file, and a line that tells it from any other."""
-    found = shard.stat()
-    return _read_tensors(shard.resolve(), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-
-
-@functools.lru_cache(maxsize=1024)  # files; a start asks for the hashes of one model several times
-def _read_tensors(shard: Path, size: int, modified: int, changed: int) -> tuple[tuple[str, str], ...]:
-    """The same of a file that has not changed since, by its size in bytes and its times in ns."""
-    with shard.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-
-    def describe(entry: tuple[str, dict[str, Any]]) -> tuple[str, str]:
-        name, about = entry
-        first, last = about["data_offsets"]
-        digest, left = hashlib.sha256(), last - first
-        with shard.open("rb", buffering=0) as file:
-            file.seek(8 + length + first)
-            while left and (chunk := file.read(min(left, _CHUNK))):
-                digest.update(chunk)
-                left -= len(chunk)
-        return name, f"{name} {about['dtype']} {about['shape']} {digest.hexdigest()}\n"
-
-    # hashlib computes beside other threads.
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-        return tuple(threads.map(describe, header.items()))
-
-
-def _digest(lines: list[str]) -> str:
-    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()

@@ -19,8 +19,9 @@ from moh_llm.errors import UserError
 from moh_llm.files import new_folder
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.records.conversion import NAME as CONVERSION
+from moh_llm.records.identity import hash_weights
 from moh_llm.records.lineage import NAME as LINEAGE
-from moh_llm.records.model import check_tensors, hash_weights, licence_texts, read_config, read_weight_map
+from moh_llm.records.model import check_tensors, licence_texts, read_config, read_weight_map
 from moh_llm.training.checkpoints import read_weights
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.reference import Reference, StartingPoint

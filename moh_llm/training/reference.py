@@ -14,6 +14,7 @@ from moh_llm.conversion.base import BaseCheckpoint, is_checkpoint, open_base
 from moh_llm.errors import UserError
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import Base, Conversion, read_conversion
+from moh_llm.records.identity import WeightHashes, hash_weights
 from moh_llm.records.lineage import (
     REFERENCES,
     Chain,
@@ -22,7 +23,6 @@ from moh_llm.records.lineage import (
     mixture_name,
     read_chain,
 )
-from moh_llm.records.model import WeightHashes, hash_weights
 from moh_llm.records.run import ReferenceMark
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.parallel import from_main, loading_full_models

@@ -24,7 +24,8 @@ from moh_llm.errors import UserError
 from moh_llm.files import check_holds_none, sha256, write_text
 from moh_llm.locking import INSIDE
 from moh_llm.reading import parse_json
-from moh_llm.records.model import identify, read_moh_config
+from moh_llm.records.identity import identify
+from moh_llm.records.model import read_moh_config
 from moh_llm.records.run import FileMark, LogLine, ModelMark, RunRecord
 from moh_llm.training.config import TrainConfig, changed_keys
 

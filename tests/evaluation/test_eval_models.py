@@ -16,8 +16,8 @@ from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.suite import load_suite
 from moh_llm.evaluation.verdict import warnings
 from moh_llm.records.conversion import PositionFigures, RetrievalFigures
+from moh_llm.records.identity import Identity
 from moh_llm.records.lineage import RunEntry, read_chain
-from moh_llm.records.model import Identity
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
 
 
 def test_what_a_run_began_with_is_not_what_it_made(converted: Path, tmp_path: Path) -> None:
-    from moh_llm.records.model import identify
+    from moh_llm.records.identity import identify
 
     run = write_run(tmp_path / "run", str(converted), record={"model": {"sha256": identify(str(converted)).sha256}})
     with pytest.raises(UserError, match=r"is the model that the run in .* started from, not its result"):

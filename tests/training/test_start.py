@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from ways import DDP, FSDP, ROOT
 
-from moh_llm.records.model import hash_weights
+from moh_llm.records.identity import hash_weights
 
 FSDP = FSDP | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}  # as in recipes/accelerate/fsdp2.yaml
 
