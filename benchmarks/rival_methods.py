@@ -46,17 +46,19 @@ class Method:
         """What methods have in common that one fitter of a layer serves."""
         if self.router is TopKLabelRouter:  # labels depend on the budget
             return dataclasses.replace(self, plan=dataclasses.replace(self.plan, budgets=None))
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, budgets=None, num_active_heads=None))
+        plan = dataclasses.replace(self.plan, budgets=None, num_active_heads=None, active_ratio=None)
+        return dataclasses.replace(self, plan=plan)
 
 
-def methods_at(active: int, heads: int) -> dict[str, Method]:
+def methods_at(active: float, heads: int) -> dict[str, Method]:
     """All methods but the oracle at a mean of `active` of `heads` heads."""
     even, bare = {"budgets": "even"}, {"fallback": "none"}
 
     def plan(**fields: Any) -> PlanOptions:
-        return PlanOptions(num_active_heads=active, **fields)
+        budget = {"num_active_heads": active} if isinstance(active, int) else {"active_ratio": active / heads}
+        return PlanOptions(**budget, **fields)
 
-    paper, none = {"num_shared_heads": min(active, heads // 2)}, {"num_shared_heads": 0}
+    paper, none = {"num_shared_heads": min(int(active), heads // 2)}, {"num_shared_heads": 0}
     return {
         "ours": Method(plan()),
         "ours, no fallback": Method(plan(**bare)),
@@ -77,7 +79,7 @@ def fit_methods(
     dense: LayerwiseModel,
     batches: Sequence[Batch],
     names: Sequence[str],
-    budgets: Sequence[int],
+    budgets: Sequence[float],
     scratch: Path,
     seed: int,
 ) -> dict[str, dict[str, Any]]:
@@ -195,10 +197,10 @@ def open_candidates(dense: PreTrainedModel, path: Path, names: Sequence[str]) ->
         if name in names:
             candidates[label] = logits_of(model)
         if name == "ours" and "oracle" in names:
-            candidates[label_of("oracle", int(budget))] = by_oracle(model)
+            candidates[label_of("oracle", budget)] = by_oracle(model)
     return candidates
 
 
-def label_of(name: str, budget: int) -> str:
+def label_of(name: str, budget: float | str) -> str:
     """The key of a method at a budget."""
     return f"{name}/{budget}"

@@ -57,13 +57,20 @@ def main() -> int:
     parser.add_argument("--calibration-tokens", type=int, default=24576)
     parser.add_argument("--text", nargs="+", required=True, help="text files or globs, each counts the same")
     held_out.add_arguments(parser)
-    parser.add_argument("--budgets", nargs="+", type=int, default=[7, 6], help="mean active heads")
+    parser.add_argument("--budgets", nargs="+", type=budget_of, default=[7, 6], help="mean active heads, such as 4.5")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the calibration")
     parser.add_argument("--methods", nargs="+", default=list(NAMES), choices=NAMES, metavar="NAME", help="not all")
+    parser.add_argument("--by-text", action="store_true", help="print a table of each text, too")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--output", type=Path, required=True, help="folder of what was fitted, and of figures.json")
     args = parser.parse_args()
     return status_of(run, args)
+
+
+def budget_of(word: str) -> int | float:
+    """A number of heads, which may be a fraction where layers have uneven budgets."""
+    number = float(word)
+    return int(number) if number.is_integer() else number
 
 
 def run(args: argparse.Namespace) -> None:
@@ -72,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
     length = min(held_out.WINDOW, base.config.max_position_embeddings)
     texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
-    asked = {key: value for key, value in vars(args).items() if key not in ("base", "output", "seeds")}
+    asked = {key: value for key, value in vars(args).items() if key not in ("base", "output", "seeds", "by_text")}
     asked |= {"base": base.fingerprint, "torch": torch.__version__, "transformers": transformers.__version__}
     asked["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     args.output.mkdir(parents=True, exist_ok=True)
@@ -104,7 +111,8 @@ def run(args: argparse.Namespace) -> None:
             write_json(path, found)
 
         compare(candidates, logits_of(dense), texts, figures, save)
-    print_table(found, args.seeds, base.config.num_attention_heads)
+    for own in [list(texts), *([name] for name in texts if args.by_text)]:
+        print_table(found, args.seeds, base.config.num_attention_heads, own)
     print(
         f"{args.dtype}, {asked['device']}, torch {torch.__version__}, transformers {transformers.__version__}", end=""
     )
@@ -142,15 +150,14 @@ def sums_of(batches: Sequence[dict[str, Any]], label: str) -> np.ndarray:
     return np.stack(list(sums.values()))
 
 
-def print_table(found: dict[str, Any], seeds: Sequence[int], heads: int) -> None:
-    """A row for each method and budget, in Markdown."""
+def print_table(found: dict[str, Any], seeds: Sequence[int], heads: int, texts: list[str]) -> None:
+    """A row for each method and budget, over these texts, in Markdown."""
     of_seeds = [found["seeds"][str(seed)] for seed in seeds]
-    texts = list(of_seeds[0])
     labels = list(of_seeds[0][texts[0]][0]["sums"])
     one = [sums_of(of_seeds[0][text], labels[0]) for text in texts]
-    print(f"{len(texts)} texts, {sum(map(len, one))} documents, {int(sum(sums[:, 0].sum() for sums in one))} tokens")
+    print(f"{', '.join(texts)}: {sum(map(len, one))} documents, {int(sum(sums[:, 0].sum() for sums in one))} tokens")
     print("| heads | method | KL | x base | seeds |\n|---|---|---|---|---|")
-    order = sorted(labels, key=lambda label: (-int(label.split("/")[1]), NAMES.index(label.split("/")[0])))
+    order = sorted(labels, key=lambda label: (-float(label.split("/")[1]), NAMES.index(label.split("/")[0])))
     for label in order:
         by_seed = [[sums_of(seed[text], label) for text in texts] for seed in of_seeds]
         mean = [np.mean(own, axis=0) for own in zip(*by_seed, strict=True)]  # documents are the same for all seeds
@@ -160,7 +167,7 @@ def print_table(found: dict[str, Any], seeds: Sequence[int], heads: int) -> None
             for figure in (kls, perplexity_ratios)
         )
         name, budget = label.split("/")
-        print(f"| {int(budget) / heads:.3f} | {name} | {kl} | {ratio} | {min(spread):.4f} to {max(spread):.4f} |")
+        print(f"| {float(budget) / heads:.3f} | {name} | {kl} | {ratio} | {min(spread):.4f} to {max(spread):.4f} |")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,16 @@ def test_the_papers_layer_is_that_of_its_preset(command, base, tmp_path):
             assert not logits(batch).equal(logits_of(model)(batch))
 
 
+def test_a_budget_may_be_a_fraction_of_a_head(command, tmp_path):
+    status, _, record, said = command("out", "--methods", "ours", "fixed heads", "--budgets", "4.5", "--by-text")
+    assert status == 0
+    (text,) = record["seeds"]["0"]
+    assert said.count(f"{text}: 6 documents") == 2  # over all texts, and of the only one
+    assert len(re.findall(r"^\| 0\.750 \| (?:ours|fixed heads) \|", said, re.MULTILINE)) == 4
+    for fitted in rival_methods.read_fits(tmp_path / "out" / "fits-0.safetensors").values():
+        assert sum(fitted["config"]["num_active_heads"]) == 9  # of two layers
+
+
 def test_it_goes_on_where_it_stopped(command, one_thread, tmp_path, capsys):
     flags = ["--methods", *PLAIN]
     _, rows, record, _ = command("out", *flags)
