@@ -9,8 +9,6 @@
   the same loop, each in its own process.
 - loop: a step of our loop against one of `transformers.Trainer`, both on the dense LLaMA with the same batch, dtype,
   optimiser and clipping; at most 1.05 is asked.
-- checkpoint: saving and loading a checkpoint against writing and reading as many bytes (hashing included in ours).
-- loss: the most memory that cross-entropy and KL take beyond their inputs, against full logits of student and teacher.
 - processes: tokens/s of two processes (DDP) against one.
 
 Peers take turns within a round, and figures are medians over rounds.
@@ -20,7 +18,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -38,10 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
-from moh_llm.training.checkpoint_writer import CheckpointWriter
-from moh_llm.training.checkpoints import load_checkpoint, newest_checkpoint
-from moh_llm.training.config import CheckpointConfig, DataConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
-from moh_llm.training.losses import token_losses
+from moh_llm.training.config import DataConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from moh_llm.training.optimizer import make_optimizer, set_learning_rates
 from moh_llm.training.parallel import make_accelerator, seed_step
 from moh_llm.training.step import TrainingStep, accumulate_gradients
@@ -56,7 +50,6 @@ FALLBACKS = {
     "local": {"num_shared_heads": 1, "num_active_heads": 5, "router_type": "threshold", "head_fallback": "local"},
     "fixed": {"num_shared_heads": 5, "num_active_heads": 5, "router_type": "none", "head_fallback": "local"},
 }
-VOCABULARY = 128_256  # LLaMA 3's, for the loss
 PROCESSES = multiprocessing.get_context("spawn")
 Step = Callable[[], None]
 
@@ -71,32 +64,24 @@ def main() -> int:
     parser.add_argument("--gradient-checkpointing", action="store_true", help="in --only step")
     parser.add_argument("--dtype", choices=["no", "bf16"], default="bf16", help="mixed precision")
     parser.add_argument("--processes", action="store_true", help="also one process against two")
-    parser.add_argument("--only", nargs="+", choices=["step", "loop", "checkpoint", "loss"], help="not all of them")
+    parser.add_argument("--only", nargs="+", choices=["step", "loop"], help="not both")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    parser.add_argument("--positions", type=int, default=2048, help="positions of the loss whose memory is measured")
-    parser.add_argument("--probe", choices=["rate", "chunked", "full"], help=argparse.SUPPRESS)  # fresh processes
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)  # a process of --processes
     args = parser.parse_args()
-    if args.probe in ("chunked", "full"):
-        print(probe_loss(args.probe, args.positions, SIZES[args.size]["hidden_size"]))
-        return 0
-    wanted = args.only or ["step", "loop", "checkpoint", "loss"]
+    wanted = args.only or ["step", "loop"]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    if args.probe is None:
+    if not args.probe:
         print(f"{args.size}, {args.blocks} x {args.length} tokens a step, mixed precision {args.dtype}, {device}")
     figures: dict[str, Any] = {"device": device}
     with tempfile.TemporaryDirectory() as scratch:
         config = recipe(args, Path(scratch))
-        if args.probe == "rate":
+        if args.probe:
             probe_rate(config, args)
             return 0
         if "step" in wanted:
             figures["step"] = against_dense(config, args)
         if "loop" in wanted:
             figures["loop"] = against_trainer(config, args, scratch)
-        if "checkpoint" in wanted:
-            figures["checkpoint"] = checkpoint(config, args, Path(scratch))
-        if "loss" in wanted:
-            figures["loss"] = loss_memory(args)
     if args.processes:
         figures["processes"] = processes(args)
     if args.json:
@@ -242,80 +227,6 @@ def summary(seconds: dict[str, list[float]], args: argparse.Namespace) -> dict[s
     return {first: statistics.median(mine), second: statistics.median(theirs), "ratio": ratio, "ratios": ratios}
 
 
-def checkpoint(config: TrainConfig, args: argparse.Namespace, scratch: Path) -> dict[str, float]:
-    """Saving and loading against the bare bytes."""
-    model = moh_model(args, dense=False)
-    accelerator = make_accelerator(config)
-    optimizer = make_optimizer(model, config)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    weights = networks.trained_weights(model)
-    seconds: dict[str, list[float]] = {name: [] for name in ("save", "write", "load", "read")}
-    for number in range(1, args.rounds + 1):
-        state = (accelerator, model, optimizer, weights)
-        facts, keep = {"updates": 1, "seconds": 0.0}, CheckpointConfig(save_total_limit=1)
-        writer = CheckpointWriter(scratch / "c", *state, keep)
-        seconds["save"].append(timed(writer.begin, number, facts) + timed(writer.wait))
-        (folder,) = (scratch / "c").iterdir()
-        content = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
-        seconds["write"].append(timed((scratch / "bytes").write_bytes, content))
-        seconds["read"].append(timed((scratch / "bytes").read_bytes))
-        seconds["load"].append(timed(newest_checkpoint, scratch / "c", print) + timed(load_checkpoint, folder, *state))
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    medians["save_ratio"], medians["load_ratio"] = medians["save"] / medians["write"], medians["load"] / medians["read"]
-    print(
-        f"checkpoint of {len(content) / 1e9:.2f} GB: saved in {medians['save']:.2f} s, {medians['save_ratio']:.2f} x "
-        f"writing the bytes; checked and loaded in {medians['load']:.2f} s, {medians['load_ratio']:.2f} x reading them",
-        flush=True,
-    )
-    return medians
-
-
-def loss_memory(args: argparse.Namespace) -> dict[str, float]:
-    """Peak memory of the losses of hidden states beyond them and the head, each in a fresh process."""
-    found = {}
-    for kind in ("chunked", "full"):
-        command = [sys.executable, __file__, "--probe", kind, "--positions", str(args.positions), "--size", args.size]
-        found[kind] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    print(
-        f"KL of {args.positions} positions over {VOCABULARY:,} words, forward and backward: {found['chunked']:.0f} MiB "
-        f"in chunks, {found['full']:.0f} MiB with full logits, ratio {found['chunked'] / found['full']:.3f}",
-        flush=True,
-    )
-    return found
-
-
-def probe_loss(kind: str, positions: int, hidden_size: int) -> float:
-    """MiB that one loss and its gradient take at most."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    draw = torch.Generator().manual_seed(0)
-    hidden, teacher = (torch.randn(positions, hidden_size, generator=draw).to(device) for _ in range(2))
-    head = torch.randn(VOCABULARY, hidden_size, generator=draw).to(device)
-    hidden.requires_grad_(), head.requires_grad_()
-    targets = torch.zeros(positions, dtype=torch.long, device=device)
-    # What has been touched for a little one is not counted.
-    token_losses(hidden[:8], head, targets[:8], teacher[:8], head.detach())[0].backward()
-    hidden.grad = head.grad = None
-    before = peak_mib(device)
-    if kind == "chunked":
-        loss, _ = token_losses(hidden, head, targets, teacher, head.detach())
-    else:
-        own = (hidden @ head.T).log_softmax(-1)
-        other = (teacher @ head.detach().T).log_softmax(-1)
-        loss = torch.nn.functional.kl_div(own, other, log_target=True, reduction="sum")
-    loss.backward()
-    return peak_mib(device) - before
-
-
-def peak_mib(device: str) -> float:
-    """The most memory so far: of the device, or of this process."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-
 def processes(args: argparse.Namespace) -> dict[str, float]:
     """Tokens/s of one and of two processes, each with one thread or one GPU and the same blocks per process."""
     if 0 < torch.cuda.device_count() < 2:
@@ -324,7 +235,7 @@ def processes(args: argparse.Namespace) -> dict[str, float]:
     rates = {}
     for world in (1, 2):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-        command += [__file__, "--probe", "rate", "--size", args.size, "--rounds", str(args.rounds)]
+        command += [__file__, "--probe", "--size", args.size, "--rounds", str(args.rounds)]
         command += ["--length", str(args.length), "--blocks", str(args.blocks), "--dtype", args.dtype]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if not torch.cuda.is_available():
