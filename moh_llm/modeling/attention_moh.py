@@ -15,12 +15,12 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .cache_moh import MoHCache, NearKeys, select, slice_of
-from .computed_heads_moh import ComputedHeads, of_early_queries, of_heads, of_selected_queries
+from .computed_heads_moh import ComputedHeads, for_heads, may_halve, of_early_queries, of_selected_queries
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests
 from .fallbacks_moh import MoHFallback, MoHLocalFallback
 from .routing_moh import HeadShard, MoHRouter
-from .selected_attention_moh import has_flash_attention, is_faster
+from .selected_attention_moh import halved_attention, has_flash_attention, is_faster
 
 HEAD_SPARSE = "moh_sparse"  # the attention implementation that `moh_llm.kernels` registers
 
@@ -98,9 +98,13 @@ class MoHLlamaAttention(LlamaAttention):
                 self, attention, own, keys, values, selected, document_starts, attention_mask, lead
             )
         else:
-            head_outputs, attn_weights = of_heads(
-                self, attention, computed.ids, own, keys, values, attention_mask, dropout=dropout, **kwargs
-            )
+            module, *states = for_heads(self, computed.ids, keys, values, attention_mask)
+            if computed.ids is not None and not dropout and may_halve(self, own, *states):
+                head_outputs = halved_attention(own, *states[:2], self.scaling)
+            else:  # serving engines look for a call of this form
+                head_outputs, attn_weights = attention(
+                    module, own, *states, dropout=dropout, scaling=self.scaling, **kwargs
+                )
         # Backends of serving engines return the heads flattened, hence the reshape before the gate.
         head_outputs = head_outputs.reshape(*hidden_states.shape[:-1], own.shape[1], self.head_dim)
         is_fixed = self._is_fixed(computed, band, near)

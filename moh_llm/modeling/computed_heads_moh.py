@@ -61,6 +61,17 @@ class ComputedHeads(NamedTuple):
         return torch.cat([early, every[:, self.early :]], dim=1)
 
 
+def may_halve(
+    layer: LlamaAttention,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+) -> bool:
+    """Whether to take `halved_attention` in place of SDPA, given what `for_heads` gives, without dropout."""
+    return attention_mask is None and layer.config._attn_implementation == "sdpa" and is_uneven(queries, keys)
+
+
 def of_heads(
     layer: LlamaAttention,
     attention: Callable,
@@ -70,23 +81,15 @@ def of_heads(
     values: torch.Tensor,
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Outputs `[B, T, heads, D]` and weights, if any, of the heads with these ids (None: all) by an attention function.
+) -> torch.Tensor:
+    """Outputs `[B, T, heads, D]` of heads with these ids (None: all), given their queries `[B, heads, T, D]`.
 
-    Args:
-        layer: the attention layer, whose scaling and number of heads per key-value head are taken.
-        queries: `[B, heads, T, D]`, of these heads alone.
-        keys, values: `[B, KV, S, D]`, of all heads, or of the key-value heads that these heads read.
-        attention_mask: as the function takes it.
+    Keys, values and mask are those of `for_heads`.
     """
-    if heads is None:
-        return attention(layer, queries, keys, values, attention_mask, dropout=dropout, scaling=layer.scaling, **kwargs)
-    module, *states = _for_heads(layer, heads, keys, values, attention_mask)
-    is_plain = states[2] is None and not dropout and layer.config._attn_implementation == "sdpa"
-    if is_plain and is_uneven(queries, states[0]):
-        return halved_attention(queries, *states[:2], layer.scaling), None
-    return attention(module, queries, *states, dropout=dropout, scaling=layer.scaling, **kwargs)
+    module, *states = for_heads(layer, heads, keys, values, attention_mask)
+    if heads is not None and not dropout and may_halve(layer, queries, *states):
+        return halved_attention(queries, *states[:2], layer.scaling)
+    return attention(module, queries, *states, dropout=dropout, scaling=layer.scaling)[0]
 
 
 def of_selected_queries(
@@ -111,12 +114,12 @@ def of_selected_queries(
         selected = selected.index_fill(-1, dense, False)
     outputs = selected_attention(later, keys, values, selected, positions, starts, layer.scaling)
     if len(dense):
-        found, _ = of_heads(layer, attention, dense, select(queries, 1, dense), keys, values, None)
+        found = of_heads(layer, attention, dense, select(queries, 1, dense), keys, values, None)
         outputs.index_copy_(2, dense, found[:, lead:])
     if not lead:
         return outputs
     first = (tensor[:, :, :lead] for tensor in (queries, keys, values))
-    return torch.cat([of_heads(layer, attention, None, *first, None)[0], outputs], dim=1)
+    return torch.cat([of_heads(layer, attention, None, *first, None), outputs], dim=1)
 
 
 def of_early_queries(
@@ -134,17 +137,19 @@ def of_early_queries(
     seen = keys.shape[2] - (queries.shape[2] - early)
     own = select(queries[:, :, :early], 1, ids)
     mask = None if attention_mask is None else attention_mask[:, :, :early, :seen]
-    return of_heads(layer, attention, ids, own, keys[:, :, :seen], values[:, :, :seen], mask, dropout=dropout)[0]
+    return of_heads(layer, attention, ids, own, keys[:, :, :seen], values[:, :, :seen], mask, dropout)
 
 
-def _for_heads(
+def for_heads(
     layer: LlamaAttention,
-    heads: torch.Tensor,
+    heads: torch.Tensor | None,
     keys: torch.Tensor,
     values: torch.Tensor,
     attention_mask: torch.Tensor | None,
 ) -> tuple["LlamaAttention | _HeadsAlone", torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Module, keys, values and mask to call attention with for these heads, given those of all or of theirs."""
+    if heads is None:
+        return layer, keys, values, attention_mask
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
         attention_mask = attention_mask.index_select(1, heads)
     shared = layer.num_key_value_groups

@@ -77,6 +77,12 @@ def out_of_sight(positions: torch.Tensor, starts: torch.Tensor, window: int, sin
     return positions - starts + 1 - window - sinks
 
 
+def block_shape(length: int, window: int, sinks: int) -> tuple[int, int]:
+    """Queries of a block of local attention, of so many queries, and keys that it reads, one of which none sees."""
+    block = min(length, window, _BLOCK)
+    return block, ((sinks + window + block - 1) // _MULTIPLE + 1) * _MULTIPLE
+
+
 class Band(NamedTuple):
     """Which keys each block of queries sees: what all layers have in common.
 
@@ -140,7 +146,7 @@ class Band(NamedTuple):
             first, last = int(starts[0, 0]), int(positions[0, 0])
             if last - first >= window + sinks and bool((starts == first).all()):
                 step = slice(first, first + sinks), slice(last - window + 1, last + 1)
-        block = min(length, window, _BLOCK)
+        block, width = block_shape(length, window, sinks)
         count, missing = -(-length // block), -length % block
         starts = torch.minimum(starts, positions)
         if missing:  # the last block repeats the last query
@@ -149,9 +155,7 @@ class Band(NamedTuple):
 
         # Keys of a block: the document's first ones where they lie before the band, then the band.
         first = positions.view(1, count, block)[:, :, :1]  # [1, N, 1]
-        width = window + block - 1
-        width += _MULTIPLE - (sinks + width) % _MULTIPLE
-        steps = torch.arange(width, device=positions.device)
+        steps = torch.arange(width - sinks, device=positions.device)
         band = first - window + 1 + steps
         begin = starts.view(-1, count, block)[:, :, :1]
         sink = begin + torch.arange(sinks, device=positions.device)

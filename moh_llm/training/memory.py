@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.modeling.documents_moh import block_shape
 from moh_llm.records.lineage import read_chain
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import chunk_positions
@@ -258,14 +259,13 @@ def _local(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, sha
     attention, with its mask and two more copies of the outputs.
     """
     c, heads, size, length = precision.products, model.num_attention_heads, model.head_dim, config.data.sequence_length
-    off, block = heads - shared, min(model.local_window, length)
-    keys = model.local_window + block + model.local_sinks
+    off, (block, keys) = heads - shared, block_shape(length, model.local_window, model.local_sinks)
     read = off if off < heads else model.num_key_value_heads
     total = c * off * (2 * (size + 8) + size + keys) + c * read * 2 * (size + 8) * keys // block
     if model.local_start > model.local_window + model.local_sinks:
         again = c * (2 * heads * size + length) if never_on and length > model.local_start else 0
         return total * max(0, length - model.local_start) // length + again
-    return total - (length > keys - block) * c * never_on * 5 * size
+    return total - (length > model.local_window + model.local_sinks) * c * never_on * 5 * size
 
 
 def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision) -> int:
