@@ -25,6 +25,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .attention_moh import HEAD_SPARSE, MoHLlamaAttention
 from .cache_moh import MoHCache
+from .computed_heads_moh import ComputedHeads  # noqa: F401 (transformers 5.2 copies the files that this one imports)
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests, document_starts
 from .experts_moh import expert_balancing_loss
