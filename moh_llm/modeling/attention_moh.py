@@ -15,12 +15,13 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .cache_moh import MoHCache, NearKeys, select, slice_of
-from .computed_heads_moh import ComputedHeads, for_heads, may_halve, of_early_queries, of_selected_queries
+from .computed_heads_moh import ComputedHeads, for_heads, in_halves, of_early_queries, of_selected_queries
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests
 from .fallbacks_moh import MoHFallback, MoHLocalFallback
+from .flash_attention_moh import has_flash_attention
 from .routing_moh import HeadShard, MoHRouter
-from .selected_attention_moh import halved_attention, has_flash_attention, is_faster
+from .selected_attention_moh import is_faster
 
 HEAD_SPARSE = "moh_sparse"  # the attention implementation that `moh_llm.kernels` registers
 
@@ -99,9 +100,8 @@ class MoHLlamaAttention(LlamaAttention):
             )
         else:
             module, *states = for_heads(self, computed.ids, keys, values, attention_mask)
-            if computed.ids is not None and not dropout and may_halve(self, own, *states):
-                head_outputs = halved_attention(own, *states[:2], self.scaling)
-            else:  # serving engines look for a call of this form
+            head_outputs = None if dropout else in_halves(self, computed.ids, own, *states)
+            if head_outputs is None:  # serving engines look for a call of this form
                 head_outputs, attn_weights = attention(
                     module, own, *states, dropout=dropout, scaling=self.scaling, **kwargs
                 )

@@ -10,7 +10,13 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from .cache_moh import can_be_read, select
-from .selected_attention_moh import dense_heads, halved_attention, is_uneven, selected_attention
+from .flash_attention_moh import (
+    attention_with_halved_gradients,
+    halved_attention,
+    has_uneven_gradients,
+    is_uneven,
+)
+from .selected_attention_moh import dense_heads, selected_attention
 
 
 class ComputedHeads(NamedTuple):
@@ -61,15 +67,25 @@ class ComputedHeads(NamedTuple):
         return torch.cat([early, every[:, self.early :]], dim=1)
 
 
-def may_halve(
+def in_halves(
     layer: LlamaAttention,
+    heads: torch.Tensor | None,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     attention_mask: torch.Tensor | None,
-) -> bool:
-    """Whether to take `halved_attention` in place of SDPA, given what `for_heads` gives, without dropout."""
-    return attention_mask is None and layer.config._attn_implementation == "sdpa" and is_uneven(queries, keys)
+) -> torch.Tensor | None:
+    """What SDPA gives without dropout, given what `for_heads` gives, computed in halves; None where that saves no time.
+
+    Outputs of all heads, which `heads` None says, are SDPA's bit for bit.
+    """
+    if attention_mask is not None or layer.config._attn_implementation != "sdpa":
+        return None
+    if has_uneven_gradients(queries, keys):
+        return attention_with_halved_gradients(queries, keys, values, layer.scaling)
+    if heads is None or not is_uneven(queries, keys):
+        return None
+    return halved_attention(queries, keys, values, layer.scaling)
 
 
 def of_heads(
@@ -87,9 +103,10 @@ def of_heads(
     Keys, values and mask are those of `for_heads`.
     """
     module, *states = for_heads(layer, heads, keys, values, attention_mask)
-    if heads is not None and not dropout and may_halve(layer, queries, *states):
-        return halved_attention(queries, *states[:2], layer.scaling)
-    return attention(module, queries, *states, dropout=dropout, scaling=layer.scaling)[0]
+    outputs = None if dropout else in_halves(layer, heads, queries, *states)
+    if outputs is None:
+        outputs = attention(module, queries, *states, dropout=dropout, scaling=layer.scaling)[0]
+    return outputs
 
 
 def of_selected_queries(

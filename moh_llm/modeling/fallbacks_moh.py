@@ -18,8 +18,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from .cache_moh import NearKeys, as_slice, select
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests
+from .flash_attention_moh import flash_attention, has_flash_attention
 from .routing_moh import HeadShard, IndexedModule, MoHLinear
-from .selected_attention_moh import flash_attention, has_flash_attention
 
 _WIDER = 8  # entries that the distant token adds to queries, keys and values: kernels want multiples of 8
 

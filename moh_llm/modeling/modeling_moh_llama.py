@@ -30,6 +30,7 @@ from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests, document_starts
 from .experts_moh import expert_balancing_loss
 from .fallbacks_moh import MoHFallback, MoHLocalFallback
+from .flash_attention_moh import has_flash_attention  # noqa: F401 (as above)
 from .routing_moh import IndexedModule, MoHLinear, MoHRouter, load_balancing_loss
 from .selected_attention_moh import may_select
 

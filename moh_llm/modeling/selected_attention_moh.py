@@ -13,21 +13,14 @@ import itertools
 
 import torch
 
+from .flash_attention_moh import flash_attention, has_flash_attention, merge
+
 _BLOCK = 256  # tokens between which a mask is used: fewer waste fewer scores, more leave larger products
 _LEAST_QUERIES, _LEAST_KEYS = 1024, 512  # of a prefill, and of a decoding step
 # Over the number of queries: what this costs beyond its share of dense attention, as measured. AMX makes products
 # faster, and not what this does beside them.
 _OVERHEAD, _OVERHEAD_AMX = 400, 3300
-_LEAST_HALVES = 4096  # queries that are worth halving where threads have unequal shares of the work
 _PARTS = 8  # of the keys of a decoding step, at most
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns the log-sum-exp, too
-
-
-def has_flash_attention(tensor: torch.Tensor) -> bool:
-    """Whether `flash_attention` can be called: on a CPU, without gradients, outside of autocast and compiled code."""
-    # Autocast leaves queries in another dtype than values, and does not cast the arguments of this function.
-    varied = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    return tensor.device.type == "cpu" and not varied and not torch.compiler.is_compiling()
 
 
 def may_select(implementation: str, attention_mask: object) -> bool:
@@ -62,31 +55,6 @@ def _dense_share(length: int, dtype: torch.dtype) -> float:
 @functools.cache
 def _has_amx() -> bool:
     return bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))  # not there in older versions
-
-
-def is_uneven(queries: torch.Tensor, keys: torch.Tensor) -> bool:
-    """Whether `halved_attention` takes less time than causal attention in one call, for queries `[B, H, T, D]`.
-
-    `flash_attention` gives each thread as many queries, in order of rows and heads, and later queries see more keys. So
-    where threads do not divide the number of heads, one thread has the later half of a head's queries.
-    """
-    rows, length, threads = queries.shape[0] * queries.shape[1], queries.shape[2], torch.get_num_threads()
-    pays = length == keys.shape[2] >= _LEAST_HALVES and rows % threads and rows < 3 * threads
-    return bool(pays) and has_flash_attention(queries)
-
-
-def halved_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Causal attention `[B, T, H, D]` of queries `[B, H, T, D]` and as many keys `[B, KV, T, D]`, in equal halves.
-
-    The earlier and the later half are rows of one call, and the later one also attends to all keys before it.
-    """
-    first = queries.shape[2] // 2
-    half = queries.shape[2] - first  # of an odd number the query in the middle is in both
-    halves = (tensor.unfold(2, half, first).permute(0, 2, 1, 4, 3).flatten(0, 1) for tensor in (queries, keys, values))
-    out, sums = (tensor.unflatten(0, (-1, 2)) for tensor in flash_attention(*halves, is_causal=True, scale=scaling))
-    before = flash_attention(queries[:, :, first:], keys[:, :, :first], values[:, :, :first], scale=scaling)
-    later, _ = _merge((out[:, 1], sums[:, 1]), before)
-    return torch.cat([out[:, 0, :, :first], later], dim=2).transpose(1, 2)
 
 
 def selected_attention(
@@ -172,7 +140,7 @@ def _attend(
             part = flash_attention(
                 queries[:, :, rows], *(tensor[:, :, first:last] for tensor in (keys, values)), scale=scaling
             )
-            out[:, :, rows], total[:, :, rows] = _merge((out[:, :, rows], total[:, :, rows]), part)
+            out[:, :, rows], total[:, :, rows] = merge((out[:, :, rows], total[:, :, rows]), part)
 
     def halve(low: int, high: int) -> None:
         if high - low == 1:
@@ -212,14 +180,6 @@ def _causal(positions: torch.Tensor, length: int, dtype: torch.dtype) -> torch.T
     """What is added to scores `[..., length]` of queries at `positions` `[...]` and the first keys of their block."""
     rows = torch.full((_BLOCK, length), -torch.inf, dtype=dtype).triu(1)  # of which copies cost least
     return rows.index_select(0, (positions % _BLOCK).flatten()).view(*positions.shape, length)
-
-
-def _merge(
-    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to two sets of keys, given each one's outputs `[..., D]` and log-sum-exp of the scores `[...]`."""
-    weight = torch.sigmoid(other[1] - one[1]).unsqueeze(-1).to(one[0].dtype)
-    return one[0].lerp(other[0], weight), torch.logaddexp(one[1], other[1])
 
 
 def _decode(

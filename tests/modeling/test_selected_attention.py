@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moh_llm.modeling import attention_moh, computed_heads_moh, selected_attention_moh
-from moh_llm.modeling.selected_attention_moh import _calls, halved_attention, is_uneven, selected_attention
+from moh_llm.modeling import computed_heads_moh, selected_attention_moh
+from moh_llm.modeling.selected_attention_moh import _calls, selected_attention
 from tests.modeling.test_local_attention import inputs, naive
 
 EVERYTHING = 10**6  # as a window: the loop is then causal attention
@@ -132,64 +132,6 @@ def test_the_model_is_that_without_it(make_pair, name, monkeypatch) -> None:
         found = moh(ids[:1, 20:], past_key_values=cache).logits
         assert calls
         torch.testing.assert_close(found, moh(ids[:1]).logits[:, 20:], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("heads", "kv"), [(1, 1), (3, 1), (4, 4), (6, 2)])
-@pytest.mark.parametrize(("length", "batch"), [(2, 1), (64, 1), (65, 2), (701, 1)])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float64, 1e-12)])
-def test_halves_are_causal_attention(dtype, bound, length, batch, heads, kv) -> None:
-    given = inputs(length, heads=heads, kv=kv, dtype=dtype, batch=batch)
-    expected = naive(*given, torch.zeros(1, length, dtype=torch.long), EVERYTHING, 0, 0.3)
-    found = halved_attention(*given[:3], 0.3)
-    assert found.shape == expected.shape and found.dtype == dtype
-    assert (found.double() - expected).norm() < bound * expected.norm()
-
-
-def test_halves_are_taken_where_a_thread_has_more_work(monkeypatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-
-    def asks(heads: int, length: int, more_keys: int = 0) -> bool:
-        return is_uneven(torch.zeros(1, heads, length, 8), torch.zeros(1, 1, length + more_keys, 8))
-
-    with torch.no_grad():
-        assert asks(1, 8192) and asks(5, 8192)
-        assert not asks(2, 8192) and not asks(9, 8192) and not asks(1, 2048) and not asks(1, 8192, more_keys=1)
-    assert not asks(1, 8192)  # with gradients
-
-
-@pytest.mark.parametrize("router_type", ["none", "threshold"])
-def test_the_model_with_halves_is_that_without(make_pair, router_type, monkeypatch) -> None:
-    fixed = {"shared_heads": [[1], [2, 3]], "local_heads": [[0, 2, 3], [0, 1]]}  # alone, and a whole group
-    plan = {"router_type": router_type, "head_fallback": "local", "local_window": 64, "local_start": 256}
-    plan |= (
-        fixed | {"num_active_heads": [1, 2], "num_shared_heads": [1, 2]}
-        if router_type == "none"
-        else {"shared_heads": [[1], [0]], "local_heads": [[0], [2, 3]]}
-    )
-    _, moh = make_pair(max_position_embeddings=2048, **{"num_shared_heads": 1, "num_active_heads": 2} | plan)
-    ids = torch.randint(1, 257, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    calls = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-
-    def halved(*given):
-        calls.append(given[0].shape[1])
-        return halved_attention(*given)
-
-    monkeypatch.setattr(attention_moh, "halved_attention", halved)
-    monkeypatch.setattr(computed_heads_moh, "halved_attention", halved)
-    with torch.no_grad():
-        moh(ids)
-        assert not calls
-        moh.set_attn_implementation("eager")  # computes all heads
-        expected = moh(ids).logits
-        moh.set_attn_implementation("sdpa")
-        monkeypatch.setattr(selected_attention_moh, "_LEAST_HALVES", 1000)
-        if router_type == "threshold":  # heads that are always on go to dense attention
-            monkeypatch.setattr(selected_attention_moh, "_OVERHEAD", 1)
-            monkeypatch.setattr(selected_attention_moh, "_OVERHEAD_AMX", 1)
-        found = moh(ids).logits
-    assert calls and all(heads % 2 for heads in calls)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -111,17 +111,17 @@ PATCHES = (
     ),
     Patch(
         "parts of attention are merged by the other's weight",
-        "moh_llm/modeling/selected_attention_moh.py",
+        "moh_llm/modeling/flash_attention_moh.py",
         "torch.sigmoid(other[1] - one[1])",
         "torch.sigmoid(one[1] - other[1])",
-        (SELECTED,),
+        ("tests/modeling/test_flash_attention.py",),
     ),
     Patch(
         "the later half of the queries does not see the earlier half's keys",
-        "moh_llm/modeling/selected_attention_moh.py",
+        "moh_llm/modeling/flash_attention_moh.py",
         "torch.cat([out[:, 0, :, :first], later]",
         "torch.cat([out[:, 0, :, :first], out[:, 1]]",
-        (SELECTED,),
+        ("tests/modeling/test_flash_attention.py",),
     ),
     Patch(
         "decoding reads a group only where its first head is on",
