@@ -21,6 +21,7 @@ How large each method is made:
   `-first-N` is the same but for the shared heads, which are the first. Both route in one stage.
 - `moh-100`: MoH with all heads on, so that its difference to the dense model is due to the weights of its gates.
 - Static: the heads that are off do not exist, keys and values included, so that it has fewer parameters.
+- `-averaged`: outputs of heads are averaged, not summed, as MoH's weights do at first; no head is off, and none routed.
 """
 
 import math
@@ -131,12 +132,15 @@ def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Me
         "dense": Method(LlamaConfig(**fields)),
         "dense-gqa": Method(LlamaConfig(**fields | {"num_key_value_heads": size.heads // 2})),
     }
+    averaged = partial(StaticAttention, averaged=True)
+    methods["dense-averaged"] = Method(methods["dense"].config, partial(averaged, heads=size.heads))
     for percent in SHARES:
         active = size.heads * percent // 100
         methods |= {
             f"moh-{percent}": moh(fields, active),
             f"moh-{percent}-quantized": moh(fields, active, router_score="quantized"),
             f"static-{percent}": Method(methods["dense"].config, partial(StaticAttention, heads=active)),
+            f"static-{percent}-averaged": Method(methods["dense"].config, partial(averaged, heads=active)),
             f"moa-{percent}": matched(
                 methods["dense"], partial(MoAAttention, experts=2 * size.heads - 1, active=active), methods["dense"]
             ),

@@ -87,7 +87,7 @@ def switchhead(x: Tensor, w: Weights, size: int, heads: int, active: int, theta:
     return torch.cat(outputs), []
 
 
-def static(x: Tensor, w: Weights, size: int, heads: int, theta: float) -> tuple[Tensor, list]:
+def static(x: Tensor, w: Weights, size: int, heads: int, theta: float, weight: float = 1) -> tuple[Tensor, list]:
     keys: list[list[Tensor]] = [[] for _ in range(heads)]
     values: list[list[Tensor]] = [[] for _ in range(heads)]
     outputs = []
@@ -97,7 +97,8 @@ def static(x: Tensor, w: Weights, size: int, heads: int, theta: float) -> tuple[
             keys[head].append(rotated(token @ part(w["k_proj"], head, size), position, theta))
             values[head].append(token @ part(w["v_proj"], head, size))
             query = rotated(token @ part(w["q_proj"], head, size), position, theta)
-            output = output + attention(query, keys[head], values[head]) @ part(w["o_proj"].T, head, size).T
+            found = attention(query, keys[head], values[head]) @ part(w["o_proj"].T, head, size).T
+            output = output + weight * found
         outputs.append(output)
     return torch.cat(outputs), []
 

@@ -41,6 +41,11 @@ CASES = {
         None,
     ),
     "static": Case(partial(StaticAttention, heads=3), partial(naive.static, size=SIZE, heads=3, theta=THETA), None),
+    "static, averaged": Case(
+        partial(StaticAttention, heads=3, averaged=True),
+        partial(naive.static, size=SIZE, heads=3, theta=THETA, weight=1 / 3),
+        None,
+    ),
     "gqe": Case(
         partial(GQEAttention, active=1),
         partial(naive.gqe, size=SIZE, groups=2, active=1, theta=THETA),
