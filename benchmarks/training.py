@@ -6,7 +6,8 @@
 - step: a step of cross-entropy of the MoH model (value fallbacks, three quarters of the heads by a linear router; or
   local ones, half of them by a threshold; in both all heads are computed and masked; or local ones and the same five
   of nine heads for all tokens, "fixed", where full attention of the others is left out) against the dense model with
-  the same loop, each in its own process.
+  the same loop, each in its own process. The dense model's attention is one call of SDPA, as in transformers. With
+  `--against all-heads` it is the MoH model with all heads on, whose gradients a CPU may compute in halves.
 - loop: a step of our loop against one of `transformers.Trainer`, both on the dense LLaMA with the same batch, dtype,
   optimiser and clipping; at most 1.05 is asked.
 - processes: tokens/s of two processes (DDP) against one.
@@ -33,7 +34,7 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from moh_llm.conversion.plan import PlanOptions
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, computed_heads_moh
 from moh_llm.training import networks
 from moh_llm.training.config import DataConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from moh_llm.training.optimizer import make_optimizer, set_learning_rates
@@ -62,6 +63,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=2, help="blocks of a step, in one pass")
     parser.add_argument("--fallback", choices=FALLBACKS, default="value")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="in --only step")
+    parser.add_argument("--against", choices=["dense", "all-heads"], default="dense", help="the peer of step")
     parser.add_argument("--dtype", choices=["no", "bf16"], default="bf16", help="mixed precision")
     parser.add_argument("--processes", action="store_true", help="also one process against two")
     parser.add_argument("--only", nargs="+", choices=["step", "loop"], help="not both")
@@ -142,7 +144,8 @@ def our_step(config: TrainConfig, args: argparse.Namespace, model: MoHLlamaForCa
 
 
 def dense_step(config: TrainConfig, args: argparse.Namespace) -> Step:
-    """The same of the dense twin."""
+    """The same of the dense model, whose attention is from then on, in this process, one call of SDPA."""
+    computed_heads_moh.has_uneven_gradients = lambda *_: False
     return our_step(config, args, moh_model(args, dense=True))
 
 
@@ -183,16 +186,16 @@ def against_trainer(config: TrainConfig, args: argparse.Namespace, scratch: str)
 
 
 def against_dense(config: TrainConfig, args: argparse.Namespace) -> dict[str, float]:
-    """Steps of the MoH model and of its dense twin in turn, each in a process of its own.
+    """Steps of the MoH model and of its peer in turn, each in a process of its own.
 
     In one process they would share a heap, and the smaller of the two would find the memory it needs already mapped
     where the other has to ask for more: a difference that nobody who trains one model meets.
     """
-    seconds: dict[str, list[float]] = {"MoH": [], "dense": []}
+    seconds: dict[str, list[float]] = {"MoH": [], args.against: []}
     pipes = {}
     for name in seconds:
         pipes[name], end = PROCESSES.Pipe()
-        PROCESSES.Process(target=take_turns, args=(config, args, name == "dense", end), daemon=True).start()
+        PROCESSES.Process(target=take_turns, args=(config, args, name, end), daemon=True).start()
         pipes[name].recv()
     for _ in range(args.rounds):
         for name, pipe in pipes.items():
@@ -203,9 +206,9 @@ def against_dense(config: TrainConfig, args: argparse.Namespace) -> dict[str, fl
     return summary(seconds, args)
 
 
-def take_turns(config: TrainConfig, args: argparse.Namespace, dense: bool, pipe: Connection) -> None:
+def take_turns(config: TrainConfig, args: argparse.Namespace, name: str, pipe: Connection) -> None:
     """A peer's process: a step, and its seconds, whenever a message asks for it."""
-    step = our_step(config, args, moh_model(args, dense))
+    step = dense_step(config, args) if name == "dense" else our_step(config, args, moh_model(args, name != "MoH"))
     step()
     pipe.send("ready")
     while pipe.recv() is not None:

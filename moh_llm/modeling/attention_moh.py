@@ -14,11 +14,11 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .cache_moh import MoHCache, NearKeys, select, slice_of
+from .cache_moh import MoHCache, NearKeys, select
 from .computed_heads_moh import ComputedHeads, for_heads, in_halves, of_early_queries, of_selected_queries
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests
-from .fallbacks_moh import MoHFallback, MoHLocalFallback
+from .fallbacks_moh import MoHFallback, MoHLocalFallback, add_where_off
 from .flash_attention_moh import has_flash_attention
 from .routing_moh import HeadShard, MoHRouter
 from .selected_attention_moh import is_faster
@@ -291,17 +291,9 @@ class MoHLlamaAttention(LlamaAttention):
         local = self.fallback(
             queries[:, :, lead:], keys, values, hidden_states[:, lead:], band, self.scaling, dropout, near, shard
         )
-        heads, later = self.fallback.heads(shard), head_outputs[:, lead:]
+        heads = self.fallback.heads(shard)
         if gate is None:
-            later.index_copy_(2, heads, local)
+            head_outputs[:, lead:].index_copy_(2, heads, local)
             return head_outputs
         off = (1 - select(gate[:, lead:], 2, heads)).unsqueeze(-1)
-        if torch.is_grad_enabled():
-            rest = later.index_add(2, heads, local * off)
-            return torch.cat([head_outputs[:, :lead], rest], dim=1) if lead else rest
-        places = slice_of(heads)
-        if places is None:
-            later.index_add_(2, heads, local.mul_(off))
-        else:
-            later[:, :, places].addcmul_(local, off)  # in a third of the time
-        return head_outputs
+        return add_where_off(head_outputs, local, off, heads, lead)

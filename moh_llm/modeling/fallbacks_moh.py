@@ -13,12 +13,19 @@ from collections import Counter
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .cache_moh import NearKeys, as_slice, select
+from .cache_moh import NearKeys, as_slice, select, slice_of
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests
-from .flash_attention_moh import flash_attention, has_flash_attention
+from .flash_attention_moh import (
+    attention_and_distant,
+    dtype_of_attention,
+    flash_attention,
+    has_flash_attention,
+    has_flash_gradients,
+)
 from .routing_moh import HeadShard, IndexedModule, MoHLinear
 
 _WIDER = 8  # entries that the distant token adds to queries, keys and values: kernels want multiples of 8
@@ -53,36 +60,37 @@ def local_attention(
     """
     batch, heads, length, size = queries.shape
     taken, is_step = [band.take(tensor, groups) for tensor in (keys, values)], band.step is not None
-    merges = has_flash_attention(queries) and not dropout
-    if is_step and merges:
+    merges = not dropout and (has_flash_attention(queries) or has_flash_gradients(queries))
+    if is_step and has_flash_attention(queries) and not dropout:
         return _of_step(queries, *taken, band.hidden, scaling, distant)
     count = taken[0].shape[2]
-    blocks = band.blocks(queries, count)
-    scores = None
+    blocks, shared = band.blocks(queries, count), heads // count
+    scores, mask = None, None
     if distant is not None:
         scores = distant[0] + band.hidden.clamp_min(1).log().unsqueeze(1)
+        scores = scores.masked_fill(band.hidden.unsqueeze(1) < 1, -torch.inf) if merges else scores
         scores = band.blocks(scores.unsqueeze(-1), count)
-    if not merges and distant is not None:
-        # One more entry of the queries is the score, and one of the values the weight of the distant token.
-        scores = (scores / scaling).to(queries.dtype)
-        blocks = torch.cat([blocks, scores, scores.new_zeros(1).expand(*scores.shape[:-1], _WIDER - 1)], dim=-1)
-        kept = taken[0].shape[3] - (not is_step)  # the last key of a block that is no step is not visible
-        taken = [pad(tensor[..., :kept, :], (0, _WIDER, 0, 1)) for tensor in taken]
-        for tensor in taken:
-            tensor[..., -1, size] = 1
-    shared, mask = heads // count, None
     if not is_step:  # else all keys that were taken are visible
-        mask = band.mask(batch, shared, distant is not None and not merges, queries.dtype if merges else None)
-    given = [tensor.flatten(0, 1) for tensor in (blocks.flatten(3, 4), *taken)]
+        mask = band.mask(
+            batch, shared, distant is not None and not merges, dtype_of_attention(keys) if merges else None
+        )
     if merges:
-        out, sums = flash_attention(*given, attn_mask=mask, scale=scaling)
+        given = [tensor.flatten(0, 1) for tensor in (blocks, *taken)]
+        token = None if scores is None else (scores[..., 0].flatten(0, 1), distant[1].view(count, shared, 1, size))
+        out = attention_and_distant(*given, mask, scaling, token)
     else:
+        if distant is not None:
+            # One more entry of the queries is the score, and one of the values the weight of the distant token.
+            scores = (scores / scaling).to(queries.dtype)
+            blocks = torch.cat([blocks, scores, scores.new_zeros(1).expand(*scores.shape[:-1], _WIDER - 1)], dim=-1)
+            kept = taken[0].shape[3] - (not is_step)  # the last key of a block that is no step is not visible
+            taken = [pad(tensor[..., :kept, :], (0, _WIDER, 0, 1)) for tensor in taken]
+            for tensor in taken:
+                tensor[..., -1, size] = 1
+        given = [tensor.flatten(0, 1) for tensor in (blocks.flatten(3, 4), *taken)]
         out = scaled_dot_product_attention(*given, attn_mask=mask, dropout_p=dropout, scale=scaling)
     # [B, N, KV, H / KV, block, D] to [B, T, H, D]
     out = out.view(blocks.shape[:-1] + out.shape[-1:])
-    if merges and scores is not None:
-        weights = torch.sigmoid(scores - sums.view(scores.shape)) * band.blocks(band.hidden[:, None, :, None] > 0, 1)
-        out = out.lerp(distant[1].to(out.dtype).view(count, shared, 1, size), weights.to(out.dtype))
     out = out.permute(0, 1, 4, 2, 3, 5).reshape(batch, -1, heads, out.shape[-1])[:, :length]
     if merges or distant is None:
         return out
@@ -206,6 +214,54 @@ class MoHLocalFallback(IndexedModule):
         if len(outputs) == 1:
             return outputs[0]
         return torch.cat(outputs, dim=2) if outputs else queries.transpose(1, 2)[:, :, :0]
+
+
+class _Added(torch.autograd.Function):
+    """Head outputs `[B, T, H, D]` plus `local * off` for these heads, of all queries but the first `lead`.
+
+    `local` is `[B, T - lead, len(heads), D]`, `off` `[B, T - lead, len(heads), 1]`. Without the zeros that gradients of
+    slices are filled up with.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, head_outputs: torch.Tensor, local: torch.Tensor, off: torch.Tensor, heads: torch.Tensor, lead: int
+    ) -> torch.Tensor:
+        """The sum."""
+        ctx.save_for_backward(local, off, heads)
+        ctx.lead = lead
+        return _add(head_outputs.clone(), local, off, heads, lead)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of head outputs, local attention, and `off`."""
+        local, off, heads = ctx.saved_tensors
+        own = select(gradient[:, ctx.lead :], 2, heads)
+        return gradient, own * off, (own * local).sum(-1, keepdim=True), None, None
+
+
+def add_where_off(
+    head_outputs: torch.Tensor, local: torch.Tensor, off: torch.Tensor, heads: torch.Tensor, lead: int
+) -> torch.Tensor:
+    """Head outputs `[B, T, H, D]` plus `local * off` for these heads, of all queries but the first `lead`.
+
+    Without gradients in place. `local` is `[B, T - lead, len(heads), D]`, `off` the same with 1 for D.
+    """
+    if torch.is_grad_enabled():
+        return _Added.apply(head_outputs, local.to(head_outputs.dtype), off, heads, lead)
+    return _add(head_outputs, local, off, heads, lead)
+
+
+def _add(
+    head_outputs: torch.Tensor, local: torch.Tensor, off: torch.Tensor, heads: torch.Tensor, lead: int
+) -> torch.Tensor:
+    later, places = head_outputs[:, lead:], slice_of(heads)
+    if places is None:
+        later.index_add_(2, heads, local * off)
+    else:
+        later[:, :, places].addcmul_(local, off)  # in a third of the time
+    return head_outputs
 
 
 class MoHFallback(IndexedModule):

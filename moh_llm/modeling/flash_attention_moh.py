@@ -1,4 +1,6 @@
-"""PyTorch's flash attention on a CPU: its kernel, parts of it merged, and causal attention in halves for even threads.
+"""PyTorch's flash attention on a CPU: its kernel, parts of it merged, causal attention in halves, and gradients.
+
+Given the outputs and the log-sum-exp of all keys, the kernel's gradients of some keys are their share of the whole.
 
 Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size.
 """
@@ -18,6 +20,11 @@ def has_flash_attention(tensor: torch.Tensor) -> bool:
     # Autocast leaves queries in another dtype than values, and does not cast the arguments of this function.
     varied = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     return tensor.device.type == "cpu" and not varied and not torch.compiler.is_compiling()
+
+
+def has_flash_gradients(tensor: torch.Tensor) -> bool:
+    """Whether the functions of this file that compute gradients can be called: on a CPU, outside of compiled code."""
+    return tensor.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def merge(
@@ -45,9 +52,7 @@ def has_uneven_gradients(queries: torch.Tensor, keys: torch.Tensor) -> bool:
     Going backward the kernel gives whole key-value heads to threads: of three on two threads one thread has two.
     """
     tasks, length, threads = keys.shape[0] * keys.shape[1], queries.shape[2], torch.get_num_threads()
-    if not length == keys.shape[2] >= _LEAST_HALF_GRADIENTS:
-        return False
-    if queries.device.type != "cpu" or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not (length == keys.shape[2] >= _LEAST_HALF_GRADIENTS and has_flash_gradients(queries)):
         return False
     return _share_of_most(tasks, threads) > _COST_OF_HALVES * _share_of_most(2 * tasks, threads)
 
@@ -74,17 +79,91 @@ def attention_with_halved_gradients(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """`halved_attention` going backward alone: outputs are those of one call, gradients are computed in halves."""
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        queries, keys, values = (tensor.to(dtype) for tensor in (queries, keys, values))
-    return _HalvedGradients.apply(queries, keys, values, scaling).transpose(1, 2)
+    return _HalvedGradients.apply(*_autocast(queries, keys, values), scaling).transpose(1, 2)
+
+
+def attention_and_distant(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    distant: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """Attention of heads that share keys, where each has one more entry of the softmax: its distant token's.
+
+    Args:
+        queries: `[B, KV, M, T, D]`, of M heads that share keys and values.
+        keys, values: `[B, KV, S, D]`.
+        mask: added to the scores of the M heads' queries, `[B, 1, M * T, S]`; it has no gradient.
+        scaling: factor of the scores.
+        distant: scores of the distant tokens, already scaled, `[B, KV, M, T]`, -inf where there is none, and their
+            values `[KV, M, 1, D]`.
+
+    Returns:
+        Head outputs `[B, KV, M, T, D]`.
+    """
+    size, heads = queries.shape, queries.shape[2]
+    given = _autocast(queries.flatten(2, 3), keys, values)
+    return _AttentionAndDistant.apply(*given, mask, scaling, heads, *(distant or (None, None))).view(size)
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What autocast makes of the arguments of SDPA."""
+    return tuple(tensor.to(dtype_of_attention(tensor)) for tensor in tensors)
+
+
+def dtype_of_attention(tensor: torch.Tensor) -> torch.dtype:
+    """What SDPA computes in, given its queries, keys or values."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tensor.dtype
+
+
+class _AttentionAndDistant(torch.autograd.Function):
+    """See `attention_and_distant`; queries and outputs are `[B, KV, M * T, D]`."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float,
+        heads: int,
+        scores: torch.Tensor | None,
+        value: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Outputs."""
+        out, sums = flash_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+        if scores is not None:
+            weights = torch.sigmoid(scores.flatten(2, 3) - sums).unsqueeze(-1).to(out.dtype)
+            out, weights = (tensor.unflatten(2, (heads, -1)) for tensor in (out, weights))
+            out = out.lerp(value.to(out.dtype), weights).flatten(2, 3)
+            sums = torch.logaddexp(scores.flatten(2, 3), sums)
+        ctx.save_for_backward(queries, keys, values, mask, out, sums, scores, value)
+        ctx.scaling, ctx.heads = scaling, heads
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of queries, keys, values, and of the distant tokens' scores and values."""
+        queries, keys, values, mask, out, sums, scores, value = ctx.saved_tensors
+        gradient, of_scores, of_value = gradient.contiguous(), None, None
+        found = _flash_gradients(
+            gradient, queries, keys, values, out, sums, 0.0, False, attn_mask=mask, scale=ctx.scaling
+        )
+        if scores is not None:
+            given, out, sums = (tensor.unflatten(2, (ctx.heads, -1)) for tensor in (gradient, out, sums))
+            weights = (scores - sums).exp()
+            of_scores = weights * (given * (value.to(out.dtype) - out)).sum(-1, dtype=sums.dtype)
+            of_value = torch.einsum("bkmt,bkmtd->kmd", weights.to(given.dtype), given).unsqueeze(2)
+            of_scores, of_value = of_scores.to(scores.dtype), of_value.to(value.dtype)
+        return *found, None, None, None, of_scores, of_value
 
 
 class _HalvedGradients(torch.autograd.Function):
-    """Causal attention whose gradients are those of three parts: each half to itself, and the later to the earlier one.
-
-    Given the outputs and the log-sum-exp of all parts, the kernel's gradients of a part are its share of the whole.
-    """
+    """Causal attention with gradients of three parts: each half to itself, and the later one to the earlier one."""
 
     @staticmethod
     def forward(ctx, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -109,7 +188,7 @@ class _HalvedGradients(torch.autograd.Function):
                 given[::2, :, -1] = 0
             return _flash_gradients(given, own, *read, outputs, totals[..., 0], 0.0, is_causal, scale=ctx.scaling)
 
-        rows = [gradient, queries, out, sums.unsqueeze(-1)]
+        rows = [gradient.contiguous(), queries, out, sums.unsqueeze(-1)]
         own = gradients(rows, [_halves(keys), _halves(values)], True)
         of_queries, of_keys, of_values = (_whole(tensor, length) for tensor in own)
         before = [tensor[:, :, :first].repeat_interleave(2, 0) for tensor in (keys, values)]

@@ -252,20 +252,23 @@ def _experts(model: MoHLlamaConfig, number: int) -> int:
 def _local(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, shared: int, never_on: int) -> int:
     """Bytes per token that local attention of the heads that are not shared keeps for its backward pass.
 
-    Queries, outputs, and keys and values of a block, which a window and sinks more than it; 8 entries more in each for
-    the distant token; and the block's mask of each head. A sequence's first tokens, which have all heads on, have no
-    local attention. Full attention keeps nothing of heads that are never on, but for documents' first tokens: with
-    `local_start` they are taken for all tokens, as they nearly are of packed documents. They take a second call of
-    attention, with its mask and two more copies of the outputs.
+    Queries, outputs, their copies in the order of tokens, and keys and values of a kind of groups, then of blocks,
+    which a window and sinks more than their queries; 8 entries more in each for the distant token; local attention;
+    and the block's mask of each head. A sequence's first tokens, which have all heads on, have no local attention.
+    Full attention keeps nothing of heads that are never on, and one more copy of all heads' outputs, but for
+    documents' first tokens: with `local_start` they are taken for all tokens, as they nearly are of packed documents.
+    They take a second call of attention, with its mask and two more copies of the outputs.
     """
     c, heads, size, length = precision.products, model.num_attention_heads, model.head_dim, config.data.sequence_length
     off, (block, keys) = heads - shared, block_shape(length, model.local_window, model.local_sinks)
-    read = off if off < heads else model.num_key_value_heads
-    total = c * off * (2 * (size + 8) + size + keys) + c * read * 2 * (size + 8) * keys // block
+    read = 2 * model.num_key_value_heads
+    total = c * off * (3 * (size + 8) + size + keys) + c * read * (size + (size + 8) * keys // block)
     if model.local_start > model.local_window + model.local_sinks:
         again = c * (2 * heads * size + length) if never_on and length > model.local_start else 0
         return total * max(0, length - model.local_start) // length + again
-    return total - (length > model.local_window + model.local_sinks) * c * never_on * 5 * size
+    if never_on and length > model.local_window + model.local_sinks:
+        total += c * (heads - 4 * never_on) * size
+    return total
 
 
 def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision) -> int:

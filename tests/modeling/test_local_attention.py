@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from moh_llm.modeling import fallbacks_moh
 from moh_llm.modeling.cache_moh import as_slice
 from moh_llm.modeling.documents_moh import Band
 from moh_llm.modeling.fallbacks_moh import local_attention
@@ -37,10 +38,12 @@ def naive(queries, keys, values, positions, starts, window, sinks, scaling, drop
     return out
 
 
-@pytest.fixture(params=["training", "inference"])
-def mode(request) -> Iterator[None]:
+@pytest.fixture(params=["training", "inference", "training on other devices"])
+def mode(request, monkeypatch) -> Iterator[None]:
     """Each is computed in its own way."""
-    with torch.set_grad_enabled(request.param == "training"):
+    if request.param == "training on other devices":
+        monkeypatch.setattr(fallbacks_moh, "has_flash_gradients", lambda tensor: False)
+    with torch.set_grad_enabled(request.param != "inference"):
         yield
 
 
@@ -111,17 +114,54 @@ def test_what_a_static_cache_holds_later_is_not_read() -> None:
     assert banded(queries, keys, values, positions, starts, 4, 2, 0.3).equal(found)
 
 
-def test_gradients_are_the_loops() -> None:
-    given = inputs(19, dtype=torch.float64)
-    starts = torch.zeros(1, 19, dtype=torch.long)
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("distant", [False, True])
+@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (4, 2), (6, 1)])
+def test_gradients_are_the_loops(heads, kv, distant, on_cpu, monkeypatch) -> None:
+    if not on_cpu:
+        monkeypatch.setattr(fallbacks_moh, "has_flash_gradients", lambda tensor: False)
+    given = inputs(19, heads=heads, kv=kv, dtype=torch.float64)
+    starts = torch.zeros(2, 19, dtype=torch.long)
+    starts[0, 7:] = 7  # packed
     grads = []
     for function in (banded, naive):
-        leaves = [tensor.clone().requires_grad_() for tensor in given[:3]]
-        out = function(*leaves, given[3], starts, 4, 2, 0.3)
+        leaves = [tensor.clone().requires_grad_() for tensor in (*given[:3], *distant_token(given[0]))]
+        out = function(*leaves[:3], given[3], starts, 4, 2, 0.3, 0.0, tuple(leaves[3:]) if distant else None)
         out.square().sum().backward()
-        grads.append([leaf.grad for leaf in leaves])
+        grads.append([leaf.grad for leaf in leaves[: 5 if distant else 3]])
     for found, expected in zip(*grads, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_gradients_of_a_model_in_lower_precision(make_pair, monkeypatch) -> None:
+    """Under autocast, of every weight, with heads of which all tokens, some and none are on."""
+    plan = {
+        "router_type": "threshold",
+        "head_fallback": "local",
+        "local_window": 8,
+        "local_sinks": 2,
+        "local_start": 16,
+    }
+    plan |= {"num_shared_heads": 1, "num_active_heads": 2, "shared_heads": [[1], [0]], "local_heads": [[0], [2, 3]]}
+    _, moh = make_pair(**plan)
+    ids = torch.randint(1, 257, (2, 60), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(60).expand(2, -1).clone()
+    positions[0, 33:] -= 33
+
+    def gradients(enabled: bool) -> dict[str, torch.Tensor]:
+        moh.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            moh(ids, labels=ids, position_ids=positions, use_cache=False).loss.backward()
+        return {name: weight.grad.clone() for name, weight in moh.named_parameters() if weight.grad is not None}
+
+    found, low = gradients(False), gradients(True)
+    monkeypatch.setattr(fallbacks_moh, "has_flash_gradients", lambda tensor: False)
+    expected, expected_low = gradients(False), gradients(True)
+    assert found.keys() == low.keys() == expected.keys() and any("distant" in name for name in found)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+        error = (expected_low[name] - gradient).norm()  # what autocast itself does
+        assert (low[name] - gradient).norm() <= max(1.5 * error, 0.05 * gradient.norm()), name
 
 
 def test_where_everything_is_seen() -> None:

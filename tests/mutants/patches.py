@@ -124,6 +124,20 @@ PATCHES = (
         ("tests/modeling/test_flash_attention.py",),
     ),
     Patch(
+        "gradients leave out what the later half of the queries reads of the earlier half",
+        "moh_llm/modeling/flash_attention_moh.py",
+        "whole[:, :, :first] += part.unflatten(0, (-1, 2)).sum(1)",
+        "whole[:, :, :first] += 0 * part.unflatten(0, (-1, 2)).sum(1)",
+        ("tests/modeling/test_flash_attention.py",),
+    ),
+    Patch(
+        "gradients of local attention leave out the distant token",
+        "moh_llm/modeling/flash_attention_moh.py",
+        "            sums = torch.logaddexp(scores.flatten(2, 3), sums)",
+        "            pass",
+        ("tests/modeling/test_local_attention.py",),
+    ),
+    Patch(
         "decoding reads a group only where its first head is on",
         "moh_llm/modeling/selected_attention_moh.py",
         "selected.view(batch, -1, shared).any(-1)",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, cache_moh, computed_heads_moh
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, cache_moh, computed_heads_moh, fallbacks_moh
 from moh_llm.training.config import DataConfig, LoraConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.memory import STRATEGIES, Precision, Sizes, activation_bytes, estimate_memory, loss_bytes
 from moh_llm.training.networks import add_lora, recompute
@@ -27,9 +27,11 @@ CROSS_ENTROPY, LORA = ObjectiveConfig(kind="cross_entropy"), LoraConfig(rank=8)
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch) -> None:
-    """Heads are copied, which a CPU saves for consecutive ones and whole groups; the estimates are those of a GPU."""
+    """The estimates are those of a GPU. A CPU keeps less: consecutive heads and whole groups are not copied, and local
+    attention has gradients of its own."""
     monkeypatch.setattr(cache_moh, "slice_of", lambda ids: None)
     monkeypatch.setattr(computed_heads_moh, "_is_whole", lambda heads, shared: False)
+    monkeypatch.setattr(fallbacks_moh, "has_flash_gradients", lambda tensor: False)
 
 
 def make_model(**fields: Any) -> MoHLlamaConfig:
@@ -158,7 +160,7 @@ def test_what_autograd_keeps_is_estimated(shape, precision, strategy):
     fields, keys = SHAPES[shape]
     model, recipe = make_model(**fields), make_recipe(mixed_precision=precision, objective=CROSS_ENTROPY, **keys)
     kept, _ = activation_bytes(recipe, model, Sizes.of(recipe, model), Precision.of(recipe, strategy))
-    assert kept == pytest.approx(saved_bytes(Pass(recipe, model, strategy)), rel=0.06)
+    assert kept == pytest.approx(saved_bytes(Pass(recipe, model, strategy)), rel=0.05)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
