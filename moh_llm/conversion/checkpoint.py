@@ -29,6 +29,7 @@ REMOTE_CODE = (
     "routing_moh.py",
     "fallbacks_moh.py",
     "documents_moh.py",
+    "local_attention_moh.py",
     "flash_attention_moh.py",
     "selected_attention_moh.py",
     "cache_moh.py",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from moh_llm.modeling.documents_moh import Band, out_of_sight
-from moh_llm.modeling.fallbacks_moh import local_attention
+from moh_llm.modeling.local_attention_moh import local_attention
 
 STRIDE = 4  # of how many tokens one is compared with all keys before it
 _ROWS = 64  # queries whose scores with all keys are held at once: more leave the processor's cache

@@ -19,12 +19,12 @@ def has_flash_attention(tensor: torch.Tensor) -> bool:
     """Whether `flash_attention` can be called: on a CPU, without gradients, outside of autocast and compiled code."""
     # Autocast leaves queries in another dtype than values, and does not cast the arguments of this function.
     varied = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    return tensor.device.type == "cpu" and not varied and not torch.compiler.is_compiling()
+    return not varied and has_flash_kernel(tensor)
 
 
-def has_flash_gradients(tensor: torch.Tensor) -> bool:
-    """Whether the functions of this file that compute gradients can be called: on a CPU, outside of compiled code."""
-    return tensor.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+def has_flash_kernel(tensor: torch.Tensor) -> bool:
+    """Whether the functions of this file with gradients can be called: on a CPU, outside of compiled code."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def merge(
@@ -52,7 +52,8 @@ def has_uneven_gradients(queries: torch.Tensor, keys: torch.Tensor) -> bool:
     Going backward the kernel gives whole key-value heads to threads: of three on two threads one thread has two.
     """
     tasks, length, threads = keys.shape[0] * keys.shape[1], queries.shape[2], torch.get_num_threads()
-    if not (length == keys.shape[2] >= _LEAST_HALF_GRADIENTS and has_flash_gradients(queries)):
+    pays = length == keys.shape[2] >= _LEAST_HALF_GRADIENTS
+    if not (pays and torch.is_grad_enabled() and has_flash_kernel(queries)):
         return False
     return _share_of_most(tasks, threads) > _COST_OF_HALVES * _share_of_most(2 * tasks, threads)
 

@@ -31,6 +31,7 @@ from .documents_moh import Band, Requests, document_starts
 from .experts_moh import expert_balancing_loss
 from .fallbacks_moh import MoHFallback, MoHLocalFallback
 from .flash_attention_moh import has_flash_attention  # noqa: F401 (as above)
+from .local_attention_moh import local_attention  # noqa: F401 (as above)
 from .routing_moh import IndexedModule, MoHLinear, MoHRouter, load_balancing_loss
 from .selected_attention_moh import may_select
 

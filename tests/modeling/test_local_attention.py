@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moh_llm.modeling import fallbacks_moh
+from moh_llm.modeling import local_attention_moh
 from moh_llm.modeling.cache_moh import as_slice
 from moh_llm.modeling.documents_moh import Band
-from moh_llm.modeling.fallbacks_moh import local_attention
+from moh_llm.modeling.local_attention_moh import local_attention
 
 
 def naive(queries, keys, values, positions, starts, window, sinks, scaling, dropout=0.0, distant=None) -> torch.Tensor:
@@ -42,7 +42,7 @@ def naive(queries, keys, values, positions, starts, window, sinks, scaling, drop
 def mode(request, monkeypatch) -> Iterator[None]:
     """Each is computed in its own way."""
     if request.param == "training on other devices":
-        monkeypatch.setattr(fallbacks_moh, "has_flash_gradients", lambda tensor: False)
+        monkeypatch.setattr(local_attention_moh, "has_flash_kernel", lambda tensor: False)
     with torch.set_grad_enabled(request.param != "inference"):
         yield
 
@@ -119,7 +119,7 @@ def test_what_a_static_cache_holds_later_is_not_read() -> None:
 @pytest.mark.parametrize(("heads", "kv"), [(4, 4), (4, 2), (6, 1)])
 def test_gradients_are_the_loops(heads, kv, distant, on_cpu, monkeypatch) -> None:
     if not on_cpu:
-        monkeypatch.setattr(fallbacks_moh, "has_flash_gradients", lambda tensor: False)
+        monkeypatch.setattr(local_attention_moh, "has_flash_kernel", lambda tensor: False)
     given = inputs(19, heads=heads, kv=kv, dtype=torch.float64)
     starts = torch.zeros(2, 19, dtype=torch.long)
     starts[0, 7:] = 7  # packed
@@ -155,7 +155,7 @@ def test_gradients_of_a_model_in_lower_precision(make_pair, monkeypatch) -> None
         return {name: weight.grad.clone() for name, weight in moh.named_parameters() if weight.grad is not None}
 
     found, low = gradients(False), gradients(True)
-    monkeypatch.setattr(fallbacks_moh, "has_flash_gradients", lambda tensor: False)
+    monkeypatch.setattr(local_attention_moh, "has_flash_kernel", lambda tensor: False)
     expected, expected_low = gradients(False), gradients(True)
     assert found.keys() == low.keys() == expected.keys() and any("distant" in name for name in found)
     for name, gradient in expected.items():

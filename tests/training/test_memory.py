@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, cache_moh, computed_heads_moh, fallbacks_moh
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, cache_moh, computed_heads_moh, local_attention_moh
 from moh_llm.training.config import DataConfig, LoraConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.memory import STRATEGIES, Precision, Sizes, activation_bytes, estimate_memory, loss_bytes
 from moh_llm.training.networks import add_lora, recompute
@@ -31,7 +31,7 @@ def as_on_a_gpu(monkeypatch) -> None:
     attention has gradients of its own."""
     monkeypatch.setattr(cache_moh, "slice_of", lambda ids: None)
     monkeypatch.setattr(computed_heads_moh, "_is_whole", lambda heads, shared: False)
-    monkeypatch.setattr(fallbacks_moh, "has_flash_gradients", lambda tensor: False)
+    monkeypatch.setattr(local_attention_moh, "has_flash_kernel", lambda tensor: False)
 
 
 def make_model(**fields: Any) -> MoHLlamaConfig:
