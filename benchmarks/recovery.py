@@ -3,9 +3,11 @@
     python benchmarks/recovery.py BASE --mixture data_mixtures/paper_local.yaml --output out/recovery_methods
     moh-llm report out/recovery_methods/runs/* --output out/recovery_methods/report
 
-BASE is converted three times with the same share of its heads: calibrated (the default), with the same heads for all
-tokens, and to the paper's layer. Every method then reads the same text in the same order with the same number of steps.
-Runs that are finished are kept, and an interrupted one goes on, so the same command can be given again.
+BASE is converted with the same share of its heads: calibrated (the default), with the same heads for all tokens, and to
+the paper's layer; for "-shared" with two shared heads, the first ones, the most important ones, or those that are
+learned in the first half of the steps, and as many active heads in all layers. Every method then reads the same text in
+the same order with the same number of steps. Runs that are finished are kept, and an interrupted one goes on, so the
+same command can be given again.
 
 With --text all models of OUTPUT are then scored on documents of these files, with 95 % intervals over documents and the
 share of 13-grams that the mixture's training part holds, too; figures go to OUTPUT/scores.json. Tuning does not read
@@ -35,6 +37,7 @@ from moh_llm.modeling import MoHLlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 FULL, LORA = "smollm2_recovery.yaml", "smollm2_lora.yaml"
+SHARED = 2  # heads of a layer, in the comparison of ways to choose them
 CROSS_ENTROPY = ["--objective.kind", "cross_entropy"]
 # name: model, recipe, overrides ("HALF": half of the steps), number of seeds
 METHODS: dict[str, tuple[str, str, list[str], int]] = {
@@ -47,6 +50,14 @@ METHODS: dict[str, tuple[str, str, list[str], int]] = {
     "calibrated-annealed": ("calibrated", FULL, ["--schedule.anneal_steps", "HALF"], 1),
     "paper-annealed": ("paper", FULL, ["--schedule.anneal_steps", "HALF"], 1),
     "calibrated-lora": ("calibrated", LORA, [], 3),
+    "first-shared": ("first-shared", FULL, [], 3),
+    "important-shared": ("important-shared", FULL, [], 3),
+    "learned-shared": (
+        "none-shared",
+        FULL,
+        ["--shared_heads.number", f"{SHARED}", "--shared_heads.steps", "HALF"],
+        3,
+    ),
 }
 
 
@@ -107,7 +118,15 @@ def conversions(args: argparse.Namespace) -> dict[str, list[str]]:
     share = ["--active-ratio", f"{args.active_ratio}"]
     fitted = ["--calibration", args.mixture, "--calibration-tokens", f"{args.calibration_tokens}"]
     fitted += [*share, "--context", f"{args.context}"]
-    all_models = {"calibrated": fitted, "fixed": [*fitted, "--router", "none"], "paper": ["--preset", "paper", *share]}
+    linear = [*fitted, "--router", "linear", "--budgets", "even", "--num-shared-heads"]
+    all_models = {
+        "calibrated": fitted,
+        "fixed": [*fitted, "--router", "none"],
+        "paper": ["--preset", "paper", *share],
+        "first-shared": [*linear, f"{SHARED}"],
+        "important-shared": [*linear, f"{SHARED}", "--shared", "importance"],
+        "none-shared": [*linear, "0"],
+    }
     return {name: words for name, words in all_models.items() if name in {METHODS[method][0] for method in args.only}}
 
 
