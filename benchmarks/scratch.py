@@ -12,11 +12,11 @@ parameters and FLOPs, and stops. With `--save` models are kept, for `convert.py`
     python benchmarks/scratch.py TEXT... --output out/scratch --methods mixtral --equal tokens --seeds 1 --save
     python convert.py out/scratch/models/mixtral-seed-0-488-steps --output out/moh-mixtral --calibration TEXT...
 
-Losses are in nats per token on held-out documents of the corpora. 95 % intervals of the difference to the dense model
-are by bootstrap over documents and seeds; with few seeds they are too narrow. OUTPUT/scratch.json has every run; the
-same command goes on after an interruption, and with more seeds or methods it trains those that are missing.
-Without `--tokenizer` a byte-level BPE tokenizer is trained on the corpora, without what is held out, in
-OUTPUT/tokenizer.
+Losses are in nats per token on held-out documents of the corpora. 95 % intervals of the difference to the dense model,
+or to another `--reference`, are by bootstrap over documents and seeds; with few seeds they are too narrow.
+OUTPUT/scratch.json has every run; the same command goes on after an interruption, and with more seeds or methods it
+trains those that are missing. Without `--tokenizer` a byte-level BPE tokenizer is trained on the corpora, without what
+is held out, in OUTPUT/tokenizer.
 """
 
 import argparse
@@ -69,6 +69,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the methods and stop")
     parser.add_argument("--tokens", type=int, default=4_000_000, help="of a run at equal tokens")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
+    parser.add_argument("--reference", default="dense", help="the method that differences are to, by default dense")
     parser.add_argument("--equal", nargs="+", choices=["tokens", "flops"], default=["tokens", "flops"])
     parser.add_argument("--tokenizer", help="folder or Hub id (default: train one)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="of the tokenizer that is trained")
@@ -101,6 +102,8 @@ def run(args: argparse.Namespace) -> None:
     text_tokenizer = TextTokenizer.of(tokenizer)
     known, compared = make_methods(SIZES[args.size], text_tokenizer.vocab_size, args.context)
     names = list(known) if args.methods == ["all"] else list(dict.fromkeys(["dense", *(args.methods or compared)]))
+    if args.reference not in names:
+        raise UserError(f"--reference {args.reference}: not among the methods {' '.join(names)}; add it to --methods")
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"--methods {' '.join(unknown)}: not known; choose from {', '.join(known)}")
     costs = {name: known[name].flops_per_token(args.context) for name in names}
@@ -127,8 +130,8 @@ def run(args: argparse.Namespace) -> None:
     print(f"{len(documents)} held-out documents, {sum(documents):,} tokens; {found['shared']:.2%} of their", end=" ")
     print(f"{found['ngram']}-grams are in the training text; {args.seeds} seeds")
     for equal in args.equal:
-        rows = make_table(record, names, equal, args.seeds)
-        print(f"\nat equal {equal}", *table_lines(record, rows), sep="\n")
+        rows = make_table(record, names, equal, args.seeds, args.reference)
+        print(f"\nat equal {equal}", *table_lines(record, rows, args.reference), sep="\n")
         record["tables"][equal] = rows
     write_json(args.output / "scratch.json", record)
 

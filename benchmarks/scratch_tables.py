@@ -34,14 +34,16 @@ def difference_interval(tokens: np.ndarray, nats: np.ndarray, reference: np.ndar
     return np.percentile((differences * weights).sum(1), (2.5, 97.5)).tolist()
 
 
-def make_table(record: dict[str, Any], names: Sequence[str], equal: str, seeds: int) -> list[dict[str, Any]]:
-    """A row for each method: losses of its runs at equal tokens or FLOPs, and their difference to the dense model's."""
+def make_table(
+    record: dict[str, Any], names: Sequence[str], equal: str, seeds: int, reference: str = "dense"
+) -> list[dict[str, Any]]:
+    """A row for each method: losses of its runs at equal tokens or FLOPs, and their difference to the reference's."""
     tokens, settings = np.array(record["held_out"]["tokens_of_documents"]), record["settings"]
 
     def runs_of(name: str) -> list[dict[str, Any]]:
         return [record["runs"][key(name, seed, record["planned"][equal][name])] for seed in range(seeds)]
 
-    dense, rows = np.array([each["nats"] for each in runs_of("dense")]), []
+    compared, rows = np.array([each["nats"] for each in runs_of(reference)]), []
     for name in names:
         runs = runs_of(name)
         nats = np.array([each["nats"] for each in runs])
@@ -53,16 +55,17 @@ def make_table(record: dict[str, Any], names: Sequence[str], equal: str, seeds: 
             "losses": losses.tolist(),
             "seconds": sum(each["seconds"] for each in runs) / len(runs),
         }
-        if name != "dense":
-            row["difference"] = ((nats - dense).sum(1) / tokens.sum()).mean().item()
-            row["interval"] = difference_interval(tokens, nats, dense)
+        if name != reference:
+            row["difference"] = ((nats - compared).sum(1) / tokens.sum()).mean().item()
+            row["interval"] = difference_interval(tokens, nats, compared)
         rows.append(row)
     return rows
 
 
-def table_lines(record: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def table_lines(record: dict[str, Any], rows: Sequence[dict[str, Any]], reference: str = "dense") -> Iterator[str]:
     """The lines of a table: "seeds" is the standard deviation over seeds, seconds are of one run."""
-    yield LINE.format("", "parameters", "FLOPs/token", "tokens", "loss", "- dense", "95 %", "seeds", "seconds")
+    yield f"difference to {reference}, in nats per token"
+    yield LINE.format("", "parameters", "FLOPs/token", "tokens", "loss", "difference", "95 %", "seeds", "seconds")
     for row in rows:
         method = record["methods"][row["method"]]
         sizes = f"{method['parameters']:,}", f"{method['flops_per_token']:,.0f}", f"{row['tokens']:,}"

@@ -114,6 +114,18 @@ def test_an_unknown_method_is_refused(command, capsys):
     assert "--methods moh-99: not known; choose from dense, " in capsys.readouterr().err
 
 
+def test_differences_are_to_the_reference(command, capsys):
+    more = ("--seeds", "1", "--equal", "tokens", "--methods", "static-50")
+    _, record = command("out", *more)
+    (_, static), before = record["tables"]["tokens"], capsys.readouterr().out
+    _, record = command("out", *more, "--reference", "static-50")
+    dense, same = record["tables"]["tokens"]
+    assert dense["difference"] == -static["difference"] != 0 and "difference" not in same
+    assert "difference to dense" in before and "difference to static-50" in capsys.readouterr().out
+    assert command("out", *more, "--reference", "gqe")[0] == 1
+    assert "--reference gqe: not among the methods dense static-50" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_are_matched(size):
     methods, compared = make_methods(SIZES[size], 4096, 512)
