@@ -9,8 +9,12 @@ the one on which the base's margin over chance is larger, for all models. Figure
 less what guessing gives; kept, the margin's share of the base's, none where the base's interval reaches chance; nats,
 by how much the log-likelihood of the right answer is above the base's, and that by byte of the answer. The last row is
 the mean over benchmarks, of the margins over those that the base is above chance on. Intervals are 95 %, by bootstrap
-over items, which all models share. --output holds the finished benchmarks of each model, so that the same command
-goes on where it stopped and takes more models, and `above_chance.json`.
+over items, which all models share. Below the table: what share of the base's keys each converted model reads in the
+first prompts of each benchmark, a mean over benchmarks and in each. --output holds the finished benchmarks of each
+model, so that the same command goes on where it stopped and takes more models, and `above_chance.json`. The same of
+prompts of 2,000 to 4,000 tokens, whose examples are computed once for all items:
+
+    python benchmarks/above_chance.py BASE --suite benchmarks/long_prompts.yaml --share-prefixes --models ...
 """
 
 import argparse
@@ -23,17 +27,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from command import status_of
+from long_context import hidden_and_gates, keys_read
+from transformers import AutoConfig, AutoTokenizer
 
+from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
+from moh_llm.evaluation.head_analysis import prompts
+from moh_llm.evaluation.models import register_moh
 from moh_llm.evaluation.result_cache import ResultCache, installed_versions
 from moh_llm.evaluation.runner import ModelScores, score, spell_seconds
 from moh_llm.evaluation.suite import Benchmark, Suite, load_suite
 from moh_llm.evaluation.tasks import Loaded, load_tasks
 from moh_llm.files import write_json
 from moh_llm.intervals import RESAMPLES, show_figure
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
 SUITE = Path(__file__).with_suffix(".yaml")
+PROMPTS = 4  # of each benchmark, in which the keys that are read are counted
 FORMS = (" cloze", " letters")
 
 
@@ -50,6 +62,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", help="folder or Hub id of the dense model")
     parser.add_argument("--models", nargs="*", default=[], metavar="NAME=MODEL", help="models to compare with it")
+    parser.add_argument("--suite", default=str(SUITE), help="YAML file of benchmarks (default: above_chance.yaml here)")
+    parser.add_argument("--share-prefixes", action="store_true", help="as for moh-llm evaluate")
     parser.add_argument("--data-dir", type=Path, help="local data, as for moh-llm evaluate (default: the Hub)")
     parser.add_argument("--items", type=int, default=1000, help="at most so many of each benchmark (default: 1000)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks, without their forms (default: all)")
@@ -67,9 +81,14 @@ def run(args: argparse.Namespace) -> None:
         if not model or name in models:
             raise UserError(f"--models {given}: give NAME=MODEL, each with a name of its own that is not base")
         models[name] = model
-    suite = chosen(load_suite(str(SUITE)), args.only)
+    suite = chosen(load_suite(args.suite), args.only)
     cache = ResultCache(args.output)
-    scores = score(models, suite, args.data_dir, args.items, args.batch_size, args.dtype, cache=cache, log_samples=True)
+    scores = score(
+        *(models, suite, args.data_dir, args.items, args.batch_size, args.dtype),
+        cache=cache,
+        log_samples=True,
+        share_prefixes=args.share_prefixes,
+    )
     for name, result in scores.items():
         if result.errors:
             raise UserError(f"{name}: {next(iter(result.errors.items()))}; the same command goes on")
@@ -79,14 +98,42 @@ def run(args: argparse.Namespace) -> None:
             label: {one.benchmark.name: items_of(scores[label], one, cache, label, args.items) for one in loaded}
             for label in models
         }
+        keys = keys_of(models, prompts(loaded, PROMPTS, say=print), args.base)
     rows = table(found, suite.benchmarks)
     print_rows(rows)
+    for label, read in keys.items():
+        by_name = ", ".join(f"{name} {share:.3f}" for name, share in read.items())
+        print(f"{label} reads {np.mean([*read.values()]):.3f} of the base's keys: {by_name}")
     seconds = {label: round(sum(one.seconds for one in result.scores.values())) for label, result in scores.items()}
     print(", ".join(f"{label} took {spell_seconds(spent)}" for label, spent in seconds.items()))
     versions = installed_versions()
     print(f"{scores['base'].dtype}, {', '.join(f'{name} {version}' for name, version in versions.items())}")
-    record = {"models": models, "items": args.items, "seconds": seconds, "versions": versions, "rows": rows}
+    record = {"models": models, "suite": suite.name, "items": args.items, "keys": keys, "seconds": seconds}
+    record |= {"versions": versions, "rows": rows}
     write_json(args.output / "above_chance.json", record)
+
+
+@torch.no_grad()
+def keys_of(models: dict[str, str], texts: dict[str, list[str]], base: str) -> dict[str, dict[str, float]]:
+    """The share of the base's keys that each converted model reads in each benchmark's texts."""
+    register_moh()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    found = {}
+    for label, name in models.items():
+        if not isinstance(AutoConfig.from_pretrained(name), MoHLlamaConfig):
+            continue
+        model = MoHLlamaForCausalLM.from_pretrained(name, dtype=torch.bfloat16).to(choose_device(None)).eval()
+        found[label] = {
+            benchmark: float(np.mean([share_read(model, tokenizer(text)["input_ids"]) for text in own]))
+            for benchmark, own in texts.items()
+        }
+    return found
+
+
+def share_read(model: MoHLlamaForCausalLM, tokens: list[int]) -> float:
+    """The share of the base's keys that the model reads in one text."""
+    _, on = hidden_and_gates(model, torch.tensor([tokens], device=model.device))
+    return keys_read(on.mean(0), model.config)
 
 
 def chosen(suite: Suite, names: Sequence[str] | None) -> Suite:
