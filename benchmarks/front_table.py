@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     for _ in levels:
         row = [next(labels) for _ in args.shares]
         spent = [seconds[label] for label in row]
-        time = spell_seconds(min(spent)) + (f" to {spell_seconds(max(spent))}" if len(row) > 1 else "")
+        time = " to ".join(dict.fromkeys((spell_seconds(min(spent)), spell_seconds(max(spent)))))
         print(f"| {time} | {' | '.join(map(cell, (found[label] for label in row)))} |")
 
 
