@@ -124,7 +124,8 @@ def history(lineage: Lineage) -> list[Block]:
             number += 1
             # A chain that begins with a run is that of a model from scratch, or lacks what came before.
             missing |= position == 0 and lineage.conversion is not None
-            weights = "all weights" if entry.lora_rank is None else f"LoRA of rank {entry.lora_rank}"
+            weights = "routers and fallbacks" if entry.freeze_base else "all weights"
+            weights = weights if entry.lora_rank is None else f"LoRA of rank {entry.lora_rank}"
             how = f"{objective(entry.objective, entry.teacher or 'start')}; {weights}"
             size = [f"{entry.tokens:,}", f"{entry.steps:,}", Code(entry.mixture), str(entry.seed)]
             rows.append([f"run {number}", how, *size])

@@ -57,7 +57,8 @@ class RunEntry(Record):
         mixture: the text, by its mixture's name.
         seed: the recipe's.
         teacher: what taught it; None for cross-entropy.
-        lora_rank: of its adapters; None where all weights were trained.
+        lora_rank: of its adapters; None where it had none.
+        freeze_base: whether routers and fallbacks alone were trained.
         began_with, made: the weights before and after.
     """
 
@@ -69,6 +70,7 @@ class RunEntry(Record):
     seed: int
     teacher: ReferenceKind | None
     lora_rank: int | None
+    freeze_base: bool = False
     began_with: WeightHashes
     made: WeightHashes
 

@@ -86,11 +86,14 @@ def recipe(run: TrainingRun) -> Pairs:
     router_rate = optimizer["router_learning_rate"] or optimizer["learning_rate"]
     lora, beta, betas = given["lora"], goal["balance_coefficient"], optimizer["betas"]
     base = f" on weights in {given['quantization']}" if given.get("quantization") else ""
+    trained = "routers and fallbacks" if given.get("freeze_base") else "all"
+    if lora is not None:
+        trained = f"LoRA of rank {lora['rank']}{base}, merged, and the routers"
     pairs: Pairs = [
         ("objective", objective(goal["kind"], run.reference)),
         ("tokens", f"{run.tokens:,}"),
         ("steps", f"{last.step:,} of {given['max_steps']:,}, each {batch}"),
-        ("weights trained", "all" if lora is None else f"LoRA of rank {lora['rank']}{base}, merged, and the routers"),
+        ("weights trained", trained),
         ("highest learning rate", f"{optimizer['learning_rate']:g}, of the routers {router_rate:g}"),
         ("schedule", f"{warmup} of warm-up, then cosine to {schedule['final_learning_rate']:g}"),
         ("AdamW", f"betas {betas[0]:g} and {betas[1]:g}, weight decay {optimizer['weight_decay']:g}"),

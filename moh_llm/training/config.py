@@ -260,6 +260,7 @@ class TrainConfig(_Keys):
     optimizer: OptimizerConfig = key("AdamW", OptimizerConfig())
     schedule: ScheduleConfig = key("learning rate over the steps", ScheduleConfig())
     objective: ObjectiveConfig = key("what is minimised", ObjectiveConfig())
+    freeze_base: bool = key("train routers and fallbacks only; the base's weights stay as they are", False)
     lora: LoraConfig | None = key("low-rank adapters; null: every weight is trained", None)
     shared_heads: SharedHeadsConfig | None = key(
         "which heads are shared is learned, for a model without shared heads; null: shared heads stay as they are", None
@@ -313,9 +314,19 @@ class TrainConfig(_Keys):
             "quantization to null",
         )
         _require(
+            not self.freeze_base or self.lora is None,
+            "freeze_base=true leaves no weight for adapters: set lora to null, or freeze_base to false, as adapters "
+            "leave the base's weights as they are, too",
+        )
+        _require(
             self.hub is None or not self.hub.milestones or self.checkpoint.milestone_every > 0,
             "hub.milestones=true needs milestones: set checkpoint.milestone_every to the steps between them",
         )
+
+    @property
+    def is_base_frozen(self) -> bool:
+        """Whether the base's weights are not trained, with adapters beside them or without."""
+        return self.freeze_base or self.lora is not None
 
     @property
     def tokens_per_step(self) -> int:
@@ -358,7 +369,8 @@ def _differing(recorded: dict[str, Any], current: dict[str, Any], left_out: set[
     changed = []
     for name in sorted(recorded.keys() | current.keys()):
         old, new = recorded.get(name), current.get(name)
-        if prefix + name in left_out or old == new:
+        later = name not in recorded and new is False  # a switch of a later version, which is off
+        if prefix + name in left_out or old == new or later:
             continue
         nested = isinstance(old, dict) and isinstance(new, dict)
         changed += _differing(old, new, left_out, f"{prefix}{name}.") if nested else [prefix + name]

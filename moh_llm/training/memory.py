@@ -13,7 +13,7 @@ trained, and B of its base; c is 2 under `mixed_precision: bf16`, else 4:
 
 DeepSpeed keeps a float32 copy of the trained weights, divided (under ZeRO-3 only if it computes in another precision).
 One process and DDP cast float32 weights as they go (autocast), FSDP2 as it gathers them. There is a teacher only in
-distillation; with LoRA only if the model was tuned before (`copies_teacher`). With `quantization: nf4` the weights of
+distillation; with a frozen base only if its weights were tuned before (`copies_teacher`). With `quantization: nf4` the weights of
 the layers' linear maps take 0.52 bytes each instead of 4.
 
 Activations and temporary tensors are added. The allocator's fragments, kernels' workspaces, the libraries' own memory
@@ -31,7 +31,7 @@ from moh_llm.modeling.documents_moh import block_shape
 from moh_llm.records.lineage import read_chain
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import chunk_positions
-from moh_llm.training.networks import add_lora, trained_weights
+from moh_llm.training.networks import trainable, trained_weights
 
 STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
@@ -62,7 +62,7 @@ class Sizes:
             layers = [_count(layer) for layer in network.model.layers]
             matrices = [m for m in network.model.layers.modules() if isinstance(m, nn.Linear)]
             base, linear = _count(network), sum(matrix.weight.numel() for matrix in matrices)
-            student = network if config.lora is None else add_lora(network, config.lora)
+            student = trainable(config, network)
         trained = sum(weight.numel() for weight in trained_weights(student).values())
         return cls(_count(student), trained, base, max(layers), base - sum(layers), linear)
 
@@ -104,7 +104,7 @@ class Precision:
         """Under autocast (one process, DDP) the stream stays float32; else it has the weights' precision."""
         products = 2 if config.mixed_precision == "bf16" else 4
         stream = 4 if strategy in ("one", "ddp") else products
-        return cls(products, stream, products if config.lora is None else stream)
+        return cls(products, stream, stream if config.is_base_frozen else products)
 
     @property
     def casts(self) -> bool:
@@ -146,7 +146,7 @@ def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, st
         buffers += c * sizes.ends * (2 if base else 1)
         moments["the loss"] += c * sizes.layer  # the last layer's, which the next gathering frees
         moments["AdamW's step"] -= buffers
-        if config.lora is None:
+        if not config.is_base_frozen:
             # This layer's weights and the next one's, its gradient and a copy of it to reduce, and the root's so far.
             moments["a layer's backward pass"] += c * (4 * sizes.layer + sizes.ends)
             reduced = 2 * c * sizes.ends + part(4 * sizes.ends, True)
@@ -190,13 +190,13 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
             kept += stream * model.hidden_size + 16  # the base's outputs, later gradients; which positions count
     of_mlp = stream if model.num_local_experts else precision.products  # autocast leaves experts alone
     backward = tokens * (2 * of_mlp * model.feed_forward_width + stream * model.hidden_size)
-    if model.tie_word_embeddings and config.lora is None:
+    if model.tie_word_embeddings and not config.is_base_frozen:
         backward += stream * model.hidden_size * model.vocab_size
     copies = precision.products * sizes.linear if precision.casts else 0
     if not recomputed:
         return tokens * kept + copies, backward
     copied = copies * (model.num_hidden_layers - len(recomputed)) // model.num_hidden_layers
-    cached = copies if config.lora is None else copied
+    cached = copied if config.is_base_frozen else copies
     again = tokens * max(recomputed) + copies // model.num_hidden_layers
     return tokens * kept + cached, again + backward - (cached - copied)
 
@@ -209,7 +209,8 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
     normalised outputs, 2 (4 + s) C; the linear maps' inputs, 2 c C, under autocast a copy for each;
     queries, repeated keys and values, and the heads' outputs, 4 c A, and attention's mask, c L; the
     output projection's input, c A; the MLP's four intermediates, 4 c F, or what `_experts` says. A router takes its
-    input in float32, 4 C, or the queries, 4 A; fallbacks keep the values of the groups.
+    input in float32, 4 C, or the queries, 4 A; fallbacks keep the values of the groups. Linear maps that are frozen and
+    have no adapter keep no input. (Nor does the first layer keep what precedes its fallbacks, which is counted here.)
     """
     c, s, hidden, lora = precision.products, precision.stream, model.hidden_size, config.lora
     heads, wide = model.num_attention_heads, model.num_attention_heads * model.head_dim
@@ -217,13 +218,19 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
     # Where dropout differs from adapter to adapter, so do their inputs.
     separate = precision.casts or (lora is not None and lora.dropout > 0)
     inputs = 5 + (has_fallback or model.head_fallback == "local") if separate else 2
+    if config.freeze_base:
+        inputs = int(has_fallback or (c == 4 and routed > 0 and model.router_type in ("linear", "two_stage")))
     total = 2 * (4 * hidden + 4) + inputs * c * hidden
     total += 4 * c * wide + c * config.data.sequence_length + 4 * heads + c * heads
-    total += c * wide + 4 * routed + 8 * top_k
+    total += 4 * routed + 8 * top_k
     total += _experts(model, s) if model.num_local_experts else 4 * c * model.intermediate_size
-    if lora is None:
-        total += 2 * s * hidden  # normalised, for the gradient of the norm's weight
+    if config.freeze_base:
+        total -= 0 if model.num_local_experts else c * model.intermediate_size
     else:
+        total += c * wide
+    if not config.is_base_frozen:
+        total += 2 * s * hidden  # normalised, for the gradient of the norm's weight
+    if lora is not None:
         total += c * lora.rank * len(lora.target_modules)
         total += (5 * hidden + wide + model.intermediate_size) * (lora.dropout > 0)  # dropout's masks, of booleans
     if model.router_type == "query_norm":
@@ -284,11 +291,11 @@ def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision)
     states = tokens * model.hidden_size
     positions = chunk_positions(model.vocab_size)
     chunk, earlier = min(tokens, positions) * model.vocab_size, tokens > positions
-    trained, teacher = config.lora is None, config.objective.has_teacher
+    trained, teacher = not config.is_base_frozen, config.objective.has_teacher
     gradient = 4 * head if trained else 0  # of the head's weight; each chunk makes one and adds it to the first
     fixed = 2 * s * states + (precision.teacher * states if teacher else 0)
     if precision.casts:
-        fixed += c * head * (2 if teacher and config.lora is not None else 1)
+        fixed += c * head * (2 if teacher and not trained else 1)
     rounded = c if c < 4 else 0  # logits and their gradient as products take and give them, where those are no float32
     softmax = ((12 if teacher else 8) + rounded) * chunk + gradient * earlier
     product = ((12 if teacher else 4) + rounded) * chunk + gradient * (1 + earlier) + (rounded * head if trained else 0)
@@ -296,8 +303,9 @@ def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision)
 
 
 def copies_teacher(config: TrainConfig) -> bool:
-    """Whether the teacher is a network of its own; under LoRA only if the lineage names a run: see `make_teacher`."""
-    return config.objective.has_teacher and (config.lora is None or bool(read_chain(Path(config.model)).runs))
+    """Whether the teacher is a network of its own; with a frozen base only if a run trained it: see `make_teacher`."""
+    tuned = any(not run.freeze_base for run in read_chain(Path(config.model)).runs)
+    return config.objective.has_teacher and (tuned or not config.is_base_frozen)
 
 
 def _count(module: nn.Module) -> int:

@@ -77,14 +77,33 @@ def make_student(config: TrainConfig, device: torch.device | None = None, empty:
     if config.quantization is not None and network.device.type == "cpu":
         _check_on_cpu(network)
     network.set_attn_implementation(config.attn_implementation)
-    if network.config.router_type == "threshold":  # trained, they would turn on more and more heads
-        for router in network.routers:
-            router.requires_grad_(False)
     if config.shared_heads is not None:
         learn_shared_heads(network, config.shared_heads.number)
     if config.gradient_checkpointing:
         recompute(network, config.gradient_checkpointing_every, config.activation_offloading)
-    return network if config.lora is None else add_lora(network, config.lora)
+    return trainable(config, network)
+
+
+def trainable(config: TrainConfig, network: MoHLlamaForCausalLM) -> torch.nn.Module:
+    """The network with the weights trained that the recipe trains: all of them, adapters, or routers and fallbacks.
+
+    Raises:
+        UserError: the recipe freezes the base and the model has no other weights, or `add_lora` raises it.
+    """
+    if network.config.router_type == "threshold":  # trained, they would turn on more and more heads
+        for router in network.routers:
+            router.requires_grad_(False)
+    if config.lora is not None:
+        return add_lora(network, config.lora)
+    if config.freeze_base:
+        for name, weight in network.named_parameters():
+            weight.requires_grad_(weight.requires_grad and is_routing_weight(name))
+        if not trained_weights(network):
+            raise UserError(
+                f"freeze_base=true: model={config.model} has no fallbacks and no router that is trained (threshold "
+                "routers are not): set freeze_base to false"
+            )
+    return network
 
 
 def recompute(network: MoHLlamaForCausalLM, every: int = 1, offload: bool = False) -> None:
@@ -209,12 +228,12 @@ def make_teacher(
 ) -> MoHLlamaForCausalLM | None:
     """A frozen copy of the reference; None where none is needed.
 
-    Under LoRA, where the model that the run began with is the reference with all heads on, the student without its
-    adapters is the reference, at no memory; of quantized weights it is the quantized reference.
+    With a frozen base, where the model that the run began with is the reference with all heads on, the student (without
+    its adapters) is the reference, at no memory; of quantized weights it is the quantized reference.
     """
     if not config.objective.has_teacher or reference is None:
         return None
-    return None if config.lora is not None and reference.own else load_reference(config, reference, device, empty)
+    return None if config.is_base_frozen and reference.own else load_reference(config, reference, device, empty)
 
 
 def save_network(

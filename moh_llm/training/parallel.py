@@ -178,7 +178,7 @@ def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConf
     if peak is None:
         return None
     length = config.data.sequence_length
-    flops = training_flops(model, length, config.objective.has_teacher, recompute=False, frozen=config.lora is not None)
+    flops = training_flops(model, length, config.objective.has_teacher, recompute=False, frozen=config.is_base_frozen)
     return accelerator.num_processes * peak * length / flops
 
 

@@ -234,7 +234,7 @@ def make_plan(config: TrainConfig, model: MoHLlamaConfig, device: Device, proces
     """Steps, tokens, FLOPs of forward and backward passes (without evaluation), and days on these devices."""
     length, sequences = config.data.sequence_length, config.max_steps * config.data.batch_size
     flops = sequences * training_flops(
-        model, length, config.objective.has_teacher, config.gradient_checkpointing, frozen=config.lora is not None
+        model, length, config.objective.has_teacher, config.gradient_checkpointing, frozen=config.is_base_frozen
     )
     days, assumes = None, f"the peak of {device.name} is unknown"
     if device.peak is not None and config.mixed_precision != "bf16":

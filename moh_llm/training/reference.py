@@ -83,6 +83,7 @@ class StartingPoint:
                 seed=config.seed,
                 teacher=taught.kind if taught else None,
                 lora_rank=config.lora.rank if config.lora else None,
+                freeze_base=config.freeze_base,
                 began_with=self.weights,
                 made=made,
             )

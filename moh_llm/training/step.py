@@ -20,7 +20,7 @@ from torch import nn
 
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
-from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.records.run import LogLine
 from moh_llm.training.config import DivergenceConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.losses import (
@@ -33,6 +33,7 @@ from moh_llm.training.losses import (
     next_token_targets,
     token_losses,
 )
+from moh_llm.training.networks import trained_weights
 from moh_llm.training.parallel import clip_gradients, sum_over_processes
 from moh_llm.training.reference import Reference
 
@@ -45,8 +46,8 @@ class TrainingStep(nn.Module):
         teacher: the reference, frozen.
         objective: which loss.
         reference: what the student is compared with. Where it is the model that the run began with, all heads on, a
-            student with adapters needs no teacher: without them and with all heads on it is the reference, at no
-            memory.
+            student whose base is frozen needs no teacher: without adapters and with all heads on it is the reference,
+            at no memory.
     """
 
     # Where FSDP cuts.
@@ -61,6 +62,7 @@ class TrainingStep(nn.Module):
     ):
         super().__init__()
         self.student, self.teacher, self.objective, self.reference = student, teacher, objective, reference
+        self._is_base_frozen = self._has_adapters or all(map(is_routing_weight, trained_weights(student)))
 
     @property
     def network(self) -> MoHLlamaForCausalLM:
@@ -70,7 +72,7 @@ class TrainingStep(nn.Module):
     @property
     def has_teacher(self) -> bool:
         """Whether the reference's predictions can be computed."""
-        within = self._has_adapters and self.reference is not None and self.reference.own
+        within = self._is_base_frozen and self.reference is not None and self.reference.own
         return self.teacher is not None or within
 
     @property
@@ -133,7 +135,8 @@ class TrainingStep(nn.Module):
         training = self.student.training
         self.student.eval()  # no dropout
         try:
-            with self.student.disable_adapter(), self.network.all_heads_active():
+            without = self.student.disable_adapter() if self._has_adapters else contextlib.nullcontext()
+            with without, self.network.all_heads_active():
                 yield self.network
         finally:
             self.student.train(training)

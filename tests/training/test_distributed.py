@@ -133,6 +133,15 @@ def test_two_processes_follow_the_curve_of_one(single, run_of, way):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "zero3", "fsdp2"])
+def test_a_frozen_base_teaches_itself_on_two_processes_as_on_one(recipe, configure, tmp_path, way):
+    train(configure(output_dir=str(tmp_path / "one"), **STEPS | {"freeze_base": True}))
+    done = start(way, recipe, tmp_path / "two", freeze_base="true")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["zero2", "zero3", "fsdp2"])
 def test_two_processes_resume_the_run_of_one(single, recipe, tmp_path, way):
     shutil.copytree(single, tmp_path / "there")

@@ -5,15 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from trained import unfinish
+from trained import read_log, unfinish
 
 from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.records.lineage import read_chain
 from moh_llm.training import networks
 from moh_llm.training.loop import train
+from moh_llm.training.reference import find_starting_point
 
-METHODS = {"full": {}, "lora": {"lora.rank": 4}}
+CPU = torch.device("cpu")
+METHODS = {"full": {}, "lora": {"lora.rank": 4}, "frozen": {"freeze_base": True}}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -74,6 +77,36 @@ def test_local_fallbacks_are_trained_and_saved(
     for name in names:
         is_fixed = router == "threshold" and ".router." in name
         assert torch.equal(after[name], before[name]) == is_fixed and after[name].isfinite().all(), name
+
+
+@pytest.mark.parametrize("router", ["linear", "threshold"])
+def test_a_frozen_base_stays_as_it_is_and_is_its_own_teacher(
+    configure, local_folders, base_folder: Path, read_tensors, router: str, tmp_path: Path
+) -> None:
+    folder, base = local_folders[router], read_tensors(base_folder)
+    keys = {"freeze_base": True, "max_steps": 12, "optimizer.router_learning_rate": 1e-2, "evaluation.eval_steps": 12}
+    for run in (tmp_path / "first", tmp_path / "second"):
+        config = configure(model=str(folder), output_dir=str(run), **keys)
+        start = find_starting_point(config)
+        assert start.reference is not None and networks.make_teacher(config, start.reference, CPU) is None
+        train(config)
+        folder, log = run / "model", read_log(run)
+        held = read_tensors(folder)
+        assert all(torch.equal(held[name], weight) for name, weight in base.items())
+        assert set(load_file(run / "checkpoints" / "step-000012" / "model.safetensors")) == {
+            name for name in held if ".fallback." in name or (".router." in name and router == "linear")
+        }
+        assert log[0]["validation"]["floor"] == 0
+    first, last = (read_log(tmp_path / name)[at]["validation"]["kl"] for name, at in (("first", 0), ("second", -1)))
+    assert 0 < last < 0.98 * first
+    assert [entry.freeze_base for entry in read_chain(folder).runs] == [True, True]
+
+
+def test_a_frozen_base_needs_something_to_train(configure, paper_folder: Path) -> None:
+    with pytest.raises(UserError, match=r"freeze_base=true: .*has no fallbacks and no router that is trained"):
+        train(configure(model=str(paper_folder), max_steps=2, freeze_base=True))
+    with pytest.raises(UserError, match=r"freeze_base=true leaves no weight for adapters: set lora to null"):
+        configure(**{"freeze_base": True, "lora.rank": 4})
 
 
 def test_a_threshold_has_no_annealing(configure, local_folders) -> None:

@@ -117,9 +117,12 @@ def card_of(run: Path) -> str:
     return (run / "model" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, method: str) -> None:
-    flags = ["--seed", "7", "--max_steps", "2", *(["--lora.rank", "4"] if method == "lora" else [])]
+METHODS = {"": "all weights", "--lora.rank 4": "LoRA of rank 4", "--freeze_base true": "routers and fallbacks"}
+
+
+@pytest.mark.parametrize(("method", "weights"), METHODS.items())
+def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, method: str, weights: str) -> None:
+    flags = ["--seed", "7", "--max_steps", "2", *method.split()]
     one, two = place / "run1", place / "run2"
     said = tune(one / "model", two, *flags)
     assert f"teacher: the base, llama, from {place / 'llama'}" in said
@@ -139,7 +142,6 @@ def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, metho
     assert str(place) not in (two / "model" / "lineage.json").read_text() and entries_of(one) == entries[:2]
 
     sections, card = check_card(card_of(two)), card_of(two)
-    weights = "all weights" if method == "full" else "LoRA of rank 4"
     assert [line for line in sections["Lineage"].split("\n") if line.startswith("|")][2:] == [
         "| conversion | of llama | - | - |  |  |",
         "| run 1 | distillation, teacher: the base; all weights | 512 | 4 | `mixture` | 0 |",

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, cache_moh, computed_heads_moh, local_attention_moh
 from moh_llm.training.config import DataConfig, LoraConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.memory import STRATEGIES, Precision, Sizes, activation_bytes, estimate_memory, loss_bytes
-from moh_llm.training.networks import add_lora, recompute
+from moh_llm.training.networks import recompute, trainable
 from moh_llm.training.optimizer import make_optimizer
 from moh_llm.training.reference import Reference
 from moh_llm.training.step import TrainingStep
@@ -56,10 +56,10 @@ class Pass:
         network, base = MoHLlamaForCausalLM(model), None
         if recipe.gradient_checkpointing:
             recompute(network, recipe.gradient_checkpointing_every, recipe.activation_offloading)
-        if recipe.objective.kind == "distillation" and recipe.lora is None:
+        if recipe.objective.kind == "distillation" and not recipe.is_base_frozen:
             base = MoHLlamaForCausalLM(model).requires_grad_(False)
             base.to({2: torch.bfloat16, 4: torch.float32}[precision.products])
-        student = network if recipe.lora is None else add_lora(network, recipe.lora)
+        student = trainable(recipe, network)
         if precision.stream == 2:
             student.to(torch.bfloat16)
         self.recipe, self.casts = recipe, precision.casts
@@ -106,12 +106,12 @@ def peak_bytes(run: Pass) -> int:
     return max(accumulate(sizes))
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_weights_gradients_and_moments_of_a_model_of_20_million_are_equal(lora):
+@pytest.mark.parametrize("keys", [{}, {"lora": LORA}, {"freeze_base": True}], ids=["full", "lora", "frozen"])
+def test_weights_gradients_and_moments_of_a_model_of_20_million_are_equal(keys):
     model = make_model(vocab_size=8000, hidden_size=384, intermediate_size=1024, num_hidden_layers=8)
-    recipe = make_recipe(length=16, lora=lora, objective=CROSS_ENTROPY)
+    recipe = make_recipe(length=16, objective=CROSS_ENTROPY, **keys)
     sizes = Sizes.of(recipe, model)
-    assert 18e6 < sizes.student < 24e6 and (lora is None) == (sizes.trained == sizes.student)
+    assert 18e6 < sizes.student < 24e6 and (not keys) == (sizes.trained == sizes.student)
     run = Pass(recipe, model, "one")
     optimizer = make_optimizer(run.step.student, recipe)
     run.loss().backward()
@@ -149,6 +149,7 @@ SHAPES = {
     "first tokens alone": ({"head_fallback": "local", "local_window": 16, "local_start": 512}, {}),
     "experts": ({"num_local_experts": 4}, {}),
     "lora": ({}, {"lora": LORA}),
+    "frozen": ({"num_hidden_layers": 12}, {"freeze_base": True}),
     "tied": ({"tie_word_embeddings": True, "num_hidden_layers": 3, "intermediate_size": 1024}, {}),
 }
 WAYS = [("no", "one"), ("bf16", "one"), ("bf16", "zero2")]
@@ -183,7 +184,7 @@ def test_with_checkpointing_of_some_layers_the_others_keep_all(shape, precision,
     kept, _ = activation_bytes(recipe, model, Sizes.of(recipe, model), Precision.of(recipe, "one"))
     run = Pass(recipe, model, "one")
     cached = 0
-    if precision == "bf16" and recipe.lora is None:  # copies of recomputed layers' weights, which autocast keeps
+    if precision == "bf16" and not recipe.is_base_frozen:  # copies of recomputed layers' weights, which autocast keeps
         cached = 2 * Sizes.of(recipe, model).linear * len(range(0, 6, recipe.gradient_checkpointing_every)) // 6
     assert kept - cached == pytest.approx(saved_bytes(run), rel=0.05)
 
@@ -209,6 +210,8 @@ def test_with_offloading_the_inputs_of_layers_are_not_kept():
         ("plain", 4000, ObjectiveConfig(), ("bf16", "one"), False),
         ("wide MLP", 100, CROSS_ENTROPY, ("bf16", "one"), True),
         ("lora", 4000, ObjectiveConfig(), ("bf16", "zero2"), False),
+        ("frozen", 4000, ObjectiveConfig(), ("bf16", "one"), False),
+        ("frozen", 100, ObjectiveConfig(), ("no", "one"), True),
         ("tied", 1000, CROSS_ENTROPY, ("bf16", "zero2"), True),
         ("tied", 1000, CROSS_ENTROPY, ("no", "one"), False),
     ],

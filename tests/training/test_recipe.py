@@ -160,6 +160,8 @@ def test_changed_keys_are_those_that_change_the_curve() -> None:
     new = {"model": "b", "data": {"batch_size": 8}, "lora": {"rank": 4}, "evaluation": {"eval_steps": 2}}
     assert changed_keys(old, new) == ["data.batch_size", "lora"]
     assert changed_keys(old, new, finished=True) == ["data.batch_size", "evaluation.eval_steps", "lora"]
+    assert changed_keys(old, old | {"freeze_base": False}) == []  # a run of a version without that key
+    assert changed_keys(old, old | {"freeze_base": True}) == ["freeze_base"]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
