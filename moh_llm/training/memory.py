@@ -13,8 +13,8 @@ trained, and B of its base; c is 2 under `mixed_precision: bf16`, else 4:
 
 DeepSpeed keeps a float32 copy of the trained weights, divided (under ZeRO-3 only if it computes in another precision).
 One process and DDP cast float32 weights as they go (autocast), FSDP2 as it gathers them. There is a teacher only in
-distillation; with a frozen base only if its weights were tuned before (`copies_teacher`). With `quantization: nf4` the weights of
-the layers' linear maps take 0.52 bytes each instead of 4.
+distillation; with a frozen base only if its weights were tuned before (`copies_teacher`). With `quantization: nf4` the
+weights of the layers' linear maps take 0.52 bytes each instead of 4.
 
 Activations and temporary tensors are added. The allocator's fragments, kernels' workspaces, the libraries' own memory
 (on a GPU about 1 GiB) and copies that CPUs make to add numbers of two precisions are not estimated.
