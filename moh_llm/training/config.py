@@ -5,48 +5,17 @@ key, the value, and the rule. `moh_llm.training.recipe` fills these from YAML an
 command line, and prints the meanings below as help.
 """
 
-import math
-import operator
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from moh_llm.errors import UserError
 from moh_llm.reading import check_path
+from moh_llm.training.keys import Keys, key, require
 
 Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "moh_sparse"]
-_RULES = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt}
-
-
-def key(meaning: str, default: Any = MISSING, **bounds: float) -> Any:
-    """A recipe key: a dataclass field with its meaning for ``--help``, and bounds (`_RULES`) of its number."""
-    return field(default=default, metadata={"meaning": meaning, "bounds": bounds})
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise UserError(message)
 
 
 @dataclass(frozen=True)
-class _Keys:
-    """Checks each number by the bounds of its key; infinity and NaN are out of all bounds."""
-
-    _prefix: ClassVar[str] = ""
-
-    def __init_subclass__(cls, group: str = "") -> None:
-        cls._prefix = f"{group}." if group else ""
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            for rule, bound in entry.metadata.get("bounds", {}).items():
-                holds = value is None or (value < math.inf and _RULES[rule](value, bound))
-                name = f"{self._prefix}{entry.name}={value}"
-                _require(holds, f"{name} must be {rule.replace('_', ' ')} {bound}")
-
-
-@dataclass(frozen=True)
-class DataConfig(_Keys, group="data"):
+class DataConfig(Keys, group="data"):
     """Text, and amount of it per optimiser step."""
 
     mixture: str = key(
@@ -62,14 +31,14 @@ class DataConfig(_Keys, group="data"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(
+        require(
             self.batch_size % self.micro_batch_size == 0,
             f"data.batch_size={self.batch_size} must be a multiple of data.micro_batch_size={self.micro_batch_size}",
         )
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(_Keys, group="optimizer"):
+class OptimizerConfig(Keys, group="optimizer"):
     """AdamW. Weight decay acts on matrices only."""
 
     learning_rate: float = key("highest learning rate", 5e-5, above=0)
@@ -82,11 +51,11 @@ class OptimizerConfig(_Keys, group="optimizer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         holds = all(0 <= beta < 1 for beta in self.betas)
-        _require(holds, f"optimizer.betas={list(self.betas)} must both lie in [0, 1)")
+        require(holds, f"optimizer.betas={list(self.betas)} must both lie in [0, 1)")
 
 
 @dataclass(frozen=True)
-class ScheduleConfig(_Keys, group="schedule"):
+class ScheduleConfig(Keys, group="schedule"):
     """Linear warm-up, then cosine; the routers' rate follows the same curve, scaled."""
 
     warmup_steps: int = key("steps of linear warm-up", 2, at_least=0)
@@ -98,7 +67,7 @@ class ScheduleConfig(_Keys, group="schedule"):
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig(_Keys, group="objective"):
+class ObjectiveConfig(Keys, group="objective"):
     """The loss: the task's loss + balance_coefficient * load-balance loss (Eq. 8)."""
 
     kind: Literal["distillation", "cross_entropy"] = key(
@@ -116,7 +85,7 @@ class ObjectiveConfig(_Keys, group="objective"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(
+        require(
             self.layer_coefficient == 0 or self.has_teacher,
             f"objective.layer_coefficient={self.layer_coefficient} needs the base to compare with: "
             "set objective.kind to distillation",
@@ -129,7 +98,7 @@ class ObjectiveConfig(_Keys, group="objective"):
 
 
 @dataclass(frozen=True)
-class LoraConfig(_Keys, group="lora"):
+class LoraConfig(Keys, group="lora"):
     """Low-rank adapters on the named projections; routers are trained in full beside them."""
 
     rank: int = key("rank of the adapters", 16, at_least=1)
@@ -142,11 +111,11 @@ class LoraConfig(_Keys, group="lora"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(len(self.target_modules) > 0, "lora.target_modules is empty; name at least one, for example q_proj")
+        require(len(self.target_modules) > 0, "lora.target_modules is empty; name at least one, for example q_proj")
 
 
 @dataclass(frozen=True)
-class SharedHeadsConfig(_Keys, group="shared_heads"):
+class SharedHeadsConfig(Keys, group="shared_heads"):
     """Learns which heads are shared: those with the highest logits, one per head (`moh_llm.training.shared_heads`)."""
 
     number: int = key("heads of each layer that become shared", 1, at_least=1)
@@ -159,7 +128,7 @@ class SharedHeadsConfig(_Keys, group="shared_heads"):
 
 
 @dataclass(frozen=True)
-class EvaluationConfig(_Keys, group="evaluation"):
+class EvaluationConfig(Keys, group="evaluation"):
     """Scoring on the mixture's held-out text."""
 
     eval_steps: int = key(
@@ -170,7 +139,7 @@ class EvaluationConfig(_Keys, group="evaluation"):
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(_Keys, group="checkpoint"):
+class CheckpointConfig(Keys, group="checkpoint"):
     """Checkpoints to resume from; one is always written after the last step."""
 
     save_steps: int = key("steps between checkpoints", 10, at_least=1)
@@ -181,7 +150,7 @@ class CheckpointConfig(_Keys, group="checkpoint"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(
+        require(
             self.milestone_every % self.save_steps == 0,
             f"checkpoint.milestone_every={self.milestone_every} must be a multiple of "
             f"checkpoint.save_steps={self.save_steps}",
@@ -189,7 +158,7 @@ class CheckpointConfig(_Keys, group="checkpoint"):
 
 
 @dataclass(frozen=True)
-class DivergenceConfig(_Keys, group="divergence"):
+class DivergenceConfig(Keys, group="divergence"):
     """Handling of a step whose loss or gradient is not finite, or whose loss jumps."""
 
     action: Literal["stop", "skip", "roll_back"] = key(
@@ -207,7 +176,7 @@ class DivergenceConfig(_Keys, group="divergence"):
 
 
 @dataclass(frozen=True)
-class HubConfig(_Keys, group="hub"):
+class HubConfig(Keys, group="hub"):
     """Publishing what the run makes, as `moh-llm publish` does."""
 
     repo_id: str = key("repository that gets the tuned model, ORG/NAME (required)", "")
@@ -216,11 +185,11 @@ class HubConfig(_Keys, group="hub"):
     milestones: bool = key("publish the model of each milestone, too, to a branch such as step-000100", False)
 
     def __post_init__(self) -> None:
-        _require("/" in self.repo_id, f"hub.repo_id={self.repo_id} must name a repository on the Hub, ORG/NAME")
+        require("/" in self.repo_id, f"hub.repo_id={self.repo_id} must name a repository on the Hub, ORG/NAME")
 
 
 @dataclass(frozen=True)
-class TrainConfig(_Keys):
+class TrainConfig(Keys):
     """One training run."""
 
     model: str = key("folder of a converted model (required)")
@@ -276,26 +245,26 @@ class TrainConfig(_Keys):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.model != "", "model is empty; name the folder of a converted model")
-        _require(self.output_dir != "", "output_dir is empty; name a folder for the run")
-        _require(self.base != "", "base is empty; name the checkpoint that the model was converted from, or null")
+        require(self.model != "", "model is empty; name the folder of a converted model")
+        require(self.output_dir != "", "output_dir is empty; name a folder for the run")
+        require(self.base != "", "base is empty; name the checkpoint that the model was converted from, or null")
         for name in ("model", "output_dir", "base"):
             check_path(getattr(self, name) or "", name)
         check_path(self.data.mixture, "data.mixture")
         for name in ("warmup_steps", "anneal_steps"):
             steps = getattr(self.schedule, name)
             holds = steps <= self.max_steps
-            _require(
+            require(
                 holds, f"schedule.{name}={steps} must not exceed max_steps={self.max_steps}; lower it or train longer"
             )
-        _require(
+        require(
             self.shared_heads is None or self.shared_heads.steps <= self.max_steps,
             f"shared_heads.steps={self.shared_heads and self.shared_heads.steps} must not exceed "
             f"max_steps={self.max_steps}; lower it or train longer",
         )
         for name in ("start_learning_rate", "final_learning_rate"):
             value = getattr(self.schedule, name)
-            _require(
+            require(
                 value <= self.optimizer.learning_rate,
                 f"schedule.{name}={value} must not exceed optimizer.learning_rate={self.optimizer.learning_rate}; "
                 "lower it too",
@@ -304,21 +273,21 @@ class TrainConfig(_Keys):
             ("gradient_checkpointing_every", self.gradient_checkpointing_every > 1),
             ("activation_offloading", self.activation_offloading),
         ):
-            _require(
+            require(
                 self.gradient_checkpointing or not given,
                 f"{name}={getattr(self, name)} is about layers that are recomputed: set gradient_checkpointing to true",
             )
-        _require(
+        require(
             self.quantization is None or self.lora is not None,
             f"quantization={self.quantization} needs adapters, as 4-bit weights cannot be trained: set lora, or "
             "quantization to null",
         )
-        _require(
+        require(
             not self.freeze_base or self.lora is None,
             "freeze_base=true leaves no weight for adapters: set lora to null, or freeze_base to false, as adapters "
             "leave the base's weights as they are, too",
         )
-        _require(
+        require(
             self.hub is None or not self.hub.milestones or self.checkpoint.milestone_every > 0,
             "hub.milestones=true needs milestones: set checkpoint.milestone_every to the steps between them",
         )
@@ -332,46 +301,3 @@ class TrainConfig(_Keys):
     def tokens_per_step(self) -> int:
         """Tokens that one optimiser step reads."""
         return self.data.batch_size * self.data.sequence_length
-
-
-# Keys that name places, and the group that publishes a finished run. The run record holds hashes of what `model`,
-# `base` and the mixture name, and those are compared.
-_PLACES = {"model", "output_dir", "base", "hub", "data.mixture"}
-# Keys (or groups) whose change leaves every number of the training curve as it was: what is kept, what is only looked
-# at, and recomputation, which repeats the same operations.
-_HARMLESS = {
-    "save_dtype",
-    "gradient_checkpointing",
-    "gradient_checkpointing_every",
-    "activation_offloading",
-    "checkpoint",
-    "report_to",
-    "attn_implementation",
-    "evaluation.eval_steps",
-    "evaluation.batch_size",
-    "data.dataloader_num_workers",
-}
-
-
-def changed_keys(recorded: dict[str, Any], current: dict[str, Any], finished: bool = False) -> list[str]:
-    """Dotted keys whose values differ between two recipes (nested dicts) and may not change on resume.
-
-    Args:
-        recorded: one recipe.
-        current: the other.
-        finished: whether the run of ``recorded`` is finished. Keys that do not change the training curve
-            (``save_dtype``, say) then matter, too, since they would have no effect.
-    """
-    return _differing(recorded, current, _PLACES if finished else _PLACES | _HARMLESS, "")
-
-
-def _differing(recorded: dict[str, Any], current: dict[str, Any], left_out: set[str], prefix: str) -> list[str]:
-    changed = []
-    for name in sorted(recorded.keys() | current.keys()):
-        old, new = recorded.get(name), current.get(name)
-        later = name not in recorded and new is False  # a switch of a later version, which is off
-        if prefix + name in left_out or old == new or later:
-            continue
-        nested = isinstance(old, dict) and isinstance(new, dict)
-        changed += _differing(old, new, left_out, f"{prefix}{name}.") if nested else [prefix + name]
-    return changed

@@ -27,7 +27,8 @@ from moh_llm.reading import parse_json
 from moh_llm.records.identity import identify
 from moh_llm.records.model import read_moh_config
 from moh_llm.records.run import FileMark, LogLine, ModelMark, RunRecord
-from moh_llm.training.config import TrainConfig, changed_keys
+from moh_llm.training.changed_keys import changed_keys
+from moh_llm.training.config import TrainConfig
 
 RECORD, LOG, TRACKERS = "run.json", "log.jsonl", "tensorboard"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")

@@ -6,7 +6,8 @@ import yaml
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
-from moh_llm.training.config import HubConfig, LoraConfig, TrainConfig, changed_keys
+from moh_llm.training.changed_keys import changed_keys
+from moh_llm.training.config import HubConfig, LoraConfig, TrainConfig
 from moh_llm.training.recipe import RENAMED, load_config, recipe_keys
 
 RECIPES = sorted(

@@ -1,0 +1,45 @@
+"""Which keys of a recipe may change when a run is resumed."""
+
+from typing import Any
+
+# Keys that name places, and the group that publishes a finished run. The run record holds hashes of what `model`,
+# `base` and the mixture name, and those are compared.
+_PLACES = {"model", "output_dir", "base", "hub", "data.mixture"}
+# Keys (or groups) whose change leaves every number of the training curve as it was: what is kept, what is only looked
+# at, and recomputation, which repeats the same operations.
+_HARMLESS = {
+    "save_dtype",
+    "gradient_checkpointing",
+    "gradient_checkpointing_every",
+    "activation_offloading",
+    "checkpoint",
+    "report_to",
+    "attn_implementation",
+    "evaluation.eval_steps",
+    "evaluation.batch_size",
+    "data.dataloader_num_workers",
+}
+
+
+def changed_keys(recorded: dict[str, Any], current: dict[str, Any], finished: bool = False) -> list[str]:
+    """Dotted keys whose values differ between two recipes (nested dicts) and may not change on resume.
+
+    Args:
+        recorded: one recipe.
+        current: the other.
+        finished: whether the run of ``recorded`` is finished. Keys that do not change the training curve
+            (``save_dtype``, say) then matter, too, since they would have no effect.
+    """
+    return _differing(recorded, current, _PLACES if finished else _PLACES | _HARMLESS, "")
+
+
+def _differing(recorded: dict[str, Any], current: dict[str, Any], left_out: set[str], prefix: str) -> list[str]:
+    changed = []
+    for name in sorted(recorded.keys() | current.keys()):
+        old, new = recorded.get(name), current.get(name)
+        later = name not in recorded and new is False  # a switch of a later version, which is off
+        if prefix + name in left_out or old == new or later:
+            continue
+        nested = isinstance(old, dict) and isinstance(new, dict)
+        changed += _differing(old, new, left_out, f"{prefix}{name}.") if nested else [prefix + name]
+    return changed
