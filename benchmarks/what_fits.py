@@ -34,11 +34,12 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What is trained: a row's name, and the recipe's groups."""
+    """What is trained: a row's name, and the recipe's keys."""
 
     name: str
     lora: LoraConfig | None = None
     quantization: str | None = None
+    freeze_base: bool = False
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -46,7 +47,12 @@ class Kind:
         return ORDER[:1] if self.quantization else ORDER
 
 
-KINDS = (Kind("all weights"), Kind("LoRA", LoraConfig()), Kind("QLoRA", LoraConfig(), "nf4"))
+KINDS = (
+    Kind("all weights"),
+    Kind("LoRA", LoraConfig()),
+    Kind("QLoRA", LoraConfig(), "nf4"),
+    Kind("fallbacks", freeze_base=True),
+)
 
 
 def make_config(model: str) -> MoHLlamaConfig:
@@ -80,6 +86,7 @@ def find_fit(model: MoHLlamaConfig, kind: Kind, number: int, length: int, limit:
             gradient_checkpointing=True,
             data=DataConfig("", length, number, 1),
             lora=kind.lora,
+            freeze_base=kind.freeze_base,
             quantization=kind.quantization,
         )
         sizes = Sizes.of(recipe, model)
