@@ -26,6 +26,20 @@ PATCHES = (
         (NETWORKS, FALLBACKS),
     ),
     Patch(
+        "a frozen base is trained",
+        "moh_llm/training/networks.py",
+        "weight.requires_grad_(weight.requires_grad and is_routing_weight(name))",
+        "weight.requires_grad_(weight.requires_grad)",
+        (FALLBACKS,),
+    ),
+    Patch(
+        "the teacher within a frozen student has its heads off",
+        "moh_llm/training/step.py",
+        "with without, self.network.all_heads_active():",
+        "with without:",
+        (FALLBACKS,),
+    ),
+    Patch(
         "tuned fallbacks are not saved",
         "moh_llm/training/networks.py",
         "    read_weights(checkpoint, trained_weights(network))\n",
