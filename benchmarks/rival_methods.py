@@ -153,7 +153,7 @@ def open_fitter(
     shared, layers = shared_and_active(plan, base)[0], base.num_hidden_layers
     config = build_config(base, plan, [list(range(shared))] * layers, [max(1, shared)] * layers)
     config.router_type = "query_norm"
-    router, active = method.router(config, number), plan.num_active_heads or 0
+    router, active = method.router(config, number).to(sample.inputs.device), plan.num_active_heads or 0
     if isinstance(router, TopKLabelRouter):
         if active not in trained:
             router.train_on(sample, active)

@@ -38,12 +38,13 @@ class TopKLabelRouter(MoHRouter):
         inputs = (inputs - mean) / scale
         generator = torch.Generator().manual_seed(self.layer_idx)
         for layer in (self.hidden, self.scores):
-            nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
+            drawn = torch.empty(layer.weight.shape).normal_(std=layer.in_features**-0.5, generator=generator)
+            layer.weight.data.copy_(drawn)  # the same on any device
             nn.init.zeros_(layer.bias)
         optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         for _ in range(STEPS):
-            rows = torch.randint(len(inputs), (ROWS,), generator=generator)
+            rows = torch.randint(len(inputs), (ROWS,), generator=generator).to(inputs.device)
             logits = self.scores(self.hidden(inputs[rows]).relu())
             loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[rows])
             optimizer.zero_grad()

@@ -90,8 +90,8 @@ class MoHLlamaAttention(LlamaAttention):
             early_outputs = of_early_queries(
                 self, attention, computed, queries, keys, values, attention_mask, dropout=dropout
             )
-        if not own.shape[1]:
-            head_outputs = own
+        if not own.shape[1]:  # under autocast queries may be wider than what attention returns
+            head_outputs = own if early_outputs is None else own.to(early_outputs.dtype)
         elif is_selected:
             selected = (gate if computed.ids is None else gate.index_select(-1, computed.ids)) != 0
             lead = 0 if attention_mask is not None or band is None else band.lead
@@ -291,7 +291,7 @@ class MoHLlamaAttention(LlamaAttention):
         local = self.fallback(
             queries[:, :, lead:], keys, values, hidden_states[:, lead:], band, self.scaling, dropout, near, shard
         )
-        heads = self.fallback.heads(shard)
+        heads, local = self.fallback.heads(shard), local.to(head_outputs.dtype)
         if gate is None:
             head_outputs[:, lead:].index_copy_(2, heads, local)
             return head_outputs

@@ -24,6 +24,11 @@ def plan(request) -> dict:
     return PLAN | request.param
 
 
+def device_of(implementation: str) -> str:
+    """Where a model runs: kernels on a CUDA device if there is one, else in Triton's interpreter."""
+    return "cuda" if implementation == "moh_sparse" and torch.cuda.is_available() else "cpu"
+
+
 def padded_rows(ids: torch.Tensor, side: str) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
     """Rows of `LENGTHS` tokens and a mask, both `[4, 24]`, and where the tokens of each row are."""
     padded, mask = torch.zeros(4, 24, dtype=torch.int64), torch.zeros(4, 24, dtype=torch.int64)
@@ -43,10 +48,10 @@ def four_dims(mask: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 def check_rows(moh, got: torch.Tensor, ids: torch.Tensor, places: list[slice]) -> None:
     """Logits of each row's tokens are those of the naive loop on the row alone."""
-    weights = {name: tensor.double().numpy() for name, tensor in moh.state_dict().items()}
+    weights = {name: tensor.double().cpu().numpy() for name, tensor in moh.state_dict().items()}
     for row, place in enumerate(places[:3]):
         expected = naive.logits(moh.config, weights, ids[row, : LENGTHS[row]].numpy())
-        np.testing.assert_allclose(got[row, place].numpy(), expected, atol=2e-4, rtol=1e-4)
+        np.testing.assert_allclose(got[row, place].cpu().numpy(), expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +70,12 @@ def test_padded_rows_are_the_rows_alone(make_pair, ids, implementation, fields):
     # Eager attention has its softmax in float32, where float64's masks overflow; LLaMA gives NaN there, too.
     dtype = torch.float64 if implementation == "sdpa" else torch.float32
     _, moh = make_pair(attn_implementation=implementation, dtype=dtype, **PLAN | fields)
-    embed = moh.get_input_embeddings()
+    device = device_of(implementation)
+    embed = moh.to(device).get_input_embeddings()
     with torch.no_grad():
         for side in ("left", "right") if implementation != "moh_sparse" else ("left",):
             padded, mask, places = padded_rows(ids, side)
+            padded, mask = padded.to(device), mask.to(device)
             counted = (mask.cumsum(1) - 1).clamp_min(0)
             calls = {
                 "mask": {"attention_mask": mask},
@@ -89,11 +96,13 @@ def test_packed_documents_are_the_documents_alone_wherever_their_positions_begin
         pytest.importorskip("triton")
     dtype = torch.float32 if implementation == "moh_sparse" else torch.float64
     _, moh = make_pair(attn_implementation=implementation, dtype=dtype, **plan)
-    packed = torch.cat([ids[row, :length] for row, length in enumerate(LENGTHS[:3])])[None]
+    device = device_of(implementation)
+    packed = torch.cat([ids[row, :length] for row, length in enumerate(LENGTHS[:3])])[None].to(device)
+    moh.to(device)
     for starts in ([0, 0, 0], [3, 50, 7]):
         positions = torch.cat([torch.arange(s, s + length) for s, length in zip(starts, LENGTHS, strict=False)])[None]
         with torch.no_grad():
-            got = moh(packed, position_ids=positions, use_cache=False).logits[0]
+            got = moh(packed, position_ids=positions.to(device), use_cache=False).logits[0]
         check_rows(moh, torch.stack([got, got, got]), ids, [slice(0, 24), slice(24, 41), slice(41, 42)])
 
 

@@ -133,6 +133,8 @@ def test_its_format_is_one_that_older_code_refuses():
 def test_kernels_of_attention_run_beside_experts(ids):
     pytest.importorskip("triton")
     _, moh = make_pair(**ROUTED)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    moh, ids = moh.to(device), ids.to(device)
     with torch.no_grad():
         expected = moh(ids, use_cache=False).logits
         moh.set_attn_implementation("moh_sparse")

@@ -30,6 +30,25 @@ def test_logits_are_those_of_the_cpu(make_pair, ids, router_type):
         torch.testing.assert_close(moh.cuda()(ids.cuda()).logits.cpu(), expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("local_heads", [[[3], [1, 2]], [[3], [0, 1, 2, 3]]], ids=["some", "a whole layer"])
+def test_gradients_under_autocast_are_those_of_float32_on_a_cpu(make_pair, local_heads):
+    fields = {"num_shared_heads": 0, "num_active_heads": [2, 0], "local_heads": local_heads}
+    fields |= {"router_type": "threshold", "head_fallback": "local", "local_window": 4, "local_sinks": 2}
+    _, moh = make_pair(**fields, local_start=9)
+    ids = torch.randint(1, 257, (1, 60), generator=torch.Generator().manual_seed(0))
+
+    def gradients(device: str) -> dict[str, torch.Tensor]:
+        moh.to(device).zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
+            moh(ids.to(device), labels=ids.to(device), use_cache=False).loss.backward()
+        return {name: weight.grad.cpu() for name, weight in moh.named_parameters() if weight.grad is not None}
+
+    expected, found = gradients("cpu"), gradients("cuda")
+    assert found.keys() == expected.keys() and any("distant" in name for name in found)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 0.1 * gradient.norm(), name
+
+
 @pytest.mark.parametrize("length", [1, 300])
 def test_head_sparse_attention_in_a_cuda_graph_follows_a_new_gate(length):
     """Lists of other lengths come out of the same launches: nothing of them was read by the host."""

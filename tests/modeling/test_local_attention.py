@@ -164,6 +164,33 @@ def test_gradients_of_a_model_in_lower_precision(make_pair, monkeypatch) -> None
         assert (low[name] - gradient).norm() <= max(1.5 * error, 0.05 * gradient.norm()), name
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("router_type", ["threshold", "none"])
+def test_attention_in_another_dtype_than_its_queries(make_pair, monkeypatch, router_type, is_trained) -> None:
+    """As under autocast on CUDA, where rotary embedding gives float32; in the second layer no head is on for all."""
+    fields = {"router_type": router_type, "num_shared_heads": [1, 0], "num_active_heads": [1, 0]}
+    fields |= {"head_fallback": "local", "local_window": 4, "local_sinks": 3, "local_start": 9}
+    _, moh = make_pair(**fields, shared_heads=[[0], []], local_heads=[[1, 2, 3], [0, 1, 2, 3]])
+    ids = torch.randint(1, 257, (1, 60), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = moh(ids, use_cache=False).logits
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def in_bfloat16(query, key, value, attn_mask=None, **kwargs):
+        mask = attn_mask.bfloat16() if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+        with torch.autocast("cpu", enabled=False):
+            return attend(query.bfloat16(), key.bfloat16(), value.bfloat16(), attn_mask=mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", in_bfloat16)
+    monkeypatch.setattr(local_attention_moh, "scaled_dot_product_attention", in_bfloat16)
+    monkeypatch.setattr(local_attention_moh, "has_flash_kernel", lambda tensor: False)
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(is_trained):
+        logits = moh(ids, use_cache=False).logits
+    if is_trained:
+        logits.float().sum().backward()
+    assert (logits - expected).norm() <= 0.05 * expected.norm()
+
+
 def test_where_everything_is_seen() -> None:
     queries, keys, values, positions = inputs(12, kv=4)
     starts = torch.zeros_like(positions)
