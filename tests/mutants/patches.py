@@ -117,6 +117,13 @@ PATCHES = (
         (SELECTED,),
     ),
     Patch(
+        "a layer without a head for all queries keeps the dtype of its queries under autocast",
+        "moh_llm/modeling/attention_moh.py",
+        "own if early_outputs is None else own.to(early_outputs.dtype)",
+        "own",
+        ("tests/modeling/test_local_attention.py",),
+    ),
+    Patch(
         "a selected query does not see its own key",
         "moh_llm/modeling/selected_attention_moh.py",
         ".triu(1)",
