@@ -57,7 +57,7 @@ def main() -> int:
         return 0
     rows = []
     for size in args.size:
-        base = args.workdir / size
+        base = base_folder(args, size)
         if not (base / "config.json").exists():
             _job("make", args, size)
         row = {"size": size, "gib": round(sum(f.stat().st_size for f in base.iterdir()) / (1 << 30), 2)}
@@ -87,6 +87,12 @@ def main() -> int:
     return 0
 
 
+def base_folder(args: argparse.Namespace, size: str) -> Path:
+    """Where the checkpoint of a size is, which is made once for each number of layers, dtype and context."""
+    layers = f"-{args.layers}-layers" if args.layers else ""
+    return args.workdir / f"{size}{layers}-{args.dtype}-{max(8192, args.context)}"
+
+
 def _job(name: str, args: argparse.Namespace, size: str) -> dict:
     """Run a job of this script in a process of its own, after the disk has come to rest."""
     os.sync()
@@ -107,7 +113,7 @@ def _make(args: argparse.Namespace) -> dict:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim, tied = SIZES[args.size[0]]
-    folder, dtype = args.workdir / args.size[0], getattr(torch, args.dtype)
+    folder, dtype = base_folder(args, args.size[0]), getattr(torch, args.dtype)
     folder.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
         hidden_size=hidden,
@@ -118,7 +124,7 @@ def _make(args: argparse.Namespace) -> dict:
         head_dim=head_dim,
         vocab_size=vocabulary,
         tie_word_embeddings=tied,
-        max_position_embeddings=8192,
+        max_position_embeddings=max(8192, args.context),
         dtype=args.dtype,
     )
     with torch.device("meta"):
@@ -156,7 +162,7 @@ def _make(args: argparse.Namespace) -> dict:
 
 def _copy(args: argparse.Namespace) -> dict:
     started = time.perf_counter()
-    shutil.copytree(args.workdir / args.size[0], args.workdir / f"{args.size[0]}-out")
+    shutil.copytree(base_folder(args, args.size[0]), args.workdir / f"{args.size[0]}-out")
     return {"seconds": round(time.perf_counter() - started, 2)}
 
 
@@ -173,7 +179,7 @@ def _timed_conversion(args: argparse.Namespace, calibrated: bool) -> dict:
     from moh_llm.conversion.plan import PlanOptions
 
     options = ConversionOptions(
-        base=str(args.workdir / args.size[0]),
+        base=str(base_folder(args, args.size[0])),
         output=args.workdir / f"{args.size[0]}-out",
         plan=PlanOptions() if calibrated else PlanOptions(preset="paper"),
         context=args.context,
@@ -190,12 +196,17 @@ def _passes(args: argparse.Namespace) -> dict:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(args.workdir / args.size[0])
+    from moh_llm.devices import choose_device
+
+    model = AutoModelForCausalLM.from_pretrained(base_folder(args, args.size[0])).to(choose_device())
     shape = (args.calibrate // args.context, args.context)
     windows = torch.randint(1, 256, shape, generator=torch.Generator().manual_seed(0))
     started = time.perf_counter()
     for batch in windows.split(1):
+        batch = batch.to(model.device)
         model(batch, labels=batch, use_cache=False).loss.backward()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
     return {"seconds": round(time.perf_counter() - started, 2)}
 
 

@@ -1,13 +1,14 @@
 """What a user gets of a base for some time of this machine: the table on the first page of README.
 
     python benchmarks/front_table.py BASE --mixture data_mixtures/paper_local.yaml --output out/front \\
-        --documents 20 --tokens-per-document 512 --last --text "$CORPORA"/redpajama_c4/train*
+        --documents 20 --tokens-per-document 512 --text "$CORPORA"/*/validation*
 
 Each level is a conversion on so many calibration tokens and so many steps of self-distillation of 2,048 tokens each, by
 `recipes/smollm2_recovery.yaml`; the defaults are meant for 2 minutes, 10 minutes and 2 hours of SmolLM2-135M on two CPU
-cores, and the table has the time that each took here. Cells: perplexity / base perplexity, and KL to the base in nats
+cores. The table has the time of the conversion and of the steps here; opening models and text, and what a run scores
+by itself, take time besides. Cells: perplexity / base perplexity, and KL to the base in nats
 per token, with 95 % intervals over the documents. Finished models are kept, and an interrupted run goes on, so the same
-command can be given again.
+command can be given again; in a folder of another base, mixture or length it stops.
 """
 
 import argparse
@@ -17,9 +18,11 @@ import sys
 from pathlib import Path
 
 import held_out
-from command import status_of
-from recovery import ROOT, score
+from command import keep_settings, mixture_settings, status_of
+from recovery import ROOT, read_texts, score
+from transformers import AutoTokenizer
 
+from moh_llm.conversion.base import open_base
 from moh_llm.errors import UserError
 from moh_llm.evaluation.runner import spell_seconds
 from moh_llm.intervals import show_figure
@@ -44,14 +47,21 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    levels = [tuple(map(int, level.split(":"))) for level in args.levels]
+    try:
+        levels = [(int(tokens), int(steps)) for tokens, steps in (level.split(":") for level in args.levels)]
+    except ValueError as error:
+        raise UserError(f"--levels {' '.join(args.levels)}: give TOKENS:STEPS, such as 24576:40") from error
+    base = open_base(args.base)
+    settings = {"base": base.fingerprint, "context": args.context, **mixture_settings(args.mixture)}
+    keep_settings(args.output, settings)
+    texts = read_texts(args, AutoTokenizer.from_pretrained(base.folder))
     folders, seconds = {}, {}
     for tokens, steps in levels:
         for share in args.shares:
             label = f"{share:g} of the heads, {tokens} tokens, {steps} steps"
             folders[label], seconds[label] = make(args, share, tokens, steps)
             print(f"{label}: {spell_seconds(seconds[label])}", flush=True)
-    score(args, folders)
+    score(args, folders, texts)
     found = json.loads((args.output / "scores.json").read_text())["models"]
     print(f"| time | {' | '.join(f'{share:.0%} of the heads' for share in args.shares)} |")
     print(f"|---|{'---|' * len(args.shares)}")
@@ -70,8 +80,8 @@ def cell(figures: dict) -> str:
 
 
 def make(args: argparse.Namespace, share: float, tokens: int, steps: int) -> tuple[Path, float]:
-    """The folder of a model, which is made where it is not there, and the seconds that it took."""
-    converted = (args.output / "models" / f"{share:g}-{tokens}").resolve()
+    """The folder of a model, which is made where it is not there, and the seconds of its conversion and steps."""
+    converted = args.output / "models" / f"{share:g}-{tokens}"
     if not converted.exists():
         words = ["--active-ratio", f"{share}", "--context", f"{args.context}", "--verify", "none"]
         words += ["--calibration", args.mixture, "--calibration-tokens", f"{tokens}", "--output", str(converted)]
@@ -79,17 +89,17 @@ def make(args: argparse.Namespace, share: float, tokens: int, steps: int) -> tup
     seconds = json.loads((converted / CONVERSION).read_text())["seconds"]
     if not steps:
         return converted, seconds
-    output = (args.output / "runs" / f"{share:g}-{tokens}-{steps}").resolve()
+    output = args.output / "runs" / f"{share:g}-{tokens}-{steps}"
     words = ["--model", str(converted), "--output_dir", str(output), "--data.mixture", args.mixture]
     words += ["--max_steps", f"{steps}", "--data.sequence_length", f"{args.context}"]
     words += ["--evaluation.eval_steps", f"{steps}", *(f"--{setting}" for setting in args.set)]
-    call("train.py", "recipes/smollm2_recovery.yaml", *words)
+    call("train.py", str(ROOT / "recipes" / "smollm2_recovery.yaml"), *words)
     return output / "model", seconds + json.loads((output / "run.json").read_text())["seconds"]
 
 
 def call(script: str, *words: str) -> None:
     """Run a script of the repository's root, which shows its progress. Raises UserError where it fails."""
-    if status := subprocess.run([sys.executable, script, *words], cwd=ROOT, stdout=sys.stderr).returncode:
+    if status := subprocess.run([sys.executable, str(ROOT / script), *words], stdout=sys.stderr).returncode:
         raise UserError(f"{script} ended with status {status}; the same command goes on")
 
 

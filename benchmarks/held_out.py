@@ -1,6 +1,7 @@
 """The held-out text of benchmarks: which documents, how much of each, and how much of it other text holds as well."""
 
 import argparse
+import hashlib
 import itertools
 import re
 from collections import deque
@@ -52,8 +53,10 @@ def read_texts(
     """The chosen documents of each text file or glob, as batches of windows of `length` tokens.
 
     Raises:
-        UserError: a text has no window of that length.
+        UserError: a text has no window of that length, or `--last` does not say how many.
     """
+    if args.last and args.documents is None:
+        raise UserError("--last takes the last of how many? Give --documents, too")
     return {name: _read(name, args, tokenizer, length, batch_size) for name in names}
 
 
@@ -94,6 +97,11 @@ def ngrams_of(arguments: Sequence[str], tokenizer: PreTrainedTokenizerBase, toke
 def ngrams_of_batches(batches: Sequence[Batch]) -> NGrams:
     """The n-grams of what was read as these batches."""
     return NGrams([_numbered(batches)])
+
+
+def hash_batches(batches: Sequence[Batch]) -> str:
+    """SHA-256 of the tokens, in their order."""
+    return hashlib.sha256(b"".join(batch["input_ids"].numpy().tobytes() for batch in batches)).hexdigest()
 
 
 def overlap(batches: Sequence[Batch], read: NGrams) -> Overlap:

@@ -69,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def open_calibration(args: argparse.Namespace, base: BaseCheckpoint) -> tuple[LayerwiseModel, list[Batch]]:
     """The dense model layer by layer, and the calibration text that `convert.py` would take, or another seed's."""
+    if args.context > (positions := base.config.max_position_embeddings):
+        raise UserError(f"--context {args.context} is more than the {positions} tokens that {args.base} was made for")
     tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
     text = mixture_from_arguments(args.calibration)
     batches = calibration_part(text, tokenizer, args.calibration_tokens, args.context, args.seed)

@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> None:
         for on in budgets.values():
             if name == "Top-K over all layers":
                 lowest = c.transpose(0, 1).flatten(1).topk(of_all - on, 1, largest=False).indices
-                off = torch.zeros(c.shape[1], of_all).scatter(1, lowest, 1.0).unflatten(1, (len(z), -1)).transpose(0, 1)
+                flat = torch.zeros(c.shape[1], of_all, device=c.device).scatter(1, lowest, 1.0)
+                off = flat.unflatten(1, (len(z), -1)).transpose(0, 1)
             else:
                 off = c <= c.flatten().kthvalue(round((of_all - on) * c.shape[1])).values
             found.append(((z * off).sum(-1).square() / 2).sum(0))
@@ -131,6 +132,7 @@ def by_mlp(inputs: torch.Tensor, targets: torch.Tensor, asked: torch.Tensor) -> 
     level, spread = targets.mean(0), targets.std(0).clamp_min(1e-6)
     inputs, targets = (inputs - mean) / scale, (targets - level) / spread
     network = nn.Sequential(nn.Linear(inputs.shape[1], 64), nn.GELU(), nn.Linear(64, targets.shape[1]))
+    network.to(inputs.device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for _ in range(STEPS):

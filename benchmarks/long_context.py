@@ -33,8 +33,7 @@ from moh_llm.files import write_json
 from moh_llm.intervals import show_figure
 from moh_llm.metrics import Comparison, compare_predictions
 from moh_llm.modeling import MoHLlamaForCausalLM
-from moh_llm.records.identity import fingerprint
-from moh_llm.records.model import read_weight_map
+from moh_llm.records.identity import identify
 
 EDGES = (0, 512, 2048, 8192, 32768, 131072)
 HEADLINE = 2048  # from this position on
@@ -67,8 +66,9 @@ def run(args: argparse.Namespace) -> None:
     room = args.context - 100 * len(args.distances)  # the questions come last
     distances = [distance for distance in args.distances if distance <= room]
     asked = {
-        "models": {name: model_identity(name) for name in (args.base, *names)},
+        "models": {name: identify(name).sha256 for name in (args.base, *names)},
         "texts": args.text,
+        "documents of prompts": len(documents) if args.prompts else None,
         "context": args.context,
         "distances": distances,
         "dtype": args.dtype,
@@ -107,11 +107,6 @@ def run(args: argparse.Namespace) -> None:
     far = [distance for distance in distances if distance > max(model.config.local_window for model in models.values())]
     for task in TASKS if prompts else ():
         print_retrieval(task, prompts, names, distances, far)
-
-
-def model_identity(name: str) -> str:
-    """What tells a model from others of its name."""
-    return fingerprint(read_weight_map(Path(name))[0]) if Path(name).is_dir() else name
 
 
 def long_documents(

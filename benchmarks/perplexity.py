@@ -11,15 +11,17 @@ documents. Overlap is the share of a text's 13-grams of tokens that the named te
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import held_out
 import torch
+from command import status_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moh_llm.conversion.verify import by_paper_plan
+from moh_llm.devices import choose_device
+from moh_llm.files import write_json
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_figure, show_interval
 from moh_llm.metrics import compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
@@ -35,10 +37,12 @@ def main() -> int:
     parser.add_argument("--overlap-tokens", type=int, metavar="N", help="only its first N tokens, as for calibration")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    args = parser.parse_args()
+    return status_of(run, parser.parse_args())
 
+
+def run(args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device()
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     base = AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).to(device).eval()
     model = MoHLlamaForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
@@ -96,8 +100,7 @@ def main() -> int:
         f"KL {show_figure(mean['kl'], mean['kl_interval'], '.4f')}"
     )
     if args.json:
-        args.json.write_text(json.dumps({"mean": mean, "texts": rows}, indent=2) + "\n")
-    return 0
+        write_json(args.json, {"mean": mean, "texts": rows})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ router of this kind would reach.
 import argparse
 import dataclasses
 import itertools
-import json
 import sys
 import tempfile
 import time
@@ -26,10 +25,11 @@ from pathlib import Path
 import held_out
 import torch
 from baselines.oracle import by_oracle
+from command import status_of
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from moh_llm.conversion.base import open_base
+from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.budget import plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate
 from moh_llm.conversion.convert import peak_memory_mib
@@ -38,7 +38,9 @@ from moh_llm.conversion.plan import PlanOptions
 from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.windows import fixed_batches
+from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
+from moh_llm.files import write_json
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_documents, show_figure
 from moh_llm.metrics import Batch, LogitsOf, compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
@@ -60,9 +62,11 @@ def main() -> int:
     parser.add_argument("--paper", action="store_true", help="add the paper's layer at each budget")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    args = parser.parse_args()
+    return status_of(run, parser.parse_args())
 
-    dtype, device = getattr(torch, args.dtype), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+def run(args: argparse.Namespace) -> None:
+    dtype, device = getattr(torch, args.dtype), choose_device()
     base = open_base(args.base)
     tokenizer = AutoTokenizer.from_pretrained(base.folder)
     dense = AutoModelForCausalLM.from_pretrained(base.folder, dtype=dtype).to(device).eval()
@@ -136,17 +140,24 @@ def main() -> int:
         print(f"{label:<42} {ratios}  mean {mean}  KL {kl}")
     print(f"peak memory {peak_memory_mib()} MiB")
     if args.json:
-        args.json.write_text(json.dumps({"texts": columns, "models": rows}, indent=2) + "\n")
-    return 0
+        write_json(args.json, {"texts": columns, "models": rows})
 
 
-def _calibrate(base, plan: PlanOptions, batches: list[Batch], dtype, device) -> list[LayerCalibration]:
+def _calibrate(
+    base: BaseCheckpoint, plan: PlanOptions, batches: list[Batch], dtype: torch.dtype, device: torch.device
+) -> list[LayerCalibration]:
     model = LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device)
     with tempfile.TemporaryDirectory() as scratch:
         return calibrate(model, batches, [plan], Path(scratch))[0]
 
 
-def _model(base, dense, plan: PlanOptions, calibrated, dtype) -> MoHLlamaForCausalLM:
+def _model(
+    base: BaseCheckpoint,
+    dense: PreTrainedModel,
+    plan: PlanOptions,
+    calibrated: list[LayerCalibration] | None,
+    dtype: torch.dtype,
+) -> MoHLlamaForCausalLM:
     """The conversion that `convert` would write, in memory."""
     config, fits = plan_layers(plan, base.config, calibrated)
     model = MoHLlamaForCausalLM(config).to(dtype)

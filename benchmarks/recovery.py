@@ -7,7 +7,7 @@ BASE is converted with the same share of its heads: calibrated (the default), wi
 the paper's layer; for "-shared" with two shared heads, the first ones, the most important ones, or those that are
 learned in the first half of the steps, and as many active heads in all layers. Every method then reads the same text in
 the same order with the same number of steps. Runs that are finished are kept, and an interrupted one goes on, so the
-same command can be given again.
+same command can be given again; in a folder of another base, mixture, share or length it stops.
 
 With --text all models of OUTPUT are then scored on documents of these files, with 95 % intervals over documents and the
 share of 13-grams that the mixture's training part holds, too; figures go to OUTPUT/scores.json. Tuning does not read
@@ -18,7 +18,6 @@ what its mixture holds out, which may be taken from its own files (SHARE is the 
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -29,10 +28,15 @@ from typing import Any
 
 import held_out
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from command import keep_settings, mixture_settings, status_of
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from moh_llm.conversion.base import open_base
+from moh_llm.devices import choose_device
+from moh_llm.errors import UserError
+from moh_llm.files import write_json
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_documents, show_figure
-from moh_llm.metrics import compare_to_reference, logits_of
+from moh_llm.metrics import Batch, compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,38 +83,52 @@ def main() -> int:
     parser.add_argument("--text", nargs="+", default=[], help="text files or globs to score all models on at the end")
     held_out.add_arguments(parser)
     args = parser.parse_args()
+    return status_of(run, args)
+
+
+def run(args: argparse.Namespace) -> None:
+    base = open_base(args.base)
+    keep_settings(
+        args.output,
+        {"base": base.fingerprint, "share of heads": args.active_ratio, "context": args.context}
+        | {"number of calibration tokens": args.calibration_tokens, **mixture_settings(args.mixture)},
+    )
+    texts = read_texts(args, AutoTokenizer.from_pretrained(base.folder)) if args.text else {}
     models = conversions(args)
     for name, flags in models.items():
         folder = args.output / "models" / name
         if not folder.exists():
-            command = [sys.executable, "convert.py", args.base, *flags, "--verify", "none", "--output"]
-            subprocess.run([*command, str(folder.resolve())], check=True, cwd=ROOT)
+            command = [sys.executable, str(ROOT / "convert.py"), args.base, *flags, "--verify", "none", "--output"]
+            if status := subprocess.run([*command, str(folder)]).returncode:
+                raise UserError(f"{name}: convert.py ended with status {status}; the same command goes on")
     # Seeds first: the first one of every method, then the others.
     jobs = [(seed, name) for seed in range(args.seeds) for name in args.only if seed < METHODS[name][3]]
     lock = threading.Lock()
 
-    def run(seed: int, name: str) -> int:
+    def train(seed: int, name: str) -> int:
         model, recipe, overrides, _ = METHODS[name]
-        command = [sys.executable, "train.py", f"recipes/{recipe}", "--seed", str(seed), "--data.mixture", args.mixture]
-        command += ["--model", str((args.output / "models" / model).resolve()), "--max_steps", str(args.steps)]
-        command += ["--output_dir", str((args.output / "runs" / f"{name}-{seed}").resolve()), "--save_dtype", "float32"]
+        command = [sys.executable, str(ROOT / "train.py"), str(ROOT / "recipes" / recipe), "--seed", str(seed)]
+        command += ["--data.mixture", args.mixture, "--save_dtype", "float32", "--max_steps", str(args.steps)]
+        command += ["--model", str(args.output / "models" / model)]
+        command += ["--output_dir", str(args.output / "runs" / f"{name}-{seed}")]
         command += ["--evaluation.eval_steps", str(args.every), "--evaluation.max_tokens", str(args.run_tokens)]
         command += [f"--{setting}" for setting in args.set]
         command += [str(args.steps // 2) if word == "HALF" else word for word in overrides]
         threads = {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | threads, capture_output=True, text=True)
+        done = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True)
         with lock:
             print(f"{name}, seed {seed}: {(done.stdout if not done.returncode else done.stderr).strip()[-300:]}")
             sys.stdout.flush()
         return done.returncode
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        status = max(pool.map(lambda job: run(*job), jobs))
-    if args.text and not status:
+        statuses = [*pool.map(lambda job: train(*job), jobs)]
+    if failed := [f"{name}, seed {seed}" for (seed, name), status in zip(jobs, statuses, strict=True) if status]:
+        raise UserError(f"{len(failed)} runs failed: {'; '.join(failed)}; the same command goes on")
+    if texts:
         untuned = {f"{folder.name}, not tuned": folder for folder in sorted((args.output / "models").iterdir())}
         tuned = {folder.parent.name: folder for folder in sorted((args.output / "runs").glob("*/model"))}
-        score(args, untuned | tuned)
-    return status
+        score(args, untuned | tuned, texts)
 
 
 def conversions(args: argparse.Namespace) -> dict[str, list[str]]:
@@ -130,14 +148,17 @@ def conversions(args: argparse.Namespace) -> dict[str, list[str]]:
     return {name: words for name, words in all_models.items() if name in {METHODS[method][0] for method in args.only}}
 
 
-def score(args: argparse.Namespace, folders: dict[str, Path]) -> None:
-    """Print how far each model is from the base on `args.text`, as a mean over the texts; write OUTPUT/scores.json."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def read_texts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Batch]]:
+    """The documents that models are scored on. Raises UserError where there are too few."""
+    positions = AutoConfig.from_pretrained(args.base).max_position_embeddings
+    return held_out.read_texts(args.text, args, tokenizer, min(held_out.WINDOW, positions), held_out.BATCH)
+
+
+def score(args: argparse.Namespace, folders: dict[str, Path], texts: dict[str, list[Batch]]) -> None:
+    """Print how far each model is from the base on `texts`, as a mean over them; write OUTPUT/scores.json."""
+    device = choose_device()
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     base = AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.bfloat16).to(device).eval()
-    texts = held_out.read_texts(
-        args.text, args, tokenizer, min(held_out.WINDOW, base.config.max_position_embeddings), held_out.BATCH
-    )
     read = held_out.ngrams_of([args.mixture], tokenizer, None)
     overlap = {name: held_out.overlap(batches, read) for name, batches in texts.items()}
     for name, found in overlap.items():
@@ -163,8 +184,13 @@ def score(args: argparse.Namespace, folders: dict[str, Path]) -> None:
             f"{len(texts)} texts, {show_documents(documents)}",
             flush=True,
         )
-    record = {"overlap": {name: held_out.describe(found) for name, found in overlap.items()}, "models": models}
-    (args.output / "scores.json").write_text(json.dumps(record, indent=2) + "\n")
+    record = {
+        "base": open_base(args.base).fingerprint,
+        "texts": {name: held_out.hash_batches(batches) for name, batches in texts.items()},
+        "overlap": {name: held_out.describe(found) for name, found in overlap.items()},
+        "models": models,
+    }
+    write_json(args.output / "scores.json", record)
 
 
 if __name__ == "__main__":

@@ -23,21 +23,14 @@ CHECKS = ROOT / "docs" / "results" / "check.yaml"
 
 
 def main() -> int:
-    try:
-        faults = check(read_yaml(CHECKS), os.environ)
-    except UserError as error:
-        faults = [f"error: {error}"]
+    faults = check(read_yaml(CHECKS), os.environ)
     for fault in faults:
         print(fault, file=sys.stderr)
     return int(bool(faults))
 
 
 def check(runs: list[dict[str, Any]], variables: Mapping[str, str]) -> list[str]:
-    """Carry out what can be; returns a line for each figure that differs.
-
-    Raises:
-        UserError: a command fails, or does not print what is looked for.
-    """
+    """Carry out what can be; returns a line for each figure that differs, and each run that fails."""
     faults = []
     for number, run in enumerate(runs, start=1):
         pages = ", ".join(dict.fromkeys(figure["page"] for figure in run["figures"]))
@@ -46,11 +39,17 @@ def check(runs: list[dict[str, Any]], variables: Mapping[str, str]) -> list[str]
             continue
         began = time.perf_counter()
         print(f"[{number}/{len(runs)}] {pages} ...", flush=True)
-        printed = carry_out(run["commands"], variables)
+        try:
+            printed = carry_out(run["commands"], variables)
+        except UserError as error:
+            faults.append(f"error: {pages}: {error}")
+            continue
         for figure in run["figures"]:
             found = re.search(figure["pattern"], printed)
             if not found:
-                raise UserError(f"{figure['page']}, {figure['figure']}: not in what the commands print; see {CHECKS}")
+                where = f"{figure['page']}, {figure['figure']}"
+                faults.append(f"error: {where}: not in what the commands print; see {CHECKS}")
+                continue
             value, wanted, tolerance = float(found[1]), figure["value"], figure["tolerance"]
             of = f" ({figure['slice']})" if "slice" in figure else ""
             line = f"{figure['page']}, {figure['figure']}{of}: {value:g}, {wanted:g} +- {tolerance:g} in the table"
@@ -68,8 +67,8 @@ def carry_out(commands: list[str], variables: Mapping[str, str]) -> str:
     with tempfile.TemporaryDirectory() as work:
         values = {**variables, "WORK": work}
         for command in commands:
-            text = re.sub(r"\$(\w+)", lambda name: shlex.quote(values[name[1]]), command)
-            words = [sys.executable if word == "python" else word for word in shlex.split(text)]
+            words = [re.sub(r"\$(\w+)", lambda name: values[name[1]], word) for word in shlex.split(command)]
+            words = [sys.executable if word == "python" else word for word in words]
             done = subprocess.run(words, cwd=ROOT, env={**os.environ, **values}, capture_output=True, text=True)
             if done.returncode:
                 last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]

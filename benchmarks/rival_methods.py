@@ -23,6 +23,7 @@ from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import PlanOptions, build_config, drops_to_fit, shared_and_active
 from moh_llm.conversion.sweeps import layer_samples
 from moh_llm.conversion.verify import RandomRouter
+from moh_llm.errors import UserError
 from moh_llm.metrics import Batch, LogitsOf, logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
 
@@ -83,7 +84,12 @@ def fit_methods(
     scratch: Path,
     seed: int,
 ) -> dict[str, dict[str, Any]]:
-    """Config, router's class and tensors of each method at each budget, by label; `scratch` holds hidden states."""
+    """Config, router's class and tensors of each method at each budget, by label; `scratch` holds hidden states.
+
+    Raises:
+        UserError: a method that has as many heads on in all layers, or learns to choose a number of them, gets a
+            fraction.
+    """
     wanted = {*names} | ({"ours"} if "oracle" in names else set())
     methods = {
         label_of(name, budget): method
@@ -91,6 +97,9 @@ def fit_methods(
         for name, method in methods_at(budget, dense.config.num_attention_heads).items()
         if name in wanted
     }
+    for label, method in methods.items():
+        if method.plan.active_ratio and (method.plan.budgets == "even" or method.router is TopKLabelRouter):
+            raise UserError(f"{label}: this method needs a whole number of heads; leave it out with --methods")
     layers: dict[str, list[LayerCalibration]] = {label: [] for label in methods}
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         samples = layer_samples(dense, batches, (), 1, Path(folder), seed)

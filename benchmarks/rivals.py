@@ -81,24 +81,29 @@ def run(args: argparse.Namespace) -> None:
     texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
     asked = {key: value for key, value in vars(args).items() if key not in ("base", "output", "seeds", "by_text")}
     asked |= {"base": base.fingerprint, "torch": torch.__version__, "transformers": transformers.__version__}
+    asked["hashes of texts"] = {name: held_out.hash_batches(batches) for name, batches in texts.items()}
     asked["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "figures.json"
-    found: dict[str, Any] = {"asked": asked, "seconds": {}, "seeds": {}}
+    found: dict[str, Any] = {"asked": asked, "calibration": {}, "seconds": {}, "seeds": {}}
     if path.exists():
         found = json.loads(path.read_text())
         if found.get("asked") != asked:
             raise UserError(f"{path} holds figures of other models, text or methods; name another folder")
+    write_json(path, found)  # what is fitted is of these settings, too
     mixture = mixture_from_arguments(args.calibration)
     dense = AutoModelForCausalLM.from_pretrained(base.folder, dtype=dtype).to(device).eval()
     for seed in args.seeds:
         batches = calibration_part(mixture, tokenizer, args.calibration_tokens, length, seed)
+        if found["calibration"].setdefault(str(seed), held_out.hash_batches(batches)) != held_out.hash_batches(batches):
+            raise UserError(f"{path} holds figures of another calibration text; name another folder")
         read = held_out.ngrams_of_batches(batches)
         shares = ", ".join(f"{held_out.overlap(text, read).share:.2%} of {name}" for name, text in texts.items())
         print(f"seed {seed}: of 13-grams the calibration text holds {shares}", flush=True)
         seconds = found["seconds"].setdefault(str(seed), {"scoring": 0.0})
         fits = args.output / f"fits-{seed}.safetensors"
         if not fits.exists():
+            write_json(path, found)
             began = time.perf_counter()
             layers = LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device)
             save_fits(fit_methods(layers, batches, args.methods, args.budgets, args.output, seed), fits)

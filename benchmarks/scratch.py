@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from command import keep_settings
 from overlap import NGrams, numbered
 from scratch_methods import SIZES, Method, make_methods
 from scratch_tables import key, make_table, table_lines
@@ -172,9 +173,14 @@ def train_missing(
 
 
 def trained_tokenizer(args: argparse.Namespace, mixture: Mixture) -> Path:
-    """The folder of the tokenizer that is trained on the mixture's training documents, once."""
-    folder = args.output / "tokenizer"
+    """The folder of the tokenizer that is trained on the mixture's training documents, once.
+
+    Raises:
+        UserError: one of other text or another size is there.
+    """
+    folder, settings = args.output / "tokenizer", {"vocabulary size": args.vocab_size, "corpora": args.corpora}
     if folder.is_dir():
+        keep_settings(folder, settings)
         return folder
 
     def texts() -> Iterator[str]:
@@ -194,6 +200,7 @@ def trained_tokenizer(args: argparse.Namespace, mixture: Mixture) -> Path:
         ),
     )
     with new_folder(folder) as temporary:
+        keep_settings(temporary, settings)
         PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(temporary)
     return folder
 

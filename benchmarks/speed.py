@@ -108,6 +108,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def real_models(base: str, names: Sequence[str]) -> dict[str, PreTrainedModel]:
+    """The base, and converted models by the names of their folders. Raises UserError where two have one name."""
+    labels = ["base", *(Path(name).name for name in names)]
+    if len({*labels}) < len(labels):
+        raise UserError(f"rows are named after folders, and two are called the same: {', '.join(labels)}; rename one")
     converted = {Path(name).name: MoHLlamaForCausalLM.from_pretrained(name) for name in names}
     return {"base": AutoModelForCausalLM.from_pretrained(base), **converted}
 

@@ -71,6 +71,8 @@ def main() -> int:
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)  # a process of --processes
     args = parser.parse_args()
     wanted = args.only or ["step", "loop"]
+    if args.gradient_checkpointing and (args.processes or "loop" in wanted):
+        parser.error("--gradient-checkpointing goes with --only step, without --processes")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     if not args.probe:
         print(f"{args.size}, {args.blocks} x {args.length} tokens a step, mixed precision {args.dtype}, {device}")
@@ -240,6 +242,7 @@ def processes(args: argparse.Namespace) -> dict[str, float]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
         command += [__file__, "--probe", "--size", args.size, "--rounds", str(args.rounds)]
         command += ["--length", str(args.length), "--blocks", str(args.blocks), "--dtype", args.dtype]
+        command += ["--fallback", args.fallback]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if not torch.cuda.is_available():
             environment["ACCELERATE_USE_CPU"] = "true"

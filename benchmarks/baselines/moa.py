@@ -40,7 +40,7 @@ class MoAAttention(BaselineAttention):
         # One head of attention per selection, not per expert: keys and values are the same for all.
         keys, values = self.k_proj(hidden_states).unsqueeze(2), self.v_proj(hidden_states).unsqueeze(2)
         outputs = attend(queries.gather(2, index), keys, values)
-        by_expert = torch.zeros_like(queries).scatter(2, index, outputs * weights.unsqueeze(-1))
+        by_expert = torch.zeros_like(queries).scatter(2, index, (outputs * weights.unsqueeze(-1)).to(queries.dtype))
         selected = torch.zeros_like(probabilities).scatter(-1, experts, 1.0)
         balance = switch_loss(probabilities, selected / self.active)
         z = logits.logsumexp(-1).square().mean()

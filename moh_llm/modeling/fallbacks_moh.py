@@ -148,7 +148,7 @@ def add_where_off(
     Without gradients in place. `local` is `[B, T - lead, len(heads), D]`, `off` the same with 1 for D.
     """
     if torch.is_grad_enabled():
-        return _Added.apply(head_outputs, local.to(head_outputs.dtype), off, heads, lead)
+        return _Added.apply(head_outputs, local, off, heads, lead)
     return _add(head_outputs, local, off, heads, lead)
 
 

@@ -261,7 +261,8 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
     """The config of ``config.model``.
 
     Raises:
-        UserError: it is no converted model, or has no teacher where the objective is distillation.
+        UserError: it is no converted model, has no teacher where the objective is distillation, or has all heads on
+            in sequences as short as the recipe's.
     """
     folder = Path(config.model)
     check_converted(folder)
@@ -278,6 +279,13 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
         raise UserError(
             f"model={folder} has router_score={model.router_score}: with all heads on it is not its dense form, so "
             "there is no teacher; convert with quantised scores or set objective.kind cross_entropy"
+        )
+    length, all_on = config.data.sequence_length, model.all_heads_until
+    if model.head_fallback == "local" and length <= all_on and (config.objective.has_teacher or config.freeze_base):
+        raise UserError(
+            f"data.sequence_length={length}: model={folder} has all heads on for a document's first {all_on} tokens: "
+            f"it equals its base there, and learns nothing; set data.sequence_length above {all_on} (see "
+            f"recipes/smollm2_long.yaml), or convert with --context {max(length, 512)}"
         )
     if config.schedule.anneal_steps and (model.router_type == "threshold" or any(model.local_heads_per_layer)):
         what = "its router sets the number of heads" if model.router_type == "threshold" else "some heads are never on"

@@ -37,4 +37,8 @@ def test_a_row_for_each_level_and_finished_models_are_kept(make_llama, river, tm
         f"0.5 of the heads, 1024 tokens, 4 steps: {conversion['seconds'] + run['seconds']:.0f} s"
         in capfd.readouterr().out
     )
+    # Models of another length are not taken.
+    monkeypatch.setattr(sys, "argv", [word if word != "64" else "32" for word in words])
+    assert front_table.main() == 1
+    assert "holds results of another context (" in capfd.readouterr().err
     assert made and made == [path.stat().st_mtime_ns for path in sorted(output.glob("*/*/**/*.safetensors"))]

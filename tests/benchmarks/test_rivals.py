@@ -102,6 +102,12 @@ def test_a_budget_may_be_a_fraction_of_a_head(command, tmp_path):
         assert sum(fitted["config"]["num_active_heads"]) == 9  # of two layers
 
 
+@pytest.mark.parametrize("method", ["paper's layer", "MLP on Top-K labels, both"])
+def test_methods_that_need_a_whole_number_of_heads_say_so(command, method):
+    status, _, _, said = command("out", "--methods", method, "--budgets", "4.5")
+    assert status == 1 and f"error: {method}/4.5: this method needs a whole number of heads" in said
+
+
 def test_it_goes_on_where_it_stopped(command, one_thread, tmp_path, capsys):
     flags = ["--methods", *PLAIN]
     _, rows, record, _ = command("out", *flags)
@@ -117,6 +123,14 @@ def test_it_goes_on_where_it_stopped(command, one_thread, tmp_path, capsys):
     assert (tmp_path / "out" / "fits-0.safetensors").stat().st_mtime_ns == stamp
     status, _, _, said = command("out", "--methods", "ours")
     assert status == 1 and "other models, text or methods" in said
+    # Fits of other settings are not taken, though nothing is scored yet.
+    path.write_text(json.dumps(record | {"seeds": {}, "seconds": {}}))
+    status, _, _, said = command("out", *flags, "--calibration-tokens", "512")
+    assert status == 1 and "other models, text or methods" in said
+    path.write_text(json.dumps(record | {"calibration": {"0": "other"}}))
+    status, _, _, said = command("out", *flags)
+    assert status == 1 and "another calibration text" in said
+    path.write_text(json.dumps(record))
     status, _, _, said = command("out", *flags, "--seeds", "999")
     assert status == 1 and "too few for seed 999" in said
 

@@ -107,6 +107,22 @@ def test_models_that_cannot_be_trained_so_are_refused(make, model_copy, fields, 
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_sequences_in_which_all_heads_are_on_are_refused(make, model_copy):
+    """There student and teacher are the same; cross-entropy has something to learn, and longer sequences have, too."""
+    path = model_copy / "config.json"
+    local = {"head_fallback": "local", "local_window": 8, "local_sinks": 2, "local_start": 64}
+    path.write_text(json.dumps(json.loads(path.read_text()) | local))
+    short, long = ({"model": model_copy, "data.sequence_length": length} for length in (64, 65))
+    message = "data.sequence_length=64: .* all heads on for a document's first 64 tokens.*--context 512"
+    by_text = {"objective.kind": "cross_entropy"}
+    for keys in (short, short | by_text | {"freeze_base": True}):
+        with pytest.raises(UserError, match=message) as error:
+            read_model_config(make(**keys))
+        assert "\n" not in str(error.value)
+    assert read_model_config(make(**short, **by_text)).local_start == 64
+    assert read_model_config(make(**long)).local_start == 64
+
+
 # ---- text
 
 
