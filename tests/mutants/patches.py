@@ -314,4 +314,11 @@ PATCHES = (
         "    if False:\n        if given",
         ("tests/training/test_more_tokens.py",),
     ),
+    Patch(
+        "sequences in which all heads are on are trained on",
+        "moh_llm/training/preflight.py",
+        'model.head_fallback == "local" and length <= all_on',
+        'model.head_fallback == "local" and length < all_on',
+        ("tests/training/test_preflight_data.py",),
+    ),
 )
