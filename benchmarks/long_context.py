@@ -68,7 +68,6 @@ def run(args: argparse.Namespace) -> None:
     asked = {
         "models": {name: identify(name).sha256 for name in (args.base, *names)},
         "texts": args.text,
-        "documents of prompts": len(documents) if args.prompts else None,
         "context": args.context,
         "distances": distances,
         "dtype": args.dtype,
@@ -85,25 +84,27 @@ def run(args: argparse.Namespace) -> None:
         if args.json:
             write_json(args.json, found)
 
+    # A prompt is told by the document that it is made of, too: there may be more of them in the next call.
+    keys = [f"{n} of document {n % len(documents)}" for n in range(args.prompts if distances else 0)]
     with torch.inference_mode():
         for number, (text, ids) in enumerate(tqdm(documents, desc="documents", unit="document")):
             if str(number) not in found["documents"]:
                 found["documents"][str(number)] = {"text": text} | compare(base, models, ids)
                 save()
-        for number in tqdm(range(args.prompts if distances else 0), desc="retrieval", unit="prompt"):
-            if str(number) not in found["prompts"]:
+        for number, key in enumerate(tqdm(keys, desc="retrieval", unit="prompt")):
+            if key not in found["prompts"]:
                 text = documents[number % len(documents)][1].tolist()
                 try:
                     prompt = make_prompt(text, args.context, distances, tokenizer, number)
                 except ValueError as error:
                     raise UserError(f"{error}; choose other --distances") from error
                 scores = {name: score(prompt, most_likely(model)) for name, model in {"base": base, **models}.items()}
-                found["prompts"][str(number)] = json.loads(json.dumps(scores))  # distances become text, as in the file
+                found["prompts"][key] = json.loads(json.dumps(scores))  # distances become text, as in the file
                 save()
     count = len(documents)
     rows = [found["documents"][str(number)] for number in range(count)]
     print_positions(rows, names, args.context)
-    prompts = [found["prompts"][str(number)] for number in range(args.prompts if distances else 0)]
+    prompts = [found["prompts"][key] for key in keys]
     far = [distance for distance in distances if distance > max(model.config.local_window for model in models.values())]
     for task in TASKS if prompts else ():
         print_retrieval(task, prompts, names, distances, far)

@@ -49,30 +49,36 @@ def test_figures_are_those_of_a_naive_loop(folders, monkeypatch):
 def test_the_command_goes_on_where_it_stopped(folders, tmp_path, monkeypatch, capsys):
     base, moh = map(str, folders)
     text = tmp_path / "long.jsonl"
-    text.write_text("".join(json.dumps({"text": f"{n} " * 400}) + "\n" for n in range(3)))
+    text.write_text("".join(json.dumps({"text": f"{n} " * 800}) + "\n" for n in range(3)))
     command = [
         "long_context.py",
         moh,
         "--base",
         base,
         "--context",
-        "128",
-        str(text),
+        "640",
+        "--distances",
+        "300",
+        "--prompts",
+        "4",
         "--json",
         str(tmp_path / "f.json"),
     ]
+    command.insert(2, str(text))
     monkeypatch.setattr(sys, "argv", [*command, "--documents", "2"])
     assert long_context.main() == 0
-    assert "2 documents of 128 tokens" in capsys.readouterr().out
+    assert "2 documents of 640 tokens" in capsys.readouterr().out
     compared = []
     original = long_context.compare
     monkeypatch.setattr(long_context, "compare", lambda *args: compared.append(1) or original(*args))
     monkeypatch.setattr(sys, "argv", [*command, "--documents", "3"])
     assert long_context.main() == 0 and len(compared) == 1
+    # Of four prompts the first two are of the same documents as before.
+    assert len(json.loads((tmp_path / "f.json").read_text())["prompts"]) == 4 + 2
     monkeypatch.setattr(sys, "argv", [*command, "--documents", "3", "--context", "64"])
     assert long_context.main() == 1 and "holds figures of other models or text" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*command[:-2], "--documents", "9"])
-    assert long_context.main() == 1 and "3 documents of 128 tokens or more" in capsys.readouterr().err
+    assert long_context.main() == 1 and "3 documents of 640 tokens or more" in capsys.readouterr().err
 
 
 def test_a_ratio_of_nothing_has_no_figure():

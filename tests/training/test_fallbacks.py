@@ -133,7 +133,8 @@ def test_recomputation_gives_the_same_gradients(local_folders, router: str) -> N
 
 def test_sequences_that_see_all_leave_the_distant_token_as_it_is(configure, local_folders, read_tensors) -> None:
     keys = {"data.sequence_length": 6, "max_steps": 2, "evaluation.eval_steps": 0, "checkpoint.save_steps": 1}
-    config = configure(model=str(local_folders["linear"]), **keys | {"evaluation.max_tokens": 64})
+    keys |= {"objective.kind": "cross_entropy", "evaluation.max_tokens": 64}
+    config = configure(model=str(local_folders["linear"]), **keys)
     train(config)
     unfinish(Path(config.output_dir), 1)
     train(config)  # from a checkpoint of weights that had no gradient
