@@ -95,10 +95,11 @@ def run(args: argparse.Namespace) -> None:
     dense = AutoModelForCausalLM.from_pretrained(base.folder, dtype=dtype).to(device).eval()
     for seed in args.seeds:
         batches = calibration_part(mixture, tokenizer, args.calibration_tokens, length, seed)
-        if found["calibration"].setdefault(str(seed), held_out.hash_batches(batches)) != held_out.hash_batches(batches):
+        text = held_out.hash_batches(batches)
+        if found["calibration"].setdefault(str(seed), text) != text:
             raise UserError(f"{path} holds figures of another calibration text; name another folder")
         read = held_out.ngrams_of_batches(batches)
-        shares = ", ".join(f"{held_out.overlap(text, read).share:.2%} of {name}" for name, text in texts.items())
+        shares = ", ".join(f"{held_out.overlap(own, read).share:.2%} of {name}" for name, own in texts.items())
         print(f"seed {seed}: of 13-grams the calibration text holds {shares}", flush=True)
         seconds = found["seconds"].setdefault(str(seed), {"scoring": 0.0})
         fits = args.output / f"fits-{seed}.safetensors"
