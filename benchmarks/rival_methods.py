@@ -201,7 +201,12 @@ def open_candidates(dense: PreTrainedModel, path: Path, names: Sequence[str]) ->
             model = MoHLlamaForCausalLM(config)
             for layer_number, layer in enumerate(model.model.layers if stored["router"] else ()):
                 layer.self_attn.router = ROUTERS[stored["router"]](config, layer_number)
-        model.load_state_dict(dense.state_dict() | stored["tensors"], assign=True)
+        # As convert.py writes them; other methods' routers compute in float32.
+        routing = {
+            key: tensor if stored["router"] and ".router." in key else tensor.to(dense.dtype)
+            for key, tensor in stored["tensors"].items()
+        }
+        model.load_state_dict(dense.state_dict() | routing, assign=True)
         model.to(dense.device).eval()
         if name in names:
             candidates[label] = logits_of(model)

@@ -74,6 +74,12 @@ def test_every_method_has_a_row_and_ours_is_the_converters(
     written = read_tensors(tmp_path / "moh")
     fitted = rival_methods.read_fits(tmp_path / "out" / "fits-0.safetensors")[f"ours/{BUDGET}"]["tensors"]
     assert fitted and all(written[name].equal(tensor) for name, tensor in fitted.items())
+    model = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh", dtype=torch.bfloat16).eval()
+    dense = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval()
+    (logits,) = rival_methods.open_candidates(dense, tmp_path / "out" / "fits-0.safetensors", ["ours"]).values()
+    batch = {"input_ids": torch.randint(200, (2, 30)), "position_ids": torch.arange(30).expand(2, -1)}
+    with torch.no_grad():
+        assert logits(batch).equal(logits_of(model)(batch))
 
 
 def test_the_papers_layer_is_that_of_its_preset(command, base, tmp_path):
