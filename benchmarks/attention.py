@@ -12,11 +12,12 @@
 - stack: prefill and decoding of a few decoder layers with random weights: dense, MoH masked and MoH head-sparse; the
   paper's layer, by heads and by groups, and the linear router with value and with local fallbacks.
 
-Times are medians over rounds in which peers take turns, and ratios medians of those within a round. "error" is the
-norm of the difference from dense attention times the gate, relative to that, the largest of the output or of the
-gradients; in stack it is the distance from masked MoH, close calls of the routers included. "exact" computes heads
-that are off, too, for the gate's gradient. FLOPs are in theory, without what is computed again going backward. Memory
-is the peak beyond the inputs. On a CPU our kernels are interpreted, and their times, which mean nothing, left out.
+Times are medians over rounds in which peers take turns; ratios are medians of those within a round, with the least and
+the most. "error" is the norm of the difference from dense attention times the gate, relative to that, the largest of
+the output or of the gradients; in stack it is the distance from masked MoH, close calls of the routers included.
+"exact" computes heads that are off, too, for the gate's gradient. FLOPs are in theory, without what is computed again
+going backward. Memory is the peak beyond the inputs. On a CPU our kernels are interpreted, and their times, which mean
+nothing, left out.
 """
 
 import argparse
@@ -51,7 +52,8 @@ TOKENS, BATCHES = 32768, (1, 16, 64)  # of a pass of `layer`, and of the other t
 ASKED = {"forward": {75: 0.80, 50: 0.55}, "with backward": {75: 0.85, 50: 0.60}}
 # Columns: width, negative if text begins on the left, and digits.
 FORMAT = {"tokens": (6, 0), "batch": (5, 0), "pass": (-13, 0), "path": (-27, 0), "share": (5, 0), "ms": (11, 3)}
-FORMAT |= {"ratio": (6, 2), "gflop": (10, 3), "peak_mib": (8, 0), "gb_s": (7, 1), "tokens_s": (9, 0), "error": (7, 4)}
+FORMAT |= {"ratio": (6, 2), "least": (6, 2), "most": (6, 2), "gflop": (10, 3), "peak_mib": (8, 0), "gb_s": (7, 1)}
+FORMAT |= {"tokens_s": (9, 0), "error": (7, 4)}
 FORMAT |= {"of_attention": (12, 3)}
 
 
@@ -205,7 +207,7 @@ class Tables:
         # Inputs, outputs, gradients, and one copy of keys and values for each head.
         token = 24 * shape.heads * shape.size * self.dtype.itemsize
         title = "layer: attention; share: percent of the heads; ratio: time / fastest dense"
-        found = self.cells(title, "pass path share ms ratio gflop peak_mib error", grid, token, measure)
+        found = self.cells(title, "pass path share ms ratio least most gflop peak_mib error", grid, token, measure)
         print("\nrouting: routers and lists; of_attention: share of MoH's forward time, in which lists are counted")
         names = ["tokens", "batch", "path", "ms", "of_attention"]
         show({name: name for name in names}, names)
@@ -279,7 +281,7 @@ class Tables:
         measure = functools.partial(decode_rows, self.clock, self.shape, self.dtype)
         title = "decode: a token per row; share: percent of the groups or heads; gb_s: of the cache that must be read"
         grid = [(n, b) for n in self.args.contexts for b in self.args.batch or BATCHES]
-        found = self.cells(title, "path share ms ratio gb_s error", grid, token, measure)
+        found = self.cells(title, "path share ms ratio least most gb_s error", grid, token, measure)
         for share in (75, 50):
             at = {"path": "MoH by groups", "share": share, "tokens": 8192, "batch": 16}
             seen = [row["ratio"] for row in found if "ratio" in row and at.items() <= row.items()]
@@ -293,7 +295,7 @@ class Tables:
         stack = Stack(self.clock, self.shape, args.layers, self.middle(), self.dtype, window)
         title = f"stack: {args.layers} decoder layers; ms: of a prefill or a step of decoding; ratio: time / dense"
         grid = [(n, b) for n in args.contexts for b in args.batch or BATCHES]
-        return self.cells(title, "pass path share ms tokens_s ratio error", grid, 0, stack.rows)
+        return self.cells(title, "pass path share ms tokens_s ratio least most error", grid, 0, stack.rows)
 
 
 if __name__ == "__main__":

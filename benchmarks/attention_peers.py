@@ -168,9 +168,10 @@ def measure(clock: Clock, peers: list[Peer], grad: torch.Tensor | None = None) -
 
 
 def against(taken: list[float], dense: list[float]) -> Row:
-    """Medians of milliseconds, and of their ratios to those of dense attention in the same round."""
-    ratio = statistics.median(a / b for a, b in zip(taken, dense, strict=True))
-    return {"ms": statistics.median(taken), "ratio": ratio, "rounds": len(taken)}
+    """Median of milliseconds; median, least and most of the ratios to dense attention's time in the same round."""
+    ratios = [a / b for a, b in zip(taken, dense, strict=True)]
+    row = {"ms": statistics.median(taken), "ratio": statistics.median(ratios), "rounds": len(taken)}
+    return row | {"least": min(ratios), "most": max(ratios)}
 
 
 def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
