@@ -1,4 +1,4 @@
-"""Convert a base with local fallbacks in several ways, from one calibration.
+"""Convert a base for long context in several ways, from one calibration.
 
     python benchmarks/local_plans.py BASE --calibration a.jsonl b.jsonl --output DIR --keys 0.67 0.5 0.33 \
         --routers threshold linear none --granularities head kv_group
@@ -6,7 +6,8 @@
 writes a folder for each share of keys, router, granularity and window; `--attention-times` adds plans whose budget is a
 share of the time of the base's attention, as it is measured here. Each is what `convert.py BASE --fallback local
 --keys X --router R --routing-granularity G --local-window W --verify none` writes with the same text, without the
-records of a conversion; with several windows documents' first tokens up to the longest are left out of all fits.
+records of a conversion; with several windows documents' first tokens up to the longest are left out of all fits. With
+`--fallback value --routers linear none` heads that are off read no keys, so that shares of keys are shares of heads.
 With `--streaming --routers none` it is a plan in the manner of DuoAttention: fixed heads, and the others attend to the
 first and the last tokens and to nothing else (`baselines/streaming.py`).
 `benchmarks/long_context.py` compares such models with the base.
@@ -48,6 +49,7 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder for the models' folders")
     parser.add_argument("--routers", nargs="+", default=["threshold"], choices=["threshold", "linear", "none"])
+    parser.add_argument("--fallback", default="local", choices=["local", "value"])
     parser.add_argument("--granularities", nargs="+", default=["head"], choices=["head", "kv_group"])
     parser.add_argument("--attention-times", type=float, nargs="*", default=[])
     parser.add_argument("--streaming", action="store_true", help="fallbacks without a token for what is out of sight")
@@ -101,13 +103,15 @@ def calibration_part(
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.streaming and args.fallback != "local":
+        raise UserError("--streaming plans have local fallbacks; drop --fallback")
     base = open_base(args.base)
     budgets = {f"{share:g}": {"keys": share} for share in args.keys}
     budgets |= {f"time-{share:g}": {"attention_time": share} for share in args.attention_times}
     plans = {
         f"{budget}-{router}-{granularity}-{window}": PlanOptions(
             router=router,
-            fallback="local",
+            fallback=args.fallback,
             local_window=window,
             local_start=args.local_start,
             context=args.context,

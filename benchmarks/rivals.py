@@ -15,7 +15,8 @@ is the mean number of active heads. Each method's heads, router and fallbacks ar
 - "oracle": ours, but each token keeps the heads whose fallbacks would change the layer's output most.
 
 Heads is the share that is on; KL(base || model), in nats per token, and perplexity / base perplexity are means over
-texts and seeds, with 95 % intervals by bootstrap over documents; "seeds" is the least and the most KL of a seed.
+texts and seeds, with 95 % intervals by bootstrap over documents; "seeds" is the least and the most KL of a seed, and
+"less ours" the difference to the KL of "ours" on the same documents.
 --output holds what was fitted and the figures of each batch: the same command goes on where it stopped.
 """
 
@@ -34,7 +35,7 @@ import torch
 import transformers
 from command import status_of
 from local_plans import calibration_part
-from rival_methods import NAMES, fit_methods, open_candidates, save_fits
+from rival_methods import NAMES, fit_methods, label_of, open_candidates, save_fits
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -162,18 +163,35 @@ def print_table(found: dict[str, Any], seeds: Sequence[int], heads: int, texts: 
     labels = list(of_seeds[0][texts[0]][0]["sums"])
     one = [sums_of(of_seeds[0][text], labels[0]) for text in texts]
     print(f"{', '.join(texts)}: {sum(map(len, one))} documents, {int(sum(sums[:, 0].sum() for sums in one))} tokens")
-    print("| heads | method | KL | x base | seeds |\n|---|---|---|---|---|")
+    print("| heads | method | KL | x base | seeds | less ours |\n|---|---|---|---|---|---|")
     order = sorted(labels, key=lambda label: (-float(label.split("/")[1]), NAMES.index(label.split("/")[0])))
+
+    def sums_by_seed(label: str) -> list[list[np.ndarray]]:
+        return [[sums_of(seed[text], label) for text in texts] for seed in of_seeds]
+
+    def over_seeds(by_seed: list[list[np.ndarray]]) -> list[np.ndarray]:
+        return [np.mean(own, axis=0) for own in zip(*by_seed, strict=True)]  # documents are the same for all seeds
+
+    def figure_of(texts: list[np.ndarray], figure: Callable[[np.ndarray], np.ndarray]) -> str:
+        return show_figure(np.mean([figure(sums.sum(0)[None])[0] for sums in texts]), interval(texts, figure), ".4f")
+
     for label in order:
-        by_seed = [[sums_of(seed[text], label) for text in texts] for seed in of_seeds]
-        mean = [np.mean(own, axis=0) for own in zip(*by_seed, strict=True)]  # documents are the same for all seeds
+        by_seed = sums_by_seed(label)
+        mean = over_seeds(by_seed)
         spread = [np.mean([kls(sums.sum(0)[None])[0] for sums in own]) for own in by_seed]
-        kl, ratio = (
-            show_figure(np.mean([figure(sums.sum(0)[None])[0] for sums in mean]), interval(mean, figure), ".4f")
-            for figure in (kls, perplexity_ratios)
-        )
         name, budget = label.split("/")
-        print(f"| {float(budget) / heads:.3f} | {name} | {kl} | {ratio} | {min(spread):.4f} to {max(spread):.4f} |")
+        less = "not scored"
+        if (ours := label_of("ours", budget)) in labels:
+            both = [np.hstack(pair) for pair in zip(mean, over_seeds(sums_by_seed(ours)), strict=True)]
+            less = "" if label == ours else figure_of(both, kl_differences)
+        kl, ratio = figure_of(mean, kls), figure_of(mean, perplexity_ratios)
+        seeds_kl = f"{min(spread):.4f} to {max(spread):.4f}"
+        print(f"| {float(budget) / heads:.3f} | {name} | {kl} | {ratio} | {seeds_kl} | {less} |")
+
+
+def kl_differences(sums: np.ndarray) -> np.ndarray:
+    """KL less another model's on the same tokens `[R]`, of R rows of the sums of both, `[R, 10]`."""
+    return kls(sums[:, :5]) - kls(sums[:, 5:])
 
 
 if __name__ == "__main__":

@@ -63,10 +63,14 @@ def command(base, river, tmp_path, monkeypatch, capsys):
 def test_every_method_has_a_row_and_ours_is_the_converters(
     command, one_thread, base, river, convert, read_tensors, tmp_path
 ):
-    status, rows, record, _ = command("out", "--seeds", "0", "1")
+    status, rows, record, said = command("out", "--seeds", "0", "1")
     assert status == 0 and list(rows) == list(rival_methods.NAMES)
     kl = {name: row[0] for name, row in rows.items()}
     assert kl["oracle"] < kl["ours"] < kl["ours, no fallback"] and len({*kl.values()}) > 10
+    less = dict(re.findall(r"^\| 0\.667 \| ([^|]+) \| .*\| (-?[\d.]+) \([^|]*\) \|$", said, re.MULTILINE))
+    assert {name: float(found) for name, found in less.items()} == {
+        name: pytest.approx(found - kl["ours"], abs=2e-4) for name, found in kl.items() if name != "ours"
+    }
     seeds = record["seeds"]
     assert seeds["0"] != seeds["1"]
     # With the converter's own text, seed 0 is the converter's model.
@@ -80,6 +84,11 @@ def test_every_method_has_a_row_and_ours_is_the_converters(
     batch = {"input_ids": torch.randint(200, (2, 30)), "position_ids": torch.arange(30).expand(2, -1)}
     with torch.no_grad():
         assert logits(batch).equal(logits_of(model)(batch))
+
+
+def test_differences_are_of_the_same_documents():
+    sums = np.random.default_rng(0).uniform(1, 2, (9, 5))
+    assert rivals.interval([np.hstack([sums, sums])], rivals.kl_differences) == [0, 0]
 
 
 def test_the_papers_layer_is_that_of_its_preset(command, base, tmp_path):

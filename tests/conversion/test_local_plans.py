@@ -23,39 +23,28 @@ def test_each_model_is_the_converters(make_llama, convert, read_tensors, tmp_pat
     times = AttentionTimes(heads=4, constant=0.2, shared=0.15, routed=0.03, on=0.16)
     for module in (local_plans, conversion):
         monkeypatch.setattr(module, "measure_attention", lambda *args: times)
-    command += [
-        "--attention-times",
-        "0.7",
-        "--windows",
-        "16",
-        "--routers",
-        "threshold",
-        "none",
-        "--granularities",
-        "head",
-        "kv_group",
-    ]
-    monkeypatch.setattr(sys, "argv", command)
+    local = ["--attention-times", "0.7", "--windows", "16", "--routers", "threshold", "none"]
+    monkeypatch.setattr(sys, "argv", [*command, *local, "--granularities", "head", "kv_group"])
     assert local_plans.main() == 0
     assert capsys.readouterr().out.count("heads per layer, estimated KL") == 8
-    flags = [
-        "--fallback",
-        "local",
-        "--local-window",
-        "16",
-        "--calibration",
-        str(text),
-        "--verify",
-        "none",
-        *numbers[2:],
-    ]
+    monkeypatch.setattr(sys, "argv", [*command, "--fallback", "value", "--routers", "linear"])
+    assert local_plans.main() == 0
+    shared = ["--calibration", str(text), "--verify", "none", *numbers[2:]]
+    flags = ["--fallback", "local", "--local-window", "16", *shared]
     budgets = {"0.6": numbers[:2], "time-0.7": ["--attention-time", "0.7"]}
-    for budget, router in itertools.product(budgets, ("threshold", "none")):
-        alone = tmp_path / f"{budget}-{router}"
-        assert convert(base, alone, *flags, *budgets[budget], "--router", router) == 0
-        written = tmp_path / "plans" / f"{budget}-{router}-head-16"
+    asked = {
+        f"{budget}-{router}-head-16": [*flags, *words, "--router", router]
+        for (budget, words), router in itertools.product(budgets.items(), ("threshold", "none"))
+    }
+    asked["0.6-linear-head-256"] = ["--fallback", "value", *shared, *numbers[:2]]
+    for name, words in asked.items():
+        alone = tmp_path / name
+        assert convert(base, alone, *words) == 0
+        written = tmp_path / "plans" / name
         assert MoHLlamaConfig.from_pretrained(written).to_dict() == MoHLlamaConfig.from_pretrained(alone).to_dict()
         ours, theirs = read_tensors(written), read_tensors(alone)
         assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
-    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(sys, "argv", [*command, *local])
     assert local_plans.main() == 1 and "0.6-threshold-head-16" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*command, "--streaming", "--fallback", "value", "--routers", "none"])
+    assert local_plans.main() == 1 and "--streaming plans have local fallbacks" in capsys.readouterr().err
