@@ -26,6 +26,8 @@ PLANS = {
     "local": ["--active-ratio", "0.6", "--context", "64", "--fallback", "local", "--local-window", "6"],
 }
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+# By default the cache takes what memory there is, and warming up tens of seconds.
+BATCHED = ["--continuous-batching", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "256"]
 QUESTIONS = ["Where does the river go?", "Who waits at the mill, and for whom, this spring?", "Why?"]
 
 
@@ -74,7 +76,7 @@ def ask(address: str, folder: Path, question: str) -> str:
         return json.load(reply)["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("flags", [[], ["--continuous-batching"]])
+@pytest.mark.parametrize("flags", [[], BATCHED], ids=["one_by_one", "continuous_batching"])
 @pytest.mark.parametrize("name", PLANS)
 def test_it_answers_as_the_model_generates(folders, tmp_path, record, name, flags) -> None:
     folder = folders[name]
@@ -87,5 +89,5 @@ def test_it_answers_as_the_model_generates(folders, tmp_path, record, name, flag
         with torch.no_grad():
             out = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
         assert answer == tokenizer.decode(out, skip_special_tokens=True)
-    how = f"`moh-llm serve`{''.join(f', `{flag}`' for flag in flags)}, {name} fallback, 3 requests at once"
+    how = f"`moh-llm serve`{', `--continuous-batching`' if flags else ''}, {name} fallback, 3 requests at once"
     record(f"transformers {transformers.__version__}", how, "the replies that `generate` gives")
