@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from start import WAYS
 from torch.profiler import ProfilerActivity, profile
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
@@ -46,17 +47,12 @@ MODELS = {
     "llama3_8b_lora": LOCAL,
     "moh_llama3_8b_stage2": PAPER,
 }
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-FSDP |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}
-ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
-WAYS = {"ddp": {}, "zero2": ZERO | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}}
-WAYS |= {"zero3": ZERO | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "fsdp2": FSDP}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["ddp", "zero2", "zero3", "fsdp2"])
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8])
     args = parser.parse_args()
     torch.set_num_threads(1)  # none may be there when processes are forked

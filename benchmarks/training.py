@@ -23,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +32,7 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from moh_llm.conversion.attention_time import now
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, computed_heads_moh
 from moh_llm.training import networks
@@ -264,13 +264,6 @@ def probe_rate(config: TrainConfig, args: argparse.Namespace) -> None:
 def world() -> int:
     """Processes of this start."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def now() -> float:
-    """Seconds, after the device has done what it was told."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def timed(run: Callable[..., Any], *arguments: Any) -> float:
