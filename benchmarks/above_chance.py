@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
             label: {one.benchmark.name: items_of(scores[label], one, cache, label, args.items) for one in loaded}
             for label in models
         }
-        keys = keys_of(models, prompts(loaded, PROMPTS, say=print), args.base)
+        keys = keys_of(models, prompts(loaded, PROMPTS, say=print), args.base, scores["base"].dtype)
     rows = table(found, suite.benchmarks)
     print_rows(rows)
     for label, read in keys.items():
@@ -114,15 +114,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def keys_of(models: dict[str, str], texts: dict[str, list[str]], base: str) -> dict[str, dict[str, float]]:
-    """The share of the base's keys that each converted model reads in each benchmark's texts."""
+def keys_of(models: dict[str, str], texts: dict[str, list[str]], base: str, dtype: str) -> dict[str, dict[str, float]]:
+    """The share of the base's keys that each converted model reads in each benchmark's texts, in that dtype."""
     register_moh()
     tokenizer = AutoTokenizer.from_pretrained(base)
     found = {}
     for label, name in models.items():
         if not isinstance(AutoConfig.from_pretrained(name), MoHLlamaConfig):
             continue
-        model = MoHLlamaForCausalLM.from_pretrained(name, dtype=torch.bfloat16).to(choose_device(None)).eval()
+        model = MoHLlamaForCausalLM.from_pretrained(name, dtype=dtype).to(choose_device(None)).eval()
         found[label] = {
             benchmark: float(np.mean([share_read(model, tokenizer(text)["input_ids"]) for text in own]))
             for benchmark, own in texts.items()
