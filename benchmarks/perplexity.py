@@ -1,13 +1,14 @@
-"""How far a converted model is from its base on given text, beside the paper's layer.
+"""How far converted models are from their base on given text, beside the paper's layer.
 
-    python benchmarks/perplexity.py out/moh --base BASE c4/validation.jsonl book/validation.jsonl
-    python benchmarks/perplexity.py out/recovery/model --base BASE "$CORPORA/*c4/train*" --held-out-share 0.1 \\
-        --documents 150 --tokens-per-document 128 --overlap-with mixture.yaml
+    python benchmarks/perplexity.py out/moh --base BASE --text c4/validation.jsonl book/validation.jsonl
+    python benchmarks/perplexity.py out/moh out/recovery/model --base BASE --text "$CORPORA/*c4/train*" \\
+        --held-out-share 0.1 --documents 150 --tokens-per-document 128 --overlap-with mixture.yaml
 
 Each text is read whole, or in the documents that the flags choose, in windows of 512 tokens with
 documents isolated. Figures are ratios to the base on the same windows: perplexity / base
 perplexity, and KL(base || model) in nats per token, each with its 95 % interval by bootstrap over
-documents. Overlap is the share of a text's 13-grams of tokens that the named text holds, too.
+documents. Overlap is the share of a text's 13-grams of tokens that the named text holds, too. The paper's layer has the
+first model's mean number of active heads.
 """
 
 import argparse
@@ -22,16 +23,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moh_llm.conversion.verify import by_paper_plan
 from moh_llm.devices import choose_device
 from moh_llm.files import write_json
-from moh_llm.intervals import interval, kls, perplexity_ratios, show_figure, show_interval
-from moh_llm.metrics import compare_to_reference, logits_of
+from moh_llm.intervals import Interval, interval, kls, perplexity_ratios, show_documents, show_figure
+from moh_llm.metrics import Comparison, compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="converted folder")
-    parser.add_argument("text", nargs="+", help="text files, each a row of the table")
-    parser.add_argument("--base", required=True, help="the dense model it was converted from")
+    parser.add_argument("models", nargs="+", metavar="model", help="converted folders")
+    parser.add_argument("--text", nargs="+", required=True, help="text files or globs, each a table")
+    parser.add_argument("--base", required=True, help="the dense model they were converted from")
     held_out.add_arguments(parser)
     parser.add_argument("--overlap-with", nargs="+", metavar="TEXT", help="text files or a mixture, as for convert")
     parser.add_argument("--overlap-tokens", type=int, metavar="N", help="only its first N tokens, as for calibration")
@@ -41,66 +42,53 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    dtype = getattr(torch, args.dtype)
-    device = choose_device()
+    dtype, device = getattr(torch, args.dtype), choose_device()
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     base = AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).to(device).eval()
-    model = MoHLlamaForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
-    heads, active = model.config.num_attention_heads, model.config.active_heads_per_layer
-    print(f"{args.model}: {sum(active) / len(active):g} of {heads} heads, {args.dtype}, {device}")
+    models = {name: MoHLlamaForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval() for name in args.models}
     length = min(held_out.WINDOW, base.config.max_position_embeddings)
     texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
     read = held_out.ngrams_of(args.overlap_with, tokenizer, args.overlap_tokens) if args.overlap_with else None
-    header = (
-        f"{'text':<48} {'docs':>5} {'tokens':>7} {'overlap':>8} {'base ppl':>9} {'x base':>7} {'95 %':>16} {'KL':>7}"
-    )
-    print(f"{header} {'95 %':>18} {'paper x':>8} {'paper KL':>8}")
-
-    rows, found = [], []
+    candidates = {name: logits_of(model) for name, model in models.items()}
+    candidates["paper's layer"] = by_paper_plan(models[args.models[0]])
+    found: dict[str, dict[str, Comparison]] = {}
     for text, batches in texts.items():
-        candidates = {"model": logits_of(model), "paper": by_paper_plan(model)}
-        model_row, paper = compare_to_reference(candidates, logits_of(base), batches).values()
-        found.append(model_row.sums)
-        overlap = held_out.overlap(batches, read) if read else None
-        rows.append(
-            {
-                "text": text,
-                "documents": model_row.documents,
-                "tokens": model_row.tokens,
-                "overlap": held_out.describe(overlap),
-                "base_perplexity": model_row.reference_perplexity,
-                "ratio": model_row.perplexity_ratio,
-                "ratio_interval": model_row.ratio_interval,
-                "kl": model_row.kl,
-                "kl_interval": model_row.kl_interval,
-                "paper_ratio": paper.perplexity_ratio,
-                "paper_ratio_interval": paper.ratio_interval,
-                "paper_kl": paper.kl,
-                "paper_kl_interval": paper.kl_interval,
-            }
-        )
-        print(
-            f"{text[-48:]:<48} {model_row.documents:>5} {model_row.tokens:>7} "
-            f"{f'{overlap.share:.2%}' if overlap else '-':>8} {model_row.reference_perplexity:>9.2f} "
-            f"{model_row.perplexity_ratio:>7.4f} {show_interval(model_row.ratio_interval, '.4f'):>16} "
-            f"{model_row.kl:>7.4f} {show_interval(model_row.kl_interval, '.4f'):>18} "
-            f"{paper.perplexity_ratio:>8.2f} {paper.kl:>8.4f}",
-            flush=True,
-        )
-    mean = {
-        "documents": sum(row["documents"] for row in rows),
-        "ratio": sum(row["ratio"] for row in rows) / len(rows),
-        "ratio_interval": interval(found, perplexity_ratios),
-        "kl": sum(row["kl"] for row in rows) / len(rows),
-        "kl_interval": interval(found, kls),
-    }
-    print(
-        f"mean of {len(rows)} texts, {mean['documents']} documents: "
-        f"ratio {show_figure(mean['ratio'], mean['ratio_interval'], '.4f')}, "
-        f"KL {show_figure(mean['kl'], mean['kl_interval'], '.4f')}"
-    )
+        found[text] = compare_to_reference(candidates, logits_of(base), batches)
+        first = found[text][args.models[0]]
+        overlap = f", {held_out.overlap(batches, read).share:.2%} of 13-grams read" if read else ""
+        print(f"\n{text}: {show_documents(first.documents)}, {first.tokens} tokens{overlap}; ", end="")
+        print(f"base perplexity {first.reference_perplexity:.2f}")
+        for name, own in found[text].items():
+            show(name, own.perplexity_ratio, own.ratio_interval, own.kl, own.kl_interval)
+    print(f"\nmean of {len(texts)} texts")
+    means = {}
+    for name in candidates:
+        own = [each[name] for each in found.values()]
+        sums = [each.sums for each in own]
+        ratio, kl = (sum(values) / len(own) for values in zip(*((e.perplexity_ratio, e.kl) for e in own), strict=True))
+        means[name] = {"ratio": ratio, "ratio_interval": interval(sums, perplexity_ratios)}
+        means[name] |= {"kl": kl, "kl_interval": interval(sums, kls)}
+        show(name, *means[name].values())
+    active = {name: model.config.active_heads_per_layer for name, model in models.items()}
+    counts = ", ".join(f"{name} {sum(own) / len(own):g}" for name, own in active.items())
+    print(f"active heads: {counts} of {base.config.num_attention_heads}; {args.dtype}, {device}")
     if args.json:
-        write_json(args.json, {"mean": mean, "texts": rows})
+        by_text = {
+            text: {
+                name: {"documents": each.documents, "tokens": each.tokens} | each.figures()
+                for name, each in own.items()
+            }
+            for text, own in found.items()
+        }
+        write_json(args.json, {"means": means, "texts": by_text})
+
+
+def show(name: str, ratio: float, ratio_interval: Interval | None, kl: float, kl_interval: Interval | None) -> None:
+    """Print one model's figures."""
+    print(
+        f"{name[-40:]:<40} x {show_figure(ratio, ratio_interval, '.4f')}, KL {show_figure(kl, kl_interval, '.4f')}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
