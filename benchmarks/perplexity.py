@@ -18,6 +18,7 @@ from pathlib import Path
 import held_out
 import torch
 from command import status_of
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moh_llm.conversion.verify import by_paper_plan
@@ -53,7 +54,9 @@ def run(args: argparse.Namespace) -> None:
     candidates["paper's layer"] = by_paper_plan(models[args.models[0]])
     found: dict[str, dict[str, Comparison]] = {}
     for text, batches in texts.items():
-        found[text] = compare_to_reference(candidates, logits_of(base), batches)
+        found[text] = compare_to_reference(
+            candidates, logits_of(base), tqdm(batches, desc=Path(text).name, unit="batch", leave=False)
+        )
         first = found[text][args.models[0]]
         overlap = f", {held_out.overlap(batches, read).share:.2%} of 13-grams read" if read else ""
         print(f"\n{text}: {show_documents(first.documents)}, {first.tokens} tokens{overlap}; ", end="")

@@ -29,6 +29,7 @@ from typing import Any
 import held_out
 import torch
 from command import keep_settings, mixture_settings, status_of
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from moh_llm.conversion.base import open_base
@@ -163,10 +164,18 @@ def score(args: argparse.Namespace, folders: dict[str, Path], texts: dict[str, l
     overlap = {name: held_out.overlap(batches, read) for name, batches in texts.items()}
     for name, found in overlap.items():
         print(f"{name}: {found.share:.2%} of its 13-grams are in the mixture's training part, too", flush=True)
+    loaded = {
+        label: MoHLlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+        for label, folder in folders.items()
+    }
+    candidates = {label: logits_of(model) for label, model in loaded.items()}
+    compared = {
+        name: compare_to_reference(candidates, logits_of(base), tqdm(batches, desc=Path(name).name, unit="batch"))
+        for name, batches in texts.items()
+    }
     models: dict[str, Any] = {}
-    for label, folder in folders.items():
-        model = logits_of(MoHLlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval())
-        own = {name: compare_to_reference({"": model}, logits_of(base), batches)[""] for name, batches in texts.items()}
+    for label in folders:
+        own = {name: each[label] for name, each in compared.items()}
         sums = [each.sums for each in own.values()]
         means = {
             key: sum(getattr(each, key) for each in own.values()) / len(own)
