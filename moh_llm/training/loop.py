@@ -105,7 +105,9 @@ def _train(
         say(f"{run.folder} holds this run, finished after {config.max_steps} steps; nothing to do")
         end_distribution(accelerator)
     else:
-        from_main(accelerator, lambda: check_machine(config, accelerator.num_processes, divides_weights(accelerator)))
+        divided = divides_weights(accelerator)
+        if warning := from_main(accelerator, lambda: check_machine(config, accelerator.num_processes, divided)):
+            say(f"warning: {warning.text}")
         training.find_starting_point()
         training.open_data()
         training.make_stream()

@@ -1,7 +1,7 @@
 """Checks of a training job before it starts: what would stop it, its memory and disk, how long it takes.
 
-Each check returns findings of one line. No weights are read, so that the checks take seconds. `moh-llm train` calls
-`check_machine` before it loads a model.
+Each check returns findings of one line. Of the weights only norms are read, so that the checks take seconds.
+`moh-llm train` calls `check_machine` before it loads a model.
 """
 
 import configparser
@@ -28,6 +28,7 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.memory import Memory, Sizes, estimate_memory
 from moh_llm.training.parallel import check_experts, check_strategy, count_micro_batches
 from moh_llm.training.preflight_data import Finding, check_data
+from moh_llm.training.preflight_rates import check_router_rate
 from moh_llm.training.reference import expected_reference
 from moh_llm.training.runs import PACKAGES, check_converted, read_run
 from moh_llm.training.shared_heads import check_shared_heads
@@ -117,6 +118,7 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
     memory = estimate_memory(config, model, sizes, strategy, processes)
     check("strategy", check_experts, config, model, strategy in ("zero3", "fsdp2"))
     check("model", check_model, config, model)
+    check("rates", check_router_rate, config, model)
     check("teacher", check_teacher, config)
     findings += check_data(config)
     check("disk", check_disk, config, model, sizes)
@@ -319,8 +321,10 @@ def check_teacher(config: TrainConfig) -> Finding | None:
     return Finding("warning" if lost else "ok", "teacher", reference.described)
 
 
-def check_machine(config: TrainConfig, processes: int, divided: bool = False) -> None:
+def check_machine(config: TrainConfig, processes: int, divided: bool = False) -> Finding | None:
     """Raise UserError for more workers, a larger batch, or more CPU memory than the machine has, and `check_experts`.
+
+    Returns the warning of `check_router_rate` where there is one.
 
     Args:
         config: the recipe.
@@ -338,8 +342,9 @@ def check_machine(config: TrainConfig, processes: int, divided: bool = False) ->
             f"lora.rank={config.lora.rank} must be at most hidden_size={model.hidden_size}: adapters of a higher rank "
             "are no smaller than the weights"
         )
-    if torch.cuda.is_available():
-        return
-    needed = estimate_memory(config, model, Sizes.of(config, model), "one", 1).total
-    way_out = "lower data.micro_batch_size or data.sequence_length, or set gradient_checkpointing (see moh-llm doctor)"
-    check_memory(needed, "training", way_out, available=round(_CERTAIN * memory_bytes()))
+    if not torch.cuda.is_available():
+        needed = estimate_memory(config, model, Sizes.of(config, model), "one", 1).total
+        remedy = "lower data.micro_batch_size or data.sequence_length, or set gradient_checkpointing"
+        check_memory(needed, "training", f"{remedy} (see moh-llm doctor)", available=round(_CERTAIN * memory_bytes()))
+    rates = check_router_rate(config, model)
+    return rates if rates and rates.state == "warning" else None

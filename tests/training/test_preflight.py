@@ -41,15 +41,16 @@ def the_fault(diagnosis) -> tuple[str, str]:
 def test_a_fit_job_is_described_in_full(recipe, tmp_path, capsys):
     record_file = tmp_path / "doctor.json"
     # Flags may stand before the recipe and among its keys.
-    flags = ["--gpu", "H100", "--max_steps", "4", "--processes=2", "--mixed_precision", "bf16"]
+    keys = ["--max_steps", "4", "--mixed_precision", "bf16", "--optimizer.router_learning_rate", "1e-3"]
+    flags = ["--gpu", "H100", *keys[:2], "--processes=2", *keys[2:]]
     assert main(["doctor", "--strategy", "fsdp2", str(recipe), *flags, "--json", str(record_file)]) == 0
     record, text = json.loads(record_file.read_text()), capsys.readouterr().out
-    config = load_config(recipe, ["--max_steps", "4", "--mixed_precision", "bf16"])
+    config = load_config(recipe, keys)
     diagnosis = diagnose(config, "fsdp2", 2, "H100")
     given = {"recipe": str(recipe), "strategy": "fsdp2", "processes": 2, "gpu": "H100"}
     assert record == given | diagnosis.record() and record["fit"] is True
     assert {finding["state"] for finding in record["findings"]} == {"ok"}
-    names = "versions devices batch output model teacher tokenizer data data disk memory"
+    names = "versions devices batch output model rates teacher tokenizer data data disk memory"
     assert [finding["check"] for finding in record["findings"]] == names.split()
     model = MoHLlamaConfig.from_pretrained(config.model)
     memory = estimate_memory(config, model, Sizes.of(config, model), "fsdp2", 2)
