@@ -12,7 +12,7 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.preflight_data import Finding
 
 # That one step may change a logit by. With 1e-3 it is 0.19 in SmolLM2-135M, which gets nearer to its base, and 2.5 in
-# Qwen2.5-Coder-0.5B, which gets further away (docs/recovery.md).
+# Qwen2.5-Coder-0.5B, which gets no nearer (docs/recovery.md).
 MOST = 0.3
 
 
