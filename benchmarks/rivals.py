@@ -172,8 +172,8 @@ def print_table(found: dict[str, Any], seeds: Sequence[int], heads: int, texts: 
     def over_seeds(by_seed: list[list[np.ndarray]]) -> list[np.ndarray]:
         return [np.mean(own, axis=0) for own in zip(*by_seed, strict=True)]  # documents are the same for all seeds
 
-    def figure_of(texts: list[np.ndarray], figure: Callable[[np.ndarray], np.ndarray]) -> str:
-        return show_figure(np.mean([figure(sums.sum(0)[None])[0] for sums in texts]), interval(texts, figure), ".4f")
+    def figure_of(own: list[np.ndarray], figure: Callable[[np.ndarray], np.ndarray]) -> str:
+        return show_figure(np.mean([figure(sums.sum(0)[None])[0] for sums in own]), interval(own, figure), ".4f")
 
     for label in order:
         by_seed = sums_by_seed(label)
