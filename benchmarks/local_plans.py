@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--granularities", nargs="+", default=["head"], choices=["head", "kv_group"])
     parser.add_argument("--attention-times", type=float, nargs="*", default=[])
     parser.add_argument("--streaming", action="store_true", help="fallbacks without a token for what is out of sight")
-    parser.add_argument("--windows", type=int, nargs="+", default=[256])
+    parser.add_argument("--windows", type=int, nargs="+", help="default: that of convert.py")
     args = parser.parse_args()
     return status_of(run, args)
 
@@ -108,6 +108,7 @@ def run(args: argparse.Namespace) -> None:
     base = open_base(args.base)
     budgets = {f"{share:g}": {"keys": share} for share in args.keys}
     budgets |= {f"time-{share:g}": {"attention_time": share} for share in args.attention_times}
+    windows = args.windows or [PlanOptions(context=args.context).window]
     plans = {
         f"{budget}-{router}-{granularity}-{window}": PlanOptions(
             router=router,
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> None:
             **budgets[budget],
         )
         for budget, router, granularity, window in itertools.product(
-            budgets, args.routers, args.granularities, args.windows
+            budgets, args.routers, args.granularities, windows
         )
     }
     for name, plan in plans.items():

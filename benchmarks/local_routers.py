@@ -47,7 +47,7 @@ STEPS = 300  # of the small MLP's training
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     local_plans.add_arguments(parser)
-    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--window", type=int, help="default: that of convert.py")
     args = parser.parse_args()
     return status_of(run, args)
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     )
     budgets = {keys: shared_and_active(dataclasses.replace(options, keys=keys), base.config)[1] for keys in args.keys}
     dense, batches = local_plans.open_calibration(args, base)
-    seen = (args.window, options.local_sinks)
+    seen = (options.window, options.local_sinks)
     plans: dict[str, list[dict[int, tuple[float, torch.Tensor]]]] = defaultdict(list)
     effects, predicted = [], defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:

@@ -64,7 +64,7 @@ def convert(
     routing_granularity: Literal["head", "kv_group"] | None = None,
     budgets: Literal["uneven", "even"] | None = None,
     fallback: Literal["value", "local", "none"] | None = None,
-    local_window: int = 256,
+    local_window: int | None = None,
     local_sinks: int = 4,
     local_start: int | None = None,
     calibration: PathLike | Sequence[PathLike] | None = None,
@@ -98,7 +98,9 @@ def convert(
         routing_granularity: what is on or off as one: a head (default), or all heads that share keys and values.
         budgets: active heads per layer: by what each layer loses (default), or equal.
         fallback: what replaces a head that is off (default: "local" from 2,048 tokens of context on, else "value").
-        local_window, local_sinks: last and first tokens that a head that is off attends to, with fallback "local".
+        local_window: how many last tokens a head that is off attends to, with fallback "local" (default: 256, and
+            below 2,048 tokens of context a sixteenth of it).
+        local_sinks: how many first tokens it attends to besides.
         local_start: how many first tokens of a document have all heads on, with fallback "local" (default: an eighth
             of the context, 1,024 at most).
         calibration: text files, or one mixture (.yaml), to fit and verify on (default: what Python itself ships).

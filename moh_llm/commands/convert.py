@@ -47,7 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what replaces a head that is off (default: local at 2,048 tokens of context or more, else value)",
     )
     heads.add_argument(
-        "--local-window", type=int, default=256, metavar="N", help="last tokens that a local fallback sees"
+        "--local-window",
+        type=int,
+        metavar="N",
+        help="last tokens that a local fallback sees (default: 256; below 2,048 tokens of context 1/16 of it)",
     )
     heads.add_argument(
         "--local-sinks", type=int, default=4, metavar="N", help="first tokens that a local fallback sees"

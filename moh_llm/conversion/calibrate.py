@@ -114,4 +114,4 @@ def calibrate(
 
 def in_sight(plan: PlanOptions) -> tuple[int, int] | None:
     """Window and sinks of a plan's local fallbacks."""
-    return (plan.local_window, plan.local_sinks) if plan.head_fallback == "local" else None
+    return (plan.window, plan.local_sinks) if plan.head_fallback == "local" else None

@@ -12,6 +12,7 @@ from moh_llm.flops import local_keys
 from moh_llm.modeling import MoHLlamaConfig
 
 LONG = 2048  # tokens of context from which on local fallbacks are the default
+_WINDOW = 256  # tokens, from there on; docs/results/long_context.md compares windows
 _MOST_START = 1024  # tokens: with fewer, attention is too small a part of the time for heads to matter
 _MOST_FITS = 16  # numbers of dropped heads that a layer is fitted for
 
@@ -34,7 +35,8 @@ class PlanOptions:
         shared: "first" or "importance".
         budgets: "uneven", by what each layer loses, or "even".
         fallback: "value", "local" or "none"; see `MoHLlamaConfig.head_fallback`.
-        local_window, local_sinks: what local fallbacks attend to.
+        local_window, local_sinks: what local fallbacks attend to; None for a window of 256 tokens, and below 2,048
+            tokens of context of a sixteenth of it.
         local_start: how many first tokens of a document have all heads on with local fallbacks; None for an eighth of
             the context, 1,024 at most.
         routing_granularity: "head" or "kv_group"; see `MoHLlamaConfig.routing_granularity`. Numbers of heads must
@@ -52,7 +54,7 @@ class PlanOptions:
     shared: str = "first"
     budgets: str | None = None
     fallback: str | None = None
-    local_window: int = 256
+    local_window: int | None = None
     local_sinks: int = 4
     local_start: int | None = None
     routing_granularity: str = "head"
@@ -60,9 +62,9 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.router_type == "query_norm" and (self.budgets == "uneven" or self.fallback in ("value", "local")):
             raise UserError("uneven budgets and fallbacks are fitted together with the linear router; drop query_norm")
-        if self.local_window < 1 or self.local_sinks < 0:
-            flag, least = ("--local-window", 1) if self.local_window < 1 else ("--local-sinks", 0)
-            raise UserError(f"{flag} {min(self.local_window, self.local_sinks)} must be at least {least}")
+        if self.window < 1 or self.local_sinks < 0:
+            flag, least = ("--local-window", 1) if self.window < 1 else ("--local-sinks", 0)
+            raise UserError(f"{flag} {min(self.window, self.local_sinks)} must be at least {least}")
         if self.local_start is not None and not 0 <= self.local_start < self.context:
             raise UserError(
                 f"--local-start {self.local_start} must be at least 0 and below the context, {self.context} tokens"
@@ -102,7 +104,14 @@ class PlanOptions:
     @property
     def all_heads_until(self) -> int:
         """Number of first tokens of a document that have all heads on, with local fallbacks."""
-        return max(self.start, self.local_window + self.local_sinks)
+        return max(self.start, self.window + self.local_sinks)
+
+    @property
+    def window(self) -> int:
+        """The config's `local_window`."""
+        if self.local_window is not None:
+            return self.local_window
+        return _WINDOW if self.context >= LONG else max(1, self.context // 16)
 
     @property
     def start(self) -> int:
@@ -180,7 +189,7 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
     elif options.attention_time is not None:
         total = heads * layers
     elif options.keys is not None:
-        seen = options.local_window + options.local_sinks
+        seen = options.window + options.local_sinks
         fallback = (
             local_keys(options.context, seen, options.all_heads_until) if options.head_fallback == "local" else 0.0
         )
@@ -262,7 +271,7 @@ def build_config(
             router_score="quantized",
             routing_granularity=options.routing_granularity,
             head_fallback=options.head_fallback,
-            local_window=options.local_window,
+            local_window=options.window,
             local_sinks=options.local_sinks,
             local_start=options.start if options.head_fallback == "local" else 0,
             local_heads=[list(ids) for ids in local_heads] if any(local_heads) else None,

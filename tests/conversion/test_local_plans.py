@@ -36,7 +36,7 @@ def test_each_model_is_the_converters(make_llama, convert, read_tensors, tmp_pat
         f"{budget}-{router}-head-16": [*flags, *words, "--router", router]
         for (budget, words), router in itertools.product(budgets.items(), ("threshold", "none"))
     }
-    asked["0.6-linear-head-256"] = ["--fallback", "value", *shared, *numbers[:2]]
+    asked["0.6-linear-head-8"] = ["--fallback", "value", *shared, *numbers[:2]]
     for name, words in asked.items():
         alone = tmp_path / name
         assert convert(base, alone, *words) == 0

@@ -60,6 +60,17 @@ def test_shared_and_active(options, heads, groups, expected):
 
 
 @pytest.mark.parametrize(
+    ("context", "given", "window"),
+    [(8192, None, 256), (2048, None, 256), (1024, None, 64), (512, None, 32), (8, None, 1), (512, 100, 100)],
+)
+def test_the_window_of_local_fallbacks_follows_the_context(context, given, window):
+    """256 tokens, and below 2,048 tokens of context a sixteenth of it; the config has it."""
+    options = PlanOptions(fallback="local", context=context, local_window=given)
+    config = build_config(llama(4, 2), options, [[], []], [2, 2])
+    assert options.window == config.local_window == window
+
+
+@pytest.mark.parametrize(
     ("options", "layers", "message"),
     [
         ({"num_shared_heads": 1}, 30, "num_shared_heads=1 splits key-value groups"),
