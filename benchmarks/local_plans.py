@@ -119,9 +119,7 @@ def run(args: argparse.Namespace) -> None:
             routing_granularity=granularity,
             **budgets[budget],
         )
-        for budget, router, granularity, window in itertools.product(
-            budgets, args.routers, args.granularities, windows
-        )
+        for budget, router, granularity, window in itertools.product(budgets, args.routers, args.granularities, windows)
     }
     for name, plan in plans.items():
         shared_and_active(plan, base.config)
