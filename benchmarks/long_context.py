@@ -29,6 +29,7 @@ from moh_llm.analysis.retrieval import TASKS, make_prompt, score
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
 from moh_llm.errors import UserError
+from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json
 from moh_llm.intervals import show_figure
 from moh_llm.metrics import Comparison, compare_predictions
@@ -58,6 +59,8 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> None:
     dtype, device = getattr(torch, args.dtype), "cuda" if torch.cuda.is_available() else "cpu"
+    for name in (args.base, args.model, *args.also):
+        check_model(name)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     documents = long_documents(args.text, tokenizer, args.context, args.documents)
     names = [args.model, *args.also]

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moh_llm.conversion.verify import by_paper_plan
 from moh_llm.devices import choose_device
+from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json
 from moh_llm.intervals import Interval, interval, kls, perplexity_ratios, show_documents, show_figure
 from moh_llm.metrics import Comparison, compare_to_reference, logits_of
@@ -44,6 +45,8 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> None:
     dtype, device = getattr(torch, args.dtype), choose_device()
+    for name in (args.base, *args.models):
+        check_model(name)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     base = AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).to(device).eval()
     models = {name: MoHLlamaForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval() for name in args.models}

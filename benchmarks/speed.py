@@ -46,6 +46,7 @@ from moh_llm.conversion.attention_time import attention_clock, now
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
 from moh_llm.errors import UserError
+from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json
 from moh_llm.metrics import compare_predictions
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, selected_attention_moh
@@ -112,6 +113,8 @@ def real_models(base: str, names: Sequence[str]) -> dict[str, PreTrainedModel]:
     labels = ["base", *(Path(name).name for name in names)]
     if len({*labels}) < len(labels):
         raise UserError(f"rows are named after folders, and two are called the same: {', '.join(labels)}; rename one")
+    for name in (base, *names):
+        check_model(name)
     converted = {Path(name).name: MoHLlamaForCausalLM.from_pretrained(name) for name in names}
     return {"base": AutoModelForCausalLM.from_pretrained(base), **converted}
 
