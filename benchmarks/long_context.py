@@ -6,9 +6,10 @@
 Reads the first `--context` tokens of the first documents that have as many, in turn from each text. By position in the
 document: perplexity / base perplexity and KL(base || model) in nats per token, with 95 % intervals by bootstrap over
 documents. Keys read: the share of the base's keys that attention needs, from the heads that are on in this text; a
-local fallback reads its window and sinks. Retrieval, in the documents' text: tokens copied of random strings, and whole
-answers to passkeys and key-value pairs, by distance, as shares of the base's right answers, with intervals by
-bootstrap over prompts. A run with `--json` that was interrupted goes on where it stopped.
+local fallback reads its window and sinks. FLOPs are those of a forward pass in theory (`moh_llm.flops`). Retrieval, in
+the documents' text: tokens copied of random strings, and whole answers to passkeys and key-value pairs, by distance, as
+shares of the base's right answers, with intervals by bootstrap over prompts. A run with `--json` that was interrupted
+goes on where it stopped.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from moh_llm.data.records import source_documents
 from moh_llm.errors import UserError
 from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json
+from moh_llm.flops import forward_flops
 from moh_llm.intervals import show_figure
 from moh_llm.metrics import Comparison, compare_predictions
 from moh_llm.modeling import MoHLlamaForCausalLM
@@ -107,6 +109,9 @@ def run(args: argparse.Namespace) -> None:
     count = len(documents)
     rows = [found["documents"][str(number)] for number in range(count)]
     print_positions(rows, names, args.context)
+    for name, model in models.items():
+        flops = forward_flops(model.config, args.context) / forward_flops(model.config, args.context, dense=True)
+        print(f"{Path(name).name[-24:]:<24} in theory {flops:.3f} of the base's FLOPs")
     prompts = [found["prompts"][key] for key in keys]
     far = [distance for distance in distances if distance > max(model.config.local_window for model in models.values())]
     for task in TASKS if prompts else ():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from moh_llm.flops import forward_flops
 from moh_llm.modeling import MoHLlamaForCausalLM
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -67,7 +68,10 @@ def test_the_command_goes_on_where_it_stopped(folders, tmp_path, monkeypatch, ca
     command.insert(2, str(text))
     monkeypatch.setattr(sys, "argv", [*command, "--documents", "2"])
     assert long_context.main() == 0
-    assert "2 documents of 640 tokens" in capsys.readouterr().out
+    out, config = capsys.readouterr().out, MoHLlamaForCausalLM.from_pretrained(moh).config
+    assert "2 documents of 640 tokens" in out
+    theory = forward_flops(config, 640) / forward_flops(config, 640, dense=True)
+    assert theory < 1 and f"in theory {theory:.3f} of the base's FLOPs" in out
     compared = []
     original = long_context.compare
     monkeypatch.setattr(long_context, "compare", lambda *args: compared.append(1) or original(*args))
