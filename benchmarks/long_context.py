@@ -9,7 +9,7 @@ documents. Keys read: the share of the base's keys that attention needs, from th
 local fallback reads its window and sinks. FLOPs are those of a forward pass in theory (`moh_llm.flops`). Retrieval, in
 the documents' text: tokens copied of random strings, and whole answers to passkeys and key-value pairs, by distance, as
 shares of the base's right answers, with intervals by bootstrap over prompts. A run with `--json` that was interrupted
-goes on where it stopped.
+goes on where it stopped. `--overlap-with` prints the share of the documents' 13-grams of tokens that other text holds.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import held_out
 import numpy as np
 import torch
 from command import status_of
@@ -51,6 +52,7 @@ def main() -> int:
     parser.add_argument("--base", required=True, help="the dense model they were converted from")
     parser.add_argument("--context", type=int, default=8192, help="tokens read of each document")
     parser.add_argument("--documents", type=int, help="how many documents (default: 20, or as many as there are)")
+    parser.add_argument("--overlap-with", nargs="+", metavar="TEXT", help="text files or a mixture, as for convert")
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each retrieval task; 0: none")
     parser.add_argument("--distances", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 7000])
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
@@ -65,6 +67,11 @@ def run(args: argparse.Namespace) -> None:
         check_model(name)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     documents = long_documents(args.text, tokenizer, args.context, args.documents)
+    if args.overlap_with:
+        read = held_out.ngrams_of(args.overlap_with, tokenizer, None)
+        ids = torch.stack([ids for _, ids in documents])
+        one = {"input_ids": ids, "documents": torch.arange(len(ids))[:, None].expand_as(ids)}
+        print(f"of the documents' 13-grams that text holds {held_out.overlap([one], read).share:.2%}")
     names = [args.model, *args.also]
     base = AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).to(device).eval()
     models = {name: MoHLlamaForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval() for name in names}

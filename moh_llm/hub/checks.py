@@ -24,7 +24,7 @@ from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_w
 CARD = "README.md"
 RECORDS = ("conversion.json", "lineage.json", "run.json", "evaluation.json")
 _NEEDED = ("config.json", "tokenizer_config.json")
-_VOCABULARIES = ("merges.txt", "tokenizer.json", "vocab.json", "vocab.txt")  # they hold every word, /home/a too
+_VOCABULARIES = ("merges.txt", "tokenizer.json", "vocab.json", "vocab.txt")  # they hold words that look like paths
 _NAMES = {
     *RECORDS,
     *_NEEDED,

@@ -66,10 +66,11 @@ def test_the_command_goes_on_where_it_stopped(folders, tmp_path, monkeypatch, ca
         str(tmp_path / "f.json"),
     ]
     command.insert(2, str(text))
-    monkeypatch.setattr(sys, "argv", [*command, "--documents", "2"])
+    (tmp_path / "half.jsonl").write_text(text.read_text().splitlines()[0])
+    monkeypatch.setattr(sys, "argv", [*command, "--documents", "2", "--overlap-with", str(tmp_path / "half.jsonl")])
     assert long_context.main() == 0
     out, config = capsys.readouterr().out, MoHLlamaForCausalLM.from_pretrained(moh).config
-    assert "2 documents of 640 tokens" in out
+    assert "2 documents of 640 tokens" in out and "13-grams that text holds 50.00%" in out
     theory = forward_flops(config, 640) / forward_flops(config, 640, dense=True)
     assert theory < 1 and f"in theory {theory:.3f} of the base's FLOPs" in out
     compared = []
