@@ -1,8 +1,11 @@
-"""Device, memory, disk and cores of the machine, and the processes that a launcher started."""
+"""Device, compute dtype, memory, disk and cores of the machine, and the processes that a launcher started."""
 
+import functools
 import os
+import platform
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,7 +45,7 @@ GPUS = {
 
 
 def choose_device(name: str | None = None) -> "torch.device":
-    """The device of that name; None: the GPU if torch finds one, else the CPU.
+    """The device of that name; None: the accelerator (CUDA, ROCm, XPU, MPS) if torch finds one, else the CPU.
 
     Raises:
         UserError: torch does not know that device or does not have it.
@@ -50,12 +53,128 @@ def choose_device(name: str | None = None) -> "torch.device":
     import torch
 
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name}: torch cannot use it ({str(error).splitlines()[0]})") from error
     return torch.device(name)
+
+
+def name_device(device: "torch.device") -> str:
+    """The GPU's name; for a CPU its model, or its architecture, and the number of threads that torch uses."""
+    import torch
+
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type).get_device_name(device)
+    if device.type != "cpu":
+        return str(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    threads = torch.get_num_threads()
+    return f"{next(names, platform.machine())}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def synchronize(device: "torch.device") -> None:
+    """Wait for what was launched on an accelerator; on a CPU nothing is left to wait for."""
+    import torch
+
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+def empty_cache() -> None:
+    """Return the accelerator's unused memory to it, if there is one."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def accelerator_memory(index: int = 0) -> int | None:
+    """Bytes of memory of an accelerator; None where there is none, or its backend does not say."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return None
+    properties = getattr(torch.get_device_module(), "get_device_properties", None)
+    if properties is None:  # MPS, which shares the machine's memory
+        return memory_bytes()
+    return properties(index).total_memory
+
+
+# ---- compute dtype
+
+COMPUTE_DTYPE = "MOH_LLM_COMPUTE_DTYPE"  # environment variable: what "auto" stands for
+_SIZES = {"cpu": (128, 512, 512)}  # rows, inputs, outputs of the timed product
+_SIZE = (2048, 2048, 2048)  # on an accelerator: less would time its launch
+_FASTER = 0.8  # share of float32's time that bfloat16 must stay below
+
+
+def compute_dtype(device: "torch.device", asked: str = "auto") -> "torch.dtype":
+    """The dtype that models are computed in on a device: bfloat16 where its products are fast, else float32.
+
+    The one place where this is decided. Weights on disk keep their dtype.
+
+    Args:
+        device: where models run.
+        asked: "auto", or the name of a dtype. For "auto" the environment variable `COMPUTE_DTYPE` is asked first.
+
+    Raises:
+        UserError: the environment variable names no dtype.
+    """
+    import torch
+
+    if asked == "auto":
+        asked = os.environ.get(COMPUTE_DTYPE) or "auto"
+        if asked not in ("auto", "bfloat16", "float16", "float32"):
+            raise UserError(f"{COMPUTE_DTYPE}={asked} must be auto, bfloat16, float16 or float32")
+    if asked != "auto":
+        return getattr(torch, asked)
+    return torch.bfloat16 if _computes_bfloat16_fast(str(device)) else torch.float32
+
+
+@functools.cache
+def _computes_bfloat16_fast(device: str) -> bool:
+    """Whether a linear layer, forward and backward, takes less time in bfloat16 than in float32.
+
+    It is timed: CPUs with AVX2 or AVX-512 alone, and older GPUs, accept bfloat16 and emulate it, at up to 36 times the
+    time. Takes less than half a second.
+    """
+    import torch
+
+    place = torch.device(device)
+    try:
+        seconds = _product_seconds(place, (torch.float32, torch.bfloat16))
+    except (RuntimeError, TypeError):  # the backend lacks the dtype
+        return False
+    return seconds[1] < _FASTER * seconds[0]
+
+
+def _product_seconds(device: "torch.device", dtypes: "tuple[torch.dtype, ...]") -> list[float]:
+    """For each dtype the least seconds of the three products of a linear layer; the first round warms up."""
+    import torch
+
+    rows, inputs, outputs = _SIZES.get(device.type, _SIZE)
+    best = [float("inf")] * len(dtypes)
+    operands = [
+        [torch.ones(shape, device=device, dtype=dtype) for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))]
+        for dtype in dtypes
+    ]
+    for number in range(4):
+        for place, (states, weight, gradient) in enumerate(operands):
+            synchronize(device)
+            started = time.perf_counter()
+            _ = states @ weight.T, gradient @ weight, gradient.T @ states
+            synchronize(device)
+            if number:
+                best[place] = min(best[place], time.perf_counter() - started)
+    return best
+
+
+# ---- GPUs by name
 
 
 def find_gpu(name: str) -> Gpu | None:

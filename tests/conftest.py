@@ -11,6 +11,7 @@ from pathlib import Path
 
 # Read when the libraries are first imported. Two workers with two threads each would wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MOH_LLM_COMPUTE_DTYPE"] = "float32"  # the same figures on every machine; tests of "auto" unset it
 
 import pytest
 import torch
