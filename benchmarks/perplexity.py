@@ -17,11 +17,11 @@ from pathlib import Path
 
 import held_out
 import torch
+from baselines.routers import by_paper_plan
 from command import status_of
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moh_llm.conversion.verify import by_paper_plan
 from moh_llm.devices import choose_device
 from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from baselines.oracle import by_oracle
-from baselines.routers import RouterFitter, TopKLabelRouter
+from baselines.routers import RandomRouter, RouterFitter, TopKLabelRouter
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,7 +22,6 @@ from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import PlanOptions, build_config, drops_to_fit, shared_and_active
 from moh_llm.conversion.sweeps import layer_samples
-from moh_llm.conversion.verify import RandomRouter
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch, LogitsOf, logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter

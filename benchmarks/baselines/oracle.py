@@ -6,10 +6,11 @@ from contextlib import contextmanager
 import torch
 
 from moh_llm.analysis.watch import shared_heads
-from moh_llm.conversion.verify import routed_as
 from moh_llm.metrics import Batch, LogitsOf, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.routing_moh import select_top_k
+
+from .routers import routed_as
 
 
 def by_oracle(model: MoHLlamaForCausalLM) -> LogitsOf:

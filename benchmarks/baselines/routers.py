@@ -1,19 +1,37 @@
 """Routers of other methods in place of a conversion's: what they score heads by, and fallbacks fitted to their choices.
 
 All of them pick the Top-K of their scores, so that budgets and fallbacks can be those of a conversion. `MoHRouter` with
-`router_type="query_norm"` is the MoH paper's (arXiv 2410.11842, Eq. 9), `RandomRouter` of `moh_llm.conversion.verify`
-picks at random, and `TopKLabelRouter` is here.
+`router_type="query_norm"` is the MoH paper's (arXiv 2410.11842, Eq. 9), and `by_paper_plan` its whole layer.
 """
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
-from moh_llm.modeling import MoHLlamaConfig, MoHRouter
+from moh_llm.metrics import Batch, LogitsOf, logits_of
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.routing_moh import HeadShard, select_top_k
 
 WIDTH = 128  # of the hidden layer
 STEPS, ROWS = 200, 1024  # of training: steps, and tokens in each
+
+
+class RandomRouter(MoHRouter):
+    """Selects each token's routed heads at random, as a baseline for routers."""
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.generator = torch.Generator().manual_seed(layer_idx)
+
+    def _routed_logits(
+        self, hidden_states: torch.Tensor, query_states: torch.Tensor, shard: HeadShard | None
+    ) -> torch.Tensor:
+        shape = (*hidden_states.shape[:-1], self.routed_groups)
+        return torch.rand(shape, generator=self.generator).to(hidden_states)
 
 
 class TopKLabelRouter(MoHRouter):
@@ -81,3 +99,51 @@ class RouterFitter(LayerFitter):
     def fit(self, dropped: int) -> RoutingFit:
         """Fallbacks for tokens that drop `dropped` of the routed heads, those of lowest score."""
         return self.fit_fallbacks(1 - select_top_k(self.logits, self.logits.shape[1] - dropped), self.router)
+
+
+def paper_plan(config: MoHLlamaConfig) -> MoHLlamaConfig:
+    """The paper's layer with as many active heads on average: first half shared, query norm, the same in each layer."""
+    active = config.active_heads_per_layer
+    mean = max(1, math.floor(sum(active) / len(active) + 0.5))
+    fields = config.to_dict() | {
+        "num_shared_heads": min(config.num_attention_heads // 2, mean),
+        "num_active_heads": mean,
+        "shared_heads": None,
+        "router_type": "query_norm",
+        "router_score": "quantized",
+        "routing_granularity": "head",
+        "head_fallback": "none",
+        "local_heads": None,
+    }
+    return MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})
+
+
+def by_paper_plan(model: MoHLlamaForCausalLM) -> LogitsOf:
+    """The logits of the same weights as the paper's layer with as many active heads on average."""
+    config = paper_plan(model.config)
+
+    def run(batch: Batch) -> torch.Tensor:
+        with routed_as(model, config):
+            return logits_of(model)(batch)
+
+    return run
+
+
+@contextmanager
+def routed_as(model: MoHLlamaForCausalLM, config: MoHLlamaConfig, kind: type[MoHRouter] = MoHRouter) -> Iterator[None]:
+    """Within the block the model's layers route by fresh routers without weights, and have no fallbacks.
+
+    Args:
+        model: the model.
+        config: whose head counts and router type the routers have.
+        kind: the routers' class.
+    """
+    attentions = [layer.self_attn for layer in model.model.layers]
+    own = [(attention.router, attention.fallback) for attention in attentions]
+    for number, attention in enumerate(attentions):
+        attention.router, attention.fallback = kind(config, number).to(attention.q_proj.weight.device), None
+    try:
+        yield
+    finally:
+        for attention, (router, fallback) in zip(attentions, own, strict=True):
+            attention.router, attention.fallback = router, fallback

@@ -208,20 +208,14 @@ def _print_proof(console: Any, proof: "Verification") -> None:
     for column in ("model", "perplexity", "x base (95 %)", "KL to base (95 %)", "same top-1"):
         table.add_column(column, justify="left" if column == "model" else "right")
     table.add_row("base", f"{proof.base_perplexity:.2f}", "1.000", "0", "100.0 %")
-    even = f"{proof.paper_active_heads} in each layer"
-    rows = {
-        "converted": proof.converted,
-        f"paper's layer, {even}": proof.paper_router,
-        f"random, {even}": proof.random_heads,
-    }
-    for label, row in rows.items():
-        table.add_row(
-            label,
-            f"{row.perplexity:.2f}",
-            show_figure(row.perplexity_ratio, row.ratio_interval, ".3f", "\n"),
-            show_figure(row.kl, row.kl_interval, ".4f", "\n"),
-            f"{100 * row.top1_agreement:.1f} %",
-        )
+    own = proof.converted
+    table.add_row(
+        "converted",
+        f"{own.perplexity:.2f}",
+        show_figure(own.perplexity_ratio, own.ratio_interval, ".3f", "\n"),
+        show_figure(own.kl, own.kl_interval, ".4f", "\n"),
+        f"{100 * own.top1_agreement:.1f} %",
+    )
     console.print(table, soft_wrap=False)
     for part in proof.by_position:
         console.print(

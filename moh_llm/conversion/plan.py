@@ -280,20 +280,3 @@ def build_config(
         raise UserError(f"impossible head plan: {' '.join(str(error).split())}") from error
     built.architectures = ["MoHLlamaForCausalLM"]
     return built
-
-
-def paper_plan(config: MoHLlamaConfig) -> MoHLlamaConfig:
-    """The paper's layer with as many active heads on average: first half shared, query norm, the same in each layer."""
-    active = config.active_heads_per_layer
-    mean = max(1, math.floor(sum(active) / len(active) + 0.5))
-    fields = config.to_dict() | {
-        "num_shared_heads": min(config.num_attention_heads // 2, mean),
-        "num_active_heads": mean,
-        "shared_heads": None,
-        "router_type": "query_norm",
-        "router_score": "quantized",
-        "routing_granularity": "head",
-        "head_fallback": "none",
-        "local_heads": None,
-    }
-    return MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})

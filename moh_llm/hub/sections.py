@@ -91,23 +91,16 @@ def measured_costs(analysis: Mapping[str, Any]) -> Table | None:
 
 
 def proof(found: Verification) -> Table:
-    """How near the model as converted is to its base, beside the paper's layer and random heads."""
-    rows = {
-        "the converted model": found.converted,
-        "the paper's layer": found.paper_router,
-        "random heads": found.random_heads,
-    }
-    body = [
-        [
-            label,
-            show_number(row.perplexity, "#.5g"),
-            show_figure(row.perplexity_ratio, row.ratio_interval, "#.5g"),
-            show_figure(row.kl, row.kl_interval, "#.3g"),
-            show_number(row.top1_agreement, ".2%"),
-        ]
-        for label, row in rows.items()
+    """How near the model as converted is to its base."""
+    figures = found.converted
+    row: list[Inline] = [
+        "the converted model",
+        show_number(figures.perplexity, "#.5g"),
+        show_figure(figures.perplexity_ratio, figures.ratio_interval, "#.5g"),
+        show_figure(figures.kl, figures.kl_interval, "#.3g"),
+        show_number(figures.top1_agreement, ".2%"),
     ]
-    return Table(["", "perplexity", "ratio to base's", "KL to base, nats", "same top-1"], body)
+    return Table(["", "perplexity", "ratio to base's", "KL to base, nats", "same top-1"], [row])
 
 
 def history(lineage: Lineage) -> list[Block]:

@@ -139,12 +139,10 @@ class LayerFigures(Record):
 
     Attributes:
         attention_output_error: ||attention output - base's|| / ||base's|| over all tokens.
-        attention_output_error_paper: the same of the paper's layer.
         head_load: per head, the share of tokens that have it on.
     """
 
     attention_output_error: float
-    attention_output_error_paper: float
     head_load: list[float]
 
 
@@ -157,9 +155,6 @@ class Verification(Record):
     held_out_documents: int
     base_perplexity: float
     converted: Figures
-    paper_router: Figures
-    random_heads: Figures
-    paper_active_heads: int
     layers: list[LayerFigures]
     by_position: list[PositionFigures] = Field(default_factory=list)
     retrieval: list[RetrievalFigures] = Field(default_factory=list)

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from moh_llm.conversion.fit import LayerSample
 from moh_llm.conversion.plan import PlanOptions, build_config
-from moh_llm.conversion.verify import routed_as
 from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
@@ -22,7 +21,7 @@ from moh_llm.modeling.routing_moh import select_top_k
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import rival_methods
 import rivals
-from baselines.routers import RouterFitter, TopKLabelRouter
+from baselines.routers import RandomRouter, RouterFitter, TopKLabelRouter, routed_as
 from local_plans import calibration_part
 
 BUDGET = 4
@@ -103,7 +102,7 @@ def test_the_papers_layer_is_that_of_its_preset(command, base, tmp_path):
     batch = {"input_ids": torch.randint(200, (2, 30)), "position_ids": torch.arange(30).expand(2, -1)}
     with torch.no_grad():
         assert logits(batch).equal(logits_of(model)(batch))
-        with routed_as(model, model.config, rival_methods.RandomRouter):
+        with routed_as(model, model.config, RandomRouter):
             assert not logits(batch).equal(logits_of(model)(batch))
 
 

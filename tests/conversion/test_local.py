@@ -38,7 +38,6 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
     assert never_routed == (not [name for name in moh.state_dict() if ".router." in name])
     record = json.loads((tmp_path / "moh" / "conversion.json").read_text())
     assert record["verification"]["all_heads_active"]["equals_base"] is True
-    assert record["verification"]["converted"]["kl"] < record["verification"]["paper_router"]["kl"]
     assert record["plan"]["shared"] == "importance"
     assert record["plan"]["keys_read"] == round(keys_read(config, 2048), 4) and record["plan"]["local_window"] == 256
     parts = record["verification"]["by_position"]

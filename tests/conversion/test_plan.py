@@ -7,9 +7,8 @@ import pytest
 from transformers import LlamaConfig
 
 from moh_llm.conversion.budget import allocate, spend_time
-from moh_llm.conversion.plan import PlanOptions, build_config, drops_to_fit, paper_plan, shared_and_active
+from moh_llm.conversion.plan import PlanOptions, build_config, drops_to_fit, shared_and_active
 from moh_llm.errors import UserError
-from moh_llm.modeling import MoHLlamaConfig
 
 
 def llama(heads=4, layers=30, **fields):
@@ -167,30 +166,9 @@ def test_config_holds_ids_and_budgets_of_each_layer():
 
     groups = build_config(base, by_group(), [[2, 3], [2, 3]], [2, 4])
     assert (groups.routing_granularity, groups.shared_heads, groups.moh_format) == ("kv_group", [[2, 3], [2, 3]], 2)
-    assert paper_plan(groups).routing_granularity == "head"
 
     with pytest.raises(UserError, match=r"impossible head plan: .*num_active_heads=5 must lie between"):
         build_config(base, PlanOptions(), [[0], [0]], [4, 5])
-
-
-@pytest.mark.parametrize(
-    ("active", "expected"),
-    [([2, 3], (2, 3)), ([2, 2], (2, 2)), ([1, 1], (1, 1)), ([4, 4], (2, 4)), ([1, 2], (2, 2))],
-)
-def test_paper_plan_has_as_many_active_heads_on_average(active, expected):
-    converted = MoHLlamaConfig(
-        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2},
-        **{"num_shared_heads": 1, "shared_heads": [[3], [2]], "num_active_heads": active},
-        **{"router_type": "linear", "head_fallback": "value", "query_key_norm": True, "attention_bias": True},
-        attention_output_bias=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 7.0},
-    )
-    paper = paper_plan(converted)
-    assert (paper.num_shared_heads, paper.num_active_heads, paper.shared_heads) == (*expected, None)
-    assert (paper.router_type, paper.router_score, paper.head_fallback) == ("query_norm", "quantized", "none")
-    plan = {"num_shared_heads", "num_active_heads", "shared_heads", "router_type", "head_fallback"}
-    before, after = ({k: v for k, v in c.to_dict().items() if k not in plan} for c in (converted, paper))
-    assert before == after
 
 
 # ---- budgets against a search of all assignments

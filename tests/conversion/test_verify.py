@@ -14,11 +14,10 @@ from moh_llm.cli import main
 from moh_llm.conversion import convert as convert_module
 from moh_llm.conversion import verify as verify_module
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.plan import paper_plan
-from moh_llm.conversion.verify import by_paper_plan, verify
+from moh_llm.conversion.verify import verify
 from moh_llm.errors import UserError
-from moh_llm.metrics import compare_to_reference, logits_of
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.metrics import logits_of
+from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.records.model import read_weight_map
 
 
@@ -96,42 +95,35 @@ def plain_figures(model, base, batches):
     return figures | {"kl": kl / count, "top1_agreement": agreement / count}, np.exp(reference / count), count
 
 
-def route_by_chance(model, batches):
-    """Give a model's routers uniform numbers for logits, those that the layer's own seed gives to whole batches."""
-    for number, block in enumerate(model.model.layers):
-        source = torch.Generator().manual_seed(number)
-        drawn = [torch.rand((*batch["input_ids"].shape, 2), generator=source) for batch in batches]
-        rows = iter([row[None] for batch in drawn for row in batch])
-        block.self_attn.router._routed_logits = lambda hidden, queries, shard, rows=rows: next(rows)
-
-
+@pytest.mark.parametrize("plan", ["linear", "query_norm"])
 @torch.no_grad()
-def test_figures_are_those_of_a_loop_over_positions(folders, batches, one_thread):
+def test_figures_are_those_of_a_loop_over_positions(folders, batches, convert, tmp_path, one_thread, plan):
     base, moh = folders
+    if plan == "query_norm":
+        moh = tmp_path / "moh"
+        assert convert(base, moh, "--preset", "paper", "--verify", "none") == 0
     proof = verify(layerwise(base), layerwise(moh), batches, progress=False)
     dense = LlamaForCausalLM.from_pretrained(base).eval()
     converted = MoHLlamaForCausalLM.from_pretrained(moh).eval()
-    # The paper's layer with as many active heads, written out: half of the four shared, chosen by the queries' norms.
-    assert sum(converted.config.active_heads_per_layer) == 8  # 2.7 in each of 3 layers
-    layer = {"num_shared_heads": 2, "num_active_heads": 3, "router_type": "query_norm"}
-    shape = {
-        name: value for name, value in dense.config.to_dict().items() if name not in ("model_type", "architectures")
-    }
-    paper, chance = (MoHLlamaForCausalLM(MoHLlamaConfig(**shape, **layer)).eval() for _ in range(2))
-    for model in (paper, chance):
-        model.load_state_dict(dense.state_dict())
-    route_by_chance(chance, batches)
-    for name, model in {"converted": converted, "paper_router": paper, "random_heads": chance}.items():
-        expected, reference, count = plain_figures(model, dense, batches)
-        figures = getattr(proof, name)
-        assert {figure: getattr(figures, figure) for figure in expected} == pytest.approx(expected, rel=1e-4), name
-        assert figures.kl_interval[0] < figures.kl < figures.kl_interval[1]
-        assert proof.base_perplexity == pytest.approx(reference, rel=1e-5)
-        assert (proof.held_out_tokens, proof.held_out_documents) == (count, 6) and count == 3 * 30
-    assert (proof.dtype, proof.all_heads_active.tokens, proof.paper_active_heads) == ("float32", 64, 3)
-    beside = compare_to_reference({"paper": by_paper_plan(converted)}, logits_of(dense), batches)["paper"]
-    assert beside.kl == pytest.approx(proof.paper_router.kl)
-    assert converted.routers[0].router_type == "linear"  # its own routers are back
+    assert converted.config.router_type == plan
+    expected, reference, count = plain_figures(converted, dense, batches)
+    figures = proof.converted
+    assert {figure: getattr(figures, figure) for figure in expected} == pytest.approx(expected, rel=1e-4)
+    assert figures.kl_interval[0] < figures.kl < figures.kl_interval[1]
+    assert proof.base_perplexity == pytest.approx(reference, rel=1e-5)
+    assert (proof.held_out_tokens, proof.held_out_documents) == (count, 6) and count == 3 * 30
+    assert (proof.dtype, proof.all_heads_active.tokens) == ("float32", 64)
+
+
+def test_each_layer_is_read_once_and_run_once_on_each_batch(folders, batches, monkeypatch):
+    """And once more with all heads on, on the first batch."""
+    read, ran = [], []
+    read_layer, run_layer = LayerwiseModel.layer, verify_module.run_layer
+    monkeypatch.setattr(LayerwiseModel, "layer", lambda self, n: read.append((self.folder, n)) or read_layer(self, n))
+    monkeypatch.setattr(verify_module, "run_layer", lambda *args: ran.append(len(args[1])) or run_layer(*args))
+    verify(*map(layerwise, folders), batches, progress=False)
+    assert sorted(read) == sorted((folder, number) for folder in folders for number in range(3))
+    assert ran == [2, 1, 2, 2, 1] * 3  # rows of the base's two batches, of all heads on, of the converted model's two
 
 
 @torch.no_grad()
@@ -140,19 +132,16 @@ def test_layer_figures(folders, batches, one_thread):
     proof = verify(layerwise(base), layerwise(moh), batches, progress=False)
     config = AutoConfig.from_pretrained(moh)
     outputs = {}
-    for name, model in (("base", LlamaForCausalLM), ("moh", MoHLlamaForCausalLM), ("paper", MoHLlamaForCausalLM)):
-        fields = {"config": paper_plan(config)} if name == "paper" else {}
-        model = model.from_pretrained(base if name == "base" else moh, **fields).eval()
-        outputs[name] = [[] for _ in model.model.layers]
-        for layer, rows in zip(model.model.layers, outputs[name], strict=True):
+    for folder, kind in ((base, LlamaForCausalLM), (moh, MoHLlamaForCausalLM)):
+        model = kind.from_pretrained(folder).eval()
+        outputs[folder] = [[] for _ in model.model.layers]
+        for layer, rows in zip(model.model.layers, outputs[folder], strict=True):
             layer.self_attn.register_forward_hook(lambda m, args, out, rows=rows: rows.append(out[0].flatten()))
         for batch in batches:
             logits_of(model)(batch)
     for number, figures in enumerate(proof.layers):
-        expected, own, paper = (torch.cat(outputs[name][number]).double() for name in ("base", "moh", "paper"))
+        expected, own = (torch.cat(outputs[folder][number]).double() for folder in folders)
         assert figures.attention_output_error == pytest.approx(float((own - expected).norm() / expected.norm()))
-        error = float((paper - expected).norm() / expected.norm())
-        assert figures.attention_output_error_paper == pytest.approx(error)
         load = figures.head_load
         assert sum(load) == pytest.approx(config.active_heads_per_layer[number], abs=2e-4)
         assert all(load[head] == 1 for head in config.shared_heads_per_layer[number])
@@ -162,7 +151,7 @@ def test_nothing_is_lost_with_all_heads_active(make_llama, convert, tmp_path):
     assert convert(make_llama(), tmp_path / "moh", "--active-ratio", "1") == 0
     proof = json.loads((tmp_path / "moh" / "conversion.json").read_text())["verification"]
     for layer in proof["layers"]:
-        assert layer == {"attention_output_error": 0, "attention_output_error_paper": 0, "head_load": [1, 1, 1, 1]}
+        assert layer == {"attention_output_error": 0, "head_load": [1, 1, 1, 1]}
     assert (proof["converted"]["kl"], proof["converted"]["perplexity_ratio"]) == (0, 1)
 
 

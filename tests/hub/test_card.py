@@ -16,6 +16,7 @@ from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
 from moh_llm.hub.card import build_card
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.conversion import read_conversion
 from moh_llm.reporting.markdown import code, plain, text
 
 NAME = "someone/Tiny-MoH"
@@ -102,6 +103,18 @@ def test_figures_carry_documents_and_intervals(converted: Path) -> None:
     assert "tokens of held-out text (1,234 documents; base's" in found and "95 % intervals by bootstrap" in found
     assert "| 1.0300 (1.0125 to 1.0444) | 0.0400 (0.0312 to 0.0523) |" in found
     assert "on held-out text, 1,234 documents (95 % interval 1.0125 to 1.0444)." in card
+
+
+def test_records_of_earlier_versions_are_read(converted: Path) -> None:
+    """Verification had rows of the paper's layer and of random heads; they are kept, and not shown."""
+    card = build_card(converted, NAME)
+    proof = json.loads((converted / "conversion.json").read_text())["verification"]
+    proof |= {"paper_router": proof["converted"], "random_heads": proof["converted"], "paper_active_heads": 3}
+    proof["layers"] = [layer | {"attention_output_error_paper": 0.5} for layer in proof["layers"]]
+    change(converted / "conversion.json", verification=proof)
+    read = read_conversion(converted)
+    assert read is not None and json.loads(read.model_dump_json())["verification"]["paper_active_heads"] == 3
+    assert build_card(converted, NAME) == card
 
 
 def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
