@@ -104,7 +104,14 @@ class Run:
     def __init__(self, folder: Path):
         data = DataConfig(sequence_length=LENGTH, batch_size=BATCH, micro_batch_size=1)
         objective = ObjectiveConfig(kind="cross_entropy")
-        self.config = TrainConfig(str(folder / "model"), str(folder / "run"), 1000, data=data, objective=objective)
+        self.config = TrainConfig(
+            str(folder / "model"),
+            str(folder / "run"),
+            1000,
+            mixed_precision="no",
+            data=data,
+            objective=objective,
+        )
         self.accelerator = make_accelerator(self.config)
         student = networks.make_student(self.config, self.accelerator.device, self.accelerator.is_fsdp2)
         module = TrainingStep(student, None, objective)

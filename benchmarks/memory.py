@@ -96,8 +96,7 @@ def small_recipe(recipe: str, way: str, folder: str, processes: int) -> TrainCon
     micro = load_config(path, []).data.micro_batch_size
     words = {"model": folder, "output_dir": f"{folder}-run", "data.sequence_length": 128}
     words |= {"data.batch_size": 2 * micro * processes, "report_to": "[]"}
-    if way == "fsdp2":  # on CPUs Accelerate does not cast for it
-        words["mixed_precision"] = "no"
+    words["mixed_precision"] = "no" if way == "fsdp2" else "bf16"  # on CPUs Accelerate does not cast for FSDP2
     return load_config(path, [f"--{name}={value}" for name, value in words.items()])
 
 

@@ -62,6 +62,16 @@ def choose_device(name: str | None = None) -> "torch.device":
     return torch.device(name)
 
 
+def own_device() -> "torch.device":
+    """The device of this process: `choose_device`'s; of several accelerators the one of its number on this machine."""
+    import torch
+
+    device, number = choose_device(), _number("LOCAL_RANK")
+    if device.type == "cpu" or number >= torch.accelerator.device_count():
+        return device
+    return torch.device(device.type, number)
+
+
 def name_device(device: "torch.device") -> str:
     """The GPU's name; for a CPU its model, or its architecture, and the number of threads that torch uses."""
     import torch
@@ -105,6 +115,25 @@ def accelerator_memory(index: int = 0) -> int | None:
     return properties(index).total_memory
 
 
+# ---- float64
+
+
+def float64_device(device: "torch.device") -> "torch.device":
+    """A device where float64 of that device's tensors can be computed: itself, or the CPU where it has no float64."""
+    import torch
+
+    if device.type == "mps":
+        return torch.device("cpu")
+    if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
+        return torch.device("cpu")
+    return device
+
+
+def wide(tensor: "torch.Tensor") -> "torch.Tensor":
+    """float64 of a tensor: on its device, or on the CPU where the device has no float64."""
+    return tensor.to(float64_device(tensor.device)).double()
+
+
 # ---- compute dtype
 
 COMPUTE_DTYPE = "MOH_LLM_COMPUTE_DTYPE"  # environment variable: what "auto" stands for
@@ -133,11 +162,11 @@ def compute_dtype(device: "torch.device", asked: str = "auto") -> "torch.dtype":
             raise UserError(f"{COMPUTE_DTYPE}={asked} must be auto, bfloat16, float16 or float32")
     if asked != "auto":
         return getattr(torch, asked)
-    return torch.bfloat16 if _computes_bfloat16_fast(str(device)) else torch.float32
+    return torch.bfloat16 if computes_bfloat16_fast(device) else torch.float32
 
 
 @functools.cache
-def _computes_bfloat16_fast(device: str) -> bool:
+def computes_bfloat16_fast(device: "torch.device") -> bool:
     """Whether a linear layer, forward and backward, takes less time in bfloat16 than in float32.
 
     It is timed: CPUs with AVX2 or AVX-512 alone, and older GPUs, accept bfloat16 and emulate it, at up to 36 times the
@@ -145,9 +174,8 @@ def _computes_bfloat16_fast(device: str) -> bool:
     """
     import torch
 
-    place = torch.device(device)
     try:
-        seconds = _product_seconds(place, (torch.float32, torch.bfloat16))
+        seconds = _product_seconds(device, (torch.float32, torch.bfloat16))
     except (RuntimeError, TypeError):  # the backend lacks the dtype
         return False
     return seconds[1] < _FASTER * seconds[0]
@@ -159,10 +187,8 @@ def _product_seconds(device: "torch.device", dtypes: "tuple[torch.dtype, ...]") 
 
     rows, inputs, outputs = _SIZES.get(device.type, _SIZE)
     best = [float("inf")] * len(dtypes)
-    operands = [
-        [torch.ones(shape, device=device, dtype=dtype) for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))]
-        for dtype in dtypes
-    ]
+    shapes = (rows, inputs), (outputs, inputs), (rows, outputs)
+    operands = [[torch.ones(shape, device=device, dtype=dtype) for shape in shapes] for dtype in dtypes]
     for number in range(4):
         for place, (states, weight, gradient) in enumerate(operands):
             synchronize(device)

@@ -153,7 +153,7 @@ def sums_by_document(values: torch.Tensor, documents: Sequence[torch.Tensor]) ->
     _, numbers = torch.cat(list(documents)).unique(return_inverse=True)
     sums = torch.zeros(int(numbers.max()) + 1 if len(numbers) else 0, len(SUMMED), dtype=torch.float64)
     counted = torch.cat([values.new_ones(len(values), 1), values], 1)
-    return sums.index_add_(0, numbers, counted.double().cpu()).numpy()
+    return sums.index_add_(0, numbers, counted.cpu().double()).numpy()
 
 
 def compare_predictions(log_p: torch.Tensor, log_q: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -164,4 +164,4 @@ def compare_predictions(log_p: torch.Tensor, log_q: torch.Tensor, targets: torch
         F.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1),
         (log_p.argmax(-1) == log_q.argmax(-1)),
     )
-    return torch.stack([value.double().cpu() for value in values], -1)
+    return torch.stack([value.cpu().double() for value in values], -1)

@@ -104,7 +104,7 @@ class RunRecord(Record):
         steps, tokens, seconds: what was trained, of a finished run.
         data_read: the receipt of what was read, by source.
         tokens_in: the folder of the tokens, on the machine that trained.
-        device, processes, parameters, versions: what trained, on what, with what.
+        device, device_name, compute_dtype, processes, parameters, versions: what trained, on what, with what.
         evaluation: scores of the saved model.
         model_files: the files of ``OUTPUT/model`` by name, of a finished run.
     """
@@ -120,6 +120,8 @@ class RunRecord(Record):
     data_read: dict[str, Any] | None = None
     tokens_in: str | None = None
     device: str | None = None
+    device_name: str | None = None
+    compute_dtype: str | None = None
     processes: int | None = None
     parameters: dict[str, int] | None = None
     versions: dict[str, str] | None = None

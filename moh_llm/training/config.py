@@ -200,7 +200,11 @@ class TrainConfig(Keys):
         None,
     )
     seed: int = key("seed of data order, adapters and dropout", 0, at_least=0, below=2**32)
-    mixed_precision: Literal["no", "bf16"] = key("bf16: forward and backward in bfloat16; weights stay float32", "no")
+    mixed_precision: Literal["auto", "no", "bf16"] = key(
+        "bf16: forward and backward in bfloat16, weights stay float32; no: all in float32; auto: bf16 where the device "
+        "computes bfloat16 fast, else no, and in a resumed run what it chose",
+        "auto",
+    )
     gradient_checkpointing: bool = key("recompute activations in the backward pass to save memory", False)
     gradient_checkpointing_every: int = key(
         "with gradient_checkpointing: recompute the first of each so many layers, and keep the others' activations; "

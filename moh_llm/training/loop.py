@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from moh_llm.data.shards import TokenizedSource, tokens_for
 from moh_llm.data.stream import SequenceStream, StepBatches, make_receipt, step_loader
 from moh_llm.data.windows import validation_batches
+from moh_llm.devices import name_device
 from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
@@ -40,6 +41,7 @@ from moh_llm.training.parallel import (
     seed_step,
     sum_over_processes,
 )
+from moh_llm.training.precision import check_agreement, decide_precision, slow_precision
 from moh_llm.training.preflight import check_machine
 from moh_llm.training.reference import Reference, StartingPoint, agreed_starting_point, expected_reference
 from moh_llm.training.runs import Run, describe_data, mark_files, mark_model
@@ -72,7 +74,9 @@ def train(
             the disk refuses.
     """
     check_trackers(config.report_to)
+    config = decide_precision(config, overwrite)
     accelerator = make_accelerator(config)
+    check_agreement(accelerator, config)
     with contextlib.ExitStack() as held:
         # Not before the processes found each other: where the first one is refused, the others must hear of it.
         from_main(accelerator, lambda: held.enter_context(lock_folder(Path(config.output_dir))))
@@ -108,6 +112,8 @@ def _train(
         divided = divides_weights(accelerator)
         if warning := from_main(accelerator, lambda: check_machine(config, accelerator.num_processes, divided)):
             say(f"warning: {warning.text}")
+        if main and (slow := slow_precision(config, accelerator.device)):
+            say(f"warning: {slow}")
         training.find_starting_point()
         training.open_data()
         training.make_stream()
@@ -192,6 +198,8 @@ class _Training:
             data=describe_data(self.sources),
             tokens_in=self.token_folder,
             device=str(accelerator.device),
+            device_name=name_device(accelerator.device),
+            compute_dtype=str(networks.reference_dtype(config)).removeprefix("torch."),
             processes=accelerator.num_processes,
             parameters=counts,
             reference=self.reference and self.reference.mark(),
@@ -218,8 +226,9 @@ class _Training:
         data = config.data
         self.say(
             f"{counts['trained']:,} of {counts['total']:,} weights are trained on {accelerator.num_processes} x "
-            f"{accelerator.device.type}; {config.max_steps} steps x {data.batch_size} sequences x "
-            f"{data.sequence_length} tokens = {config.max_steps * config.tokens_per_step:,} tokens, "
+            f"{accelerator.device.type} in {run.record.compute_dtype}; {config.max_steps} steps x "
+            f"{data.batch_size} sequences x {data.sequence_length} tokens = "
+            f"{config.max_steps * config.tokens_per_step:,} tokens, "
             f"{accelerator.gradient_accumulation_steps} micro-batches per step"
         )
 

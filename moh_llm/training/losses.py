@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from moh_llm.devices import float64_device, wide
 from moh_llm.modeling import MoHLlamaConfig, MoHRouter
 from moh_llm.modeling.experts_moh import expert_balancing_loss
 
@@ -147,17 +148,17 @@ def comparison_values(
 
     Arguments are those of `token_losses`; without a teacher the last three are zero.
     """
-    values = torch.zeros(len(hidden), 4, dtype=torch.float64, device=hidden.device)
+    values = torch.zeros(len(hidden), 4, dtype=torch.float64, device=float64_device(hidden.device))
     size = chunk_positions(len(weight))
     for first in range(0, len(hidden), size):
         rows = slice(first, first + size)
         own = F.linear(hidden[rows], weight).float().log_softmax(-1)
-        values[rows, 0] = F.nll_loss(own, targets[rows], reduction="none").double()
+        values[rows, 0] = wide(F.nll_loss(own, targets[rows], reduction="none"))
         if teacher_hidden is not None and teacher_weight is not None:
             other = F.linear(teacher_hidden[rows], teacher_weight).float().log_softmax(-1)
-            values[rows, 1] = F.nll_loss(other, targets[rows], reduction="none").double()
-            values[rows, 2] = F.kl_div(own, other, log_target=True, reduction="none").sum(-1).double()
-            values[rows, 3] = (own.argmax(-1) == other.argmax(-1)).double()
+            values[rows, 1] = wide(F.nll_loss(other, targets[rows], reduction="none"))
+            values[rows, 2] = wide(F.kl_div(own, other, log_target=True, reduction="none").sum(-1))
+            values[rows, 3] = wide(own.argmax(-1) == other.argmax(-1))
     return values
 
 

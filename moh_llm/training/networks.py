@@ -121,7 +121,7 @@ def recompute(network: MoHLlamaForCausalLM, every: int = 1, offload: bool = Fals
 
 def _with_input_on_cpu(checkpoint: Callable[..., Any], *inputs: Any) -> Any:
     """Call ``checkpoint``, whose own hooks leave nothing but its input to these."""
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
         return checkpoint(*inputs)
 
 
@@ -155,6 +155,7 @@ def _check_on_cpu(network: MoHLlamaForCausalLM) -> None:
 
 def reference_dtype(config: TrainConfig) -> torch.dtype:
     """The dtype of the reference's weights: under mixed precision bfloat16, in which it computes anyway."""
+    assert config.mixed_precision != "auto", "not decided yet (moh_llm.training.precision)"
     return torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
 
 

@@ -28,7 +28,7 @@ from accelerate.utils import (
     broadcast_object_list,
 )
 
-from moh_llm.devices import check_group, peak_flops, world_size
+from moh_llm.devices import check_group, name_device, peak_flops, world_size
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig
@@ -113,7 +113,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         # There is no prepared loader to tell it.
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = config.data.micro_batch_size
         kwargs["deepspeed_plugin"] = plugin
-        if not torch.cuda.is_available():
+        if not torch.accelerator.is_available():
             # The same without `cpu=True`, which would give DDP instead.
             kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
     if _asked_for("FSDP"):
@@ -128,15 +128,15 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     each = _asked_for("FSDP")
     accumulation = GradientAccumulationPlugin(micro_batches, sync_with_dataloader=False, sync_each_batch=each)
     accelerator = Accelerator(
-        # Without `cpu=True` each process without a GPU takes itself for the only one.
-        cpu=not torch.cuda.is_available() and not _asked_for("DEEPSPEED"),
+        # Without `cpu=True` each process without an accelerator takes itself for the only one.
+        cpu=not torch.accelerator.is_available() and not _asked_for("DEEPSPEED"),
         mixed_precision=config.mixed_precision,
         gradient_accumulation_plugin=accumulation,
         log_with=list(config.report_to) or None,
         project_config=ProjectConfiguration(config.output_dir, logging_dir=str(Path(config.output_dir) / TRACKERS)),
         **kwargs,
     )
-    if _asked_for("FSDP") and not torch.cuda.is_available():
+    if _asked_for("FSDP") and not torch.accelerator.is_available():
         shard_on_cpu(kwargs["fsdp_plugin"])
     check_group(accelerator.num_processes)
     return accelerator
@@ -172,9 +172,7 @@ def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConf
 
     What is recomputed to save memory does not count as work.
     """
-    if accelerator.device.type != "cuda":
-        return None
-    peak = peak_flops(torch.cuda.get_device_name(accelerator.device))
+    peak = None if accelerator.device.type == "cpu" else peak_flops(name_device(accelerator.device))
     if peak is None:
         return None
     length = config.data.sequence_length

@@ -17,7 +17,17 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from moh_llm.devices import GPUS, check_memory, check_workers, choose_device, find_gpu, memory_bytes, peak_flops
+from moh_llm.devices import (
+    GPUS,
+    accelerator_memory,
+    check_memory,
+    check_workers,
+    choose_device,
+    find_gpu,
+    memory_bytes,
+    name_device,
+    peak_flops,
+)
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig
@@ -27,6 +37,7 @@ from moh_llm.training.attention import check_attention
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.memory import Memory, Sizes, estimate_memory
 from moh_llm.training.parallel import check_experts, check_strategy, count_micro_batches
+from moh_llm.training.precision import decide_precision, slow_precision
 from moh_llm.training.preflight_data import Finding, check_data
 from moh_llm.training.preflight_rates import check_router_rate
 from moh_llm.training.reference import expected_reference
@@ -98,6 +109,7 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
     if strategy == "one" and processes > 1:
         raise UserError(f"--processes {processes} needs a --strategy that divides the work, for example ddp")
     device, findings = find_device(gpu, processes), [*check_versions(strategy)]
+    config = decide_precision(config, dtype=None if gpu is None else torch.bfloat16)
 
     def check(name: str, function: Callable[..., Finding | None], *arguments: Any) -> None:
         try:
@@ -133,9 +145,9 @@ def find_device(gpu: str | None, processes: int) -> Device:
         if found is None:
             raise UserError(f"--gpu {gpu} is not known; known are {', '.join(GPUS)}")
         return Device(gpu, found.memory, found.peak)
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(0)
-        return Device(name, torch.cuda.get_device_properties(0).total_memory, peak_flops(name))
+    if (memory := accelerator_memory()) is not None:
+        name = name_device(choose_device())
+        return Device(name, memory, peak_flops(name))
     return Device("CPU", memory_bytes() // processes, None)
 
 
@@ -172,15 +184,15 @@ def check_versions(strategy: str) -> Iterator[Finding]:
 
 
 def check_device(config: TrainConfig, device: Device, processes: int, gpu: str | None) -> Finding:
-    """The devices, and whether they support the recipe's `mixed_precision`."""
+    """The devices, and whether they are fast at the recipe's `mixed_precision`."""
     text = f"{processes} x {device.name}, {device.memory / _GIB:.1f} GiB each"
     if gpu is not None:
         return Finding("ok", "devices", f"{text}, as given by --gpu")
-    if not torch.cuda.is_available():
-        return Finding("warning", "devices", f"{text}: PyTorch finds no CUDA device here")
-    if config.mixed_precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return Finding("fault", "devices", f"{device.name} has no bfloat16; set mixed_precision to no")
-    if processes > (here := torch.cuda.device_count()):
+    if slow := slow_precision(config, choose_device()):
+        return Finding("warning", "devices", f"{text}: {slow}")
+    if not torch.accelerator.is_available():
+        return Finding("warning", "devices", f"{text}: PyTorch finds no accelerator here")
+    if processes > (here := torch.accelerator.device_count()):
         return Finding("warning", "devices", f"{text}: this machine has {here}; the others must be on other machines")
     return Finding("ok", "devices", text)
 
@@ -342,7 +354,7 @@ def check_machine(config: TrainConfig, processes: int, divided: bool = False) ->
             f"lora.rank={config.lora.rank} must be at most hidden_size={model.hidden_size}: adapters of a higher rank "
             "are no smaller than the weights"
         )
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         needed = estimate_memory(config, model, Sizes.of(config, model), "one", 1).total
         remedy = "lower data.micro_batch_size or data.sequence_length, or set gradient_checkpointing"
         check_memory(needed, "training", f"{remedy} (see moh-llm doctor)", available=round(_CERTAIN * memory_bytes()))

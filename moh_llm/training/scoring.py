@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from moh_llm.devices import float64_device, wide
 from moh_llm.intervals import SUMMED
 from moh_llm.metrics import Batch, Comparison
 from moh_llm.records.run import DenseScores, Routing, Scores
@@ -44,8 +45,8 @@ class RoutingCounts:
             router_logits: per layer `[N, U]`.
             choices: per layer which groups each token selects, bool `[N, U]`.
         """
-        selected = [choice.sum(0).double() for choice in choices]
-        scores = [logits.softmax(-1).sum(0).double() for logits in router_logits]
+        selected = [wide(choice.sum(0)) for choice in choices]
+        scores = [wide(logits.softmax(-1).sum(0)) for logits in router_logits]
         self._tokens += len(router_logits[0])
         self._selected = _added(self._selected, selected)
         self._scores = _added(self._scores, scores)
@@ -107,7 +108,7 @@ def evaluate(
     rounds = -(-len(batches) // world)
     # Every process knows all documents, so that their sums only have to be added up.
     documents = 1 + max(int(batch["documents"].max()) for batch in batches)
-    sums = torch.zeros(documents, len(SUMMED), dtype=torch.float64, device=device)
+    sums = torch.zeros(documents, len(SUMMED), dtype=torch.float64, device=float64_device(device))
     routing = RoutingCounts(step.network.config.heads_per_group)
     model.eval()
     for number in range(rounds):
@@ -119,7 +120,7 @@ def evaluate(
         counts = number < len(mine)
         router_logits = [logits if counts else logits[:0] for logits in router_logits]
         if counts:
-            own = batch["documents"][targets != IGNORED].to(device)
+            own = batch["documents"][targets != IGNORED].to(sums.device)
             sums.index_add_(0, own, torch.cat([torch.ones_like(found[:, :1]), found], 1))
         pairs = zip(router_logits, step.network.routers, strict=True)
         routing.add(router_logits, [router.select(logits).bool() for logits, router in pairs])

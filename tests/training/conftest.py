@@ -103,9 +103,10 @@ def recipe(tmp_path: Path, write_recipe: Callable[[Path], Path]) -> Path:
 
 @pytest.fixture
 def configure(recipe: Path) -> Callable[..., TrainConfig]:
-    """The recipe with overrides: `configure(max_steps=3, **{"data.batch_size": 8})`."""
+    """The recipe with overrides, in float32: `configure(max_steps=3, **{"data.batch_size": 8})`."""
 
     def make(**overrides: object) -> TrainConfig:
+        overrides = {"mixed_precision": "no"} | overrides  # what is called without `train` sees no auto
         texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in overrides.items()}
         return load_config(recipe, [f"--{name}={text}" for name, text in texts.items()])
 

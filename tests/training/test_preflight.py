@@ -13,6 +13,7 @@ from moh_llm.cli import main
 from moh_llm.commands import doctor as command
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.training import precision
 from moh_llm.training.memory import STRATEGIES, Sizes, estimate_memory
 from moh_llm.training.preflight import Device, check_versions, diagnose
 from moh_llm.training.recipe import load_config
@@ -66,7 +67,8 @@ def test_a_fit_job_is_described_in_full(recipe, tmp_path, capsys):
 
 def test_only_a_known_peak_gives_days(configure):
     assert diagnose(configure(), gpu="L4").plan.days is None  # float32
-    assert diagnose(configure(mixed_precision="bf16"), gpu="L4").plan.days > 0
+    for precision_asked in ("bf16", "auto"):
+        assert diagnose(configure(mixed_precision=precision_asked), gpu="L4").plan.days > 0
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -140,14 +142,19 @@ def test_memory_that_is_too_small_is_a_fault(configure, monkeypatch):
         assert [found for found, _ in of_check(diagnose(configure()), "memory")] == [state]
 
 
-def test_a_device_without_bfloat16_is_a_fault(configure, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla V100-SXM2-16GB")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: namedtuple("p", "total_memory")(16 * 2**30))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    check, text = the_fault(diagnose(configure(mixed_precision="bf16")))
-    assert check == "devices" and text == "Tesla V100-SXM2-16GB has no bfloat16; set mixed_precision to no"
+def test_a_device_that_is_slow_at_bfloat16_is_named(configure, monkeypatch):
+    properties = namedtuple("p", "total_memory")(16 * 2**30)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda: torch.cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(precision, "computes_bfloat16_fast", lambda device: device.type != "cuda")
+    found = of_check(diagnose(configure(mixed_precision="bf16")), "devices")
+    name = "Tesla V100-SXM2-16GB"
+    slow = f"{name} computes bfloat16 slower than float32; a new run with mixed_precision=no is faster"
+    assert found == [("warning", f"1 x {name}, 16.0 GiB each: {slow}")]
     assert of_check(diagnose(configure(), "ddp", 2), "devices") == [("ok", "2 x Tesla V100-SXM2-16GB, 16.0 GiB each")]
     four = {"data.batch_size": 8}
     ((state, text),) = of_check(diagnose(configure(**four), "ddp", 4), "devices")

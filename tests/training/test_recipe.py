@@ -94,7 +94,7 @@ def test_the_environment_sets_no_key(recipe: Path, monkeypatch: pytest.MonkeyPat
         (["--optimizer.learning_rate", "nan"], "command line: optimizer.learning_rate=nan must be a number"),
         (["--optimizer.learning_rate", ".nan"], "optimizer.learning_rate=nan must be above 0"),
         (["--optimizer.max_grad_norm", "x"], "optimizer.max_grad_norm=x must be a number or null"),
-        (["--mixed_precision", "fp16"], "mixed_precision=fp16 must be no or bf16"),
+        (["--mixed_precision", "fp16"], "mixed_precision=fp16 must be auto or no or bf16"),
         (["--seed", "null"], "command line: seed=null must be a whole number"),
         (["--seed", "a\nb"], "seed=a b must be a whole number"),
         (["--data", "3"], "data=3 must be a group of keys"),
