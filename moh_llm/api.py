@@ -76,6 +76,7 @@ def convert(
     new_embeddings: Literal["mean", "pieces"] | None = None,
     pad_to_multiple_of: int | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto",
     link: bool = False,
     revision: str | None = None,
     overwrite: bool = False,
@@ -114,6 +115,8 @@ def convert(
             the token's text into (default: "pieces").
         pad_to_multiple_of: the rows of the embedding are rounded up to a multiple of it.
         dtype: dtype of the written weights (default: the base's own).
+        compute_dtype: dtype that the base is run in; "auto": bfloat16 where this device computes it fast, else
+            float32.
         link: hard-link the base's weights instead of copying them.
         revision: Hub revision of the base.
         overwrite: replace ``output`` if it is not empty.
@@ -236,7 +239,7 @@ def evaluate(
     data_dir: PathLike | None = None,
     limit: int | None = None,
     batch_size: int | Literal["auto"] = 8,
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
     device: str | None = None,
     share_prefixes: bool = False,
     log_samples: bool = False,
@@ -257,8 +260,9 @@ def evaluate(
         data_dir: local data, ``<dataset, / as __>/<config>/<split>.jsonl`` (default: the Hub).
         limit: items of each task to score (default: all).
         batch_size: sequences in a forward pass, on each process.
-        dtype: dtype of all models; "auto" takes the widest that one of them is stored in.
-        device: torch device (default: the GPU if there is one).
+        compute_dtype: what all models are computed in; "auto" is bfloat16 where the device computes it fast, else
+            float32.
+        device: torch device (default: the accelerator if there is one).
         share_prefixes: compute common beginnings of prompts once.
         log_samples: write each item's prompt, responses and score.
         analysis: whether the report says what the heads did on the benchmarks' text.

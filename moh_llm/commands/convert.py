@@ -92,7 +92,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pad-to-multiple-of", type=int, metavar="N", help="round the rows of the embedding up to a multiple"
     )
 
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: the base's own")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="of the written weights (default: the base's own)"
+    )
+    parser.add_argument(
+        "--compute-dtype",
+        choices=["auto", "bfloat16", "float32"],
+        default="auto",
+        help="dtype that the base is run in (default: bfloat16 where this device computes it fast, else float32)",
+    )
     parser.add_argument("--link", action="store_true", help="hard-link the base's weights rather than copy them")
     parser.add_argument("--revision", help="Hub revision of the base")
     parser.add_argument("--push-to-hub", metavar="ORG/NAME", help="then publish the model, as moh-llm publish does")
@@ -192,7 +200,8 @@ def print_conversion(record: "Conversion", output: Path) -> None:
     else:
         console.print("nothing was verified (--verify none)")
     console.print(
-        f"written to {output} in {record.seconds:.0f} s, {record.peak_memory_mib} MiB at most; its record:\n"
+        f"written to {output} in {record.seconds:.0f} s on {record.device}, in {record.compute_dtype}, "
+        f"{record.peak_memory_mib} MiB at most; its record:\n"
         f"{output / 'conversion.json'}"
     )
 

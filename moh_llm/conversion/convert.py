@@ -29,7 +29,7 @@ from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.data.windows import fixed_batches, validation_batches
-from moh_llm.devices import check_disk, check_memory, choose_device
+from moh_llm.devices import check_disk, check_memory, choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.flops import forward_flops, keys_read
@@ -66,6 +66,7 @@ class ConversionOptions:
         new_embeddings: "mean" or "pieces", how rows of new tokens are made.
         pad_to_multiple_of: the rows of the embedding are rounded up to a multiple of it.
         dtype: dtype of the written weights; None keeps the base's bytes.
+        compute_dtype: "auto", "bfloat16" or "float32", that the base is run in (`moh_llm.devices.compute_dtype`).
         link: hard-link the base's files rather than copy them.
         revision: Hub revision of the base.
         overwrite: whether a non-empty output folder may be replaced.
@@ -83,6 +84,7 @@ class ConversionOptions:
     new_embeddings: str = "pieces"
     pad_to_multiple_of: int | None = None
     dtype: torch.dtype | None = None
+    compute_dtype: str = "auto"
     link: bool = False
     revision: str | None = None
     overwrite: bool = False
@@ -125,14 +127,15 @@ def convert(options: ConversionOptions) -> Conversion:
         chain = read_chain(base.folder)  # the base may be a tuned model itself, whose lineage then goes on
         if widening is not None:
             base = widen(base, widening, folder / WIDENED)  # what is converted, and compared with, from here on
+        dtype, device = options.dtype or base.dtype, choose_device()
+        computed = compute_dtype(device, options.compute_dtype)
         record = Conversion(
             moh_llm=moh_llm.__version__,
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
             base=identity,
+            device=name_device(device),
+            compute_dtype=str(computed).removeprefix("torch."),
         )
-        dtype, device = options.dtype or base.dtype, choose_device()
-        # float16 is too narrow for gradients, and slow on a CPU.
-        computed = torch.float32 if dtype == torch.float16 else dtype
         dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, device)
         calibrated: list[LayerCalibration] | None = None
         if plan.needs_calibration:

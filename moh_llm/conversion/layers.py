@@ -136,5 +136,5 @@ def check_finite(values: torch.Tensor, layer: int, what: str = "the output of") 
     if not torch.isfinite(values).all():
         raise UserError(
             f"{what} layer {layer} is not finite in {values.dtype}: the base's weights overflow; download it again, or "
-            "pass --dtype float32"
+            "pass --compute-dtype float32"
         )

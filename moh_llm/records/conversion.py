@@ -188,6 +188,8 @@ class Conversion(Record):
 
     Attributes:
         moh_llm: version of this package; ``versions``: of others.
+        device: that it ran on, by name.
+        compute_dtype: that base and converted model were run in, whatever their weights are stored in.
         seconds: how long it took.
         peak_memory_mib: the most memory that the process held, in MiB.
     """
@@ -195,6 +197,8 @@ class Conversion(Record):
     moh_llm: str | None = None
     versions: dict[str, str] | None = None
     base: Base
+    device: str | None = None
+    compute_dtype: str | None = None
     vocabulary: Vocabulary | None = None
     plan: Plan | None = None
     calibration: Calibration | None = None
