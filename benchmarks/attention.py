@@ -1,6 +1,6 @@
 """What attention costs with part of the heads, as ratios to dense attention in the same run.
 
-    python benchmarks/attention.py --json attention.json           # on CUDA: LLaMA3-8B's layer in bf16, all tables
+    python benchmarks/attention.py --json attention.json           # on CUDA: LLaMA3-8B's layer, all tables
     python benchmarks/attention.py --tables layer --lengths 8192 --shares 75 50
     python benchmarks/attention.py --tables decode --batch 16 --hide-launches
     python benchmarks/attention.py --size tiny                     # on a CPU: does it run, and is it right
@@ -36,6 +36,7 @@ import torch
 from attention_decoding import Stack, decode_rows
 from attention_peers import DEVICE, ON_CUDA, SIZES, Peer, Row, Shape
 
+from moh_llm.devices import compute_dtype, name_device
 from moh_llm.kernels import head_sparse_attention
 from moh_llm.kernels.head_sparse_kernels import selected_positions, triton
 
@@ -75,7 +76,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of the stack; default: 4 (tiny: 2)")
     parser.add_argument("--rounds", type=int, default=20, help="of each cell, at most")
     parser.add_argument("--seconds", type=float, default=4.0 if ON_CUDA else 1.0, help="of a cell, at most")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    dtypes = ["auto", "bfloat16", "float16", "float32"]
+    parser.add_argument("--compute-dtype", choices=dtypes, default="auto", help="auto: bfloat16 where it is fast here")
     parser.add_argument("--no-flex", action="store_true", help="without FlexAttention, which takes a while to compile")
     parser.add_argument("--hide-launches", action="store_true", help="time the device without waiting for Python")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
@@ -94,10 +96,11 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    figures = header(args)
+    dtype = compute_dtype(DEVICE, args.compute_dtype)
+    figures = header(args, dtype)
     torch.manual_seed(0)
     clock = peers.Clock(args.rounds, args.seconds, args.hide_launches)
-    bench = Tables(args, SIZES[args.size], getattr(torch, args.dtype), clock)
+    bench = Tables(args, SIZES[args.size], dtype, clock)
     for name in args.tables:
         figures[name] = getattr(bench, name)()
         if args.json:  # after each, so that a run that is cut off leaves something
@@ -105,11 +108,11 @@ def main() -> int:
     return 0
 
 
-def header(args: argparse.Namespace) -> dict[str, Any]:
+def header(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
     """What ran where."""
-    facts = {"size": args.size, "dtype": args.dtype, "torch": torch.__version__}
+    facts = {"size": args.size, "dtype": str(dtype).removeprefix("torch."), "torch": torch.__version__}
     facts["triton"] = "none" if triton is None else triton.__version__
-    facts["device"] = torch.cuda.get_device_name() if ON_CUDA else f"CPU, {torch.get_num_threads()} threads"
+    facts["device"] = name_device(DEVICE)
     if ON_CUDA:
         facts["CUDA"] = torch.version.cuda
         fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"

@@ -12,6 +12,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from moh_llm.devices import empty_cache, synchronize
+
 ON_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
 if not ON_CUDA:
@@ -56,8 +58,7 @@ class Clock:
             if number > 2 and time.perf_counter() > end:
                 break
             taken = {name: self._once(run) for name, run in runs.items()}
-            if ON_CUDA:
-                torch.cuda.synchronize()
+            synchronize(DEVICE)
             if number:
                 for name, ms in taken.items():
                     found[name].append(ms())
@@ -84,12 +85,12 @@ def peak_mib(run: Run) -> float | None:
     """The most memory that a call takes beyond what is there before it, what it returns included."""
     if not ON_CUDA:
         return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    synchronize(DEVICE)
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
     run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    synchronize(DEVICE)
+    return (torch.accelerator.max_memory_allocated() - before) / 2**20
 
 
 def attempt(run: Run) -> str | None:
@@ -98,11 +99,9 @@ def attempt(run: Run) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a backend that cannot, says why before it raises
             run()
-        if ON_CUDA:
-            torch.cuda.synchronize()
+        synchronize(DEVICE)
     except Exception as error:
-        if ON_CUDA:
-            torch.cuda.empty_cache()
+        empty_cache()
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:150]}"
     return None
 
@@ -111,7 +110,7 @@ def lacking_memory(need: float) -> str | None:
     """Words for what does not fit in the memory that is free; None if it fits."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if ON_CUDA:
-        torch.cuda.empty_cache()
+        empty_cache()
         free = torch.cuda.mem_get_info()[0]
     return None if need <= free else f"does not fit: takes about {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
 

@@ -1,4 +1,7 @@
-"""How the commands of this folder end, with 0, or with 1 and a line that says what is wrong, and how they resume."""
+"""What the commands of this folder have in common: how they end, what they compute in, and how they resume.
+
+They end with 0, or with 1 and a line that says what is wrong.
+"""
 
 import argparse
 import sys
@@ -6,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from moh_llm.devices import choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
 from moh_llm.files import sha256, write_json
 from moh_llm.reading import read_json
@@ -19,6 +25,27 @@ def status_of(run: Callable[[argparse.Namespace], None], args: argparse.Namespac
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def add_compute_dtype(
+    parser: argparse.ArgumentParser, default: str = "auto", why: str = "bfloat16 where this device computes it fast"
+) -> None:
+    """Declare `--compute-dtype`, which `device_and_dtype` reads; its help says why the default is what it is."""
+    names = ["auto", "bfloat16", "float32"]
+    words = f"of models and what they compute (default: {default}, {why})"
+    parser.add_argument("--compute-dtype", choices=names, default=default, help=words)
+
+
+def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, str]:
+    """The device, what `--compute-dtype` stands for on it, and that dtype's name."""
+    device = choose_device()
+    dtype = compute_dtype(device, args.compute_dtype)
+    return device, dtype, str(dtype).removeprefix("torch.")
+
+
+def kind_of_device(device: torch.device) -> str:
+    """The device by name, for figures that go on on the same one; all CPUs are one kind, whatever their threads."""
+    return "CPU" if device.type == "cpu" else name_device(device)
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ tokenising: tokens/s of the command `moh-llm tokenize`, its start included, agai
 and `encode_batch` of the tokenizers library on the same documents in memory, with a thread where we have a process;
 shares: planned and realised;
 stream: tokens/s of batches from the shards in one process, against forward and backward of a model of SmolLM2-135M's
-shape in bfloat16; start: seconds from opening the shards to the first batch, in a fresh process after imports;
+shape in the dtype that this device computes fast; start: seconds from opening the shards to the first batch, in a fresh
+process after imports;
 memory: of that process, private and mapped, for sparse corpora of several sizes.
 """
 
@@ -34,6 +35,7 @@ from moh_llm.data.shards import Shard, TokenizedSource, TokenStream, open_tokens
 from moh_llm.data.stream import SequenceStream
 from moh_llm.data.tokenize import available_cores, tokenize_mixture
 from moh_llm.data.tokenizer import TextTokenizer
+from moh_llm.devices import choose_device, compute_dtype, synchronize
 
 LENGTH, BATCH = 512, 4
 DOCUMENT = 1000  # tokens of each document of a sparse corpus
@@ -139,29 +141,30 @@ def stream(folder: Path, rounds: int) -> None:
         for first in range(number * 2000, (number + 1) * 2000, BATCH):
             blocks.batch(first, BATCH)
         rates.append(2000 * LENGTH / (time.perf_counter() - began))
-    appetite = training_step(rounds)
+    device = choose_device()
+    dtype = compute_dtype(device)
+    appetite = training_step(rounds, device, dtype)
     rate = statistics.median(rates)
     print(
         f"stream, {len(blocks.sources)} sources, blocks of {LENGTH}: {rate / 1e6:.2f} million tokens/s in one process; "
-        f"a training step of the 135M shape takes {appetite:,.0f} tokens/s: {rate / appetite:,.0f} x"
+        f"a training step of the 135M shape takes {appetite:,.0f} tokens/s in {str(dtype).removeprefix('torch.')}: "
+        f"{rate / appetite:,.0f} x"
     )
 
 
-def training_step(rounds: int) -> float:
-    """Tokens/s of forward and backward of a dense model of SmolLM2-135M's shape, random weights, bfloat16."""
+def training_step(rounds: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Tokens/s of forward and backward of a dense model of SmolLM2-135M's shape, random weights."""
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, tie_word_embeddings=True,
     )  # fmt: skip
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
     ids = torch.randint(0, 49152, (BATCH, LENGTH), device=device)
     seconds = []
     for _ in range(rounds + 1):
         began = time.perf_counter()
         model(input_ids=ids, labels=ids).loss.backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         seconds.append(time.perf_counter() - began)
     return BATCH * LENGTH / statistics.median(seconds[1:])
 

@@ -8,21 +8,23 @@ Each level is a conversion on so many calibration tokens and so many steps of se
 cores. The table has the time of the conversion and of the steps here; opening models and text, and what a run scores
 by itself, take time besides. Cells: perplexity / base perplexity, and KL to the base in nats
 per token, with 95 % intervals over the documents. Finished models are kept, and an interrupted run goes on, so the same
-command can be given again; in a folder of another base, mixture or length it stops.
+command can be given again; in a folder of another base, mixture, length or dtype it stops.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import held_out
-from command import keep_settings, mixture_settings, status_of
+from command import add_compute_dtype, device_and_dtype, keep_settings, mixture_settings, status_of
 from recovery import ROOT, read_texts, score
 from transformers import AutoTokenizer
 
 from moh_llm.conversion.base import open_base
+from moh_llm.devices import COMPUTE_DTYPE
 from moh_llm.errors import UserError
 from moh_llm.evaluation.runner import spell_seconds
 from moh_llm.intervals import show_figure
@@ -42,6 +44,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512, help="tokens in a sequence")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of all runs' recipes")
     parser.add_argument("--output", type=Path, required=True, help="folder of the models, runs and figures")
+    add_compute_dtype(parser)
     args = parser.parse_args()
     return status_of(run, args)
 
@@ -52,7 +55,9 @@ def run(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise UserError(f"--levels {' '.join(args.levels)}: give TOKENS:STEPS, such as 24576:40") from error
     base = open_base(args.base)
-    settings = {"base": base.fingerprint, "context": args.context, **mixture_settings(args.mixture)}
+    _, _, args.compute_dtype = device_and_dtype(args)
+    settings = {"base": base.fingerprint, "context": args.context, "compute dtype": args.compute_dtype}
+    settings |= mixture_settings(args.mixture)
     keep_settings(args.output, settings)
     texts = read_texts(args, AutoTokenizer.from_pretrained(base.folder))
     folders, seconds = {}, {}
@@ -85,7 +90,7 @@ def make(args: argparse.Namespace, share: float, tokens: int, steps: int) -> tup
     if not converted.exists():
         words = ["--active-ratio", f"{share}", "--context", f"{args.context}", "--verify", "none"]
         words += ["--calibration", args.mixture, "--calibration-tokens", f"{tokens}", "--output", str(converted)]
-        call("convert.py", args.base, *words)
+        call("convert.py", args, args.base, *words)
     seconds = json.loads((converted / CONVERSION).read_text())["seconds"]
     if not steps:
         return converted, seconds
@@ -93,13 +98,15 @@ def make(args: argparse.Namespace, share: float, tokens: int, steps: int) -> tup
     words = ["--model", str(converted), "--output_dir", str(output), "--data.mixture", args.mixture]
     words += ["--max_steps", f"{steps}", "--data.sequence_length", f"{args.context}"]
     words += ["--evaluation.eval_steps", f"{steps}", *(f"--{setting}" for setting in args.set)]
-    call("train.py", str(ROOT / "recipes" / "smollm2_recovery.yaml"), *words)
+    call("train.py", args, str(ROOT / "recipes" / "smollm2_recovery.yaml"), *words)
     return output / "model", seconds + json.loads((output / "run.json").read_text())["seconds"]
 
 
-def call(script: str, *words: str) -> None:
+def call(script: str, args: argparse.Namespace, *words: str) -> None:
     """Run a script of the repository's root, which shows its progress. Raises UserError where it fails."""
-    if status := subprocess.run([sys.executable, str(ROOT / script), *words], stdout=sys.stderr).returncode:
+    environment = os.environ | {COMPUTE_DTYPE: args.compute_dtype}
+    command = [sys.executable, str(ROOT / script), *words]
+    if status := subprocess.run(command, stdout=sys.stderr, env=environment).returncode:
         raise UserError(f"{script} ended with status {status}; the same command goes on")
 
 

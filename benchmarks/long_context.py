@@ -23,7 +23,7 @@ from typing import Any
 import held_out
 import numpy as np
 import torch
-from command import status_of
+from command import add_compute_dtype, device_and_dtype, kind_of_device, status_of
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -55,14 +55,14 @@ def main() -> int:
     parser.add_argument("--overlap-with", nargs="+", metavar="TEXT", help="text files or a mixture, as for convert")
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each retrieval task; 0: none")
     parser.add_argument("--distances", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 7000])
-    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
+    add_compute_dtype(parser, "float32", "since bfloat16 rounds by as much as the smallest KL here")
     parser.add_argument("--json", type=Path, help="write the figures there, after each document")
     args = parser.parse_intermixed_args()
     return status_of(run, args)
 
 
 def run(args: argparse.Namespace) -> None:
-    dtype, device = getattr(torch, args.dtype), "cuda" if torch.cuda.is_available() else "cpu"
+    device, dtype, computed = device_and_dtype(args)
     for name in (args.base, args.model, *args.also):
         check_model(name)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> None:
         "texts": args.text,
         "context": args.context,
         "distances": distances,
-        "dtype": args.dtype,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "dtype": computed,
+        "device": kind_of_device(device),
     }
     found: dict[str, Any] = {"asked": asked, "documents": {}, "prompts": {}}
     if args.json and args.json.exists():

@@ -12,6 +12,7 @@ import sys
 
 import torch
 
+from moh_llm.devices import choose_device
 from moh_llm.training.losses import token_losses
 
 VOCABULARY, HIDDEN_SIZE = 128_256, 576
@@ -38,7 +39,7 @@ def main() -> int:
 
 def probe(kind: str, positions: int) -> float:
     """MiB that one loss and its gradient take at most."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device()
     draw = torch.Generator().manual_seed(0)
     hidden, teacher = (torch.randn(positions, HIDDEN_SIZE, generator=draw).to(device) for _ in range(2))
     head = torch.randn(VOCABULARY, HIDDEN_SIZE, generator=draw).to(device)
@@ -58,10 +59,10 @@ def probe(kind: str, positions: int) -> float:
     return peak_mib(device) - before
 
 
-def peak_mib(device: str) -> float:
+def peak_mib(device: torch.device) -> float:
     """The most memory so far: of the device, or of this process."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 

@@ -16,13 +16,12 @@ import sys
 from pathlib import Path
 
 import held_out
-import torch
 from baselines.routers import by_paper_plan
-from command import status_of
+from command import add_compute_dtype, device_and_dtype, status_of
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moh_llm.devices import choose_device
+from moh_llm.devices import name_device
 from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json
 from moh_llm.intervals import Interval, interval, kls, perplexity_ratios, show_documents, show_figure
@@ -38,13 +37,13 @@ def main() -> int:
     held_out.add_arguments(parser)
     parser.add_argument("--overlap-with", nargs="+", metavar="TEXT", help="text files or a mixture, as for convert")
     parser.add_argument("--overlap-tokens", type=int, metavar="N", help="only its first N tokens, as for calibration")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    add_compute_dtype(parser)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     return status_of(run, parser.parse_args())
 
 
 def run(args: argparse.Namespace) -> None:
-    dtype, device = getattr(torch, args.dtype), choose_device()
+    device, dtype, computed = device_and_dtype(args)
     for name in (args.base, *args.models):
         check_model(name)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
         show(name, *means[name].values())
     active = {name: model.config.active_heads_per_layer for name, model in models.items()}
     counts = ", ".join(f"{name} {sum(own) / len(own):g}" for name, own in active.items())
-    print(f"active heads: {counts} of {base.config.num_attention_heads}; {args.dtype}, {device}")
+    print(f"active heads: {counts} of {base.config.num_attention_heads}; {computed}, {name_device(device)}")
     if args.json:
         by_text = {
             text: {
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
             }
             for text, own in found.items()
         }
-        write_json(args.json, {"means": means, "texts": by_text})
+        write_json(args.json, {"compute_dtype": computed, "means": means, "texts": by_text})
 
 
 def show(name: str, ratio: float, ratio_interval: Interval | None, kl: float, kl_interval: Interval | None) -> None:

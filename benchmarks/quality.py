@@ -25,7 +25,7 @@ from pathlib import Path
 import held_out
 import torch
 from baselines.oracle import by_oracle
-from command import status_of
+from command import add_compute_dtype, device_and_dtype, status_of
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -38,7 +38,7 @@ from moh_llm.conversion.plan import PlanOptions
 from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.windows import fixed_batches
-from moh_llm.devices import choose_device
+from moh_llm.devices import name_device
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_documents, show_figure
@@ -60,13 +60,13 @@ def main() -> int:
     parser.add_argument("--fallback", nargs="+", default=["value"], choices=["value", "none"])
     parser.add_argument("--oracle", action="store_true", help="add the oracle rows")
     parser.add_argument("--paper", action="store_true", help="add the paper's layer at each budget")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    add_compute_dtype(parser)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     return status_of(run, parser.parse_args())
 
 
 def run(args: argparse.Namespace) -> None:
-    dtype, device = getattr(torch, args.dtype), choose_device()
+    device, dtype, computed = device_and_dtype(args)
     base = open_base(args.base)
     tokenizer = AutoTokenizer.from_pretrained(base.folder)
     dense = AutoModelForCausalLM.from_pretrained(base.folder, dtype=dtype).to(device).eval()
@@ -138,9 +138,9 @@ def run(args: argparse.Namespace) -> None:
         ratios = " ".join(show_figure(each.perplexity_ratio, each.ratio_interval, ".4f") for each in own)
         mean, kl = show_figure(mean, row["mean_ratio_interval"], ".4f"), show_figure(kl, row["kl_interval"], ".4f")
         print(f"{label:<42} {ratios}  mean {mean}  KL {kl}")
-    print(f"peak memory {peak_memory_mib()} MiB")
+    print(f"{computed}, {name_device(device)}; peak memory {peak_memory_mib()} MiB")
     if args.json:
-        write_json(args.json, {"texts": columns, "models": rows})
+        write_json(args.json, {"compute_dtype": computed, "texts": columns, "models": rows})
 
 
 def _calibrate(

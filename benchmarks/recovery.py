@@ -7,7 +7,7 @@ BASE is converted with the same share of its heads: calibrated (the default), wi
 the paper's layer; for "-shared" with two shared heads, the first ones, the most important ones, or those that are
 learned in the first half of the steps, and as many active heads in all layers. Every method then reads the same text in
 the same order with the same number of steps. Runs that are finished are kept, and an interrupted one goes on, so the
-same command can be given again; in a folder of another base, mixture, share or length it stops.
+same command can be given again; in a folder of another base, mixture, share, length or dtype it stops.
 
 With --text all models of OUTPUT are then scored on documents of these files, with 95 % intervals over documents and the
 share of 13-grams that the mixture's training part holds, too; figures go to OUTPUT/scores.json. Tuning does not read
@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import held_out
-import torch
-from command import keep_settings, mixture_settings, status_of
+from command import add_compute_dtype, device_and_dtype, keep_settings, mixture_settings, status_of
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from moh_llm.conversion.base import open_base
-from moh_llm.devices import choose_device
+from moh_llm.devices import COMPUTE_DTYPE
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_documents, show_figure
@@ -83,16 +82,23 @@ def main() -> int:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of all runs' recipes")
     parser.add_argument("--text", nargs="+", default=[], help="text files or globs to score all models on at the end")
     held_out.add_arguments(parser)
+    add_compute_dtype(parser)
     args = parser.parse_args()
     return status_of(run, args)
 
 
 def run(args: argparse.Namespace) -> None:
     base = open_base(args.base)
+    _, _, computed = device_and_dtype(args)
+    environment = os.environ | {COMPUTE_DTYPE: computed}  # of conversions and runs
     keep_settings(
         args.output,
         {"base": base.fingerprint, "share of heads": args.active_ratio, "context": args.context}
-        | {"number of calibration tokens": args.calibration_tokens, **mixture_settings(args.mixture)},
+        | {
+            "compute dtype": computed,
+            "number of calibration tokens": args.calibration_tokens,
+            **mixture_settings(args.mixture),
+        },
     )
     texts = read_texts(args, AutoTokenizer.from_pretrained(base.folder)) if args.text else {}
     models = conversions(args)
@@ -100,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
         folder = args.output / "models" / name
         if not folder.exists():
             command = [sys.executable, str(ROOT / "convert.py"), args.base, *flags, "--verify", "none", "--output"]
-            if status := subprocess.run([*command, str(folder)]).returncode:
+            if status := subprocess.run([*command, str(folder)], env=environment).returncode:
                 raise UserError(f"{name}: convert.py ended with status {status}; the same command goes on")
     # Seeds first: the first one of every method, then the others.
     jobs = [(seed, name) for seed in range(args.seeds) for name in args.only if seed < METHODS[name][3]]
@@ -116,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
         command += [f"--{setting}" for setting in args.set]
         command += [str(args.steps // 2) if word == "HALF" else word for word in overrides]
         threads = {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}
-        done = subprocess.run(command, env=os.environ | threads, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment | threads, capture_output=True, text=True)
         with lock:
             print(f"{name}, seed {seed}: {(done.stdout if not done.returncode else done.stderr).strip()[-300:]}")
             sys.stdout.flush()
@@ -157,15 +163,15 @@ def read_texts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
 
 def score(args: argparse.Namespace, folders: dict[str, Path], texts: dict[str, list[Batch]]) -> None:
     """Print how far each model is from the base on `texts`, as a mean over them; write OUTPUT/scores.json."""
-    device = choose_device()
+    device, dtype, computed = device_and_dtype(args)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
-    base = AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.bfloat16).to(device).eval()
+    base = AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).to(device).eval()
     read = held_out.ngrams_of([args.mixture], tokenizer, None)
     overlap = {name: held_out.overlap(batches, read) for name, batches in texts.items()}
     for name, found in overlap.items():
         print(f"{name}: {found.share:.2%} of its 13-grams are in the mixture's training part, too", flush=True)
     loaded = {
-        label: MoHLlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+        label: MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
         for label, folder in folders.items()
     }
     candidates = {label: logits_of(model) for label, model in loaded.items()}
@@ -194,6 +200,7 @@ def score(args: argparse.Namespace, folders: dict[str, Path], texts: dict[str, l
             flush=True,
         )
     record = {
+        "compute_dtype": computed,
         "base": open_base(args.base).fingerprint,
         "texts": {name: held_out.hash_batches(batches) for name, batches in texts.items()},
         "overlap": {name: held_out.describe(found) for name, found in overlap.items()},

@@ -33,7 +33,7 @@ import held_out
 import numpy as np
 import torch
 import transformers
-from command import status_of
+from command import add_compute_dtype, device_and_dtype, kind_of_device, status_of
 from local_plans import calibration_part
 from rival_methods import NAMES, fit_methods, label_of, open_candidates, save_fits
 from tqdm import tqdm
@@ -44,7 +44,6 @@ from moh_llm.conversion.convert import peak_memory_mib
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.data.tokenizer import open_tokenizer
-from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_figure
@@ -62,7 +61,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the calibration")
     parser.add_argument("--methods", nargs="+", default=list(NAMES), choices=NAMES, metavar="NAME", help="not all")
     parser.add_argument("--by-text", action="store_true", help="print a table of each text, too")
-    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
+    add_compute_dtype(parser, "float32", "since methods may differ by less than bfloat16 rounds")
     parser.add_argument("--output", type=Path, required=True, help="folder of what was fitted, and of figures.json")
     args = parser.parse_args()
     return status_of(run, args)
@@ -75,15 +74,16 @@ def budget_of(word: str) -> int | float:
 
 
 def run(args: argparse.Namespace) -> None:
-    dtype, device = getattr(torch, args.dtype), choose_device()
+    device, dtype, computed = device_and_dtype(args)
     base = open_base(args.base)
     tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
     length = min(held_out.WINDOW, base.config.max_position_embeddings)
     texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
-    asked = {key: value for key, value in vars(args).items() if key not in ("base", "output", "seeds", "by_text")}
+    apart = ("base", "output", "seeds", "by_text", "compute_dtype")
+    asked = {key: value for key, value in vars(args).items() if key not in apart} | {"dtype": computed}
     asked |= {"base": base.fingerprint, "torch": torch.__version__, "transformers": transformers.__version__}
     asked["hashes of texts"] = {name: held_out.hash_batches(batches) for name, batches in texts.items()}
-    asked["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    asked["device"] = kind_of_device(device)
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "figures.json"
     found: dict[str, Any] = {"asked": asked, "calibration": {}, "seconds": {}, "seeds": {}}
@@ -120,9 +120,7 @@ def run(args: argparse.Namespace) -> None:
         compare(candidates, logits_of(dense), texts, figures, save)
     for own in [list(texts), *([name] for name in texts if args.by_text)]:
         print_table(found, args.seeds, base.config.num_attention_heads, own)
-    print(
-        f"{args.dtype}, {asked['device']}, torch {torch.__version__}, transformers {transformers.__version__}", end=""
-    )
+    print(f"{computed}, {asked['device']}, torch {torch.__version__}, transformers {transformers.__version__}", end="")
     print(f"; seconds {found['seconds']}; peak memory {peak_memory_mib()} MiB")
 
 

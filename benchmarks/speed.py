@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import status_of
+from command import add_compute_dtype, device_and_dtype, status_of
 from long_context import HEADLINE, ROWS, hidden_and_gates, keys_read
 from tqdm import tqdm
 from transformers import (
@@ -45,6 +45,7 @@ from transformers.masking_utils import sdpa_mask
 from moh_llm.conversion.attention_time import attention_clock, now
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
+from moh_llm.devices import name_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json
@@ -74,7 +75,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="of decoding in a round")
     parser.add_argument("--cache", choices=CACHES, default="dynamic", help="in decoding")
     parser.add_argument("--masked", action="store_true", help="do not leave out queries of routed heads that are off")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    add_compute_dtype(parser)
     parser.add_argument("--json", type=Path, help="write the figures there, after each row")
     args = parser.parse_args()
     if bool(args.layer) == bool(args.base) or (args.base and not (args.models and args.text)):
@@ -84,16 +85,16 @@ def main() -> int:
 
 @torch.inference_mode()
 def run(args: argparse.Namespace) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    device, dtype, computed = device_and_dtype(args)
+    machine = name_device(device)
     if args.masked:
         selected_attention_moh._LEAST_QUERIES = max(args.lengths) + 1
     AttentionInterface.register(GROUPED, grouped_attention)
     AttentionMaskInterface.register(GROUPED, sdpa_mask)
     models = layer_models(args.layer) if args.layer else real_models(args.base, args.models)
-    models = {name: model.to(device, getattr(torch, args.dtype)).eval() for name, model in models.items()}
-    found: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "dtype": args.dtype, "rows": []}
-    print(f"{machine}; torch {torch.__version__}; {args.dtype}; {args.rounds} rounds")
+    models = {name: model.to(device, dtype).eval() for name, model in models.items()}
+    found: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "dtype": computed, "rows": []}
+    print(f"{machine}; torch {torch.__version__}; {computed}; {args.rounds} rounds")
     ratios = "x base (least to most)", "attention (least to most)"
     print(LINE.format("model", "pass", "tokens", "rows", "ms", *ratios, "keys", "KL", "cache"))
     for length in args.lengths:
