@@ -114,6 +114,6 @@ def test_an_unknown_word_is_refused(base, tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}='{value}' must be '"):
         moh_llm.convert(base, tmp_path / "moh", **{name: value})
     if name == "dtype":
-        with pytest.raises(UserError, match="dtype='int8' must be 'auto' or 'float32' or"):
-            moh_llm.evaluate(base, base=base, output=tmp_path / "report", dtype="int8")
+        with pytest.raises(UserError, match="compute_dtype='int8' must be 'auto' or 'bfloat16' or"):
+            moh_llm.evaluate(base, base=base, output=tmp_path / "report", compute_dtype="int8")
     assert not list(tmp_path.iterdir())

@@ -32,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt and the free memory (default: 8)",
     )
     add(
-        "--dtype",
+        "--compute-dtype",
         default="auto",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        help="dtype that every model is run in (default: auto, the widest dtype that one of them is stored in, so that "
-        "no model's weights are rounded; a bfloat16 base beside a float32 model takes twice the memory)",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        help="dtype that every model is computed in, whatever it is stored in (default: auto, bfloat16 where the "
+        "device computes it fast, else float32)",
     )
-    add("--device", help="torch device, such as cuda:1 or cpu (default: the GPU if there is one)")
+    add("--device", help="torch device, such as cuda:1 or cpu (default: the accelerator if there is one)")
     add(
         "--share-prefixes",
         action="store_true",

@@ -121,7 +121,7 @@ def _check_comparable(records: dict[str, EvaluationRecord]) -> None:
                 if key in _SAME or None not in (value, other_facts[key]):
                     _check_same(f"benchmark {row.name}: {key}", here, value, there, other_facts[key])
         _check_same("--limit", here, one.limit, there, other.limit)
-        _check_same("dtype", here, one.dtype, there, other.dtype, "with one --dtype")
+        _check_same("compute dtype", here, one.dtype, there, other.dtype, "with one --compute-dtype")
 
 
 def _facts(row: Row) -> dict[str, Any]:

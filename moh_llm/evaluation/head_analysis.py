@@ -8,6 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moh_llm.devices import empty_cache
 from moh_llm.errors import UserError
 from moh_llm.evaluation.models import register_moh
 from moh_llm.evaluation.scoring import SEEDS
@@ -44,14 +45,12 @@ def analyse_models(
         By label, the record of `moh_llm.analysis.record.analyse`; or ``{"error": ...}``, in one line, for
         a model whose analysis failed.
     """
-    import torch
-
     found: dict[str, Record] = {}
     texts: dict[str, list[str]] = {}
     for label, model in models.items():
         # The previous model has left its memory by now.
         gc.collect()
-        torch.cuda.empty_cache()
+        empty_cache()
         # Nothing that goes wrong here may lose the scores, which took hours.
         try:
             if _chooses(model):

@@ -11,6 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedConfig
 
+from moh_llm.devices import empty_cache
 from moh_llm.errors import UserError
 from moh_llm.evaluation.models import register_moh
 from moh_llm.evaluation.processes import Team
@@ -84,8 +85,7 @@ class LanguageModel(HFLM):
                 if self.batch_size_per_gpu == 1 or not out_of_memory:
                     raise
             self.batch_size_per_gpu //= 2
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            empty_cache()
 
 
 def load_model(
@@ -138,10 +138,14 @@ def bytes_per_sequence(config: PreTrainedConfig, itemsize: int, tokens: int, sco
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process may still take on a device; for a CPU its part of what the machine or container has."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    """Bytes that this process may still take on a device; without memory of its own, its part of the machine's.
+
+    In a container of what that has.
+    """
+    if device.type in ("cuda", "xpu"):
+        backend = torch.get_device_module(device)
+        free, _ = backend.mem_get_info(device)
+        return free + backend.memory_reserved(device) - backend.memory_allocated(device)
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # where nothing better is known
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():

@@ -1,4 +1,4 @@
-"""Models before they are loaded: checks, labels, identity by their files, and one dtype for all of them."""
+"""Models before they are loaded: checks, labels, identity by their files, and one compute dtype for all of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from moh_llm.devices import check_memory
+from moh_llm.devices import accelerator_memory, check_memory, choose_device, compute_dtype
 from moh_llm.errors import UserError
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
@@ -88,10 +88,7 @@ def check_batch_size(model: str, batch_size: int) -> None:
     vocabulary = read_config(folder).get("vocab_size") if (folder / CONFIG).is_file() else None
     if vocabulary is None:
         return
-    import torch
-
-    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    check_memory(2 * vocabulary * batch_size, f"--batch-size {batch_size}", "lower it", memory)
+    check_memory(2 * vocabulary * batch_size, f"--batch-size {batch_size}", "lower it", accelerator_memory())
 
 
 def register_moh() -> None:
@@ -146,10 +143,10 @@ def other_base(model: str, base: str, revision: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of a report."""
+    """The compute dtype of a report."""
 
     dtype: str
-    """Name of the torch dtype that every model is run in."""
+    """Name of the torch dtype that every model is computed in."""
     stored: dict[str, str]
     """By model's label, the dtype that its weights are stored in."""
     asked: str
@@ -157,24 +154,17 @@ class Precision:
 
     def __str__(self) -> str:
         kept = ", ".join(f"{label} {dtype}" for label, dtype in self.stored.items())
-        rule = "the widest stored dtype" if self.asked == "auto" else "as asked"
-        return f"dtype: {self.dtype} for every model, {rule} (stored: {kept})"
+        rule = "auto on this device" if self.asked == "auto" else "as asked"
+        return f"compute dtype: {self.dtype} for every model, {rule} (stored in: {kept})"
 
 
-def choose_dtype(models: Mapping[str, str], asked: str) -> Precision:
-    """The dtype that all of ``models`` (label to path or Hub id) are run in.
+def choose_dtype(models: Mapping[str, str], asked: str, device: str | None = None) -> Precision:
+    """The dtype that all of ``models`` (label to path or Hub id) are computed in on a device (`compute_dtype`).
 
-    "auto" is the narrowest dtype that holds the weights of every model: the widest stored one, and float32 for
-    float16 beside bfloat16. Then no matrix is rounded, and the choice does not depend on which model is the base.
-    Raises UserError for a folder whose weights cannot be read.
+    It does not depend on what they are stored in. Raises UserError for a folder whose weights cannot be read.
     """
-    import torch
-
-    stored = {label: stored_dtype(model) for label, model in models.items()}
-    if asked != "auto":
-        return Precision(asked, stored, asked)
-    widest = reduce(torch.promote_types, (getattr(torch, dtype) for dtype in stored.values()))
-    return Precision(str(widest).removeprefix("torch."), stored, asked)
+    dtype = str(compute_dtype(choose_device(device), asked)).removeprefix("torch.")
+    return Precision(dtype, {label: stored_dtype(model) for label, model in models.items()}, asked)
 
 
 def stored_dtype(model: str) -> str:

@@ -7,15 +7,13 @@ loses only itself, and the numbers are those of lm-eval's own command.
 """
 
 import gc
-import platform
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from moh_llm.devices import choose_device
+from moh_llm.devices import choose_device, empty_cache, name_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.models import choose_dtype
@@ -26,9 +24,6 @@ from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import Loaded, load_tasks, require_lm_eval
 from moh_llm.records.identity import Identity, identify
 
-if TYPE_CHECKING:
-    import torch
-
 
 @dataclass
 class ModelScores:
@@ -37,7 +32,7 @@ class ModelScores:
     model: str
     identity: Identity
     dtype: str = ""
-    """Dtype that it was run in; `stored_dtype` is that of the stored weights."""
+    """Dtype that it was computed in; `stored_dtype` is that of the stored weights."""
     device: str = ""
     context: int = 0
     """Longest input in tokens."""
@@ -73,7 +68,7 @@ def score(
     data_dir: Path | None = None,
     limit: int | None = None,
     batch_size: int | str = 8,
-    dtype: str = "auto",
+    compute_dtype: str = "auto",
     device: str | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     cache: ResultCache | None = None,
@@ -88,8 +83,8 @@ def score(
         data_dir: local data; None reads from the Hub.
         limit: number of items per lm-eval task; None: all.
         batch_size: sequences in a forward pass, on each process, or "auto".
-        dtype: a torch dtype's name, or "auto"; all models are run in one (`choose_dtype`).
-        device: a torch device; None: the GPU if there is one, and under a launcher each process's own.
+        compute_dtype: a torch dtype's name, or "auto"; all models are computed in one (`choose_dtype`).
+        device: a torch device; None: the accelerator if there is one, and under a launcher each process's own.
         say: receives a line of progress per benchmark, on the first process.
         cache: where finished benchmarks are stored and looked up; None: nowhere.
         log_samples: store the prompt, responses and score of every item; needs ``cache``.
@@ -108,7 +103,7 @@ def score(
             "(for the CPU hide the GPUs: CUDA_VISIBLE_DEVICES=)"
         )
     device = str(choose_device(device))
-    precision = team.share(lambda: choose_dtype(models, dtype))
+    precision = team.share(lambda: choose_dtype(models, compute_dtype, device))
     say(str(precision))
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
         if cache is not None:
@@ -148,7 +143,7 @@ def _score_model(label: str, result: ModelScores, run: _Run) -> None:
         )
     )
     result.context = lm.max_length
-    hardware = " + ".join(dict.fromkeys(run.team.gather(name_hardware(lm.device))))
+    hardware = " + ".join(dict.fromkeys(run.team.gather(name_device(lm.device))))
     for name in missing:
         where = f"[{list(benchmarks).index(name) + 1}/{len(benchmarks)}] {label}: {name}"
         try:
@@ -170,9 +165,7 @@ def _score_model(label: str, result: ModelScores, run: _Run) -> None:
     # In this order: the next model needs the memory.
     del lm
     gc.collect()
-    import torch
-
-    torch.cuda.empty_cache()
+    empty_cache()
 
 
 def _load_cached(label: str, result: ModelScores, keys: dict[str, Key], run: _Run) -> None:
@@ -223,21 +216,6 @@ def spell_seconds(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def name_hardware(device: "torch.device") -> str:
-    """The GPU's name; for a CPU its model, or its architecture, and the number of threads that torch uses."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return str(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    threads = torch.get_num_threads()
-    return f"{next(names, platform.machine())}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _figure(score: Score) -> str:

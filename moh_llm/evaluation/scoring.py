@@ -161,7 +161,8 @@ def _put_together(
         values = [value for _, value, _ in items]
         if odd := [number for number, value, _ in items if not math.isfinite(value)]:
             raise BenchmarkError(
-                f"{name}: {len(odd)} item(s) have no number as score, item {odd[0]} first; --dtype float32 may help"
+                f"{name}: {len(odd)} item(s) have no number as score, item {odd[0]} first; "
+                "--compute-dtype float32 may help"
             )
         strata.append(values)
         figures[name] = (float(task.aggregation()[benchmark.metric](values)), len(values))

@@ -129,6 +129,7 @@ class ModelRecord(Record):
         model: folder or Hub id.
         weights_sha256: of the weights of a folder; ``revision``: commit of a model on the Hub.
         compared: whether the base was scored on the same items.
+        dtype, stored_dtype: what it was computed in, and what its weights are stored in.
         other_base: the base that its conversion names, where that is another one.
         by_position, retrieval: what its conversion's verification found at long context; nothing for a tuned model.
     """

@@ -44,8 +44,11 @@ def benchmark_blocks(report: EvaluationRecord, names: Mapping[str, str] | None =
     note = (
         f"{report.suite.title}: in percent; ± is one standard error (none for a single item). The delta is to "
         "the base, its error that of the differences on the same items. The average counts every benchmark alike. "
-        f"Every model was run in {report.dtype}."
+        f"Every model was computed in {report.dtype}"
     )
+    stored = {label: about.stored_dtype for label, about in report.models.items() if about.stored_dtype != about.dtype}
+    others = ", ".join(f"{label} ({dtype})" for label, dtype in stored.items() if dtype)
+    note += f"; stored in another dtype: {others}." if others else "."
     if any(compared.values()):
         note += (
             " The intervals of both shares are 1.96 standard errors to either side, by the delta method from the "
@@ -73,7 +76,7 @@ def settings(report: EvaluationRecord) -> list[tuple[str, Inline]]:
     """Settings of the scores; a merged evaluation may have several values."""
     return [
         ("data", report.data),
-        ("dtype of every model", report.dtype),
+        ("compute dtype of every model", report.dtype),
         ("batch size", str(report.batch_size)),
         ("prefixes shared", "yes" if report.share_prefixes else "no"),
         ("processes", str(report.processes)),
@@ -93,7 +96,7 @@ def _model_facts(about: ModelRecord) -> dict[str, Inline]:
             found[key] = str(value)
     digest, commit = about.weights_sha256, about.revision
     found |= {"weights (SHA-256)": digest and Code(digest), "commit on the Hub": commit and Code(commit)}
-    found |= {"dtype": about.dtype, "stored in": about.stored_dtype, "device": about.device}
+    found |= {"computed in": about.dtype, "stored in": about.stored_dtype, "device": about.device}
     found |= {"hardware": about.hardware, "context": f"{about.context:,} tokens"}
     found["scored"] = f"{about.items:,} items in {about.seconds:,.0f} s"
     found["records"] = tuple(part for record in about.records for part in (Code(record), " "))[:-1]

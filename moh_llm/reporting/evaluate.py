@@ -40,7 +40,7 @@ class EvaluationOptions:
     data_dir: Path | None = None
     limit: int | None = None
     batch_size: int | Literal["auto"] = 8
-    dtype: str = "auto"
+    compute_dtype: str = "auto"
     device: str | None = None
     share_prefixes: bool = False
     log_samples: bool = False
@@ -106,7 +106,7 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = _say) -> E
             options.data_dir,
             options.limit,
             options.batch_size,
-            options.dtype,
+            options.compute_dtype,
             options.device,
             say=say,
             cache=cache,

@@ -191,7 +191,7 @@ def test_other_numbers_of_items_and_dtypes_are_refused(one, two) -> None:
         merge({"first": one, "second": fewer})
     narrow = copy.deepcopy(two)
     narrow.dtype = "bfloat16"
-    with pytest.raises(UserError, match=r"dtype is float32 in first and bfloat16 in second.* with one --dtype"):
+    with pytest.raises(UserError, match=r"dtype is float32 in first and bfloat16 in second.* with one --compute-dtype"):
         merge({"first": one, "second": narrow})
     two.limit = 50
     with pytest.raises(UserError, match="--limit is 50 in this evaluation and none in the baseline"):

@@ -1,4 +1,4 @@
-"""All models of a report are run in one dtype, which is chosen, stated, and the same in reports that are compared."""
+"""All models of a report are computed in one dtype, stated in it, and the same in reports that are compared."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moh_llm import devices
 from moh_llm.evaluation.models import choose_dtype, stored_dtype
 
 Record = dict[str, Any]
@@ -50,26 +51,25 @@ def test_without_floating_weights_the_config_tells(in_dtype: Callable[..., Path]
         assert stored_dtype(str(in_dtype(torch.int8, vectors=torch.float32, said=said))) == dtype
 
 
-def test_auto_is_the_widest_of_all(in_dtype: Callable[..., Path]) -> None:
-    half, brain, full = (str(in_dtype(dtype)) for dtype in (torch.float16, torch.bfloat16, torch.float32))
-    for models, dtype in (
-        ({"base": brain, "model": brain}, "bfloat16"),
-        ({"base": brain, "model": full}, "float32"),
-        ({"base": full, "model": brain}, "float32"),
-        ({"a": brain, "b": brain, "c": full}, "float32"),
-        # Neither holds the other's numbers.
-        ({"base": brain, "model": half}, "float32"),
-    ):
-        assert choose_dtype(models, "auto").dtype == dtype
-    chosen = choose_dtype({"base": brain, "model": full}, "auto")
-    assert str(chosen) == (
-        "dtype: float32 for every model, the widest stored dtype (stored: base bfloat16, model float32)"
-    )
-    asked = choose_dtype({"base": brain, "model": full}, "float16")
-    assert str(asked) == "dtype: float16 for every model, as asked (stored: base bfloat16, model float32)"
+def test_auto_is_the_devices_whatever_models_are_stored_in(
+    in_dtype: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brain, full = (str(in_dtype(dtype)) for dtype in (torch.bfloat16, torch.float32))
+    monkeypatch.delenv("MOH_LLM_COMPUTE_DTYPE")
+    for fast, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(devices, "computes_bfloat16_fast", lambda device, fast=fast: fast)
+        for models in ({"base": brain}, {"base": brain, "model": full}, {"base": full}):
+            assert choose_dtype(models, "auto", "cpu").dtype == dtype
+    chosen = choose_dtype({"base": brain, "model": full}, "auto", "cpu")
+    kept = "(stored in: base bfloat16, model float32)"
+    assert str(chosen) == f"compute dtype: float32 for every model, auto on this device {kept}"
+    asked = choose_dtype({"base": brain, "model": full}, "float16", "cpu")
+    assert str(asked) == f"compute dtype: float16 for every model, as asked {kept}"
 
 
-def test_a_bfloat16_model_beside_a_float32_base_is_run_in_float32(
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_models_are_computed_in_the_devices_dtype(
+    dtype: str,
     tiny_llama: Path,
     convert: Callable[..., int],
     tmp_path: Path,
@@ -96,20 +96,23 @@ def test_a_bfloat16_model_beside_a_float32_base_is_run_in_float32(
     assert convert(tiny_llama, tmp_path / "moh", "--verify", "none", "--dtype", "bfloat16") == 0
     capsys.readouterr()
     words = [tmp_path / "moh", "--base", tiny_llama, "--suite", "smoke", "--limit", "1", "--device", "cpu"]
+    monkeypatch.setenv("MOH_LLM_COMPUTE_DTYPE", dtype)
     assert run_evaluate(*words, "--output", tmp_path / "report") == 0
-    assert loaded == ["torch.float32"] * 6 + ["analysis in torch.float32"]
-    said = "dtype: float32 for every model, the widest stored dtype (stored: base float32, model bfloat16)"
+    assert loaded == [f"torch.{dtype}"] * 6 + [f"analysis in torch.{dtype}"]
+    said = f"compute dtype: {dtype} for every model, auto on this device (stored in: base float32, model bfloat16)"
     assert capsys.readouterr().err.count(said) == 1
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert report["dtype"] == "float32" and "NOT COMPARABLE: --limit" in (tmp_path / "report" / "report.md").read_text()
+    assert report["dtype"] == dtype and "NOT COMPARABLE: --limit" in (tmp_path / "report" / "report.md").read_text()
     assert [(about["dtype"], about["stored_dtype"]) for about in report["models"].values()] == [
-        ("float32", "float32"),
-        ("float32", "bfloat16"),
+        (dtype, "float32"),
+        (dtype, "bfloat16"),
     ]
     page = (tmp_path / "report" / "report.md").read_text()
-    assert "| stored in | float32 | bfloat16 |" in page and "Every model was run in float32." in page
+    other = "base (float32)" if dtype == "bfloat16" else "model (bfloat16)"
+    assert f"| computed in | {dtype} | {dtype} |" in page and "| stored in | float32 | bfloat16 |" in page
+    assert f"Every model was computed in {dtype}; stored in another dtype: {other}." in page
     html = (tmp_path / "report" / "report.html").read_text()
     assert (
-        "<td>dtype of every model</td><td>float32</td>" in html
+        f"<td>compute dtype of every model</td><td>{dtype}</td>" in html
         and "<td>stored in</td><td>float32</td><td>bfloat16</td>" in html
     )

@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import pytest
-import torch
 from records import make_record, page_of, record_of
 
 from moh_llm.evaluation.compare import merge
-from moh_llm.evaluation.runner import name_hardware
 from moh_llm.evaluation.suite import load_suite
 
 MODELS = {"base": ("dense", 1.0), "model": ("moh", 0.9)}
@@ -60,15 +58,6 @@ def test_hardware_is_in_the_model_line() -> None:
     assert "| hardware | a fast card | a fast card |" in page_of(record)
 
 
-def test_names_of_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    for threads, words in ((1, ", 1 thread"), (2, ", 2 threads")):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        name = name_hardware(torch.device("cpu"))
-        assert name.endswith(words) and len(name) > len(words)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Card {device.index}")
-    assert name_hardware(torch.device("cuda:3")) == "Card 3"
-
-
 def test_a_run_on_two_machines_names_both(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval")
     from moh_llm.evaluation import runner
@@ -78,7 +67,7 @@ def test_a_run_on_two_machines_names_both(tiny_llama: Path, tmp_path: Path, monk
     suite, cache = load_suite("smoke"), ResultCache(tmp_path / "kept")
 
     def hardware(card: str) -> str:
-        monkeypatch.setattr(runner, "name_hardware", lambda device: f"{card} {device}")
+        monkeypatch.setattr(runner, "name_device", lambda device: f"{card} {device}")
         scores = runner.score(
             {"model": str(tiny_llama)}, suite, limit=1, device="cpu", cache=cache, say=lambda line: None
         )

@@ -126,7 +126,7 @@ def test_only_what_fits_is_taken_up(
     assert again("--batch-size", "3")[0] == ["Answers"]
     scored, said = again("--limit", "3")
     assert scored == everything and "model: Stories is scored anew: limit was 2, is 3" in said
-    scored, said = again("--dtype", "bfloat16")
+    scored, said = again("--compute-dtype", "bfloat16")
     assert scored == everything and "model: Facts is scored anew: dtype was float32, is bfloat16" in said
     scored, said = again("--log-samples")
     assert scored == everything and "model: Facts is scored anew: its items were not logged" in said

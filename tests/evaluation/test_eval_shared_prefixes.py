@@ -183,7 +183,7 @@ def test_a_suites_scores_stay_and_runs_are_told_apart(
     without_times: Callable[[Any], Any],
     batch_size: str,
 ) -> None:
-    words = [tiny_moh, "--base", tiny_llama, "--suite", "smoke", "--device", "cpu", "--dtype", "float32"]
+    words = [tiny_moh, "--base", tiny_llama, "--suite", "smoke", "--device", "cpu", "--compute-dtype", "float32"]
     words += ["--batch-size", batch_size, "--limit", "6", "--no-analysis", "--output"]
     reports = []
     for name, more in (("plain", []), ("shared", ["--share-prefixes"])):
