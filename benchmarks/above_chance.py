@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from command import status_of
+from command import add_compute_dtype, status_of
 from long_context import hidden_and_gates, keys_read
 from transformers import AutoConfig, AutoTokenizer
 
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--items", type=int, default=1000, help="at most so many of each benchmark (default: 1000)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks, without their forms (default: all)")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--dtype", default="auto", help="of all models (default: the widest that one is stored in)")
+    add_compute_dtype(parser)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     return status_of(run, args)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     suite = chosen(load_suite(args.suite), args.only)
     cache = ResultCache(args.output)
     scores = score(
-        *(models, suite, args.data_dir, args.items, args.batch_size, args.dtype),
+        *(models, suite, args.data_dir, args.items, args.batch_size, args.compute_dtype),
         cache=cache,
         log_samples=True,
         share_prefixes=args.share_prefixes,
