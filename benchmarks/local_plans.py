@@ -20,9 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 from baselines.streaming import make_streaming
-from command import status_of
+from command import add_compute_dtype, device_and_dtype, status_of
 from transformers import PreTrainedTokenizerBase
 
 from moh_llm.conversion.attention_time import AttentionTimes, measure_attention
@@ -36,7 +35,6 @@ from moh_llm.conversion.plan import LONG, PlanOptions, shared_and_active
 from moh_llm.data.mixture import Mixture, mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.tokenizer import open_tokenizer
-from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.metrics import Batch
@@ -67,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local-start", type=int, help="default: that of convert.py")
     parser.add_argument("--calibration-tokens", type=int, default=DEFAULT.calibration_tokens)
     parser.add_argument("--seed", type=int, default=0, help="another one takes text after that of the seeds before it")
+    add_compute_dtype(parser)
 
 
 def open_calibration(args: argparse.Namespace, base: BaseCheckpoint) -> tuple[LayerwiseModel, list[Batch]]:
@@ -76,9 +75,8 @@ def open_calibration(args: argparse.Namespace, base: BaseCheckpoint) -> tuple[La
     tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
     text = mixture_from_arguments(args.calibration)
     batches = calibration_part(text, tokenizer, args.calibration_tokens, args.context, args.seed)
-    # As convert.py: float16 is too narrow for gradients.
-    computed = torch.float32 if base.dtype == torch.float16 else base.dtype
-    return LayerwiseModel(base.folder, base.weight_map, base.config, computed, choose_device()), batches
+    device, dtype, _ = device_and_dtype(args)
+    return LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device), batches
 
 
 def calibration_part(

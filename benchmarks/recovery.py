@@ -91,15 +91,9 @@ def run(args: argparse.Namespace) -> None:
     base = open_base(args.base)
     _, _, computed = device_and_dtype(args)
     environment = os.environ | {COMPUTE_DTYPE: computed}  # of conversions and runs
-    keep_settings(
-        args.output,
-        {"base": base.fingerprint, "share of heads": args.active_ratio, "context": args.context}
-        | {
-            "compute dtype": computed,
-            "number of calibration tokens": args.calibration_tokens,
-            **mixture_settings(args.mixture),
-        },
-    )
+    settings = {"base": base.fingerprint, "share of heads": args.active_ratio, "context": args.context}
+    settings |= {"number of calibration tokens": args.calibration_tokens, "compute dtype": computed}
+    keep_settings(args.output, settings | mixture_settings(args.mixture))
     texts = read_texts(args, AutoTokenizer.from_pretrained(base.folder)) if args.text else {}
     models = conversions(args)
     for name, flags in models.items():

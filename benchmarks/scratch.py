@@ -47,7 +47,7 @@ from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.stream import SequenceStream, make_receipt
 from moh_llm.data.tokenizer import TextTokenizer, is_held_out, open_tokenizer
 from moh_llm.data.windows import validation_batches
-from moh_llm.devices import choose_device
+from moh_llm.devices import choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder, write_json
 from moh_llm.locking import lock_folder
@@ -77,7 +77,12 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512, help="tokens in a sequence")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="the highest")
-    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="of training, not of scores")
+    parser.add_argument(
+        "--mixed-precision",
+        choices=["auto", "no", "bf16"],
+        default="auto",
+        help="of training, not of scores (auto: what OUTPUT was begun with, bf16 where this device computes it fast)",
+    )
     parser.add_argument("--held-out-tokens", type=int, default=200_000)
     parser.add_argument(
         "--save", action="store_true", help="keep trained models in OUTPUT/models, but for those of other papers"
@@ -129,7 +134,8 @@ def run(args: argparse.Namespace) -> None:
     train_missing(args, record, {name: known[name] for name in names}, sources, batches, tokenizer)
     found, documents = record["held_out"]["overlap"], record["held_out"]["tokens_of_documents"]
     print(f"{len(documents)} held-out documents, {sum(documents):,} tokens; {found['shared']:.2%} of their", end=" ")
-    print(f"{found['ngram']}-grams are in the training text; {args.seeds} seeds")
+    print(f"{found['ngram']}-grams are in the training text; {args.seeds} seeds", end="; ")
+    print(f"mixed precision {args.mixed_precision}, {record['environment']['device']}")
     for equal in args.equal:
         rows = make_table(record, names, equal, args.seeds, args.reference)
         print(f"\nat equal {equal}", *table_lines(record, rows, args.reference), sep="\n")
@@ -209,11 +215,14 @@ def opened(
     args: argparse.Namespace, tokenizer: TextTokenizer, batches: Sequence[Batch], sources: Sequence[TokenizedSource]
 ) -> dict[str, Any]:
     """The record of OUTPUT, or a new one. Raises UserError where it is of other settings."""
+    path = args.output / "scratch.json"
+    record = read_json(path) if path.exists() else None
+    if args.mixed_precision == "auto":
+        fast = "bf16" if compute_dtype(choose_device()) == torch.bfloat16 else "no"
+        args.mixed_precision = record["settings"].get("mixed_precision", fast) if record else fast
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings |= {"tokenizer": tokenizer.sha256, "training_tokens": [len(source.train) for source in sources]}
-    path = args.output / "scratch.json"
-    if path.exists():
-        record = read_json(path)
+    if record:
         if differ := [name for name in settings if record["settings"].get(name) != settings[name]]:
             raise UserError(f"{path} is of another {', '.join(differ)}; name another --output, or give the same")
         return record
@@ -223,7 +232,7 @@ def opened(
     return {
         "settings": settings,
         "environment": {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "device": name_device(device),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },

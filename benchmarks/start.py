@@ -15,6 +15,7 @@ every 5 ms.
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -26,10 +27,12 @@ from pathlib import Path
 
 import torch
 
+from moh_llm.devices import compute_dtype, name_device
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
 from moh_llm.training.config import DataConfig, TrainConfig
 from moh_llm.training.parallel import from_main, make_accelerator, seed_step
+from moh_llm.training.precision import decide_precision
 from moh_llm.training.reference import agreed_starting_point
 from moh_llm.training.runs import mark_model
 from moh_llm.training.sharding import distribute
@@ -56,31 +59,38 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--way", choices=WAYS, default="fsdp2")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mixed-precision", choices=["auto", "no", "bf16"], default="auto", help="as in recipes")
     parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help="where the model and the output go for the time (default: /tmp)")
     parser.add_argument("--probe", choices=["start", "load", "read", "fill"], help=argparse.SUPPRESS)  # fresh processes
     args = parser.parse_args()
     if args.probe:
-        probe(args.probe, args.scratch, args.bytes)
+        probe(args.probe, recipe(args.scratch, args.mixed_precision), args.bytes)
         return 0
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         folder = Path(scratch)
         file, weights, layer = make_model(args.shape, folder / "model")
+        # The processes are on CPUs, whatever else this machine has.
+        config = decide_precision(recipe(folder, args.mixed_precision), dtype=compute_dtype(torch.device("cpu")))
+        precision, teacher = config.mixed_precision, networks.reference_dtype(config)
+        common = [__file__, "--scratch", scratch, "--mixed-precision", precision, "--probe"]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc_per_node", str(args.processes), __file__, "--probe", "start", "--scratch", scratch]
+        command += ["--nproc_per_node", str(args.processes), *common, "start"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | WAYS[args.way]
-        shard = 6 * weights // args.processes  # the student in float32, the teacher in bfloat16
+        both = (4 + teacher.itemsize) * weights  # the student is in float32
+        shard = both // args.processes
         times: dict[str, list[float]] = {"read": [], "load": [], "fill": [], "start": []}
         for _ in range(args.rounds):
             for kind, processes in (("read", 1), ("load", 1), ("fill", args.processes)):
-                times[kind].append(apart(kind, folder, processes, shard))
+                times[kind].append(apart([*common, kind, "--bytes", str(shard)], processes))
             subprocess.run(command, check=True, env=environment)
             ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(args.processes)]
             times["start"].append(max(rank["seconds"] for rank in ranks))
     read, load, fill, seconds = (statistics.median(taken) for taken in times.values())
     peaks = [rank["peak"] for rank in ranks]
-    wanted = 6 * weights + 4 * 4 * layer  # both models, and four layers
-    print(f"{args.shape}: {weights / 1e6:.0f}M weights, a file of {file / MIB:.0f} MiB, {args.processes} x {args.way}")
+    wanted = both + 4 * 4 * layer  # both models, and four layers
+    print(f"{args.shape}: {weights / 1e6:.0f}M weights, a file of {file / MIB:.0f} MiB", end=", ")
+    print(f"{args.processes} x {args.way}, mixed precision {precision} on {name_device(torch.device('cpu'))}")
     print(f"start {seconds:.1f} s; one process reads the bytes in {read:.2f} s (ratio {seconds / read:.2f})", end=" ")
     print(f"and loads both models in {load:.1f} s (ratio {seconds / load:.2f});", end=" ")
     print(f"{args.processes} processes fill their parts' memory in {fill:.1f} s (ratio {seconds / fill:.2f})")
@@ -90,7 +100,7 @@ def main() -> int:
     )
     print(f"peak of each process, MiB: {', '.join(f'{peak / MIB:.0f}' for peak in peaks)}", end=" ")
     print(f"(a shard of both models is {shard / MIB:.0f}, a layer in float32 {4 * layer / MIB:.0f})")
-    print(f"over all: {sum(peaks) / MIB:.0f} MiB = {sum(peaks) / (6 * weights):.2f} x weights and teacher,", end=" ")
+    print(f"over all: {sum(peaks) / MIB:.0f} MiB = {sum(peaks) / both:.2f} x weights and teacher,", end=" ")
     print(f"{sum(peaks) / wanted:.2f} x (weights and teacher + 4 layers)")
     mapped = [f"{rank['mapped'] / MIB:.0f}" for rank in ranks]
     print(f"pages of files mapped at most, MiB: {', '.join(mapped)}")
@@ -98,7 +108,7 @@ def main() -> int:
 
 
 def make_model(shape: str, folder: Path) -> tuple[int, int, int]:
-    """Write a random model in bfloat16; bytes of its files, its weights, weights of a layer."""
+    """Write a random model, stored in bfloat16 as bases are; bytes of its files, its weights, weights of a layer."""
     config = MoHLlamaConfig(**SHAPES[shape], **HEADS, max_position_embeddings=2048)
     torch.manual_seed(0)
     network = MoHLlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
@@ -108,28 +118,32 @@ def make_model(shape: str, folder: Path) -> tuple[int, int, int]:
     return size, sum(weight.numel() for weight in network.parameters()), layer
 
 
-def apart(kind: str, folder: Path, processes: int, size: int) -> float:
-    """Seconds that fresh processes take, the slowest of them, the files being in the page cache."""
-    command = [sys.executable, __file__, "--probe", kind, "--scratch", str(folder), "--bytes", str(size)]
+def recipe(folder: Path, precision: str) -> TrainConfig:
+    """The recipe of a start, for the model in that folder."""
+    data = DataConfig(sequence_length=32, batch_size=64, micro_batch_size=1)
+    model, output = str(folder / "model"), str(folder / "run")
+    return TrainConfig(model=model, output_dir=output, max_steps=10, mixed_precision=precision, data=data)
+
+
+def apart(words: list[str], processes: int) -> float:
+    """Seconds that fresh processes of this script take, the slowest of them, the files being in the page cache."""
+    command = [sys.executable, *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
     found = [pipe.communicate()[0] for pipe in pipes]
     if any(pipe.returncode for pipe in pipes):
-        sys.exit(f"{kind}: a process failed; see above")
+        sys.exit(f"{shlex.join(words)}: a process failed; see above")
     return max(float(said.split()[-1]) for said in found)
 
 
-def probe(kind: str, folder: Path, size: int) -> None:
+def probe(kind: str, config: TrainConfig, size: int) -> None:
     """A process of the measurement: prints seconds, or writes the figures of a start beside the model."""
-    data = DataConfig(sequence_length=32, batch_size=64, micro_batch_size=1)
-    output = str(folder / "run")
-    config = TrainConfig(
-        model=str(folder / "model"), output_dir=output, max_steps=10, mixed_precision="bf16", data=data
-    )
+    folder = Path(config.model).parent
     if kind != "start":
         began = time.perf_counter()
         if kind == "load":
-            held = [networks.load_network(folder / "model", dtype) for dtype in (torch.float32, torch.bfloat16)]
+            dtypes = torch.float32, networks.reference_dtype(config)
+            held = [networks.load_network(folder / "model", dtype) for dtype in dtypes]
             del held
         elif kind == "fill":
             torch.empty(size, dtype=torch.uint8).fill_(1)

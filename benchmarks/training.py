@@ -1,4 +1,4 @@
-"""What training costs, as ratios to peers in the same run, on CPU or, where there is one, on a CUDA device.
+"""What training costs, as ratios to peers in the same run, on a CPU or, where there is one, on an accelerator.
 
     python benchmarks/training.py --rounds 5                  # a model of SmolLM2-135M's shape, random weights
     python benchmarks/training.py --size tiny --processes     # and one process against two (CPU: one thread each)
@@ -34,11 +34,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from moh_llm.conversion.attention_time import now
 from moh_llm.conversion.plan import PlanOptions
+from moh_llm.devices import choose_device, name_device
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, computed_heads_moh
 from moh_llm.training import networks
 from moh_llm.training.config import DataConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from moh_llm.training.optimizer import make_optimizer, set_learning_rates
 from moh_llm.training.parallel import make_accelerator, seed_step
+from moh_llm.training.precision import decide_precision
 from moh_llm.training.step import TrainingStep, accumulate_gradients
 
 SIZES = {
@@ -64,7 +66,7 @@ def main() -> int:
     parser.add_argument("--fallback", choices=FALLBACKS, default="value")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="in --only step")
     parser.add_argument("--against", choices=["dense", "all-heads"], default="dense", help="the peer of step")
-    parser.add_argument("--dtype", choices=["no", "bf16"], default="bf16", help="mixed precision")
+    parser.add_argument("--mixed-precision", choices=["auto", "no", "bf16"], default="auto", help="as in recipes")
     parser.add_argument("--processes", action="store_true", help="also one process against two")
     parser.add_argument("--only", nargs="+", choices=["step", "loop"], help="not both")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
@@ -73,12 +75,14 @@ def main() -> int:
     wanted = args.only or ["step", "loop"]
     if args.gradient_checkpointing and (args.processes or "loop" in wanted):
         parser.error("--gradient-checkpointing goes with --only step, without --processes")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    if not args.probe:
-        print(f"{args.size}, {args.blocks} x {args.length} tokens a step, mixed precision {args.dtype}, {device}")
-    figures: dict[str, Any] = {"device": device}
+    device = name_device(choose_device())
     with tempfile.TemporaryDirectory() as scratch:
-        config = recipe(args, Path(scratch))
+        config = decide_precision(recipe(args, Path(scratch)))
+        args.mixed_precision = config.mixed_precision
+        if not args.probe:
+            print(f"{args.size}, {args.blocks} x {args.length} tokens a step", end=", ")
+            print(f"mixed precision {args.mixed_precision}, {device}")
+        figures: dict[str, Any] = {"device": device, "mixed_precision": args.mixed_precision}
         if args.probe:
             probe_rate(config, args)
             return 0
@@ -99,7 +103,7 @@ def recipe(args: argparse.Namespace, scratch: Path) -> TrainConfig:
         model="none",
         output_dir=str(scratch / "run"),
         max_steps=100,
-        mixed_precision=args.dtype,
+        mixed_precision=args.mixed_precision,
         data=DataConfig(sequence_length=args.length, batch_size=args.blocks * world(), micro_batch_size=args.blocks),
         objective=ObjectiveConfig(kind="cross_entropy"),
         optimizer=OptimizerConfig(),
@@ -168,8 +172,8 @@ def against_trainer(config: TrainConfig, args: argparse.Namespace, scratch: str)
 
     arguments = TrainingArguments(
         output_dir=scratch,
-        bf16=args.dtype == "bf16",
-        use_cpu=not torch.cuda.is_available(),
+        bf16=args.mixed_precision == "bf16",
+        use_cpu=not torch.accelerator.is_available(),
         per_device_train_batch_size=args.blocks,
         max_steps=args.rounds + 1,
         weight_decay=0.1,
@@ -234,17 +238,17 @@ def summary(seconds: dict[str, list[float]], args: argparse.Namespace) -> dict[s
 
 def processes(args: argparse.Namespace) -> dict[str, float]:
     """Tokens/s of one and of two processes, each with one thread or one GPU and the same blocks per process."""
-    if 0 < torch.cuda.device_count() < 2:
-        print("processes: this machine has one GPU, two are needed")
+    if torch.accelerator.device_count() == 1:
+        print("processes: this machine has one accelerator, two are needed")
         return {}
     rates = {}
     for world in (1, 2):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
         command += [__file__, "--probe", "--size", args.size, "--rounds", str(args.rounds)]
-        command += ["--length", str(args.length), "--blocks", str(args.blocks), "--dtype", args.dtype]
-        command += ["--fallback", args.fallback]
+        command += ["--length", str(args.length), "--blocks", str(args.blocks)]
+        command += ["--mixed-precision", args.mixed_precision, "--fallback", args.fallback]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        if not torch.cuda.is_available():
+        if not torch.accelerator.is_available():
             environment["ACCELERATE_USE_CPU"] = "true"
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
         rates[world] = float(done.stdout.split()[-1])

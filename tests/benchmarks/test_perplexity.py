@@ -18,15 +18,17 @@ def test_each_model_has_the_figures_it_has_alone(make_llama, convert, river, tmp
     for name, heads in (("three", "3"), ("two", "2")):
         flags = ["--num-active-heads", heads, "--verify", "none", "--context", "64", "--calibration", str(river)]
         assert convert(base, tmp_path / name, *flags, "--calibration-tokens", "1024") == 0
-    chosen = ["--documents", "6", "--last", "--tokens-per-document", "100", "--dtype", "float32"]
+    chosen = ["--documents", "6", "--last", "--tokens-per-document", "100"]
 
     def figures(*names: str) -> dict:
         models = [str(tmp_path / name) for name in names]
         words = ["perplexity.py", *models, "--base", str(base), "--text", str(river), *chosen]
         monkeypatch.setattr(sys, "argv", [*words, "--json", str(tmp_path / "found.json")])
         assert perplexity.main() == 0
-        assert "6 documents" in capsys.readouterr().out
-        return json.loads((tmp_path / "found.json").read_text())["means"]
+        printed, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+        assert "6 documents" in printed and "; float32, " in printed
+        assert found["compute_dtype"] == "float32"  # what auto stands for in tests
+        return found["means"]
 
     both, alone = figures("three", "two"), figures("two")
     three, two = str(tmp_path / "three"), str(tmp_path / "two")
