@@ -5,11 +5,16 @@ imported when they are first used, and the Auto classes of transformers learn of
 so that ``import moh_llm`` and ``moh-llm --help`` are fast.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from moh_llm.auto_classes import register_with_transformers
 
 __version__ = "0.1.0"
+
+# Operations that GPUs of Apple and Intel lack are computed on the CPU, and torch says so. It reads these when imported.
+for _name in ("PYTORCH_ENABLE_MPS_FALLBACK", "PYTORCH_ENABLE_XPU_FALLBACK"):
+    os.environ.setdefault(_name, "1")
 
 if TYPE_CHECKING:
     from moh_llm.api import convert, evaluate, publish, to_dense, train

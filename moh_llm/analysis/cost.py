@@ -12,6 +12,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from moh_llm.devices import synchronize
 from moh_llm.flops import forward_flops
 from moh_llm.kernels import NAME as HEAD_SPARSE
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaPreTrainedModel
@@ -99,9 +100,8 @@ def dense_attention(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
 
 
 def _seconds(model: MoHLlamaForCausalLM, ids: torch.Tensor) -> float:
-    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None  # a GPU computes on after a call returns
-    wait()
+    synchronize(ids.device)  # an accelerator computes on after a call returns
     start = time.perf_counter()
     model(input_ids=ids, use_cache=False)
-    wait()
+    synchronize(ids.device)
     return time.perf_counter() - start

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import normalize
 
 from moh_llm.analysis.watch import LayerPass, attention_patterns, shared_heads, watch
+from moh_llm.devices import float64_device, wide
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaPreTrainedModel
 
@@ -84,7 +85,7 @@ def _of_patterns(patterns: torch.Tensor) -> tuple[float, float]:
     for text in patterns:  # one at a time: they are the largest tensors there are
         rows = text.transpose(0, 1).to(torch.promote_types(text.dtype, torch.float32))  # [T, H, T]
         # Every pair stands in the matrix [H, H] of distances twice.
-        distance += float(torch.cdist(rows, rows, p=1).sum(dtype=torch.float64)) / 2
+        distance += float(wide(torch.cdist(rows, rows, p=1)).sum()) / 2
     return pairs - 0.5 * distance, pairs
 
 
@@ -92,8 +93,8 @@ def _of_outputs(heads: torch.Tensor, on: torch.Tensor) -> tuple[float, float]:
     """Summed cosine of all pairs of heads `[B, T, H, D]` that are both on `[B, T, H]`, and the number of pairs."""
     units = normalize(heads.to(torch.promote_types(heads.dtype, torch.float32)), dim=-1) * on.unsqueeze(-1)
     # |sum u_i|^2 = sum |u_i|^2 + 2 * the sum over pairs, which spares the pairs.
-    cosines = units.sum(-2).square().sum(dtype=torch.float64) - units.square().sum(dtype=torch.float64)
-    count = on.sum(-1).double()
+    cosines = wide(units.sum(-2).square()).sum() - wide(units.square().sum(-1)).sum()
+    count = wide(on.sum(-1))
     return float(cosines) / 2, float((count * (count - 1)).sum()) / 2
 
 
@@ -158,9 +159,10 @@ def feature_rank(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> Fe
             features, key = seen.heads[:, :, ids].flatten(0, 1).flatten(1), (seen.layer, kind)
             if key not in grams:
                 width = features.shape[1]
-                grams[key] = features.new_zeros(width, width, dtype=torch.float64)
+                place = float64_device(features.device)
+                grams[key] = torch.zeros(width, width, dtype=torch.float64, device=place)
             for rows in features.split(_ROWS):
-                rows = rows.double()
+                rows = wide(rows)
                 grams[key].addmm_(rows.T, rows)
 
     tokens = watch(model, batches, take)

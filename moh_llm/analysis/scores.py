@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moh_llm.analysis.watch import LayerPass, shared_heads, watch
+from moh_llm.devices import wide
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaPreTrainedModel
 
@@ -89,7 +90,7 @@ class _Histogram:
     def add(self, scores: torch.Tensor) -> None:
         bins = (scores.flatten() * (BINS * _FINE)).long().clamp_max(BINS * _FINE - 1)
         self.counts += torch.bincount(bins, minlength=BINS * _FINE).cpu()
-        self.total += float(scores.double().sum())
+        self.total += float(wide(scores).sum())
 
     def distribution(self) -> ScoreDistribution | None:
         count = int(self.counts.sum())
