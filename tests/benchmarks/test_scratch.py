@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
+from moh_llm.devices import COMPUTE_DTYPE
 from moh_llm.modeling import MoHLlamaForCausalLM
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -91,6 +92,16 @@ def test_an_interrupted_command_goes_on(command, monkeypatch, capsys):
     capsys.readouterr()
     status, _ = command("parts", *arguments, "--learning-rate", "0.002")
     assert status == 1 and "is of another learning_rate" in capsys.readouterr().err
+
+
+def test_a_folder_keeps_its_precision(command, monkeypatch):
+    arguments = ["--methods", "moh-75", "--seeds", "1", "--equal", "tokens"]
+    _, record = command("out", *arguments)
+    assert record["settings"]["mixed_precision"] == "no"
+    monkeypatch.setenv(COMPUTE_DTYPE, "bfloat16")  # now of a device that is fast at it
+    status, again = command("out", *arguments, "--methods", "moh-75", "static-50")
+    assert status == 0 and again["settings"]["mixed_precision"] == "no" and len(again["runs"]) == 3
+    assert command("new", *arguments)[1]["settings"]["mixed_precision"] == "bf16"
 
 
 def test_models_are_kept_and_a_mixtral_converts(command, convert, tmp_path, one_thread):
