@@ -1,11 +1,26 @@
-"""GPUs by name, the choice of a device, and processes that were started together and do not find each other."""
+"""Devices: GPUs by name, the choice of a device and of its compute dtype, and processes that do not find each other."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from moh_llm.devices import GPUS, check_group, choose_device, find_gpu, peak_flops, world_size
+from moh_llm import devices
+from moh_llm.devices import (
+    COMPUTE_DTYPE,
+    GPUS,
+    check_group,
+    choose_device,
+    compute_dtype,
+    computes_bfloat16_fast,
+    find_gpu,
+    name_device,
+    own_device,
+    peak_flops,
+    world_size,
+)
 from moh_llm.errors import UserError
 
 
@@ -38,9 +53,92 @@ def test_memory_is_of_the_variant_that_is_named():
 
 def test_the_device_that_is_named_or_there_is():
     assert choose_device("cpu") == torch.device("cpu")
-    assert choose_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert choose_device().type == (accelerator.type if accelerator else "cpu")
     with pytest.raises(UserError, match="--device nonsense: torch cannot use it"):
         choose_device("nonsense")
+
+
+def test_a_process_of_several_has_an_accelerator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    assert choose_device() == torch.device("meta")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert own_device() == torch.device("meta", 3)
+    monkeypatch.setenv("LOCAL_RANK", "4")  # refused elsewhere
+    assert own_device() == torch.device("meta")
+
+
+def test_names_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for threads, words in ((1, ", 1 thread"), (2, ", 2 threads")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        name = name_device(torch.device("cpu"))
+        assert name.endswith(words) and len(name) > len(words)
+    for backend in ("cuda", "xpu"):
+        monkeypatch.setattr(getattr(torch, backend), "get_device_name", lambda device: f"Card {device.index}")
+        assert name_device(torch.device(f"{backend}:3")) == "Card 3"
+    assert name_device(torch.device("mps")) == "mps"
+
+
+# ---- compute dtype
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float] | type[Exception]], None]:
+    """`timed([1.0, 0.5])`: the seconds that float32 and bfloat16 take, or what the backend raises."""
+    monkeypatch.delenv(COMPUTE_DTYPE)
+
+    def set_up(outcome: list[float] | type[Exception]) -> None:
+        def seconds(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[float]:
+            assert dtypes == (torch.float32, torch.bfloat16)
+            if isinstance(outcome, list):
+                return outcome
+            raise outcome("the backend lacks bfloat16")
+
+        computes_bfloat16_fast.cache_clear()
+        monkeypatch.setattr(devices, "_product_seconds", seconds)
+
+    yield set_up
+    computes_bfloat16_fast.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "dtype"),
+    [
+        ([1.0, 0.5], torch.bfloat16),
+        ([1.0, 0.95], torch.float32),  # not worth its rounding
+        ([1.0, 36.0], torch.float32),
+        (TypeError, torch.float32),
+        (RuntimeError, torch.float32),
+    ],
+)
+def test_auto_is_bfloat16_where_its_products_are_fast(timed, outcome, dtype) -> None:
+    timed(outcome)
+    assert compute_dtype(torch.device("meta")) == compute_dtype(torch.device("meta"), "auto") == dtype
+    assert compute_dtype(torch.device("meta"), "float16") == torch.float16
+
+
+def test_a_real_product_is_timed() -> None:
+    seconds = devices._product_seconds(torch.device("cpu"), (torch.float32, torch.bfloat16))
+    assert len(seconds) == 2 and all(0 < value < 60 for value in seconds)
+
+
+def test_the_environment_says_what_auto_is(timed, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed([1.0, 0.5])
+    for asked, dtype in (("float32", torch.float32), ("float16", torch.float16), ("", torch.bfloat16)):
+        monkeypatch.setenv(COMPUTE_DTYPE, asked)
+        assert compute_dtype(torch.device("cpu")) == dtype
+        assert compute_dtype(torch.device("cpu"), "bfloat16") == torch.bfloat16
+    monkeypatch.setenv(COMPUTE_DTYPE, "int8")
+    with pytest.raises(UserError, match=r"^MOH_LLM_COMPUTE_DTYPE=int8 must be auto, bfloat16, float16 or float32$"):
+        compute_dtype(torch.device("cpu"))
+
+
+def test_what_a_gpu_lacks_is_computed_on_the_cpu() -> None:
+    """Read by torch when it is imported: the package sets it, and imports none."""
+    code = "import moh_llm, os, sys; print('torch' in sys.modules, os.environ['PYTORCH_ENABLE_MPS_FALLBACK'])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False 1\n"
 
 
 # ---- processes

@@ -335,4 +335,25 @@ PATCHES = (
         "return None",
         ("tests/training/test_preflight_rates.py",),
     ),
+    Patch(
+        "a resumed run does not keep its precision",
+        "moh_llm/training/precision.py",
+        "chosen = None if overwrite else _recorded(config)",
+        "chosen = None",
+        ("tests/training/test_precision.py",),
+    ),
+    Patch(
+        "processes may compute in different dtypes",
+        "moh_llm/training/loop.py",
+        "    check_agreement(accelerator, config)\n",
+        "",
+        ("tests/training/test_precision.py",),
+    ),
+    Patch(
+        "float64 is asked of devices without it",
+        "moh_llm/devices.py",
+        '    if device.type == "mps":\n        return torch.device("cpu")\n',
+        "",
+        ("tests/test_any_accelerator.py",),
+    ),
 )
