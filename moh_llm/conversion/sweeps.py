@@ -13,19 +13,25 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-from tqdm import tqdm
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moh_llm.conversion.base import moh_fields
 from moh_llm.conversion.fit import LayerSample
 from moh_llm.conversion.layers import LayerwiseModel, check_finite, run_layer
 from moh_llm.conversion.local_sample import LocalSample, sample_local
 from moh_llm.errors import UserError
+from moh_llm.flops import forward_parts
 from moh_llm.metrics import Batch
+from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.modeling.documents_moh import document_starts
+from moh_llm.progress import TextProgress
 from moh_llm.records.model import save_tensors
 
 HELD_OUT = 4  # every fourth window measures costs and is not fitted on
 _LEAST = 16  # tokens with keys out of sight that a fit, and its check on other tokens, take
+FORWARD, BACKWARD = "forward", "backward"  # passes over the text
+_FITS = 1.15  # fits and local attention's samples beside the backward pass of a layer, measured at 512 and 8,192 tokens
 _HEAD_ROWS = 128  # tokens whose distribution over the vocabulary is held at once
 
 
@@ -53,7 +59,8 @@ def layer_samples(
         )
     positions = [batch["position_ids"] for batch in batches]
     tokens = sum(batch["input_ids"].numel() for batch in batches)
-    with tqdm(total=2 * tokens * len(base), desc="calibrate", unit="token", unit_scale=True) as bar:
+    work, share_of_head = _work_of_passes(base.config, batches[0]["input_ids"].shape[1])
+    with TextProgress("calibrate", tokens, work) as progress:
         hidden = base.embed(batch["input_ids"] for batch in batches)
         with torch.no_grad():
             for number in range(len(base)):
@@ -62,22 +69,39 @@ def layer_samples(
                 for i, states in enumerate(hidden):
                     hidden[i] = run_layer(layer, states, positions[i])
                     check_finite(hidden[i], number)
-                    bar.update(positions[i].numel())
+                    progress.advance(FORWARD, positions[i].numel() / len(base))
                 del layer
-        gradients = _sampled_gradients(base.head(), hidden, seed)
-        for gradient in gradients:
+        gradients = []
+        for gradient in _sampled_gradients(base.head(), hidden, seed):
             check_finite(gradient, len(base), "the gradient below")
+            gradients.append(gradient)
+            progress.advance(BACKWARD, share_of_head * gradient.shape[:-1].numel())
         for number in reversed(range(len(base))):
             file = _states_file(scratch, number)
-            yield _backward(base, number, file, positions, gradients, order, fitted, windows, bar)
+            yield _backward(base, number, file, positions, gradients, order, fitted, windows)
             file.unlink()
+            progress.advance(BACKWARD, (1 - share_of_head) * tokens / len(base))
+
+
+def _work_of_passes(config: PreTrainedConfig, length: int) -> tuple[dict[str, float], float]:
+    """FLOPs of the forward and the backward pass over sequences of `length` tokens, and the head's share of the latter.
+
+    The backward pass runs each layer again, takes the gradient by its input (of attention 2.5 products for each of the
+    forward pass), and fits the layer.
+    """
+    dense = MoHLlamaConfig(**moh_fields(config), num_shared_heads=0, num_active_heads=1)
+    parts = forward_parts(dense, length, dense=True)
+    head, attention = parts.pop("vocabulary"), parts.pop("scores and weighted sums")
+    linear = sum(parts.values())
+    backward = _FITS * (2 * linear + 3.5 * attention)
+    return {FORWARD: linear + attention, BACKWARD: 2 * head + backward}, 2 * head / (2 * head + backward)
 
 
 def _states_file(scratch: Path, number: int) -> Path:
     return scratch / f"hidden-states-{number}.safetensors"
 
 
-def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed: int) -> Iterator[torch.Tensor]:
     """Gradient by the last hidden states of the summed -log p(y), y drawn from p itself.
 
     Written out, softmax(logits) - onehot(y): a wide vocabulary makes autograd and `multinomial` slow.
@@ -85,7 +109,6 @@ def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed
     norm, linear = head
     back = linear.weight.T.contiguous()  # as it lies, a product in bfloat16 takes 15 times as long on some CPUs
     generator = torch.Generator(hidden[0].device).manual_seed(seed)
-    gradients = []
     for states in hidden:
         rows = states.flatten(0, 1)
         uniform = torch.rand(len(rows), 1, generator=generator, device=rows.device)
@@ -100,8 +123,7 @@ def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed
             gradient.scatter_add_(-1, drawn, -torch.ones_like(level))
             by_normed = nn.functional.linear(gradient.to(back.dtype), back)
             parts.append(torch.autograd.grad(normed, part, by_normed)[0])
-        gradients.append(torch.cat(parts).view_as(states))
-    return gradients
+        yield torch.cat(parts).view_as(states)
 
 
 def _fitted_first(batches: Sequence[Batch], skipped: int) -> tuple[torch.Tensor, int]:
@@ -135,7 +157,6 @@ def _backward(
     order: torch.Tensor,
     fitted: int,
     windows: Iterable[tuple[int, int]],
-    bar: tqdm,
 ) -> tuple[LayerSample, dict[tuple[int, int], LocalSample]]:
     """Run a layer again on its stored input; replaces `gradients` by those of its input.
 
@@ -155,7 +176,6 @@ def _backward(
             with torch.enable_grad():
                 output = run_layer(layer, states, position_ids)
             gradients[i] = torch.autograd.grad(output, states, gradients[i])[0]
-            bar.update(position_ids.numel())
     heads, size = base.config.num_attention_heads, attention.head_dim
 
     def by_head(name: str) -> torch.Tensor:

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from moh_llm.analysis.retrieval import Prompt, make_prompt, score
 from moh_llm.conversion.layers import LayerwiseModel, run_layer
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch, Comparison, LogitsOf, compare_to_reference
+from moh_llm.progress import TextProgress
 from moh_llm.records.conversion import (
     AllHeadsActive,
     Figures,
@@ -57,10 +57,10 @@ def verify(
     of_converted = list(of_base)
     layers = []
     tokens = sum(batch["input_ids"].numel() for batch in batches)
-    with tqdm(total=tokens * len(base), desc="verify", unit="token", unit_scale=True, disable=not progress) as bar:
+    with TextProgress("verify", tokens, {"layers": 1.0}, show=progress) as bar:
         for number in range(len(base)):
             layers.append(_verify_layer(number, base, converted, of_base, of_converted, batches, held_out))
-            bar.update(tokens)
+            bar.advance("layers", tokens / len(base))
     head = base.head()
     edges = [edge for edge in EDGES if edge < batches[0]["input_ids"].shape[1]]
     found = _compare(head, of_converted, of_base, batches[:held_out], edges if edges[1:] else ())

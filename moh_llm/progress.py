@@ -1,0 +1,54 @@
+"""A progress bar of passes over text, in tokens of that text."""
+
+from collections.abc import Mapping
+from types import TracebackType
+
+from tqdm import tqdm
+
+_FORMAT = "{desc} {percentage:3.0f}%|{bar:12}| {postfix} [{elapsed} gone, {remaining} left]"
+
+
+class TextProgress:
+    """Shows how many tokens of the text a pass has read, at what rate, and the time that all passes still take.
+
+    The passes differ in their work per token; the time left is what the work so far took, carried on.
+
+    Args:
+        what: the job.
+        tokens: of the text; each pass reads all of them.
+        passes: the work of each pass by its name, in their order, in one unit.
+        show: whether anything is shown.
+    """
+
+    def __init__(self, what: str, tokens: int, passes: Mapping[str, float], show: bool = True):
+        self.tokens, self._passes = tokens, dict(passes)
+        self._bar = tqdm(total=1.0, desc=what, bar_format=_FORMAT, smoothing=0, disable=not show)
+        self._name, self._read, self._began = "", 0.0, 0.0
+
+    def __enter__(self) -> "TextProgress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    @property
+    def share_done(self) -> float:
+        """Share of all work that is done."""
+        names = [*self._passes]
+        before = sum(self._passes[name] for name in names[: names.index(self._name)]) if self._name else 0.0
+        now = self._passes[self._name] * self._read / self.tokens if self._name else 0.0
+        return (before + now) / sum(self._passes.values())
+
+    def advance(self, name: str, tokens: float) -> None:
+        """Note that pass ``name`` read so many tokens more; a part of a token's layers is a part of a token."""
+        if name != self._name:
+            self._name, self._read, self._began = name, 0.0, self._bar.format_dict["elapsed"]
+        self._read = min(self.tokens, self._read + tokens)
+        seconds = self._bar.format_dict["elapsed"] - self._began
+        rate = f", {self._read / seconds:,.0f} tokens/s" if seconds > 0 else ""
+        place = f"pass {[*self._passes].index(name) + 1} of {len(self._passes)} ({name}): "
+        text = f"{place if len(self._passes) > 1 else ''}{self._read:,.0f} of {self.tokens:,} tokens{rate}"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(self.share_done - self._bar.n)
