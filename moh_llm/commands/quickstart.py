@@ -10,7 +10,13 @@ MADE = ("base", "moh", "recovery", "report", "recipe.yaml", "quickstart.json")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.add_argument("--base", help="folder or Hub id of a LLaMA checkpoint (default: SmolLM2-135M)")
-    parser.add_argument("--steps", type=int, default=16, help="steps of self-distillation, 2048 tokens each")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=5.0,
+        metavar="N",
+        help="time that all of it may take: how much text is read follows from it (default: 5)",
+    )
     parser.add_argument("--output", type=Path, default=Path("out/quickstart"), help="folder for all that is made")
     parser.add_argument("--overwrite", action="store_true", help="remove what an earlier quick start left there")
 
@@ -32,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.files import check_output_folder
     from moh_llm.locking import lock_folder
 
-    if args.steps < 1:
-        raise UserError(f"--steps {args.steps} must be at least 1")
+    if not 0 < args.minutes < 1440:
+        raise UserError(f"--minutes {args.minutes:g} must be above 0 and below 1,440, a day")
     reads = [args.base] if args.base else []
     check_output_folder(args.output, args.overwrite, reads)
     with lock_folder(args.output):
@@ -50,21 +56,24 @@ def _run(args: argparse.Namespace) -> int:
     from moh_llm.intervals import show_documents, show_figure
     from moh_llm.quickstart.run import quickstart
 
-    record = quickstart(args.output, args.base, args.steps, command=args.main)
-    rows = record["held_out"]
+    record = quickstart(args.output, args.base, args.minutes, command=args.main)
+    rows, context = record["held_out"], record["amounts"]["context"]
     documents = show_documents(rows[0]["documents"])
-    table = Table(title=f"{record['base']} on {rows[0]['tokens']} held-out tokens of {documents}")
+    console = Console(highlight=False)
+    console.print(f"\nThe prompt ends with:\n{record['prompt']}", markup=False)
+    for name, text in record["continued"].items():
+        console.print(f"\n{name} goes on:\n{text}", markup=False)
+    table = Table(title=f"{rows[0]['tokens']} held-out tokens of {documents}, sequences of {context} tokens")
     table.add_column("model")
-    for column in ("active heads", "perplexity", "x dense (95 %)", "KL to dense (95 %)"):
+    for column in ("keys read", "perplexity", "x base (95 %)", "KL to base (95 %)"):
         table.add_column(column, justify="right")
+    table.add_row("base", "100 %", f"{rows[0]['base_perplexity']:.2f}", "1.000", "0")
     for row in rows:
-        heads = f"{row['active_heads']:g} of {row['heads']}"
-        ratio, kl = (
-            show_figure(row[key], row[f"{key}_interval"] if row["model"] != "dense" else None, form, "\n")
-            for key, form in (("ratio", ".3f"), ("kl", ".4f"))
-        )
-        table.add_row(row["model"], heads, f"{row['perplexity']:.2f}", ratio, kl)
-    Console().print(table)
-    print(f"tuned on {record['tuning_tokens']} tokens; {record['seconds']:.0f} s in all")
-    print(f"benchmark report: {record['report']}")
+        ratio = show_figure(row["perplexity_ratio"], row["ratio_interval"], ".3f", "\n")
+        kl = show_figure(row["kl"], row["kl_interval"], ".4f", "\n")
+        table.add_row(row["model"], f"{100 * record['keys_read']:.0f} %", f"{row['perplexity']:.2f}", ratio, kl)
+    print()
+    console.print(table)
+    print(f"tuned on {record['amounts']['tuning']:,} tokens; {record['seconds']:.0f} s in all")
+    print(f"report: {Path(record['report']).resolve().as_uri()}")
     return 0

