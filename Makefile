@@ -1,5 +1,5 @@
-# make quickstart   converts, tunes and scores a small real model
-#                   BASE=FOLDER_OR_HUB_ID takes another base than SmolLM2-135M
+# make quickstart   installs what it needs; then converts, tunes and scores a small real model
+#                   BASE=FOLDER_OR_HUB_ID takes another base than SmolLM2-135M, MINUTES=N other than 5 minutes
 # make test         sets up and runs the tests but for the slow ones
 # make test-all     all of them, as CI does
 # make test-clients runs TRL's trainers and vLLM (in an environment of its own, of 4 GB) on converted models
@@ -13,11 +13,12 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM ?= .venv-vllm
 OUTPUT ?= out/quickstart
+MINUTES ?= 5
 
 .PHONY: quickstart test test-slow test-all test-clients test-cluster mutants results-check lint docs
 
-quickstart: $(VENV)/installed
-	$(VENV)/bin/moh-llm quickstart --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
+quickstart: $(VENV)/quickstart-installed
+	$(VENV)/bin/moh-llm quickstart --minutes $(MINUTES) --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
 
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
@@ -49,12 +50,19 @@ lint: $(VENV)/installed
 docs: $(VENV)/installed
 	$(VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env --conf-dir docs . site
 
-# torch first and by its exact version: what is asked for later then accepts it as it is.
-$(VENV)/installed: setup.cfg pyproject.toml constraints.txt tests/oldest-transformers.txt
+# torch first and by its exact version: what is asked for later then accepts it as it is. A current pip resolves faster.
+# Python compiles what it imports; compiling all files of all packages would take a third of the installation.
+PIP = $(VENV)/bin/python -m pip install --quiet --no-compile
+$(VENV)/quickstart-installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]"
-	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/oldest-transformers \
+	$(PIP) --upgrade pip
+	$(PIP) torch==2.13.0
+	$(PIP) -c constraints.txt -e ".[quickstart]"
+	touch $@
+
+$(VENV)/installed: $(VENV)/quickstart-installed tests/oldest-transformers.txt
+	$(PIP) -c constraints.txt -e ".[dev]"
+	$(PIP) --no-deps --upgrade --target $(VENV)/oldest-transformers \
 		-r tests/oldest-transformers.txt
 	touch $@
 
