@@ -5,7 +5,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-_FORMAT = "{desc} {percentage:3.0f}%|{bar:12}| {postfix} [{elapsed} gone, {remaining} left]"
+_FORMAT = "{desc} |{bar:12}| {percentage:.0f} %, {elapsed} gone, {remaining} left"
 
 
 class TextProgress:
@@ -22,8 +22,9 @@ class TextProgress:
 
     def __init__(self, what: str, tokens: int, passes: Mapping[str, float], show: bool = True):
         self.tokens, self._passes = tokens, dict(passes)
-        self._bar = tqdm(total=1.0, desc=what, bar_format=_FORMAT, smoothing=0, disable=not show)
-        self._name, self._read, self._began = "", 0.0, 0.0
+        self._bar = tqdm(total=1.0, desc=what, bar_format=_FORMAT, smoothing=0, miniters=0, disable=not show)
+        self._what, self._name, self._read = what, "", 0.0
+        self._began = self._last = 0.0  # seconds at which the pass began, and tokens were last read
 
     def __enter__(self) -> "TextProgress":
         return self
@@ -44,11 +45,16 @@ class TextProgress:
     def advance(self, name: str, tokens: float) -> None:
         """Note that pass ``name`` read so many tokens more; a part of a token's layers is a part of a token."""
         if name != self._name:
-            self._name, self._read, self._began = name, 0.0, self._bar.format_dict["elapsed"]
+            self._name, self._read, self._began = name, 0.0, self._last
         self._read = min(self.tokens, self._read + tokens)
-        seconds = self._bar.format_dict["elapsed"] - self._began
+        self._last = self._bar.format_dict["elapsed"]
+        seconds = self._last - self._began
         rate = f", {self._read / seconds:,.0f} tokens/s" if seconds > 0 else ""
-        place = f"pass {[*self._passes].index(name) + 1} of {len(self._passes)} ({name}): "
-        text = f"{place if len(self._passes) > 1 else ''}{self._read:,.0f} of {self.tokens:,} tokens{rate}"
-        self._bar.set_postfix_str(text, refresh=False)
+        place = (
+            f", pass {[*self._passes].index(name) + 1} of {len(self._passes)} ({name})"
+            if self._passes.keys() - {name}
+            else ""
+        )
+        text = f"{self._what}{place}: {self._read:,.0f} of {self.tokens:,} tokens{rate}"
+        self._bar.set_description_str(text, refresh=False)
         self._bar.update(self.share_done - self._bar.n)

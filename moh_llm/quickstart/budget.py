@@ -16,7 +16,7 @@ from moh_llm.devices import synchronize
 CONTEXTS = (8192, 4096, 2048, 1024, 512, 256)  # tokens in a sequence; the longest is taken that the time allows
 SEQUENCES = 2  # in a step of tuning
 LEAST = {"calibration": 3072, "heldout": 1536, "tuning": 2048}  # tokens of the smallest run, or 3, 3 and 4 sequences
-_MOST = {"calibration": 24576, "heldout": 24576}  # what is left goes to tuning
+_MOST = 24576  # tokens of calibration and of held-out text; what time is left goes to tuning
 SOURCES = 3  # of the text; each gives a sequence at least
 _ITEMS, _LEAST_ITEMS = 14, 2  # of each benchmark of the suite `smoke`: its largest has 14
 _ITEM_TOKENS = 110  # of an item of each of the suite's three benchmarks together, its answers and examples included
@@ -87,28 +87,24 @@ def choose_amounts(speed: Speed, seconds: float, positions: int) -> Amounts:
     least = [_least(context) for context in dict.fromkeys(contexts)]
     fitting = [amounts for amounts in least if _total(amounts, speed) <= _SLACK * seconds]
     found = fitting[0] if fitting else replace(least[-1], items=_LEAST_ITEMS)
-    low = found
-    for scale in (1.25**power for power in range(1, 60)):
-        larger = replace(
-            found,
-            **{
-                name: max(getattr(low, name), _windows(min(scale * getattr(found, name), most), found.context))
-                for name, most in _MOST.items()
-            },
-            tuning=_windows(scale * found.tuning, SEQUENCES * found.context),
-        )
-        if _total(larger, speed) > _SLACK * seconds:
-            break
-        low = larger
-    return low
+    while (larger := _scaled(found, 1.25)) != found and _total(larger, speed) <= _SLACK * seconds:
+        found = larger
+    return found
 
 
-def fit_tuning(amounts: Amounts, speed: Speed, seconds: float) -> Amounts:
-    """The amounts with as much tuning as ends, with the steps after it, in `seconds`."""
-    others = _total(replace(amounts, tuning=0), speed) - amounts.seconds(speed)["convert"]
-    each = replace(amounts, tuning=1000).seconds(speed)["tune"] - replace(amounts, tuning=0).seconds(speed)["tune"]
+def fit_rest(amounts: Amounts, speed: Speed, seconds: float) -> Amounts:
+    """The amounts with as much tuning and held-out text as what follows the conversion takes in `seconds`."""
+
+    def fits(tried: Amounts) -> bool:
+        return _total(tried, speed) - tried.seconds(speed)["convert"] <= _SLACK * seconds
+
     step = SEQUENCES * amounts.context
-    return replace(amounts, tuning=max(2 * step, _windows((_SLACK * seconds - others) / each * 1000, step)))
+    while not fits(amounts) and amounts.tuning > 2 * step:
+        amounts = replace(amounts, tuning=max(2 * step, amounts.tuning - step))
+    least = _least(amounts.context).heldout
+    while not fits(amounts) and amounts.heldout > least:
+        amounts = replace(amounts, heldout=max(least, amounts.heldout - amounts.context))
+    return amounts
 
 
 def fit_items(amounts: Amounts, speed: Speed, seconds: float) -> Amounts:
@@ -147,13 +143,22 @@ def _least(context: int) -> Amounts:
     return Amounts(context, **{name: max(LEAST[name], counts[name] * context) for name in counts})
 
 
+def _scaled(amounts: Amounts, scale: float) -> Amounts:
+    """The amounts with about that times the text, and a sequence more at least."""
+
+    def windows(tokens: int, length: int) -> int:
+        return max(tokens + length, int(scale * tokens // length) * length)
+
+    return replace(
+        amounts,
+        calibration=max(amounts.calibration, min(windows(amounts.calibration, amounts.context), _MOST)),
+        heldout=max(amounts.heldout, min(windows(amounts.heldout, amounts.context), _MOST)),
+        tuning=windows(amounts.tuning, SEQUENCES * amounts.context),
+    )
+
+
 def _total(amounts: Amounts, speed: Speed) -> float:
     return sum(amounts.seconds(speed).values())
-
-
-def _windows(tokens: float, length: int) -> int:
-    """Whole windows of `length` tokens."""
-    return int(tokens // length) * length
 
 
 def _least_seconds(run: Callable[[], object], device: torch.device) -> float:

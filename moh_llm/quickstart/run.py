@@ -28,7 +28,7 @@ from moh_llm.quickstart.budget import (
     Speed,
     choose_amounts,
     fit_items,
-    fit_tuning,
+    fit_rest,
     measure_speed,
 )
 from moh_llm.quickstart.smollm2 import make_smollm2
@@ -100,7 +100,7 @@ def quickstart(output: Path, base: str | None, minutes: float, command: Callable
     flags += ["--calibration-tokens", str(amounts.calibration), "--heldout-tokens", verified]
     run("convert", base, *flags, "--output", str(moh))
 
-    amounts = fit_tuning(amounts, speed, left())
+    amounts = fit_rest(amounts, speed, left())
     recipe = RECIPE.format(
         model=moh,
         output=recovery,

@@ -1,0 +1,96 @@
+"""How much text the quick start reads on fast and slow machines."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from moh_llm.conversion.layers import LayerwiseModel
+from moh_llm.quickstart.budget import (
+    FIXED,
+    LEAST,
+    SEQUENCES,
+    SOURCES,
+    Speed,
+    choose_amounts,
+    fit_items,
+    fit_rest,
+    measure_speed,
+)
+from moh_llm.quickstart.run import show_plan
+from moh_llm.records.model import read_weight_map
+
+SLOW, FAST = Speed(1 / 100, 1 / 100), Speed(1 / 30000, 1 / 30000)
+
+
+def total(amounts, speed):
+    return sum(amounts.seconds(speed).values())
+
+
+@pytest.mark.parametrize("speed", [Speed(1 / rate, 1.1 / rate) for rate in (300, 1000, 3000, 30000)])
+@pytest.mark.parametrize("minutes", [5, 10, 60])
+def test_it_takes_the_time_it_may(speed, minutes):
+    amounts = choose_amounts(speed, 60 * minutes, 8192)
+    assert 0.6 * 60 * minutes < total(amounts, speed) <= 54 * minutes
+    for name, least in LEAST.items():
+        assert getattr(amounts, name) >= least
+    assert amounts.calibration % amounts.context == amounts.heldout % amounts.context == 0
+    assert amounts.steps * SEQUENCES * amounts.context == amounts.tuning and amounts.steps >= 2
+    assert min(amounts.calibration, amounts.heldout) >= SOURCES * amounts.context
+
+
+def test_a_faster_machine_reads_longer_sequences():
+    contexts = [choose_amounts(Speed(1 / r, 1 / r), 300, 8192).context for r in (300, 1000, 3000, 10000, 30000)]
+    assert contexts == sorted(contexts) and contexts[0] <= 512 and contexts[-1] == 8192
+
+
+def test_no_longer_than_the_base_was_made_for():
+    assert choose_amounts(FAST, 3600, 512).context == 512
+    assert choose_amounts(FAST, 3600, 1000).context == 1000
+
+
+def test_the_smallest_run_says_that_it_needs_longer():
+    amounts = choose_amounts(SLOW, 60, 8192)
+    assert (amounts.calibration, amounts.heldout, amounts.tuning) == tuple(LEAST.values())
+    said = show_plan(amounts, SLOW, 1, 55, "a CPU, float32")
+    assert f"this is the smallest run; it takes about {total(amounts, SLOW) / 60:.1f} minutes" in said
+    assert f"calibrate on {LEAST['calibration']:,} tokens" in said and "--minutes 1" in said
+    enough = choose_amounts(FAST, 300, 8192)
+    assert "smallest run" not in show_plan(enough, FAST, 5, 290, "a GPU, bfloat16")
+
+
+def test_what_comes_later_fits_in_what_is_left():
+    speed = Speed(1 / 400, 1 / 400)
+    amounts = choose_amounts(speed, 600, 2048)
+    later = fit_rest(amounts, speed, 320)
+    seconds = later.seconds(speed)
+    assert seconds["tune"] + seconds["evaluate"] + seconds["compare"] <= 288
+    assert LEAST["heldout"] <= later.heldout < amounts.heldout and later.context == amounts.context
+    assert 0 < later.tuning < amounts.tuning
+    assert fit_rest(amounts, speed, 1).steps == 2
+    assert fit_items(amounts, speed, 600).items == amounts.items
+    assert fit_items(amounts, speed, FIXED["evaluate"]).items == 2
+
+
+def test_a_layer_and_the_head_are_what_is_timed(make_llama, monkeypatch):
+    """With a clock that counts modules' calls, a model of four layers takes four layers and a head."""
+    folder = make_llama(num_hidden_layers=4)
+    base = LayerwiseModel(
+        folder, read_weight_map(folder)[1], AutoConfig.from_pretrained(folder), torch.float32, torch.device("cpu")
+    )
+    clock = [0.0]
+
+    def layer(number):
+        built = LayerwiseModel.layer(base, number)
+        built.layers[0].register_forward_hook(lambda *_: clock.__setitem__(0, clock[0] + 10))
+        built.layers[0].register_full_backward_hook(lambda *_: clock.__setitem__(0, clock[0] + 20))
+        return built
+
+    def head():
+        built = LayerwiseModel.head(base)
+        built.register_forward_hook(lambda *_: clock.__setitem__(0, clock[0] + 3))
+        return built
+
+    monkeypatch.setattr(base, "layer", layer)
+    monkeypatch.setattr(base, "head", head)
+    monkeypatch.setattr("moh_llm.quickstart.budget.time.perf_counter", lambda: clock[0])
+    assert measure_speed(base, tokens=1) == Speed(4 * 10 + 3, 4 * 20 + 3)
