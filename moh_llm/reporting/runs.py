@@ -155,6 +155,8 @@ def summarise(run: TrainingRun) -> Record:
         "lora": recipe["lora"],
         "seed": run.seed,
         "device": run.record.device,
+        "device_name": run.record.device_name,
+        "compute_dtype": run.record.compute_dtype,
         "processes": run.record.processes,
         "parameters": run.record.parameters,
         "steps": lines[-1].step,

@@ -114,10 +114,12 @@ def recipe(run: TrainingRun) -> Pairs:
         listed = "; ".join(f"{step['step']:,}: {step['reason']}" for step in dropped[:_LISTED])
         more = "; …" if len(dropped) > _LISTED else ""
         pairs.append(("steps dropped as diverging", f"{len(dropped):,} ({listed}{more})"))
-    pairs += [("precision", given["mixed_precision"].replace("no", "float32")), ("seed", str(run.seed))]
+    computed = run.record.compute_dtype or ("bfloat16" if given["mixed_precision"] == "bf16" else "float32")
+    pairs += [("compute dtype", computed), ("seed", str(run.seed))]
     if device := run.record.device:
-        processes = run.record.processes or 1
-        pairs.append(("device", f"{device}, {processes} process{'es' if processes > 1 else ''}"))
+        processes, name = run.record.processes or 1, run.record.device_name
+        named = f"{device} ({name})" if name else device
+        pairs.append(("device", f"{named}, {processes} process{'es' if processes > 1 else ''}"))
     return pairs
 
 
