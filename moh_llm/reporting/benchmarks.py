@@ -47,8 +47,8 @@ def benchmark_blocks(report: EvaluationRecord, names: Mapping[str, str] | None =
         f"Every model was computed in {report.dtype}"
     )
     stored = {label: about.stored_dtype for label, about in report.models.items() if about.stored_dtype != about.dtype}
-    others = ", ".join(f"{label} ({dtype})" for label, dtype in stored.items() if dtype)
-    note += f"; stored in another dtype: {others}." if others else "."
+    named = ", ".join(f"{label} is stored in {dtype}" for label, dtype in stored.items() if dtype)
+    note += f"; {named}." if named else "."
     if any(compared.values()):
         note += (
             " The intervals of both shares are 1.96 standard errors to either side, by the delta method from the "

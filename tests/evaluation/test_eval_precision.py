@@ -108,9 +108,9 @@ def test_models_are_computed_in_the_devices_dtype(
         (dtype, "bfloat16"),
     ]
     page = (tmp_path / "report" / "report.md").read_text()
-    other = "base (float32)" if dtype == "bfloat16" else "model (bfloat16)"
+    other = "base is stored in float32" if dtype == "bfloat16" else "model is stored in bfloat16"
     assert f"| computed in | {dtype} | {dtype} |" in page and "| stored in | float32 | bfloat16 |" in page
-    assert f"Every model was computed in {dtype}; stored in another dtype: {other}." in page
+    assert f"Every model was computed in {dtype}; {other}." in page
     html = (tmp_path / "report" / "report.html").read_text()
     assert (
         f"<td>compute dtype of every model</td><td>{dtype}</td>" in html
