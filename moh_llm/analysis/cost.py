@@ -53,7 +53,7 @@ def seconds_by_length(
         model: as it is set, in evaluation mode, where it lies.
         lengths: in tokens, which are drawn at random.
         repeats: turns that count.
-        most: seconds of a forward pass; longer texts than the first that takes as many are left out.
+        most: seconds of all passes over a text; longer texts than the first that takes as many are left out.
         advance: receives the tokens of each turn's two passes.
     """
     draw = torch.Generator().manual_seed(0)
@@ -67,7 +67,7 @@ def seconds_by_length(
                 dense.append(_seconds(model, ids))
             advance(2 * length)
         costs.append(Cost(length, median(moh[1:]), median(dense[1:])))
-        if max(moh + dense) > most:
+        if sum(moh + dense) > most:
             break
     return costs
 

@@ -32,7 +32,7 @@ _ROW = 512  # tokens
 _ROWS = 4  # of a batch
 _COSTLY_TOKENS = 2048  # of all texts together, where attention weights are computed
 _LONGEST_TIMED = 8192  # tokens
-_SLOW = 5.0  # seconds of a forward pass, after which no longer one is timed
+_SLOW = 5.0  # seconds of all forward passes of a length, after which no longer one is timed
 _REPEATS = 3
 
 
@@ -70,7 +70,7 @@ def analyse(
         sentence: what `token_heads` shows.
         tokens_per_text: the most that is read of a text.
         lengths: in tokens, for the cost. FLOPs leave out those beyond the model's context, measured
-            seconds those beyond 8,192 and beyond the first that takes more than 5 s, too.
+            seconds those beyond 8,192 and beyond the first whose passes take more than 5 s together, too.
 
     A bar shows the stage, and the tokens of all passes that are done.
 

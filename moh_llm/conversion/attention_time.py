@@ -148,7 +148,7 @@ def attention_clock(layers: Sequence[nn.Module]) -> Iterator[list[float]]:
 
 
 def now() -> float:
-    """Seconds, after what was launched on a GPU has ended."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """Seconds, after what was launched on an accelerator has ended."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     return time.perf_counter()

@@ -136,7 +136,7 @@ def convert(options: ConversionOptions) -> Conversion:
             device=name_device(device),
             compute_dtype=str(computed).removeprefix("torch."),
         )
-        dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, device)
+        dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, device, options.dtype)
         calibrated: list[LayerCalibration] | None = None
         if plan.needs_calibration:
             batches = calibration_batches(sources, length, options.calibration_tokens)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moh_llm.conversion.local_sample import LocalSample
+from moh_llm.devices import wide
 
 RIDGE = 1e-3  # of the mean variance of the inputs
 _EVERYWHERE = 0.02  # weight in a fallback's fit of the tokens that keep the head: ties down heads never dropped
@@ -83,7 +84,7 @@ class Ridge:
     def __init__(self, inputs: torch.Tensor):
         self.mean = inputs.mean(0)
         self.centred = inputs - self.mean
-        covariance = (self.centred.T @ self.centred).double() / len(inputs)
+        covariance = wide(self.centred.T @ self.centred) / len(inputs)
         # Never zero, so that inputs that do not vary give a zero weight and not an error.
         covariance.diagonal().add_(RIDGE * covariance.diagonal().mean() + torch.finfo(torch.float32).tiny)
         self.factor = torch.linalg.cholesky(covariance)
@@ -91,8 +92,8 @@ class Ridge:
     def __call__(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weight `[K, C]` and bias `[K]` for targets `[N, K]`."""
         mean = targets.mean(0)
-        cross = (self.centred.T @ (targets - mean)).double() / len(targets)
-        weight = torch.cholesky_solve(cross, self.factor).T.to(targets.dtype)
+        cross = wide(self.centred.T @ (targets - mean)) / len(targets)
+        weight = torch.cholesky_solve(cross, self.factor).T.to(targets)
         return weight.contiguous(), mean - weight @ self.mean
 
 
@@ -263,10 +264,10 @@ class LayerFitter:
         ss = moment(shares * shares, value_value, shared_mean, shared_mean)
         hv = moment(ones, head_value, head_mean, value_mean)
         hs = moment(shares, head_value, head_mean, shared_mean)
-        normal = torch.stack([torch.stack([vv, vs], -1), torch.stack([vs, ss], -1)], -2).double()
+        normal = wide(torch.stack([torch.stack([vv, vs], -1), torch.stack([vs, ss], -1)], -2))
         ridge = 1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1) + 1e-12
         normal = normal + ridge[:, None, None] * torch.eye(2, dtype=normal.dtype, device=normal.device)
-        solution = torch.linalg.solve(normal, torch.stack([hv, hs], -1).double()).to(heads.dtype)
+        solution = torch.linalg.solve(normal, wide(torch.stack([hv, hs], -1))).to(heads)
         level, share = solution.unbind(-1)
         return share, level, head_mean - level[:, None] * value_mean - share[:, None] * shared_mean
 

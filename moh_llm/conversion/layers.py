@@ -31,6 +31,7 @@ class LayerwiseModel:
         config: the model's config: LLaMA's, one like it, or `MoHLlamaConfig`.
         dtype: what the weights are cast to and computed in.
         device: where they are computed.
+        rounded: what they are cast to before, to be those of a checkpoint that is written in that dtype; None: not.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class LayerwiseModel:
         config: PreTrainedConfig,
         dtype: torch.dtype,
         device: torch.device,
+        rounded: torch.dtype | None = None,
     ):
         self.folder, self.weight_map, self.config = folder, weight_map, config
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.rounded = dtype, device, rounded
 
     def __len__(self) -> int:
         return self.config.num_hidden_layers
@@ -103,7 +105,8 @@ class LayerwiseModel:
             with safe_open(self.folder / file_name, framework="pt") as file:
                 for name in inside:
                     # A copy, since a view of the mapped file would keep all of it mapped.
-                    tensor = file.get_tensor(name).to(device=self.device, dtype=self.dtype, copy=True)
+                    stored = file.get_tensor(name)
+                    tensor = stored.to(self.rounded or stored.dtype).to(self.device, self.dtype, copy=True)
                     if not _is_finite(tensor):
                         raise UserError(f"{self.folder / file_name}: {name} holds NaN or infinity; download it again")
                     tensors[name] = tensor

@@ -24,6 +24,7 @@ import torch
 
 from moh_llm.conversion.attention_time import AttentionTimes
 from moh_llm.conversion.fit import LayerSample, Ridge, RoutingFit, group_costs, group_metric
+from moh_llm.devices import wide
 
 NO_TOKEN = -100.0  # a score of the distant token that gives it no weight
 _SHIFTS = (0.0, -1.0, -2.0, -4.0)  # what is tried as an addition to the fitted score
@@ -224,14 +225,15 @@ def _shift_and_value(
     """
     by_missing, by_local = missing @ metric, local @ metric
     square, mixed, local_square = (
-        (a * b).sum(1).double() for a, b in ((by_missing, missing), (by_local, missing), (by_local, local))
+        wide((a * b).sum(1)) for a, b in ((by_missing, missing), (by_local, missing), (by_local, local))
     )
     best, shift, value = square.sum(), NO_TOKEN, torch.zeros_like(missing[0])
     for tried in _SHIFTS:
         share = (score + tried).sigmoid()
-        weights, total = share.double(), share @ missing + share.square() @ local
+        weights, total = wide(share), share @ missing + share.square() @ local
         tried_value = total / share.square().sum().clamp_min(1e-12)
-        cost = square.sum() + 2 * weights @ mixed + weights.square() @ local_square - total @ metric @ tried_value
+        cost = square.sum() + 2 * weights @ mixed + weights.square() @ local_square
+        cost = cost - wide(total @ metric @ tried_value)
         if cost < best:
             best, shift, value = cost, tried, tried_value
     return shift, value

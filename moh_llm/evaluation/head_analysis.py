@@ -30,6 +30,7 @@ def analyse_models(
     device: str,
     dtype: str,
     say: Callable[[str], None],
+    limit: int | None = None,
 ) -> dict[str, Record]:
     """Analyse each of ``models`` (label to path or Hub id) that has heads off, one in memory at a time.
 
@@ -40,6 +41,7 @@ def analyse_models(
         device: the torch device; this process works alone.
         dtype: name of the torch dtype.
         say: receives a line for each stage.
+        limit: items of each benchmark, where fewer than `ITEMS` are scored.
 
     Returns:
         By label, the record of `moh_llm.analysis.record.analyse`; or ``{"error": ...}``, in one line, for
@@ -54,7 +56,7 @@ def analyse_models(
         # Nothing that goes wrong here may lose the scores, which took hours.
         try:
             if _chooses(model):
-                texts = texts or _read_texts(suite, data_dir, say)
+                texts = texts or _read_texts(suite, data_dir, say, limit)
                 found[label] = _analyse(label, model, texts, device, dtype, say)
         except Exception as error:
             if not isinstance(error, UserError):
@@ -124,10 +126,14 @@ def _chooses(model: str) -> bool:
     return isinstance(config, MoHLlamaConfig) and min(config.active_heads_per_layer) < config.num_attention_heads
 
 
-def _read_texts(suite: Suite, data_dir: Path | None, say: Callable[[str], None]) -> dict[str, list[str]]:
+def _read_texts(
+    suite: Suite, data_dir: Path | None, say: Callable[[str], None], limit: int | None
+) -> dict[str, list[str]]:
     say("analysis: reading the benchmarks' text (--no-analysis leaves all of it out)")
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
-        texts = prompts(load_tasks(suite, Path(folder), data_dir, ITEMS), say=lambda line: say(f"analysis: {line}"))
+        items = min(ITEMS, limit or ITEMS)
+        loaded = load_tasks(suite, Path(folder), data_dir, items)
+        texts = prompts(loaded, items, lambda line: say(f"analysis: {line}"))
     if not texts:
         raise UserError("no benchmark's text can be built; the lines above say why")
     return texts

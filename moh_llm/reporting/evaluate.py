@@ -121,7 +121,7 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = _say) -> E
         chosen = next(iter(scores.values()))  # all models ran on one device in one dtype
         analysed = models if options.analysis else {}
         record.analysis = team.share(
-            lambda: analyse_models(analysed, suite, options.data_dir, chosen.device, chosen.dtype, say)
+            lambda: analyse_models(analysed, suite, options.data_dir, chosen.device, chosen.dtype, say, options.limit)
         )
         leave.close()
         if team.rank > 0:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -243,7 +244,30 @@ def test_importance_and_dtype(make_llama, convert, tmp_path):
     assert [len(ids) for ids in moh.config.shared_heads_per_layer] == [2, 2]
     cast = LlamaForCausalLM.from_pretrained(base, dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(moh.state_dict()[name], tensor) for name, tensor in cast.items())
-    assert record_of(tmp_path / "moh")["verification"]["dtype"] == "bfloat16"
+    record = record_of(tmp_path / "moh")
+    assert record["compute_dtype"] == record["verification"]["dtype"] == "float32"
+
+
+def test_the_compute_dtype_is_not_the_stored_one(make_llama, convert, tmp_path, read_tensors, capsys):
+    """A base in bfloat16 is fitted in float32, as the same weights in float32 are; what is written is rounded."""
+    narrow = make_llama(dtype=torch.bfloat16, num_attention_heads=4, num_key_value_heads=2)
+    wide = tmp_path / "wide"
+    shutil.copytree(narrow, wide)
+    LlamaForCausalLM.from_pretrained(narrow, dtype=torch.float32).save_pretrained(wide)
+    flags = ["--context", "64", "--fallback", "local"]
+    for name, base in {"of-narrow": narrow, "of-wide": wide}.items():
+        assert convert(base, tmp_path / name, *flags) == 0
+    of_narrow, of_wide = (read_tensors(tmp_path / name) for name in ("of-narrow", "of-wide"))
+    assert of_narrow.keys() == of_wide.keys() and any("router" in name for name in of_wide)
+    for name, tensor in of_wide.items():
+        assert tensor.dtype == torch.float32 and torch.equal(of_narrow[name], tensor.bfloat16()), name
+    capsys.readouterr()
+    assert convert(narrow, tmp_path / "again", *flags, "--compute-dtype", "bfloat16") == 0
+    assert "in bfloat16" in capsys.readouterr().out
+    record = record_of(tmp_path / "again")
+    assert record["compute_dtype"] == record["verification"]["dtype"] == "bfloat16" and record["device"]
+    again = read_tensors(tmp_path / "again")
+    assert any(not torch.equal(again[name], tensor) for name, tensor in of_narrow.items())
 
 
 def test_files_that_travel(make_llama, convert, tmp_path):
