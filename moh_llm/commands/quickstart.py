@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+import time
 from pathlib import Path
 
 MADE = ("base", "moh", "recovery", "report", "recipe.yaml", "quickstart.json")
@@ -34,6 +35,7 @@ def clear(output: Path) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry it out and print the table. `args.main` runs another command, given its arguments."""
+    started = time.perf_counter()
     from moh_llm.errors import UserError
     from moh_llm.files import check_output_folder
     from moh_llm.locking import lock_folder
@@ -46,17 +48,17 @@ def run(args: argparse.Namespace) -> int:
         check_output_folder(args.output, args.overwrite, reads)  # another one may have ended meanwhile
         if args.output.exists():
             clear(args.output)
-        return _run(args)
+        return _run(args, started)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, started: float) -> int:
     from rich.console import Console
     from rich.table import Table
 
     from moh_llm.intervals import show_documents, show_figure
     from moh_llm.quickstart.run import quickstart
 
-    record = quickstart(args.output, args.base, args.minutes, command=args.main)
+    record = quickstart(args.output, args.base, args.minutes, started, command=args.main)
     rows, context = record["held_out"], record["amounts"]["context"]
     documents = show_documents(rows[0]["documents"])
     console = Console(highlight=False)

@@ -15,14 +15,15 @@ from moh_llm.devices import synchronize
 
 CONTEXTS = (8192, 4096, 2048, 1024, 512, 256)  # tokens in a sequence; the longest is taken that the time allows
 SEQUENCES = 2  # in a step of tuning
-LEAST = {"calibration": 3072, "heldout": 1536, "tuning": 2048}  # tokens of the smallest run, or 3, 3 and 4 sequences
+LEAST = {"calibration": 1536, "heldout": 768, "tuning": 1024}  # tokens of the smallest run, or 3, 3 and 4 sequences
 _MOST = 24576  # tokens of calibration and of held-out text; what time is left goes to tuning
 SOURCES = 3  # of the text; each gives a sequence at least
-_ITEMS, _LEAST_ITEMS = 14, 2  # of each benchmark of the suite `smoke`: its largest has 14
-_ITEM_TOKENS = 110  # of an item of each of the suite's three benchmarks together, its answers and examples included
+BENCHMARKS = (14, 10, 6)  # items of those of the suite `smoke`
+_LEAST_ITEMS = 2  # of each
+_ITEM_TOKENS = 400  # read of an item: by two models with all answers, and by the analysis of the heads
 # Seconds that steps take beside their passes over text, on two cores of an AMD EPYC with AVX2: starting, reading and
-# writing models, hashes, charts.
-FIXED = {"convert": 8.0, "tune": 14.0, "evaluate": 45.0, "compare": 15.0}
+# writing models, hashes, tokenising all of the text once, charts.
+FIXED = {"convert": 9.0, "tune": 24.0, "evaluate": 19.0, "compare": 12.0}
 _CALIBRATION = 1.15  # fits and samples of attention, beside the two sweeps
 _SLACK = 0.9  # share of the time that is planned
 
@@ -54,7 +55,7 @@ class Amounts:
     calibration: int
     heldout: int
     tuning: int
-    items: int = _ITEMS
+    items: int = max(BENCHMARKS)
 
     def seconds(self, speed: Speed) -> dict[str, float]:
         """What each step is estimated to take."""
@@ -64,7 +65,7 @@ class Amounts:
             "convert": _CALIBRATION * self.calibration * (forward + both) + 2.2 * forward * verified,
             # The base is the teacher, and the saved model is scored against it, as planned and with all heads on.
             "tune": self.tuning * (forward + 1.2 * both) + 4.4 * forward * verified,
-            "evaluate": 2.5 * forward * _ITEM_TOKENS * self.items,
+            "evaluate": forward * _ITEM_TOKENS * sum(min(count, self.items) for count in BENCHMARKS),
             "compare": 3.3 * forward * self.heldout + 2.2 * forward * self.context,
         }
         return {step: FIXED[step] + passes[step] for step in FIXED}
@@ -83,10 +84,9 @@ def choose_amounts(speed: Speed, seconds: float, positions: int) -> Amounts:
         seconds: that the steps may take.
         positions: that the base was made for.
     """
-    contexts = [min(context, positions) for context in CONTEXTS]
-    least = [_least(context) for context in dict.fromkeys(contexts)]
-    fitting = [amounts for amounts in least if _total(amounts, speed) <= _SLACK * seconds]
-    found = fitting[0] if fitting else replace(least[-1], items=_LEAST_ITEMS)
+    contexts = dict.fromkeys(min(context, positions) for context in CONTEXTS)
+    tried = [replace(_least(context), items=items) for items in (max(BENCHMARKS), _LEAST_ITEMS) for context in contexts]
+    found = next((amounts for amounts in tried if _total(amounts, speed) <= _SLACK * seconds), tried[-1])
     while (larger := _scaled(found, 1.25)) != found and _total(larger, speed) <= _SLACK * seconds:
         found = larger
     return found
@@ -109,10 +109,12 @@ def fit_rest(amounts: Amounts, speed: Speed, seconds: float) -> Amounts:
 
 def fit_items(amounts: Amounts, speed: Speed, seconds: float) -> Amounts:
     """The amounts with as many benchmark items as are scored, with the step after it, in `seconds`."""
-    none = replace(amounts, items=0).seconds(speed)
-    each = replace(amounts, items=1).seconds(speed)["evaluate"] - none["evaluate"]
-    items = int((_SLACK * seconds - none["evaluate"] - none["compare"]) / each)
-    return replace(amounts, items=max(_LEAST_ITEMS, min(_ITEMS, items)))
+    for items in range(amounts.items, _LEAST_ITEMS, -1):
+        found = replace(amounts, items=items)
+        estimate = found.seconds(speed)
+        if estimate["evaluate"] + estimate["compare"] <= _SLACK * seconds:
+            return found
+    return replace(amounts, items=_LEAST_ITEMS)
 
 
 def measure_speed(base: LayerwiseModel, tokens: int = 256) -> Speed:

@@ -59,19 +59,21 @@ evaluation:
 """
 
 
-def quickstart(output: Path, base: str | None, minutes: float, command: Callable[[list[str]], int]) -> dict[str, Any]:
+def quickstart(
+    output: Path, base: str | None, minutes: float, started: float, command: Callable[[list[str]], int]
+) -> dict[str, Any]:
     """Carry out the quick start in `output`; returns its record, also written as quickstart.json.
 
     Args:
         output: an absent or empty folder.
         base: folder or Hub id of a LLaMA checkpoint; None makes SmolLM2-135M.
         minutes: that all of it may take; the least text takes what it takes.
+        started: `time.perf_counter()` when they began.
         command: runs one `moh-llm` command, given its arguments; returns the exit status.
 
     Raises:
         SystemExit: a command failed; it has printed why.
     """
-    started = time.perf_counter()
 
     def left() -> float:
         return 60 * minutes - (time.perf_counter() - started)

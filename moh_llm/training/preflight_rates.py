@@ -17,18 +17,18 @@ MOST = 0.3
 
 
 def check_router_rate(config: TrainConfig, model: MoHLlamaConfig) -> Finding | None:
-    """A warning where one step may change a converted model's fitted routers and fallbacks by too much.
+    """A warning where one step may change a converted model's fitted routers by too much.
 
     AdamW changes each weight by about its rate, whatever the gradient, so that a logit `w x` may change by the rate
     times the sum of absolute inputs. A layer's inputs are normalised and then scaled by the norm's weights `n`; where
     normalised inputs are normal, that sum is `sqrt(2 / pi) * sum |n|`.
 
     Returns:
-        None where nothing that reads the inputs is trained, or the model was not converted.
+        None where no router that reads the inputs is trained (threshold routers are not), or the model was not
+        converted.
     """
     folder = Path(config.model)
-    reads = model.router_type == "linear" or model.head_fallback != "none"
-    if not reads or read_conversion(folder) is None:
+    if model.router_type != "linear" or read_conversion(folder) is None:
         return None
     sums = input_sums(folder)
     layer = max(sums, key=sums.__getitem__)
