@@ -6,9 +6,9 @@
 Each job runs in a process of its own, whose peak resident memory is read. "convert" is `--preset
 paper --verify none`, which reads no text; its peer is a plain copy of the same files, in turn with
 it, and the seconds are those of the work itself, without starting Python. "calibrate" is the default
-conversion, which fits routers, fallbacks and budgets on N tokens in windows of `--context`, with
+conversion, which fits routers, fallbacks and budgets on N tokens in windows of `--context`, with local fallbacks and
 `--verify none`; its peer is one forward and backward pass of the loaded model, of the language-modelling
-loss by all weights, over as many tokens in the same windows. WORKDIR needs twice the checkpoint's size,
+loss by all weights, over as many tokens in the same windows, both in the same compute dtype. WORKDIR needs twice the checkpoint's size,
 and keeps it.
 """
 
@@ -21,6 +21,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from command import add_compute_dtype, device_and_dtype
+
+from moh_llm.devices import name_device, synchronize
 
 SIZES = {  # vocabulary, hidden, intermediate, layers, heads, KV heads, head size, tied
     "tiny": (512, 256, 512, 4, 8, 2, 32, True),
@@ -41,7 +45,8 @@ def main() -> int:
     parser.add_argument("--calibrate", type=int, metavar="N", help="calibrate on N tokens, too")
     parser.add_argument("--context", type=int, default=8192, metavar="T", help="tokens of a window of calibration")
     parser.add_argument("--layers", type=int, metavar="N", help="cut the shapes to N layers")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of a new checkpoint")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="stored in a new checkpoint")
+    add_compute_dtype(parser)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--job", choices=list(JOBS), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -55,12 +60,14 @@ def main() -> int:
         done = JOBS[args.job](args)
         print(json.dumps(done | {"mib": _peak_memory_mib()}))
         return 0
+    device, _, computed = device_and_dtype(args)
     rows = []
     for size in args.size:
         base = base_folder(args, size)
         if not (base / "config.json").exists():
             _job("make", args, size)
-        row = {"size": size, "gib": round(sum(f.stat().st_size for f in base.iterdir()) / (1 << 30), 2)}
+        row = {"size": size, "device": name_device(device), "stored": args.dtype, "computed": computed}
+        row["gib"] = round(sum(file.stat().st_size for file in base.iterdir()) / (1 << 30), 2)
         copies, conversions = [], []
         for _ in range(args.repeats):
             copies.append(_job("copy", args, size)["seconds"])
@@ -97,7 +104,7 @@ def _job(name: str, args: argparse.Namespace, size: str) -> dict:
     """Run a job of this script in a process of its own, after the disk has come to rest."""
     os.sync()
     command = [sys.executable, __file__, str(args.workdir), "--size", size, "--job", name]
-    command += ["--context", str(args.context), "--dtype", args.dtype]
+    command += ["--context", str(args.context), "--dtype", args.dtype, "--compute-dtype", args.compute_dtype]
     command += ["--calibrate", str(args.calibrate)] if args.calibrate else []
     command += ["--layers", str(args.layers)] if args.layers else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -181,11 +188,12 @@ def _timed_conversion(args: argparse.Namespace, calibrated: bool) -> dict:
     options = ConversionOptions(
         base=str(base_folder(args, args.size[0])),
         output=args.workdir / f"{args.size[0]}-out",
-        plan=PlanOptions() if calibrated else PlanOptions(preset="paper"),
+        plan=PlanOptions(context=args.context, fallback="local") if calibrated else PlanOptions(preset="paper"),
         context=args.context,
         calibration_tokens=args.calibrate if calibrated else 1,
         heldout_tokens=1,
         verify="none",
+        compute_dtype=args.compute_dtype,
     )
     started = time.perf_counter()
     convert(options)
@@ -196,17 +204,15 @@ def _passes(args: argparse.Namespace) -> dict:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from moh_llm.devices import choose_device
-
-    model = AutoModelForCausalLM.from_pretrained(base_folder(args, args.size[0])).to(choose_device())
+    device, dtype, _ = device_and_dtype(args)
+    model = AutoModelForCausalLM.from_pretrained(base_folder(args, args.size[0]), dtype=dtype).to(device)
     shape = (args.calibrate // args.context, args.context)
     windows = torch.randint(1, 256, shape, generator=torch.Generator().manual_seed(0))
     started = time.perf_counter()
     for batch in windows.split(1):
         batch = batch.to(model.device)
         model(batch, labels=batch, use_cache=False).loss.backward()
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     return {"seconds": round(time.perf_counter() - started, 2)}
 
 

@@ -85,7 +85,10 @@ def choose_amounts(speed: Speed, seconds: float, positions: int) -> Amounts:
         positions: that the base was made for.
     """
     contexts = dict.fromkeys(min(context, positions) for context in CONTEXTS)
-    tried = [replace(_least(context), items=items) for items in (max(BENCHMARKS), _LEAST_ITEMS) for context in contexts]
+    tried = [
+        replace(_least(context), items=items) for context in contexts for items in (max(BENCHMARKS), min(BENCHMARKS))
+    ]
+    tried.append(replace(tried[-1], items=_LEAST_ITEMS))
     found = next((amounts for amounts in tried if _total(amounts, speed) <= _SLACK * seconds), tried[-1])
     while (larger := _scaled(found, 1.25)) != found and _total(larger, speed) <= _SLACK * seconds:
         found = larger

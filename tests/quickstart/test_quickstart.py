@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import subprocess
+import time
 
 import pytest
 from cards import check_card
@@ -13,37 +14,36 @@ from moh_llm.cli import COMMANDS, main
 from moh_llm.commands.quickstart import clear
 from moh_llm.hub.card import build_card
 from moh_llm.hub.licences import IDS
-from moh_llm.quickstart.run import RECIPE, quickstart
+from moh_llm.quickstart import budget
+from moh_llm.quickstart.run import quickstart
 from moh_llm.quickstart.smollm2 import README
 from moh_llm.training.recipe import load_config
-
-# The recipe's rate is that of a real base.
-RATES = "optimizer:\n  learning_rate: 1e-3\n"
 
 
 @pytest.mark.slow
 def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys, monkeypatch, one_thread):
     pytest.importorskip("lm_eval")
-    monkeypatch.setattr("moh_llm.quickstart.run.RECIPE", RECIPE.replace("precision: bf16", "precision: 'no'") + RATES)
-    monkeypatch.setattr("moh_llm.quickstart.run.ACTIVE_RATIO", 0.5)  # so that there is something to win back
+    monkeypatch.setitem(budget.LEAST, "tuning", 16384)  # so that something is won back
     output = tmp_path / "quickstart"
     base = make_llama(max_position_embeddings=512, num_hidden_layers=4, initializer_range=0.3)
     (base / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: en\n---\n\nA base.\n")
-    assert main(["quickstart", "--base", str(base), "--steps", "16", "--output", str(output)]) == 0
-    printed = capsys.readouterr().out
+    assert main(["quickstart", "--base", str(base), "--minutes", "0.5", "--output", str(output)]) == 0
+    said = capsys.readouterr()
     record = json.loads((output / "quickstart.json").read_text())
+    assert "this is the smallest run; it takes about" in said.out and "--minutes 0.5" in said.out
+    assert f"{record['device']}, float32: " in said.out
+    assert "calibrate, pass 2 of 2 (backward): 1,536 of 1,536 tokens" in said.err
     rows = {row["model"]: row for row in record["held_out"]}
-    assert list(rows) == ["dense", "paper's layer", "calibrated", "tuned"]
-    assert rows["dense"]["ratio"] == 1 and rows["dense"]["kl"] == 0 and rows["dense"]["active_heads"] == 4
-    for name in ("paper's layer", "calibrated", "tuned"):
-        assert rows[name]["active_heads"] == 2 and rows[name]["kl"] > 0
-        assert f"{rows[name]['perplexity']:.2f}" in printed
-    assert rows["tuned"]["kl"] < 0.97 * rows["calibrated"]["kl"] < rows["paper's layer"]["kl"]
+    assert list(rows) == ["converted", "tuned"] and 0.4 < record["keys_read"] <= 0.5
+    for row in rows.values():
+        assert row["kl"] > 0 and f"{row['perplexity']:.2f}" in said.out
+        assert f"{row['base_perplexity']:.2f}" in said.out and row["tokens"] > 700
+    assert rows["tuned"]["kl"] < 0.98 * rows["converted"]["kl"]
     low, high = rows["tuned"]["kl_interval"]
-    assert low < rows["tuned"]["kl"] < high and f"({low:.4f} to" in printed and f"{high:.4f})" in printed
-    assert f"held-out tokens of {rows['tuned']['documents']} documents" in " ".join(printed.split())
-    assert rows["tuned"]["documents"] > 5
-    assert record["report"] in printed
+    assert low < rows["tuned"]["kl"] < high and f"({low:.4f} to" in said.out and f"{high:.4f})" in said.out
+    assert f"held-out tokens of {rows['tuned']['documents']} documents" in " ".join(said.out.split())
+    assert set(record["continued"]) == {"base", "tuned"} and "base goes on:" in said.out
+    assert (output / "report" / "report.html").resolve().as_uri() in said.out
     assert (output / "report" / "report.html").exists() and (output / "recovery" / "model" / "config.json").exists()
 
     assert main(["quickstart", "--output", str(output)]) == 2
@@ -51,23 +51,34 @@ def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys, monkeypatch, on
     check_full_card(output)
 
 
-def test_its_commands_are_those_of_the_command_line(tmp_path):
+def test_its_commands_are_those_of_the_command_line(make_llama, tmp_path):
     """Each is understood, the recipe, too; the first that fails ends the quick start with its status."""
     given = []
 
     def command(words):
         parser = argparse.ArgumentParser()
         COMMANDS[words[0]][0].add_arguments(parser)
-        parser.parse_args(words[1:])
+        args = parser.parse_args(words[1:])
         given.append(words[0])
+        if words[0] == "convert":
+            assert (args.fallback, args.keys, args.context) == ("local", 0.5, 256)
         return 7 if words[0] == "evaluate" else 0
 
+    base = str(make_llama(max_position_embeddings=256))
     with pytest.raises(SystemExit, match="7"):
-        quickstart(tmp_path / "out", "a base", 3, command)
+        quickstart(tmp_path / "out", base, 0.1, time.perf_counter(), command)
     assert given == ["convert", "train", "evaluate"]
     config = load_config(tmp_path / "out" / "recipe.yaml")
     assert (config.model, config.output_dir) == (str(tmp_path / "out" / "moh"), str(tmp_path / "out" / "recovery"))
-    assert (config.max_steps, config.schedule.warmup_steps, config.data.mixture) == (3, 2, "embedded")
+    assert config.tokens_per_step * config.max_steps == budget.LEAST["tuning"]
+    assert (config.data.sequence_length, config.data.mixture, config.mixed_precision) == (256, "embedded", "auto")
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "2000"])
+def test_minutes_that_cannot_be_kept(tmp_path, capsys, minutes):
+    assert main(["quickstart", "--minutes", minutes, "--output", str(tmp_path / "out")]) == 2
+    assert "must be above 0 and below 1,440" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def check_full_card(output):
