@@ -137,8 +137,9 @@ def wide(tensor: "torch.Tensor") -> "torch.Tensor":
 # ---- compute dtype
 
 COMPUTE_DTYPE = "MOH_LLM_COMPUTE_DTYPE"  # environment variable: what "auto" stands for
-_SIZES = {"cpu": (128, 512, 512)}  # rows, inputs, outputs of the timed product
-_SIZE = (2048, 2048, 2048)  # on an accelerator: less would time its launch
+_ROWS, _WIDTH = 128, 512  # of the timed products, at first
+_MOST_ROWS = 1 << 16
+_LEAST_SECONDS = 0.004  # of float32's products: in less, many cores and GPUs spend most of the time on starting
 _FASTER = 0.8  # share of float32's time that bfloat16 must stay below
 
 
@@ -170,24 +171,26 @@ def computes_bfloat16_fast(device: "torch.device") -> bool:
     """Whether a linear layer, forward and backward, takes less time in bfloat16 than in float32.
 
     It is timed: CPUs with AVX2 or AVX-512 alone, and older GPUs, accept bfloat16 and emulate it, at up to 36 times the
-    time. Takes less than half a second.
+    time. Takes about half a second at most.
     """
     import torch
 
+    rows = _ROWS
+    while rows < _MOST_ROWS and _product_seconds(device, rows, (torch.float32,))[0] < _LEAST_SECONDS:
+        rows *= 2
     try:
-        seconds = _product_seconds(device, (torch.float32, torch.bfloat16))
+        seconds = _product_seconds(device, rows, (torch.float32, torch.bfloat16))
     except (RuntimeError, TypeError):  # the backend lacks the dtype
         return False
     return seconds[1] < _FASTER * seconds[0]
 
 
-def _product_seconds(device: "torch.device", dtypes: "tuple[torch.dtype, ...]") -> list[float]:
+def _product_seconds(device: "torch.device", rows: int, dtypes: "tuple[torch.dtype, ...]") -> list[float]:
     """For each dtype the least seconds of the three products of a linear layer; the first round warms up."""
     import torch
 
-    rows, inputs, outputs = _SIZES.get(device.type, _SIZE)
     best = [float("inf")] * len(dtypes)
-    shapes = (rows, inputs), (outputs, inputs), (rows, outputs)
+    shapes = (rows, _WIDTH), (_WIDTH, _WIDTH), (rows, _WIDTH)
     operands = [[torch.ones(shape, device=device, dtype=dtype) for shape in shapes] for dtype in dtypes]
     for number in range(4):
         for place, (states, weight, gradient) in enumerate(operands):
