@@ -59,6 +59,7 @@ def command(base, river, tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_every_method_has_a_row_and_ours_is_the_converters(
     command, one_thread, base, river, convert, read_tensors, tmp_path
 ):

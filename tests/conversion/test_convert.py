@@ -190,7 +190,8 @@ def test_the_index_is_written_last(make_llama, convert, tmp_path, monkeypatch):
     assert INDEX not in there
 
 
-@pytest.mark.parametrize("granularity", ["head", pytest.param("kv_group", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", ["head", "kv_group"])
 def test_loads_where_moh_llm_is_not_importable(make_llama, convert, tmp_path, granularity):
     output = tmp_path / "moh"
     assert convert(make_llama(), output, "--num-shared-heads", "0", "--routing-granularity", granularity) == 0

@@ -47,12 +47,13 @@ def wait_for(pattern: str, folder: Path, process: forks.Program) -> None:
 
 
 # When: as soon as there is a folder; while the layers' inputs are written; while layers are fitted.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sign", "delay"),
     [
         pytest.param(".moh.*.tmp", 0, id="at once"),
-        pytest.param(".moh.*.tmp/hidden-states-3.safetensors", 0.3, id="0.3 s", marks=pytest.mark.slow),
-        pytest.param(".moh.*.tmp", 1, id="1 s", marks=pytest.mark.slow),
+        pytest.param(".moh.*.tmp/hidden-states-3.safetensors", 0.3, id="0.3 s"),
+        pytest.param(".moh.*.tmp", 1, id="1 s"),
     ],
 )
 def test_killed_and_run_again(make_llama, convert, river, tmp_path, sign, delay):

@@ -52,6 +52,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return play
 
 
+@pytest.mark.slow
 def test_slurm_writes_the_same_shards_and_the_record(corpus, tokenizer, tmp_path, slurm, shards):
     tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "here", workers=1)
     options = {"time": "01:00:00", "partition": "cpu", "mem_per_cpu_gb": "4", "qos": ""}

@@ -79,6 +79,7 @@ def test_bytes_depend_on_nothing_but_the_text(corpus, tokenizer, tmp_path, monke
     assert not (tmp_path / "three" / "logs").exists()
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_and_run_again(corpus, tokenizer, tmp_path, shards):
     text = (corpus.parent / "plain-0.jsonl").read_text()
     for number in range(4):

@@ -96,6 +96,7 @@ def log_likelihood(folder: Path, context: str, continuation: str) -> float:
     return sum(log_p[len(before) + i - 1, token].item() for i, token in enumerate(after))
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_plain_loops_and_it_goes_on(command, tiny_llama, tiny_moh):
     status, printed, record = command("--models", f"moh={tiny_moh}", f"same={tiny_llama}")
     assert status == 0, printed.err

@@ -109,6 +109,7 @@ def test_prompts_are_those_that_lm_eval_builds(
             assert found[name][0] == doc["sentence"].replace("_", doc[f"option{doc['answer']}"])
 
 
+@pytest.mark.slow
 def test_the_command_records_it(smoke_report: Path, tiny_moh: Path, load: Callable[..., list[Any]]) -> None:
     from transformers import AutoTokenizer
 

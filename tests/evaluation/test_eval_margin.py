@@ -134,6 +134,7 @@ def row_from(scores: list[np.ndarray], chance: float) -> Row:
     return make_report(strata, full=len(model), chances={"A": chance}).benchmarks[0]
 
 
+@pytest.mark.slow
 def test_the_interval_holds_the_truth_in_95_of_100_draws() -> None:
     draw = np.random.default_rng(0)
     suite = [(400, 0.25, 0.3, 0.8), (250, 0.5, 0.3, 0.9), (300, 0.0, 0.4, 0.7)]

@@ -30,6 +30,7 @@ benchmarks:
 """
 
 
+@pytest.mark.slow
 def test_scores_do_not_depend_on_the_number_of_processes(
     stories: Path,
     shared_benchmarks: Path,
@@ -101,6 +102,7 @@ print("all is well", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_processes_agree_on_what_went_wrong_and_the_first_analyses(
     tiny_llama: Path, tiny_moh: Path, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(
     tiny_llama: Path,
     tiny_moh: Path,

@@ -23,6 +23,7 @@ def test_help() -> None:
     assert "--data-dir" in result.stdout
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line() -> None:
     result = python("evaluate.py", "no/such/model", "--suite", "nosuch")
     assert result.returncode == 2

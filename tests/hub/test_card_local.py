@@ -76,6 +76,7 @@ def test_how_to_load_runs_as_written(conversion: Path) -> None:
     assert ran.stdout.strip() and "trust_remote_code" not in ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_publishing_writes_the_card_anew(
     conversion: Path, forked_proof: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -14,6 +15,7 @@ from moh_llm.records.model import INDEX_NAME
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_the_same_there_bit_for_bit(moh_model, monkeypatch):
     # None of these may reach the clean process.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

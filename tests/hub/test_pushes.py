@@ -185,6 +185,7 @@ def test_a_milestone_is_published_by_its_own_process(recipe, fake_hub, reached, 
     assert fake_hub.asked("step-000002") == requests and "step-000002" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_milestones_that_fail_stop_nothing_else_and_are_tried_again(
     recipe, fake_hub, proven, processes, capsys, tmp_path
 ):

@@ -139,6 +139,7 @@ def test_generation_of_padded_rows(make_pair, plan, ids, settings):
         assert torch.equal(together[row], moh.generate(padded[row : row + 1, place], **common, **settings)[0, -6:])
 
 
+@pytest.mark.slow
 def test_compiled_and_exported_models_know_padding(make_pair, ids):
     _, moh = make_pair(num_hidden_layers=1, **PLAN)
     padded, mask, places = padded_rows(ids, "left")

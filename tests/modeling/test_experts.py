@@ -118,6 +118,7 @@ def test_the_names_of_an_mlp_stay(tmp_path):
     assert names < load_file(tmp_path / "model.safetensors").keys()
 
 
+@pytest.mark.slow
 def test_it_loads_by_its_own_code(make_model):
     folder: Path = make_model(MoHLlamaConfig, num_local_experts=4, dtype=torch.bfloat16, **ROUTED)
     assert prove(folder, folder).failure is None

@@ -127,6 +127,7 @@ def test_packed_documents_and_padding(seed):
     compare(drawn, first=first, key_mask=key_mask)
 
 
+@pytest.mark.slow
 def test_documents_and_lists_of_any_length():
     starts = torch.tensor([31, 36, 40, 44, 48, 52, 56, 60])[:, None]  # around the ends of tiles
     drawn = draw(len(starts), 1, 1, 70, 70, 16, 0.9)
@@ -208,6 +209,7 @@ def test_mixed_precision_computes_in_its_dtype(make_pair, ids, monkeypatch):
         assert distance(by_lists, exact.double()) < 1.5 * distance(by_mask, exact.double()) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [PLANS[1], PLANS[4]])
 def test_generation_with_left_padding_gives_the_masked_paths_tokens(make_pair, ids, plan):
     ids, mask = ids[:2].to(DEVICE), torch.ones_like(ids[:2]).to(DEVICE)

@@ -32,6 +32,7 @@ def folder(make_pair, byte_tokenizer, tmp_path) -> Path:
     return tmp_path / "moh"
 
 
+@pytest.mark.slow
 def test_auto_classes_know_the_model_after_import_moh_llm(folder):
     program = (
         f"import moh_llm; from transformers import AutoConfig, AutoModelForCausalLM\n{LOAD.format(folder=str(folder))}"
@@ -41,6 +42,7 @@ def test_auto_classes_know_the_model_after_import_moh_llm(folder):
     assert done.stdout.split() == CLASSES
 
 
+@pytest.mark.slow
 def test_nor_does_it_matter_which_is_imported_first(folder, tmp_path):
     """In a process that had imported transformers, and never `moh_llm`."""
     script, empty = tmp_path / "script.py", tmp_path / "empty"

@@ -64,12 +64,13 @@ def make_inputs(vocabulary: int) -> dict[str, torch.Tensor]:
     return {"ids": ids, "mask": mask, "positions": torch.cat([torch.arange(9), torch.arange(15)])[None]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "code"),
     [
         (2, "package"),
-        pytest.param(2, "remote", marks=pytest.mark.slow),
-        pytest.param(4, "package", marks=pytest.mark.slow),
+        (2, "remote"),
+        (4, "package"),
     ],
 )
 def test_logits_and_tokens_are_those_of_one_process(make_pair, make_model, tmp_path, processes, code) -> None:

@@ -124,6 +124,7 @@ def run_of(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path])
     return lambda way: made_once(way, partial(make, way)) / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", each(WAYS))
 def test_two_processes_follow_the_curve_of_one(single, run_of, way):
     folder = run_of(way)

@@ -115,6 +115,7 @@ def test_a_bad_step_leaves_no_trace_in_the_weights(configure, spoiled, action: s
     assert line["dropped"] == "the loss is not finite" and line["loss"] is None and line["kl"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["skip", "roll_back"])
 def test_a_resumed_run_drops_the_same_steps(configure, spoiled, tmp_path: Path, action: str) -> None:
     overrides = {"max_steps": 8, "divergence.action": action, "checkpoint.save_steps": 2}

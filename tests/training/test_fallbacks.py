@@ -79,6 +79,7 @@ def test_local_fallbacks_are_trained_and_saved(
         assert torch.equal(after[name], before[name]) == is_fixed and after[name].isfinite().all(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ["linear", "threshold"])
 def test_a_frozen_base_stays_as_it_is_and_is_its_own_teacher(
     configure, local_folders, base_folder: Path, read_tensors, router: str, tmp_path: Path

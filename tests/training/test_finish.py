@@ -14,6 +14,7 @@ from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.training.checkpoints import newest_checkpoint
 from moh_llm.training.loop import train
+from moh_llm.training.precision import decide_precision
 from moh_llm.training.recipe import load_config
 from moh_llm.training.runs import Run
 
@@ -130,10 +131,10 @@ sys.exit(main(["train", *sys.argv[2:]]))
 """
 
 
-FEW = ("among the model's files", "before the card")
 
 
-@pytest.mark.parametrize("moment", [m if m in FEW else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_in_its_last_stage_the_same_command_ends_in_a_whole_model(finished, run, recipe, capsys, moment) -> None:
     unfinish(run, 2)
     words = ["-c", KILLED, MOMENTS[moment], str(recipe), *SHORT]
@@ -188,7 +189,7 @@ def test_a_record_that_is_none_is_named(run, recipe, capsys, text) -> None:
 
 
 def test_a_line_of_the_log_that_is_no_json_is_named_unless_a_kill_cut_it_short(run, recipe) -> None:
-    config = load_config(recipe, SHORT)
+    config = decide_precision(load_config(recipe, SHORT))
     whole = (run / "log.jsonl").read_text()
     (run / "log.jsonl").write_text(whole + '{"step": 2, "lo')
     assert [line.step for line in Run(config).trim_log(2)] == [1, 2]

@@ -159,6 +159,7 @@ def test_the_dense_twin_is_a_llama(initialise, tmp_path, capsys) -> None:
     assert torch.equal(logits(twin), logits(restored))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["moh_llm_s", "llm_s"])
 def test_both_twins_learn_from_scratch(initialise, configure, architecture: str) -> None:
     folder = initialise(architecture, "initial")

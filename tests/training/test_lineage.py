@@ -120,6 +120,7 @@ def card_of(run: Path) -> str:
 METHODS = {"": "all weights", "--lora.rank 4": "LoRA of rank 4", "--freeze_base true": "routers and fallbacks"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "weights"), METHODS.items())
 def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, method: str, weights: str) -> None:
     flags = ["--seed", "7", "--max_steps", "2", *method.split()]
@@ -254,6 +255,7 @@ def test_a_wrong_base_is_refused(place: Path, tune: Any, make_llama: Callable[..
     assert "holds no record of a conversion that names a base; drop base" in told
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_it_is_compared_with(place: Path, tune: Any) -> None:
     flags = ["--checkpoint.save_steps", "2"]
     one, two, three = place / "run1", place / "run2", place / "run3"

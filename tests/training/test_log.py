@@ -105,6 +105,7 @@ def test_tensorboard_shows_the_log(finished_run) -> None:
     assert found["routing/entropy/01"][6] == pytest.approx(log[-1]["routing"]["entropy"][1])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_curves_and_overwriting_removes_them(configure, run) -> None:
     unfinish(run, 4)
     loop.train(configure())

@@ -58,6 +58,7 @@ def test_layer_distance_is_that_of_a_loop() -> None:
     assert float(layer_distance_sum(list(own), list(base), counted)) == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_layer_matching_pulls_the_layers_to_the_bases(configure) -> None:
     ends = []
     for coefficient in (1e-6, 100.0):  # next to nothing, but in the log; and most of the loss

@@ -201,6 +201,7 @@ def test_with_offloading_the_inputs_of_layers_are_not_kept():
     assert estimated[1] == pytest.approx(found[1], rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "vocabulary", "objective", "way", "checkpointing"),
     [
@@ -328,10 +329,9 @@ for stage in "12":
     ENVIRONMENTS[f"zero{stage}"] = zero
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
-@pytest.mark.parametrize(
-    "way", ["ddp", *(pytest.param(way, marks=pytest.mark.slow) for way in ENVIRONMENTS if way != "ddp")]
-)
+@pytest.mark.parametrize("way", ENVIRONMENTS)
 def test_two_processes_hold_what_is_estimated(way, tmp_path):
     if way.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")

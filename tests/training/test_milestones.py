@@ -27,6 +27,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+@pytest.mark.slow
 def test_milestones_leave_no_trace_in_the_run(configure, tmp_path):
     method = {"lora.rank": 4, "lora.dropout": 0.2, "schedule.anneal_steps": 5, "max_steps": 8}
     plain, asked = configure(output_dir=str(tmp_path / "plain"), **method), configure(**HUB, **method)
@@ -59,6 +60,7 @@ def test_a_milestone_reads_as_a_run_that_ended_there(configure):
     assert "No tuning is on record" not in card and "saved model" not in card
 
 
+@pytest.mark.slow
 def test_a_milestone_that_was_missed_is_made_at_the_next_start(configure, tmp_path):
     config, saved = configure(**HUB, max_steps=8), []
     train(config)

@@ -59,6 +59,7 @@ def test_the_linear_maps_alone_are_quantized(configure_wide, wide_folder: Path) 
     assert any("router" in name for name in trained) and any("fallback" in name for name in trained)
 
 
+@pytest.mark.slow
 @needs_bitsandbytes
 def test_the_loss_falls_and_adapters_are_merged_into_the_whole_weights(
     configure_wide, wide_folder: Path, read_tensors

@@ -51,6 +51,7 @@ def configure_planted(configure, planted_folder: Path):
     return lambda **more: configure(**keys | more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_useless_heads_are_not_shared(configure_planted, read_tensors, method: str) -> None:
     config = configure_planted(**{"lora.rank": 4} if method == "lora" else {})
@@ -78,6 +79,7 @@ def test_after_its_steps_nothing_is_learned(configure_planted) -> None:
         assert not torch.equal(before[router], after[router])
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(configure_planted, read_tensors) -> None:
     config = configure_planted(**{"checkpoint.save_steps": 5, "checkpoint.save_total_limit": 9})
     train(config)
@@ -92,6 +94,7 @@ def test_a_killed_run_resumes_bit_for_bit(configure_planted, read_tensors) -> No
     assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in tensors)
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does(configure_planted, recipe: Path, tmp_path: Path) -> None:
     few = {"max_steps": 6, "shared_heads.steps": 5, "checkpoint.save_steps": 6}
     alone = configure_planted(**few)

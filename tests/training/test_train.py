@@ -107,7 +107,8 @@ def test_the_log_has_one_line_per_step(finished_run) -> None:
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.slow), "lora"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
     overrides: dict[str, object] = {"max_steps": 35, "checkpoint.save_steps": 7, "evaluation.eval_steps": 20}
     if method == "lora":
@@ -257,6 +258,7 @@ def test_overwriting_a_run_keeps_the_model_that_is_read(run, recipe, capsys):
     assert (model / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_leaves(configure) -> None:
     overrides = {"max_steps": 70, "checkpoint.save_steps": 70, "evaluation.eval_steps": 0, "schedule.anneal_steps": 40}
     unbroken = configure(**overrides)
