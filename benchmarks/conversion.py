@@ -8,8 +8,8 @@ paper --verify none`, which reads no text; its peer is a plain copy of the same 
 it, and the seconds are those of the work itself, without starting Python. "calibrate" is the default
 conversion, which fits routers, fallbacks and budgets on N tokens in windows of `--context`, with local fallbacks and
 `--verify none`; its peer is one forward and backward pass of the loaded model, of the language-modelling
-loss by all weights, over as many tokens in the same windows, both in the same compute dtype. WORKDIR needs twice the checkpoint's size,
-and keeps it.
+loss by all weights, over as many tokens in the same windows, both in the same compute dtype. WORKDIR needs
+twice the checkpoint's size, and keeps it.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--calibrate", type=int, metavar="N", help="calibrate on N tokens, too")
     parser.add_argument("--context", type=int, default=8192, metavar="T", help="tokens of a window of calibration")
     parser.add_argument("--layers", type=int, metavar="N", help="cut the shapes to N layers")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="stored in a new checkpoint")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of a new checkpoint")
     add_compute_dtype(parser)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--job", choices=list(JOBS), help=argparse.SUPPRESS)

@@ -25,7 +25,7 @@ def failing_test(copy: Path, tests: Iterable[str]) -> str | None:
     """The first test that fails in a copy of the repository; None where all pass."""
     # Without bytecode: its time stamps are too coarse for files that change twice within a second.
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "--tb=no"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]  # with the slow ones
     words = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(words, cwd=copy, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, TESTS_FAILED):

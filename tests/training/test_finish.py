@@ -131,8 +131,6 @@ sys.exit(main(["train", *sys.argv[2:]]))
 """
 
 
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_in_its_last_stage_the_same_command_ends_in_a_whole_model(finished, run, recipe, capsys, moment) -> None:
