@@ -74,6 +74,7 @@ def counted_flops(config: MoHLlamaConfig, teacher: bool, recompute: bool, frozen
     return counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "frozen"])
 @pytest.mark.parametrize("teacher", [False, True], ids=["alone", "teacher"])
 @pytest.mark.parametrize("routing", ROUTING)
@@ -193,6 +194,7 @@ def make_sparse(name: str, router: str, fallback: str) -> MoHLlamaForCausalLM:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fallback", ["none", "value"])
 @pytest.mark.parametrize(
     ("name", "router", "length"),

@@ -196,6 +196,7 @@ def test_a_report_is_refused_while_another_process_writes_it(inputs, river, tmp_
     assert not (tmp_path / "out" / "report").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", "evaluate"])
 def test_a_refused_job_ends_on_all_its_processes(name, inputs, river, tmp_path):
     """Without a launcher that would end the others where one fails."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from moh_llm.conversion.base import open_base
 from moh_llm.conversion.convert import rows_of
@@ -18,8 +18,7 @@ from moh_llm.data.sample import sample_mixture
 from moh_llm.data.windows import validation_batches
 from moh_llm.devices import choose_device, compute_dtype, name_device
 from moh_llm.files import write_json, write_text
-from moh_llm.metrics import Batch, Comparison, compare_to_reference, logits_of
-from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.metrics import Batch, compare_to_reference, logits_of
 from moh_llm.progress import TextProgress
 from moh_llm.quickstart.budget import (
     SEQUENCES,
@@ -118,7 +117,8 @@ def quickstart(
     flags = ["--suite", "smoke", "--limit", str(amounts.items)]
     run("evaluate", str(recovery / "model"), "--base", base, *flags, "--output", str(report))
 
-    rows, prompt, continued = compare(base, moh, recovery / "model", amounts)
+    rows = compare(base, moh, recovery / "model", amounts.context, amounts.heldout)
+    prompt, continued = continue_prompt(base, recovery / "model", amounts.context)
     record = {
         "base": base,
         "device": name_device(device),
@@ -162,47 +162,57 @@ def show_plan(amounts: Amounts, speed: Speed, minutes: float, left: float, machi
 
 
 def compare(
-    base_name: str, converted: Path, tuned: Path, amounts: Amounts
-) -> tuple[list[dict[str, Any]], str, dict[str, str]]:
-    """A row per model on the same held-out text, a prompt, and how base and tuned model go on from it.
+    base_name: str, converted: str | Path, tuned: str | Path, context: int = 512, tokens: int = 8192
+) -> list[dict[str, Any]]:
+    """A row for the converted and one for the tuned model, against their base on the same held-out text.
 
     The text is what calibration and tuning hold out of the embedded mixture.
     """
+    base, moh, moh_tuned = _load(base_name), _load(converted), _load(tuned)
     tokenizer = AutoTokenizer.from_pretrained(base_name, trust_remote_code=False)
-    sources = sample_mixture(EMBEDDED, tokenizer, 0, amounts.heldout)
-    device = choose_device()
-    dtype = compute_dtype(device)
-    base = AutoModelForCausalLM.from_pretrained(base_name, dtype=dtype, trust_remote_code=False).to(device).eval()
-    moh, moh_tuned = (MoHLlamaForCausalLM.from_pretrained(f, dtype=dtype).to(device).eval() for f in (converted, tuned))
-    batches = validation_batches(sources, amounts.context, amounts.heldout, rows_of(amounts.context))
-    tokens = sum(batch["input_ids"].numel() for batch in batches)
-    with TextProgress("compare", tokens, {"held-out text": 1.0}) as progress:
+    sources = sample_mixture(EMBEDDED, tokenizer, 0, tokens)
+    length = min(context, base.config.max_position_embeddings)
+    batches = validation_batches(sources, length, tokens, rows_of(length))
+    with TextProgress("compare", sum(batch["input_ids"].numel() for batch in batches), {"held-out text": 1.0}) as bar:
 
         def shown(batch: Batch) -> torch.Tensor:
             logits = logits_of(moh_tuned)(batch)
-            progress.advance("held-out text", batch["input_ids"].numel())
+            bar.advance("held-out text", batch["input_ids"].numel())
             return logits
 
         found = compare_to_reference({"converted": logits_of(moh), "tuned": shown}, logits_of(base), batches)
-    # Longer than what has all heads on, so that the two may differ.
-    ids = batches[0]["input_ids"][:1, : amounts.context - CONTINUED]
-    continued = {"base": continue_greedily(base, ids), "tuned": continue_greedily(moh_tuned, ids)}
-    return (
-        [_row(name, comparison) for name, comparison in found.items()],
-        tokenizer.decode(ids[0, -2 * CONTINUED :]),
-        {name: tokenizer.decode(new) for name, new in continued.items()},
-    )
+    return [
+        {
+            "model": name,
+            "tokens": comparison.tokens,
+            "documents": comparison.documents,
+            "base_perplexity": comparison.reference_perplexity,
+            **comparison.figures(),
+        }
+        for name, comparison in found.items()
+    ]
 
 
-def _row(name: str, found: Comparison) -> dict[str, Any]:
-    return {"model": name, "tokens": found.tokens, "documents": found.documents} | {
-        "base_perplexity": found.reference_perplexity,
-        **found.figures(),
-    }
+def continue_prompt(base_name: str, tuned: str | Path, context: int) -> tuple[str, dict[str, str]]:
+    """The end of a prompt of held-out text, and the most likely tokens after it, of base and tuned model.
 
-
-def continue_greedily(model: torch.nn.Module, ids: torch.Tensor) -> list[int]:
-    """The most likely tokens after a prompt `[1, T]`."""
-    ids = ids.to(model.device)
+    The prompt is almost as long as the context: its first tokens have all heads on, so that a short one tells nothing.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(base_name, trust_remote_code=False)
+    batch = validation_batches(sample_mixture(EMBEDDED, tokenizer, 0, context), context, context, 1)[0]
+    ids = batch["input_ids"][:1, : context - CONTINUED]
     settings = {"max_new_tokens": CONTINUED, "do_sample": False, "pad_token_id": 0}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :].tolist()
+    continued = {}
+    for name, folder in {"base": base_name, "tuned": tuned}.items():
+        model = _load(folder)
+        prompt = ids.to(model.device)
+        new = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, ids.shape[1] :]
+        continued[name] = tokenizer.decode(new)
+    return tokenizer.decode(ids[0, -2 * CONTINUED :]), continued
+
+
+def _load(name: str | Path) -> PreTrainedModel:
+    """A model on this machine's device, in the dtype that it computes fast."""
+    device = choose_device()
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=compute_dtype(device), trust_remote_code=False)
+    return model.to(device).eval()

@@ -20,6 +20,7 @@ LONG = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embedd
 GROUPS = ["--routing-granularity", "kv_group"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "flags"),
     [

@@ -76,6 +76,7 @@ def test_killed_and_run_again(make_llama, convert, river, tmp_path, sign, delay)
     assert (tmp_path / "moh" / "conversion.json").exists() and not (tmp_path / "moh" / "mine.txt").exists()
 
 
+@pytest.mark.slow
 def test_leftovers_of_others_are_not_touched(tmp_path, dead_process):
     """Of a living process, another machine, another folder."""
     with child("import time; time.sleep(600)") as process:

@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from moh_llm.conversion import convert as conversion
 from moh_llm.conversion.attention_time import AttentionTimes
 from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
@@ -13,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import local_plans
 
 
+@pytest.mark.slow
 def test_each_model_is_the_converters(make_llama, convert, read_tensors, tmp_path, monkeypatch, capsys):
     base = make_llama(max_position_embeddings=256, num_attention_heads=4, num_key_value_heads=2)
     text = tmp_path / "text.jsonl"

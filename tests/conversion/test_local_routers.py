@@ -5,10 +5,13 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import local_routers
 
 
+@pytest.mark.slow
 def test_the_oracle_is_the_best(make_llama, tmp_path, monkeypatch, capsys):
     base = make_llama(max_position_embeddings=256, num_attention_heads=4, num_key_value_heads=2)
     text = tmp_path / "text.jsonl"

@@ -46,6 +46,7 @@ def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> boo
     return some.keys() == others.keys() and all(same)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["moh", "mixed"])
 @pytest.mark.parametrize(
     "plan",

@@ -183,6 +183,7 @@ def test_what_cannot_be_is_one_line(command):
         assert status == 1 and said in printed.err and printed.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_long_prompts_begin_with_the_same_examples(command, tmp_path, tiny_moh):
     """Examples are the first rows of their split, and never the item itself; keys that are read are counted."""
     splits = {"SciQ": "allenai__sciq/default", "LAMBADA": "EleutherAI__lambada_openai/default"}

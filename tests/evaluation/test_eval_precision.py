@@ -67,6 +67,7 @@ def test_auto_is_the_devices_whatever_models_are_stored_in(
     assert str(asked) == f"compute dtype: float16 for every model, as asked {kept}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_models_are_computed_in_the_devices_dtype(
     dtype: str,

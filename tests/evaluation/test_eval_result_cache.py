@@ -103,6 +103,7 @@ def one_kept(
     return [*words, "--overwrite"]
 
 
+@pytest.mark.slow
 def test_only_what_fits_is_taken_up(
     one_kept: list[Any],
     tmp_path: Path,

@@ -83,6 +83,7 @@ def likeliest(lm: LanguageModel, request: Any) -> Any:
     return text, context, chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "pass_tokens"), [(1, 16), (4, 0), (4, 512), (64, 0), (64, 10**6)])
 def test_likelihoods_are_lm_evals(
     lm: LanguageModel,
@@ -174,6 +175,7 @@ def test_a_sliding_window_is_refused(make_llama: Callable[..., Path], tmp_path: 
         load_model(str(tmp_path), 1, "auto", "cpu", Team(), None, share_prefixes=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", ["auto", "3"])
 def test_a_suites_scores_stay_and_runs_are_told_apart(
     tiny_llama: Path,

@@ -163,6 +163,7 @@ def test_refusals_of_the_hub(
     assert len(paths) == asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["paper", "paper_stage1", "scratch"])
 def test_every_task_reads_local_data_and_builds_a_prompt(name: str, tmp_path: Path, shared_benchmarks: Path) -> None:
     """Of the other suites, those that are not as in the paper's."""

@@ -156,6 +156,7 @@ def test_a_tokenizer_with_ids_beyond_the_embedding(base: Path, refused: Callable
     assert "id 1000000000" in refused("convert", base, "--output", base.parent / "moh", "--verify", "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "words"),
     [

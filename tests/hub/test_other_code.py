@@ -96,6 +96,7 @@ def _modules_of_folders() -> list[str]:
     return [name for name in sys.modules if name.startswith("transformers_modules.")]
 
 
+@pytest.mark.slow
 def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path, capsys):
     from moh_llm.data.tokenizer import TextTokenizer
     from moh_llm.evaluation.head_analysis import _chooses

@@ -27,6 +27,7 @@ def test_a_sharded_model_is_the_same_there_bit_for_bit(moh_model, monkeypatch):
     assert len(proof.record["generated"]) == 3
 
 
+@pytest.mark.slow
 def test_grouped_queries_tied_embeddings_and_bfloat16(make_model, forked_proof):
     folder = make_model(
         MoHLlamaConfig,

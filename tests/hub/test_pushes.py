@@ -63,6 +63,7 @@ def test_the_doctor_accepts_a_job_that_can_publish(recipe, fake_hub, capsys):
 # ---- at its end
 
 
+@pytest.mark.slow
 def test_a_push_that_fails_is_no_failed_training_and_the_same_command_tries_again(
     recipe, fake_hub, proven, capsys, tmp_path
 ):
@@ -220,6 +221,7 @@ def test_milestones_that_fail_stop_nothing_else_and_are_tried_again(
     assert processes.started == ["step-000002", "step-000004"]
 
 
+@pytest.mark.slow
 def test_milestones_are_published_one_after_the_other(processes, milestones):
     said: list[str] = []
     one, two = milestones
@@ -266,6 +268,7 @@ def test_a_process_that_does_not_start_or_is_killed_is_a_failed_push(processes, 
     assert "is not published: its process could not be started, Cannot allocate memory; try again with" in said[-1]
 
 
+@pytest.mark.slow
 def test_training_that_fails_leaves_no_process_behind(recipe, fake_hub, processes, monkeypatch, capsys):
     processes.endless = True
 

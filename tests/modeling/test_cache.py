@@ -56,6 +56,7 @@ def test_logits_are_those_of_one_pass(make, name, chunks) -> None:
         torch.testing.assert_close(torch.cat(found, dim=1)[seen], expected[seen])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize(
     "how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3}]

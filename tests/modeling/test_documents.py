@@ -58,9 +58,8 @@ def check_rows(moh, got: torch.Tensor, ids: torch.Tensor, places: list[slice]) -
     ("implementation", "fields"),
     [
         *(("sdpa", {"num_key_value_heads": 1}), ("sdpa", {"num_key_value_heads": 4, "head_fallback": "none"})),
-        *(("sdpa", {}), ("eager", {}), ("moh_sparse", {})),
-        *(("sdpa", LOCAL), ("eager", LOCAL), ("moh_sparse", LOCAL)),
-        *(("sdpa", START), ("eager", START), ("moh_sparse", START)),
+        *(("sdpa", {}), ("eager", {}), ("sdpa", LOCAL), ("eager", LOCAL), ("sdpa", START), ("eager", START)),
+        *(pytest.param("moh_sparse", fields, marks=pytest.mark.slow) for fields in ({}, LOCAL, START)),
     ],
     ids=str,
 )
@@ -90,7 +89,7 @@ def test_padded_rows_are_the_rows_alone(make_pair, ids, implementation, fields):
                 check_rows(moh, moh(**{"input_ids": padded} | arguments).logits, ids, places)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "moh_sparse"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", pytest.param("moh_sparse", marks=pytest.mark.slow)])
 def test_packed_documents_are_the_documents_alone_wherever_their_positions_begin(make_pair, plan, ids, implementation):
     if implementation == "moh_sparse":
         pytest.importorskip("triton")

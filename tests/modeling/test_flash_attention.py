@@ -15,6 +15,7 @@ from tests.modeling.test_local_attention import inputs, naive
 from tests.modeling.test_selected_attention import EVERYTHING, LENGTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv"), [(1, 1), (3, 1), (4, 4), (6, 2)])
 @pytest.mark.parametrize(("length", "batch"), [(2, 1), (64, 1), (65, 2), (701, 1)])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float64, 1e-12)])
@@ -107,6 +108,7 @@ def test_gradients_are_halved_where_a_thread_has_more_work(monkeypatch) -> None:
         assert not asks(2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("router_type", ["none", "threshold"])
 def test_training_with_halved_gradients_is_that_without(make_pair, router_type, autocast, monkeypatch) -> None:

@@ -100,6 +100,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_the_model_is_that_without_it(make_pair, name, monkeypatch) -> None:
     plan = {"num_shared_heads": 1, "num_active_heads": 2} | PLANS[name]

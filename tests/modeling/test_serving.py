@@ -175,6 +175,7 @@ LOCAL = {"head_fallback": "local", "local_window": 4, "local_sinks": 2}
 GROUPS = {"num_shared_heads": 0, "num_active_heads": 2, "routing_granularity": "kv_group"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

@@ -75,6 +75,7 @@ def test_padding_packing_and_caches_do_not_change_them(make_pair, ids, name):
     assert torch.equal(moh.token_heads(ids[:1, 15:], past_key_values=past), wanted[:, :, 15:])
 
 
+@pytest.mark.slow
 def test_the_default_conversion_without_the_package(make_llama, convert, tmp_path):
     """Converted with local fallbacks, and loaded by the code beside it in a process that never saw `moh_llm`."""
     base = make_llama(num_attention_heads=8, hidden_size=64, initializer_range=0.1)

@@ -147,6 +147,7 @@ def trained(tmp_path: Path, make_model: Callable[..., Path], river: Path) -> Pat
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_trained(trained: Path) -> None:
     assert report(trained) == 0
     record = json.loads((trained / "run.json").read_text())

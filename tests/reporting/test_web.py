@@ -78,6 +78,7 @@ def test_the_page_says_what_the_record_says(evaluation: Record) -> None:
     assert link and json.loads(unquote(html.unescape(link[1]).split(",", 1)[1])) == json.loads(json.dumps(evaluation))
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else_and_escapes_what_it_is_given(
     evaluation: Record, make_run: Callable[..., Path]
 ) -> None:
@@ -162,6 +163,7 @@ def charts_of(*runs: Path) -> dict[str, Chart]:
     return {chart.name: chart for chart in training_charts(group_runs(read_runs(runs)))}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrendered")
 def test_smoothed_curves_say_so_and_exact_ones_are_not_smoothed(make_run: Callable[..., Path]) -> None:
     def run(name: str, steps: int) -> Path:

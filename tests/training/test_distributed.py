@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,10 @@ from moh_llm.training.recipe import load_config
 
 WAYS = WAYS | {"torchrun": WAYS["ddp"]}  # the same from the command line, by PyTorch's own launcher
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed"),
+]
 STEPS = {"max_steps": 20, "data.batch_size": 8, "data.micro_batch_size": 2, "evaluation.eval_steps": 10}
 STEPS |= {"checkpoint.save_steps": 10, "checkpoint.save_total_limit": 2, "objective.layer_coefficient": 0.1}
 STEPS |= {"gradient_checkpointing": "true"}
@@ -38,11 +41,6 @@ from moh_llm.training.loop import train
 from moh_llm.training.recipe import load_config
 train(load_config(sys.argv[1], sys.argv[2:]), say=print)
 """
-
-
-def each(ways: Iterable[str]) -> list[object]:
-    """Ways as parameters; all but plain data parallelism are slow."""
-    return [way if way == "ddp" else pytest.param(way, marks=pytest.mark.slow) for way in ways]
 
 
 def start(
@@ -124,8 +122,7 @@ def run_of(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path])
     return lambda way: made_once(way, partial(make, way)) / "run"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", each(WAYS))
+@pytest.mark.parametrize("way", WAYS)
 def test_two_processes_follow_the_curve_of_one(single, run_of, way):
     folder = run_of(way)
     said = (folder.parent / "said.txt").read_text()
@@ -133,7 +130,6 @@ def test_two_processes_follow_the_curve_of_one(single, run_of, way):
     assert_same_run(folder, single)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "zero3", "fsdp2"])
 def test_a_frozen_base_teaches_itself_on_two_processes_as_on_one(recipe, configure, tmp_path, way):
     train(configure(output_dir=str(tmp_path / "one"), **STEPS | {"freeze_base": True}))
@@ -142,7 +138,6 @@ def test_a_frozen_base_teaches_itself_on_two_processes_as_on_one(recipe, configu
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["zero2", "zero3", "fsdp2"])
 def test_two_processes_resume_the_run_of_one(single, recipe, tmp_path, way):
     shutil.copytree(single, tmp_path / "there")
@@ -151,7 +146,7 @@ def test_two_processes_resume_the_run_of_one(single, recipe, tmp_path, way):
     assert_same_run(tmp_path / "there", single)
 
 
-@pytest.mark.parametrize("way", each(["ddp", "zero1", "zero2", "zero3", "fsdp2"]))
+@pytest.mark.parametrize("way", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
 def test_one_process_resumes_the_run_of_two(single, run_of, configure, tmp_path, way):
     shutil.copytree(run_of(way), tmp_path / "back")
     unfinish(tmp_path / "back", 10)
@@ -161,7 +156,6 @@ def test_one_process_resumes_the_run_of_two(single, run_of, configure, tmp_path,
     assert_same_run(tmp_path / "back", single)
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before(single, recipe, tmp_path):
     folder = Path(shutil.copytree(single, tmp_path / "full"))
     unfinish(folder, 10)
@@ -174,7 +168,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(single, recipe, tmp_path):
     assert {path.name: path.read_bytes() for path in (folder / "checkpoints" / "step-000010").iterdir()} == before
 
 
-@pytest.mark.parametrize("way", each(["ddp", "zero3", "fsdp2"]))
+@pytest.mark.parametrize("way", ["ddp", "zero3", "fsdp2"])
 def test_milestones_are_saved_beside_a_distributed_model(single, run_of, way):
     """The whole model is loaded while another one is distributed: the curve, above, stays the same."""
     folder = run_of(way)
@@ -188,7 +182,6 @@ def test_milestones_are_saved_beside_a_distributed_model(single, run_of, way):
         torch.testing.assert_close(a[name], weight, atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("way", "rank"), [("zero3", None), ("fsdp2", 4)])
 def test_a_teacher_beside_the_student_is_divided_too(make_llama, convert, configure, recipe, tmp_path, way, rank):
     """A model that was tuned before is taught by its base, under LoRA, too."""

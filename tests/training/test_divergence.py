@@ -98,6 +98,7 @@ def test_a_run_stops_before_its_weights_are_touched(configure, spoiled) -> None:
     assert [path.name for path in Path(config.output_dir, "checkpoints").iterdir()] == ["step-000002"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("action", "same_as"), [("skip", 3), ("roll_back", 2)])
 def test_a_bad_step_leaves_no_trace_in_the_weights(configure, spoiled, action: str, same_as: int) -> None:
     every = 1 if action == "skip" else 2

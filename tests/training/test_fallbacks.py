@@ -59,6 +59,7 @@ def local_folders(made_once, base_folder: Path, convert) -> dict[str, Path]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("router", ["linear", "threshold", "none"])
 def test_local_fallbacks_are_trained_and_saved(

@@ -55,6 +55,7 @@ def change_a_byte(run: Path) -> None:
     (run / "model" / "model.safetensors").write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "fault"),
     [

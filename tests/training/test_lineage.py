@@ -159,6 +159,7 @@ def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, metho
     assert f"With every head on, the saved model has KL {found['all_heads']['kl']:#.3g}." in sections["Recovery"]
 
 
+@pytest.mark.slow
 def test_the_first_run_is_against_the_base_that_the_model_is(place: Path, tune: Any) -> None:
     shutil.rmtree(place / "llama")  # it is not needed: the hash of the dense weights says what they are
     said = tune(place / "moh", place / "again")
@@ -185,6 +186,7 @@ def test_weights_that_were_changed_between_runs_are_told(place: Path, tune: Any)
     assert "**What was done to the weights before run 2 is not on record in full.**" in lineage
 
 
+@pytest.mark.slow
 def test_a_base_that_has_moved_is_named(place: Path, tune: Any) -> None:
     one, few = place / "run1", ["--max_steps", "2"]
     shutil.move(place / "llama", place / "elsewhere")
@@ -200,6 +202,7 @@ def test_a_base_that_has_moved_is_named(place: Path, tune: Any) -> None:
         assert read_record(run)["evaluation"] == read_record(place / "run2")["evaluation"]
 
 
+@pytest.mark.slow
 def test_without_its_base_a_run_is_against_what_it_began_with_and_says_so(place: Path, tune: Any) -> None:
     one, two = place / "run1", place / "run2"
     shutil.rmtree(place / "llama")

@@ -21,6 +21,7 @@ from moh_llm.training.optimizer import make_optimizer
 from moh_llm.training.reference import Reference
 from moh_llm.training.step import TrainingStep
 
+pytestmark = pytest.mark.slow  # many passes are measured
 ROOT = Path(__file__).resolve().parents[2]
 CROSS_ENTROPY, LORA = ObjectiveConfig(kind="cross_entropy"), LoraConfig(rank=8)
 
@@ -201,7 +202,6 @@ def test_with_offloading_the_inputs_of_layers_are_not_kept():
     assert estimated[1] == pytest.approx(found[1], rel=0.15)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "vocabulary", "objective", "way", "checkpointing"),
     [
@@ -329,7 +329,6 @@ for stage in "12":
     ENVIRONMENTS[f"zero{stage}"] = zero
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 @pytest.mark.parametrize("way", ENVIRONMENTS)
 def test_two_processes_hold_what_is_estimated(way, tmp_path):

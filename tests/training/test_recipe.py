@@ -165,6 +165,7 @@ def test_changed_keys_are_those_that_change_the_curve() -> None:
     assert changed_keys(old, old | {"freeze_base": True}) == ["freeze_base"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_makes_its_first_step_at_toy_size(path: Path, model_folder, mixture_file, tmp_path) -> None:
     small = {"model": model_folder, "output_dir": tmp_path / "run", "max_steps": 1, "mixed_precision": "no"}

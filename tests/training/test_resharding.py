@@ -76,6 +76,7 @@ def assert_same_numbers(folder: Path, other: Path) -> None:
     assert records[0].updates == records[1].updates == 4
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_writing(stopped, recipe, tmp_path):
     saved = resave("ddp", 2, recipe, stopped, tmp_path / "ddp")
     assert_same_numbers(saved, stopped / "checkpoints" / "step-000004")

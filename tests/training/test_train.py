@@ -47,6 +47,7 @@ def test_cross_entropy_learns_the_text(configure) -> None:
     assert log[-1]["validation"]["perplexity"] < 0.7 * log[0]["validation"]["perplexity"]
 
 
+@pytest.mark.slow
 def test_a_lora_run_ends_in_a_merged_model(configure) -> None:
     config = configure(max_steps=20, **{"lora.rank": 8, "lora.dropout": 0.1, "evaluation.eval_steps": 10})
     record = train(config)
@@ -187,6 +188,7 @@ def test_a_finished_run_is_refused_what_it_did_not_do(
         train(configure(**elsewhere))
 
 
+@pytest.mark.slow
 def test_another_recipe_does_not_resume(configure, mixture_file: Path, model_folder: Path, tmp_path: Path) -> None:
     text = Path(shutil.copytree(mixture_file.parent, tmp_path / "text"))  # to be changed
     configure = functools.partial(configure, **{"data.mixture": str(text / "mixture.yaml")})

@@ -14,6 +14,7 @@ from moh_llm.hub.card import write_local_card
 from moh_llm.training.loop import train
 
 
+@pytest.mark.slow
 def test_text_and_shards_and_reading_ahead_give_the_same_run(
     configure, mixture_file, model_folder, finished_run, run, tmp_path
 ):
