@@ -101,12 +101,11 @@ def fit_rest(amounts: Amounts, speed: Speed, seconds: float) -> Amounts:
     def fits(tried: Amounts) -> bool:
         return _total(tried, speed) - tried.seconds(speed)["convert"] <= _SLACK * seconds
 
-    step = SEQUENCES * amounts.context
-    while not fits(amounts) and amounts.tuning > 2 * step:
-        amounts = replace(amounts, tuning=max(2 * step, amounts.tuning - step))
-    least = _least(amounts.context).heldout
-    while not fits(amounts) and amounts.heldout > least:
-        amounts = replace(amounts, heldout=max(least, amounts.heldout - amounts.context))
+    least, step = _least(amounts.context), SEQUENCES * amounts.context
+    while not fits(amounts) and amounts.tuning > least.tuning:
+        amounts = replace(amounts, tuning=max(least.tuning, amounts.tuning - step))
+    while not fits(amounts) and amounts.heldout > least.heldout:
+        amounts = replace(amounts, heldout=max(least.heldout, amounts.heldout - amounts.context))
     return amounts
 
 
