@@ -109,7 +109,8 @@ def test_logits_and_tokens_are_those_of_one_process(make_pair, make_model, tmp_p
             found = torch.load(folder / f"{rank}.pt", weights_only=True)
             assert found["width"] == width // processes, name
             for mine, theirs in zip(found["logits"], logits, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+                # Partial sums of four processes are added in another order: 1.2e-5 on an AMD EPYC with AVX2.
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
             assert torch.equal(found["written"], written), name
 
 
