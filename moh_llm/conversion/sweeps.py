@@ -31,7 +31,7 @@ from moh_llm.records.model import save_tensors
 HELD_OUT = 4  # every fourth window measures costs and is not fitted on
 _LEAST = 16  # tokens with keys out of sight that a fit, and its check on other tokens, take
 FORWARD, BACKWARD = "forward", "backward"  # passes over the text
-_FITS = 1.15  # fits and local attention's samples beside the backward pass of a layer, measured at 512 and 8,192 tokens
+_FITS = 1.15  # fits and local attention's samples beside the backward pass of a layer, measured at 512 tokens
 _HEAD_ROWS = 128  # tokens whose distribution over the vocabulary is held at once
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from moh_llm.conversion.layers import LayerwiseModel, run_layer
+from moh_llm.data.mixture import EMBEDDED
 from moh_llm.devices import synchronize
 
 CONTEXTS = (8192, 4096, 2048, 1024, 512, 256)  # tokens in a sequence; the longest is taken that the time allows
 SEQUENCES = 2  # in a step of tuning
 LEAST = {"calibration": 1536, "heldout": 768, "tuning": 1024}  # tokens of the smallest run, or 3, 3 and 4 sequences
 _MOST = 24576  # tokens of calibration and of held-out text; what time is left goes to tuning
-SOURCES = 3  # of the text; each gives a sequence at least
+SOURCES = len(EMBEDDED.sources)  # each gives a sequence at least
 BENCHMARKS = (14, 10, 6)  # items of those of the suite `smoke`
 _LEAST_ITEMS = 2  # of each
 _ITEM_TOKENS = 400  # read of an item: by two models with all answers, and by the analysis of the heads

@@ -5,7 +5,9 @@ import torch
 from transformers import AutoConfig
 
 from moh_llm.conversion.layers import LayerwiseModel
+from moh_llm.evaluation.suite import load_suite
 from moh_llm.quickstart.budget import (
+    BENCHMARKS,
     FIXED,
     LEAST,
     SEQUENCES,
@@ -69,6 +71,10 @@ def test_what_comes_later_fits_in_what_is_left():
     assert fit_rest(amounts, speed, 1).steps == 2
     assert fit_items(amounts, speed, 600).items == amounts.items
     assert fit_items(amounts, speed, FIXED["evaluate"]).items == 2
+
+
+def test_the_items_are_those_of_the_suite():
+    assert tuple(benchmark.items for benchmark in load_suite("smoke").benchmarks) == BENCHMARKS
 
 
 def test_a_layer_and_the_head_are_what_is_timed(make_llama, monkeypatch):
