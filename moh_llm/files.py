@@ -17,6 +17,8 @@ from moh_llm.errors import UserError, without_passwords_in
 # What the disk answers when the fault is the place to write to, not the program.
 _DISK_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
+_CACHED = re.compile(r"(models|datasets|spaces)--.")  # how the folders of a Hub cache begin
+
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` in one step: to a temporary name beside it, then rename."""
@@ -47,6 +49,28 @@ def sha256(path: Path) -> str:
         while chunk := file.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def outside(path: Path, folder: Path) -> Path | None:
+    """Where a file of ``folder`` really lies if a link leads to a place that is not the folder's; None if none does.
+
+    Links to files inside the folder are its own, and so are those into a Hub cache, whose snapshots hold links only:
+    `models--OWNER--NAME/snapshots/COMMIT/FILE` to `models--OWNER--NAME/blobs/HASH`.
+    """
+    target = Path(os.path.realpath(path))  # which does not raise at links in a circle
+    if target.is_relative_to(os.path.realpath(folder)):
+        return None
+    blobs = target.parent
+    return None if blobs.name == "blobs" and _CACHED.match(blobs.parent.name) else target
+
+
+def check_links(folder: Path, files: Iterable[Path]) -> None:
+    """Raise UserError where one of a folder's ``files`` lies outside of it (`outside`): it may be no part of it."""
+    for path in files:
+        if target := outside(path, folder):
+            raise UserError(
+                f"{path} is a link to {target}, outside its folder; replace it by the file itself if it belongs there"
+            )
 
 
 def check_holds_none(output: Path, reads: Iterable[str | Path]) -> None:

@@ -1,0 +1,59 @@
+"""What belongs to a folder, by links."""
+
+from pathlib import Path
+
+import pytest
+
+from moh_llm.errors import UserError
+from moh_llm.files import check_links, outside
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a file, beside one that is not its."""
+    (tmp_path / "model" / "inner").mkdir(parents=True)
+    (tmp_path / "model" / "real.txt").write_text("its own")
+    (tmp_path / "secret.txt").write_text("of the machine")
+    return tmp_path / "model"
+
+
+def test_files_and_links_inside_a_folder_are_its_own(folder: Path) -> None:
+    (folder / "inner" / "link.txt").symlink_to("../real.txt")
+    (folder / "absolute.txt").symlink_to(folder / "real.txt")
+    (folder.parent / "alias").symlink_to(folder)
+    for root in (folder, folder.parent / "alias"):
+        check_links(root, [path for path in root.rglob("*") if path.is_file()])
+        assert outside(root / "not there.txt", root) is None
+
+
+def test_a_link_into_a_hub_cache_is_followed(tmp_path: Path) -> None:
+    cached = tmp_path / "hub" / "models--me--mine"
+    for path in ("blobs/0a1b", "elsewhere/0a1b"):
+        (cached / path).parent.mkdir(parents=True)
+        (cached / path).write_text("{}")
+    snapshot = cached / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to("../../blobs/0a1b")
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "config.json").symlink_to(snapshot / "config.json")  # of a link
+    check_links(snapshot, [snapshot / "config.json"])
+    check_links(tmp_path / "copy", [tmp_path / "copy" / "config.json"])
+    (snapshot / "LICENSE").symlink_to("../../elsewhere/0a1b")
+    assert outside(snapshot / "LICENSE", snapshot) == (cached / "elsewhere" / "0a1b").resolve()
+
+
+@pytest.mark.parametrize("name", ["secret.txt", "../secret.txt", "model-2", "blobs/secret.txt", "absent"])
+def test_a_link_that_leads_out_is_refused(folder: Path, name: str) -> None:
+    if name == "model-2":  # begins as the folder's own name
+        (folder.parent / name).write_text("")
+    (folder / "LICENSE.txt").symlink_to((folder.parent / name).resolve() if name[0] != "." else name)
+    with pytest.raises(UserError, match="outside its folder") as refused:
+        check_links(folder, [folder / "real.txt", folder / "LICENSE.txt"])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_of_links_and_a_circle_of_them(folder: Path) -> None:
+    (folder / "templates").symlink_to(folder.parent)
+    assert outside(folder / "templates" / "secret.txt", folder) == (folder.parent / "secret.txt").resolve()
+    (folder / "circle").symlink_to("circle")
+    assert outside(folder / "circle", folder) is None
