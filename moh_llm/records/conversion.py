@@ -159,6 +159,11 @@ class Verification(Record):
     by_position: list[PositionFigures] = Field(default_factory=list)
     retrieval: list[RetrievalFigures] = Field(default_factory=list)
 
+    @property
+    def heads_read(self) -> float | None:
+        """Heads that a token of the held-out text has on, mean over layers; None without layers."""
+        return sum(sum(layer.head_load) for layer in self.layers) / len(self.layers) if self.layers else None
+
 
 class Parameters(Record):
     """Numbers of weights: of the base, and of the converted model."""

@@ -1,0 +1,51 @@
+"""How many heads tokens use: what the head plan asks for, and what was read on which text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moh_llm.claims.claim import Claim
+from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.conversion import Verification
+
+
+def heads_asked(config: MoHLlamaConfig) -> Claim:
+    """Heads per token that the plan asks for, mean over layers."""
+    asked, heads = mean(config.active_heads_per_layer), config.num_attention_heads
+    text = f"The head plan asks for {asked:.4g} of {heads} heads per token ({asked / heads:.1%}), mean over layers."
+    return Claim("heads_asked", {"config.num_active_heads": asked, "config.num_attention_heads": heads}, text)
+
+
+def heads_read(verification: Verification | None, heads: int, tuned: bool = False) -> Claim | None:
+    """Heads per token on the held-out text of the conversion, mean over layers and tokens.
+
+    Args:
+        verification: what the conversion measured.
+        heads: of a layer.
+        tuned: whether the model was trained after it.
+    """
+    if verification is None or (read := verification.heads_read) is None:
+        return None
+    when = "As converted, before training, tokens" if tuned else "Tokens"
+    text = f"{when} of held-out text had {read:.4g} of {heads} heads on ({read / heads:.1%}), mean over layers."
+    return Claim("heads_read", {"conversion.verification.heads_read": read}, text)
+
+
+def heads_read_on_prompts(analysis: Mapping[str, Any], heads: int) -> Claim | None:
+    """Heads per token on the prompts of an evaluation's benchmarks, mean over layers and tokens."""
+    if "head_load" not in analysis:
+        return None
+    read = mean_heads_on(analysis["head_load"]["load"])
+    text = (
+        f"Tokens of the benchmarks' prompts had {read:.4g} of {heads} heads on ({read / heads:.1%}), mean over layers."
+    )
+    return Claim("heads_read_on_prompts", {"evaluation.analysis.head_load.load": read}, text)
+
+
+def mean_heads_on(loads: Sequence[Sequence[float]]) -> float:
+    """Heads that a token has on, mean over layers, of each layer's shares of tokens that have each head on."""
+    return mean([sum(load) for load in loads])
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean."""
+    return sum(values) / len(values)
