@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from moh_llm.claims import evaluation
 from moh_llm.cli import main
 from moh_llm.evaluation.report import build_report
 from moh_llm.evaluation.runner import ModelScores
@@ -33,6 +34,16 @@ def report(*arguments: str | Path) -> int:
 def read(folder: Path) -> dict[str, Any]:
     """The content of a report's ``report.json``."""
     return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+def verdict(record: EvaluationRecord, label: str) -> str:
+    """The text of a model's verdict."""
+    return evaluation.verdict(record, label).text
+
+
+def warnings(record: EvaluationRecord) -> list[str]:
+    """The texts of an evaluation's warnings."""
+    return [claim.text for claim in evaluation.warnings(record)]
 
 
 def page_of(record: EvaluationRecord) -> str:

@@ -70,13 +70,13 @@ def evaluation_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def print_evaluation(evaluation: "Evaluation") -> None:
     """Print the result, where the report is, what failed, and how to repeat that. Only the first process prints."""
-    from moh_llm.evaluation.verdict import verdict, warnings
+    from moh_llm.claims.evaluation import verdict, warnings
 
     if not evaluation.first_process:
         return
     record = evaluation.record
-    for sentence in (*warnings(record), *(verdict(record, label) for label in record.models)):
-        print(sentence)
+    for claim in (*warnings(record), *(verdict(record, label) for label in record.models)):
+        print(claim.text)
     print("report.html, report.md and report.json:")
     print(evaluation.folder / "report.html")
     for label, error in evaluation.failed_analyses.items():

@@ -7,8 +7,8 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from moh_llm.claims.evaluation import verdict, warnings
 from moh_llm.errors import UserError
-from moh_llm.evaluation.verdict import verdict, warnings
 from moh_llm.files import write_text
 from moh_llm.hub import sections
 from moh_llm.hub.checks import CARD, scrub
@@ -242,8 +242,8 @@ def _shown(evaluated: Evaluated) -> Record:
     names = {label: "this model"} | ({base: "base"} if base else {})
     seconds = sections.measured_costs(record.analysis.get(label, {}))
     return {
-        "verdict": verdict(record, label),
-        "warnings": [Caution(line) for line in warnings(record)],
+        "verdict": verdict(record, label).text,
+        "warnings": [Caution(claim.text) for claim in warnings(record)],
         "limited": record.limit is not None,
         "scores": benchmark_blocks(record, names),
         "seconds": [seconds] if seconds else [],

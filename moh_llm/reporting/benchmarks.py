@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from moh_llm.claims.evaluation import verdict, warnings
 from moh_llm.evaluation.margin import CHANCE, MARGIN, show_share
-from moh_llm.evaluation.verdict import verdict, warnings
 from moh_llm.intervals import show_error, show_number
 from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Figures, ModelRecord, Value
 from moh_llm.reporting.document import Block, Bullets, Caution, Code, Details, Inline, Paragraph, Table
@@ -14,8 +14,8 @@ def lead(report: EvaluationRecord) -> list[Block]:
     """Cautions first, then each model's result in a sentence."""
     labels = report.compared_models or list(report.models)
     return [
-        *(Caution(line) for line in warnings(report)),
-        *(Paragraph(verdict(report, label), strong=True) for label in labels),
+        *(Caution(claim.text) for claim in warnings(report)),
+        *(Paragraph(verdict(report, label).text, strong=True) for label in labels),
     ]
 
 

@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from records import make_record, page_of, row_of
+from records import make_record, page_of, row_of, verdict
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.compare import check_regression, merge
-from moh_llm.evaluation.verdict import verdict
 from moh_llm.records.evaluation import EvaluationRecord, Failure, read_evaluation
 
 BASE = {"base": ("dense", 1.0)}

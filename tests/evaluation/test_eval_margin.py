@@ -4,11 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from records import make_report, page_of
+from records import make_report, page_of, verdict
 
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.margin import NORMAL_95, STEADY, average_margin, plain_mean
-from moh_llm.evaluation.verdict import verdict
 from moh_llm.records.evaluation import Row, Value
 
 EASY, HARD = [1.0, 1.0, 1.0, 1.0, 0.0] * 20, [1.0, 0.0, 0.0, 1.0, 0.0] * 20

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from records import warnings
 
 from moh_llm.conversion.convert import ConversionOptions, convert
 from moh_llm.conversion.plan import PlanOptions
@@ -14,7 +15,6 @@ from moh_llm.evaluation.models import check_model, describe_model, label_models,
 from moh_llm.evaluation.report import build_report
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.suite import load_suite
-from moh_llm.evaluation.verdict import warnings
 from moh_llm.records.conversion import PositionFigures, RetrievalFigures
 from moh_llm.records.identity import Identity
 from moh_llm.records.lineage import RunEntry, read_chain

@@ -14,9 +14,8 @@ from urllib.parse import unquote
 
 import pytest
 from matplotlib.figure import Figure
-from records import make_record
+from records import make_record, verdict
 
-from moh_llm.evaluation.verdict import verdict
 from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.reporting.document import Chart
 from moh_llm.reporting.groups import group_runs

@@ -3,9 +3,7 @@
 import random
 
 import pytest
-from records import Scores, make_report, page_of
-
-from moh_llm.evaluation.verdict import verdict, warnings
+from records import Scores, make_report, page_of, verdict, warnings
 
 
 @pytest.fixture
