@@ -1,18 +1,16 @@
 """From a base to a converted folder: plan, calibrate, write, verify."""
 
 import dataclasses
-import math
 import resource
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors import safe_open
 
 import moh_llm
 from moh_llm.conversion.attention_time import measure_attention
@@ -20,6 +18,7 @@ from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.budget import mean_time, plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate, in_sight
 from moh_llm.conversion.checkpoint import write_description, write_weights
+from moh_llm.conversion.description import arithmetic, calibration_record
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import LONG, PlanOptions, shared_and_active
 from moh_llm.conversion.verify import retrieval_prompt, verify
@@ -32,12 +31,11 @@ from moh_llm.data.windows import fixed_batches, validation_batches
 from moh_llm.devices import check_disk, check_memory, choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
-from moh_llm.flops import forward_flops, keys_read
+from moh_llm.flops import keys_read
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
-from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import NAME as CONVERSION
-from moh_llm.records.conversion import Arithmetic, Calibration, Conversion, ForwardFlops, Parameters, Plan
+from moh_llm.records.conversion import Conversion, Plan
 from moh_llm.records.identity import hash_weights
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.lineage import ConversionEntry, read_chain
@@ -47,7 +45,6 @@ _BATCH_TOKENS = 2048
 QUICK_TOKENS = 2048  # what `--verify quick` reads
 WIDENED = ".widened"  # folder of the base with more tokens, until the conversion is done
 LONGEST = 8192  # tokens of context, by default
-LENGTHS = (2048, 8192, 32768)  # tokens, of the theoretical cost
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,9 @@ def convert(options: ConversionOptions) -> Conversion:
             if plan.attention_time is not None:
                 times = measure_attention(base.config, plan, computed, device)
             (calibrated,) = calibrate(dense, batches, [plan], folder, times=[times])
-            record.calibration = _calibration_record(options, sources, batches, calibrated)
+            record.calibration = calibration_record(
+                options.calibration.name, sources, length, options.calibration_tokens, calibrated
+            )
         config, fits = plan_layers(plan, base.config, calibrated)
         config.dtype = dtype
         routing = {name: tensor.to(dtype) for name, tensor in routing_tensors(fits).items()}
@@ -164,7 +163,7 @@ def convert(options: ConversionOptions) -> Conversion:
             **{name: getattr(config, name) for name in fields},
         )
         weight_map = write_weights(folder, base, routing, options.dtype, options.link)
-        record.arithmetic = _arithmetic(config, base, routing)
+        record.arithmetic = arithmetic(config, base, routing, length)
         if options.verify != "none":
             converted = LayerwiseModel(folder, weight_map, config, computed, device)
             prompt = None
@@ -259,39 +258,3 @@ def calibration_batches(sources: Sequence[TokenizedSource], length: int, tokens:
         held = ", ".join(f"{source.name} has {len(source.train)}" for source in sources)
         raise UserError(f"the calibration text has no window of {length} tokens: {held}")
     return batches
-
-
-def _arithmetic(config: MoHLlamaConfig, base: BaseCheckpoint, routing: Mapping[str, torch.Tensor]) -> Arithmetic:
-    """Theoretical cost of the converted model beside its base's."""
-    dense = 0
-    for shard in base.shards:
-        with safe_open(shard, framework="np") as file:
-            names = [name for name in file.keys() if name not in base.routing_tensors]  # noqa: SIM118 (not a dict)
-            dense += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-    flops = {}
-    for length in LENGTHS:
-        of_base, of_moh = forward_flops(config, length, dense=True), forward_flops(config, length)
-        flops[str(length)] = ForwardFlops(dense=of_base, moh=of_moh, ratio=round(of_moh / of_base, 4))
-    return Arithmetic(
-        parameters=Parameters(dense=dense, moh=dense + sum(tensor.numel() for tensor in routing.values())),
-        forward_flops=flops,
-        assumes="what can be skipped of heads that are off is; keys, values and fallbacks are computed",
-    )
-
-
-def _calibration_record(
-    options: ConversionOptions,
-    sources: Sequence[TokenizedSource],
-    batches: Sequence[Batch],
-    calibrated: Sequence[LayerCalibration],
-) -> Calibration:
-    costs = [
-        {str(fit.dropped): float(f"{fit.cost:.4g}") for fit in layer.by_time or layer.fits.values()}
-        for layer in calibrated
-    ]
-    return Calibration(
-        mixture=options.calibration.name,
-        sources={source.name: round(source.weight, 6) for source in sources},
-        tokens=sum(batch["input_ids"].numel() for batch in batches),
-        estimated_kl_by_drops=costs,
-    )

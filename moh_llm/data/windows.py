@@ -35,6 +35,14 @@ def stack(sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], length
     return {name: torch.from_numpy(np.stack(part)) for name, part in zip(names, parts, strict=True)}
 
 
+def window_counts(streams: Sequence[TokenStream], shares: Sequence[float], length: int, tokens: int) -> list[int]:
+    """How many windows of `length` tokens `fixed_batches` takes of each stream."""
+    return [
+        min(max(1, round(tokens * share / length)), len(stream) // length)
+        for stream, share in zip(streams, shares, strict=True)
+    ]
+
+
 def fixed_batches(
     streams: Sequence[TokenStream], shares: Sequence[float], length: int, tokens: int, batch_size: int
 ) -> list[dict[str, torch.Tensor]]:
@@ -46,8 +54,7 @@ def fixed_batches(
     have fewer rows.
     """
     windows, documents, last = [], [], 0
-    for stream, share in zip(streams, shares, strict=True):
-        count = min(max(1, round(tokens * share / length)), len(stream) // length)
+    for stream, count in zip(streams, window_counts(streams, shares, length, tokens), strict=True):
         last += 1  # a stream may open inside a document
         for index in range(count):
             windows.append(window(stream, index * length, length))

@@ -15,7 +15,7 @@ from moh_llm.modeling.modeling_moh_llama import (
     MoHLlamaModel,
     MoHLlamaPreTrainedModel,
 )
-from moh_llm.modeling.routing_moh import MoHRouter, is_routing_weight, load_balancing_loss
+from moh_llm.modeling.routing_moh import MoHRouter, is_fallback_weight, is_routing_weight, load_balancing_loss
 
 AutoConfig.register("moh_llama", MoHLlamaConfig, exist_ok=True)
 AutoModel.register(MoHLlamaConfig, MoHLlamaModel, exist_ok=True)
@@ -36,6 +36,7 @@ __all__ = [
     "MoHLlamaModel",
     "MoHLlamaPreTrainedModel",
     "MoHRouter",
+    "is_fallback_weight",
     "is_routing_weight",
     "load_balancing_loss",
 ]

@@ -22,6 +22,11 @@ def is_routing_weight(name: str) -> bool:
     return ".self_attn.router." in name or ".self_attn.fallback." in name
 
 
+def is_fallback_weight(name: str) -> bool:
+    """Whether a routing tensor of that name is a fallback's."""
+    return ".self_attn.fallback." in name
+
+
 def select_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
     """1 at the `k` largest entries of the last dimension, else 0, in the dtype of `logits`."""
     return torch.zeros_like(logits).scatter(-1, logits.topk(k, dim=-1).indices, 1.0)

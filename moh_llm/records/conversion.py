@@ -57,11 +57,13 @@ class Plan(Record):
         shared: "first" or "importance": how the shared heads were chosen.
         budgets: "uneven" or "even".
         shared_heads: per layer, ids of the shared heads.
-        active_heads: per layer, heads that each token has on.
+        active_heads: per layer, heads per token that are asked for; with threshold routers a mean over the text that
+            they were fitted on, without a document's first tokens where these have all heads on.
         context: tokens in a sequence of calibration and verification.
-        keys_read: share of the keys that the base's attention reads at that length.
-        attention_time: share of the time of the base's attention at that length where that was the budget, by the times
-            of heads of each kind on the machine that converted.
+        keys_read: share of the keys of the base's attention that is read at that length with as many heads on as are
+            asked for.
+        attention_time: likewise of the time of the base's attention, where that was the budget: by the times of heads
+            of each kind on the machine that converted.
         local_window, local_sinks: what local fallbacks attend to; None with others.
         local_start: how many first tokens of a document have all heads on.
     """
@@ -88,13 +90,16 @@ class Calibration(Record):
     """The text that router and fallbacks were fitted on.
 
     Attributes:
-        sources: name -> share.
+        sources: name -> share of the tokens that were read; of the mixture's weight in records without
+            `tokens_of_source`.
+        tokens_of_source: name -> tokens that were read.
         estimated_kl_by_drops: per layer, number of dropped heads -> estimated KL in nats per token.
     """
 
     mixture: str
     sources: dict[str, float]
     tokens: int
+    tokens_of_source: dict[str, int] | None = None
     estimated_kl_by_drops: list[dict[str, float]]
 
 
@@ -166,10 +171,12 @@ class Verification(Record):
 
 
 class Parameters(Record):
-    """Numbers of weights: of the base, and of the converted model."""
+    """Numbers of weights: of the base, and of the converted model; those of its routers and of its fallbacks."""
 
     dense: int
     moh: int
+    routers: int | None = None
+    fallbacks: int | None = None
 
 
 class ForwardFlops(Record):
@@ -181,7 +188,10 @@ class ForwardFlops(Record):
 
 
 class Arithmetic(Record):
-    """Cost of the converted model; ``forward_flops``: tokens of a sequence -> FLOPs, assuming ``assumes``."""
+    """Cost of the converted model; ``forward_flops``: tokens of a sequence -> FLOPs, assuming ``assumes``.
+
+    Lengths are the conversion's context and `moh_llm.flops.LENGTHS` up to the base's longest.
+    """
 
     parameters: Parameters
     forward_flops: dict[str, ForwardFlops]
@@ -195,7 +205,7 @@ class Conversion(Record):
         moh_llm: version of this package; ``versions``: of others.
         device: that it ran on, by name.
         compute_dtype: that base and converted model were run in, whatever their weights are stored in.
-        seconds: how long it took.
+        seconds: how long it took, without the start of Python and its libraries.
         peak_memory_mib: the most memory that the process held, in MiB.
     """
 

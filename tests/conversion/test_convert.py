@@ -65,13 +65,13 @@ def test_what_the_record_says(make_llama, convert, read_tensors, river, tmp_path
     assert calibration["tokens"] == 1024 and calibration["sources"] == {str(river): 1.0}
     assert [list(costs) for costs in calibration["estimated_kl_by_drops"]] == [list("1234567")] * 2
 
-    cost = record["arithmetic"]
-    assert list(cost["forward_flops"]) == ["2048", "8192", "32768"]
+    cost, plan = record["arithmetic"], record["plan"]
+    assert str(plan["context"]) in cost["forward_flops"]
     assert all(flops["moh"] < flops["dense"] for flops in cost["forward_flops"].values())
     assert cost["parameters"]["dense"] == sum(t.numel() for t in read_tensors(base).values())
     assert cost["parameters"]["moh"] == sum(t.numel() for t in read_tensors(tmp_path / "moh").values())
 
-    proof, plan = record["verification"], record["plan"]
+    proof = record["verification"]
     assert proof["all_heads_active"]["equals_base"] is True
     assert proof["converted"]["kl"] > 0
     assert proof["converted"]["perplexity_ratio"] == proof["converted"]["perplexity"] / proof["base_perplexity"]

@@ -1,0 +1,77 @@
+"""What the record of a conversion says of the converted model's cost and of the text that it was fitted on."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from safetensors import safe_open
+
+from moh_llm.conversion.base import BaseCheckpoint
+from moh_llm.conversion.calibrate import LayerCalibration
+from moh_llm.data.shards import TokenizedSource
+from moh_llm.data.windows import window_counts
+from moh_llm.flops import forward_flops, stated_lengths
+from moh_llm.modeling import MoHLlamaConfig, is_fallback_weight
+from moh_llm.records.conversion import Arithmetic, Calibration, ForwardFlops, Parameters
+
+
+def arithmetic(
+    config: MoHLlamaConfig, base: BaseCheckpoint, routing: Mapping[str, torch.Tensor], context: int
+) -> Arithmetic:
+    """Theoretical cost of the converted model beside its base's."""
+    dense = 0
+    for shard in base.shards:
+        with safe_open(shard, framework="np") as file:
+            names = [name for name in file.keys() if name not in base.routing_tensors]  # noqa: SIM118 (not a dict)
+            dense += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    fallbacks = sum(tensor.numel() for name, tensor in routing.items() if is_fallback_weight(name))
+    routers = sum(tensor.numel() for tensor in routing.values()) - fallbacks
+    flops = {}
+    for length in stated_lengths(config, context):
+        of_base, of_moh = forward_flops(config, length, dense=True), forward_flops(config, length)
+        flops[str(length)] = ForwardFlops(dense=of_base, moh=of_moh, ratio=round(of_moh / of_base, 4))
+    return Arithmetic(
+        parameters=Parameters(dense=dense, moh=dense + routers + fallbacks, routers=routers, fallbacks=fallbacks),
+        forward_flops=flops,
+        assumes="what can be skipped of heads that are off is; keys, values and fallbacks are computed",
+    )
+
+
+def calibration_record(
+    mixture: str,
+    sources: Sequence[TokenizedSource],
+    length: int,
+    tokens: int,
+    calibrated: Sequence[LayerCalibration],
+) -> Calibration:
+    """What was read of each source, and the estimates of the fits.
+
+    Args:
+        mixture: its name.
+        sources: those that were read.
+        length, tokens: of a window, and of how many in all calibration was asked for.
+        calibrated: per layer.
+    """
+    costs = [
+        {str(fit.dropped): float(f"{fit.cost:.4g}") for fit in layer.by_time or layer.fits.values()}
+        for layer in calibrated
+    ]
+    streams, shares = [source.train for source in sources], [source.weight for source in sources]
+    windows = window_counts(streams, shares, length, tokens)
+    names = _numbered([source.name for source in sources])
+    read = {name: count * length for name, count in zip(names, windows, strict=True)}
+    return Calibration(
+        mixture=mixture,
+        sources={name: round(count / sum(read.values()), 6) for name, count in read.items()},
+        tokens=sum(read.values()),
+        tokens_of_source=read,
+        estimated_kl_by_drops=costs,
+    )
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """The names, with a number at each that is there before."""
+    found: list[str] = []
+    for name in names:
+        found.append(name if name not in found else f"{name} ({1 + names[: len(found)].count(name)})")
+    return found
