@@ -138,6 +138,7 @@ def convert(
     from moh_llm.errors import UserError
     from moh_llm.hub.card import write_local_card
     from moh_llm.locking import lock_folder
+    from moh_llm.reading import expand_home
 
     counts = {"context": context, "calibration-tokens": calibration_tokens, "heldout-tokens": heldout_tokens}
     for name, tokens in counts.items():
@@ -151,22 +152,23 @@ def convert(
                 raise UserError(f"--{flag} is about the rows of new tokens; pass --tokenizer, too, or drop it")
     if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
         raise UserError(f"--pad-to-multiple-of {pad_to_multiple_of} must be at least 1")
+    place = Path(expand_home(output))
     texts = [calibration] if isinstance(calibration, str | os.PathLike) else calibration
     record = convert_checkpoint(
         _options(
             ConversionOptions,
             given,
-            base=os.fspath(base),
-            output=Path(output),
+            base=expand_home(base),
+            output=place,
             plan=_options(PlanOptions, given, routing_granularity=routing_granularity or "head"),
-            calibration=mixture_from_arguments([os.fspath(text) for text in texts]) if texts else EMBEDDED,
-            tokenizer=None if tokenizer is None else os.fspath(tokenizer),
+            calibration=mixture_from_arguments([expand_home(text) for text in texts]) if texts else EMBEDDED,
+            tokenizer=None if tokenizer is None else expand_home(tokenizer),
             new_embeddings=new_embeddings or "pieces",
             dtype=getattr(torch, dtype) if dtype else None,
         )
     )
-    with lock_folder(Path(output)):
-        write_local_card(Path(output))
+    with lock_folder(place):
+        write_local_card(place)
     return record
 
 
@@ -192,8 +194,9 @@ def to_dense(
         UserError: ``model`` is no MoH model, weighs heads by their scores, or cannot be read.
     """
     from moh_llm.conversion.convert import restore_dense
+    from moh_llm.reading import expand_home
 
-    return restore_dense(os.fspath(model), Path(output), overwrite, link, revision)
+    return restore_dense(expand_home(model), Path(expand_home(output)), overwrite, link, revision)
 
 
 def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **overrides: Any) -> "RunRecord":
@@ -214,12 +217,13 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **overri
         UserError: bad input, or the run or its publication failed.
     """
     from moh_llm.hub.pushes import MilestonePushes, check_hub, publish_run, write_run_card
+    from moh_llm.reading import expand_home
     from moh_llm.training.loop import train as train_model
     from moh_llm.training.recipe import load_config
 
     if isinstance(recipe, str | os.PathLike):
         arguments = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
-        config = load_config(os.fspath(recipe), arguments)
+        config = load_config(expand_home(recipe), arguments)
     else:
         config = recipe
     # The first process publishes.
@@ -277,6 +281,7 @@ def evaluate(
     """
     given = locals()
     _refuse_unknown(evaluate, given)
+    from moh_llm.reading import expand_home
     from moh_llm.reporting.evaluate import EvaluationOptions
     from moh_llm.reporting.evaluate import evaluate as evaluate_models
 
@@ -287,11 +292,11 @@ def evaluate(
         _options(
             EvaluationOptions,
             given,
-            models=[os.fspath(model) for model in several],
-            output=Path(output),
-            base=None if base is None else os.fspath(base),
-            suite=os.fspath(suite),
-            data_dir=None if data_dir is None else Path(data_dir),
+            models=[expand_home(model) for model in several],
+            output=Path(expand_home(output)),
+            base=None if base is None else expand_home(base),
+            suite=expand_home(suite),
+            data_dir=None if data_dir is None else Path(expand_home(data_dir)),
         )
     )
 
@@ -333,13 +338,14 @@ def publish(
     given = locals()
     from moh_llm.hub.publish import PublishOptions
     from moh_llm.hub.publish import publish as publish_folder
+    from moh_llm.reading import expand_home
 
     return publish_folder(
         _options(
             PublishOptions,
             given,
-            folder=Path(folder),
-            run=None if run is None else Path(run),
-            evaluation=None if evaluation is None else Path(evaluation),
+            folder=Path(expand_home(folder)),
+            run=None if run is None else Path(expand_home(run)),
+            evaluation=None if evaluation is None else Path(expand_home(evaluation)),
         )
     )

@@ -4,6 +4,7 @@ import argparse
 import errno
 import logging
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -30,6 +31,7 @@ from moh_llm.commands import (
 )
 from moh_llm.commands.recipe_flags import expand_recipe
 from moh_llm.errors import UserError, without_passwords
+from moh_llm.reading import expand_home
 
 COMMANDS = {
     "quickstart": (quickstart, "convert, tune and score a small real model in one go"),
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(run=module.run, main=main)
     argv = sys.argv[1:] if argv is None else argv
     try:
-        args = parser.parse_args(_with_recipe(argv, parsers))
+        args = parser.parse_args(_with_homes(_with_recipe(_with_homes(argv), parsers)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -110,6 +112,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing half-written was left in place of a result", file=sys.stderr)
         return 130
+
+
+def _with_homes(words: Sequence[str]) -> list[str]:
+    """The command line with every ``~`` that begins a word, or the value in ``--flag=VALUE``, by `expand_home`.
+
+    A shell leaves it as it is in a quoted word, in ``--flag=~/folder`` and in a recipe.
+    """
+    # Among the values of a training recipe's keys, where YAML is read, it stands for null.
+    null = "~" if words and words[0] in ("train", "doctor") else None
+    return [word if word == null else _with_home(word) for word in words]
+
+
+def _with_home(word: str) -> str:
+    flag = re.match(r"(--?[\w.-]+|\w+)=", word)
+    if flag is None:
+        return word if word.startswith("-") else expand_home(word)
+    value = word[flag.end() :]
+    return flag[0] + expand_home(value) if value.startswith(("~", "./")) else word
 
 
 def _with_recipe(argv: Sequence[str], parsers: dict[str, argparse.ArgumentParser]) -> list[str]:

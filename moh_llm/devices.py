@@ -244,14 +244,25 @@ def check_memory(needed: int, what: str, way_out: str, available: int | None = N
 
 
 def check_disk(needed: int, place: Path, what: str, way_out: str) -> None:
-    """Raise UserError where ``what`` needs more bytes than are free on the disk of ``place``, which need not exist."""
-    there = next(parent for parent in (place.resolve(), *place.resolve().parents) if parent.exists())
+    """Raise UserError where ``what`` needs more bytes than are free on the disk of ``place``, which need not exist.
+
+    A disk that cannot be written is told as such, whatever is free on it.
+    """
+    place = Path(os.path.realpath(place))
+    there = next(parent for parent in (place, *place.parents) if parent.exists())
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        raise UserError(f"cannot write {place}: the disk of {there} is read-only; name another place")
     disk = shutil.disk_usage(there)
     if disk.total and needed > (free := disk.free):  # a file system of kernel objects has no size
         raise UserError(
-            f"{what} needs about {needed / _GIB:,.0f} GiB on the disk of {there}, where {free / _GIB:,.1f} are free; "
-            f"{way_out}"
+            f"{what} needs about {_size(needed)} on the disk of {there}, where {_size(free)} are free; free some "
+            f"space, name another place, or {way_out}"
         )
+
+
+def _size(number: int) -> str:
+    """Bytes in GiB, or in MiB where they are less than one."""
+    return f"{number / _GIB:,.1f} GiB" if number >= _GIB else f"{number / 2**20:,.1f} MiB"
 
 
 def check_workers(number: int, name: str) -> None:

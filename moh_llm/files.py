@@ -76,20 +76,37 @@ def check_links(folder: Path, files: Iterable[Path]) -> None:
 def check_holds_none(output: Path, reads: Iterable[str | Path]) -> None:
     """Raise UserError if ``output`` holds one of the job's own inputs; names that are not local paths are ignored."""
     for read in map(Path, reads):
-        if read.exists() and read.resolve().is_relative_to(output.resolve()):
+        if read.exists() and Path(os.path.realpath(read)).is_relative_to(os.path.realpath(output)):
             raise UserError(f"--output {output} would replace {read}, which is read; name another folder")
 
 
+def follow(output: Path) -> Path:
+    """The folder that ``output`` names: what it links to where it is a link, else itself.
+
+    Raises:
+        UserError: the link leads to nothing, or back to itself.
+    """
+    if not output.is_symlink():
+        return output
+    target = Path(os.path.realpath(output))
+    if not output.exists():
+        _clear_leftovers(target)  # a process that was killed while it replaced the folder left it under another name
+    if not output.exists():
+        raise UserError(f"--output {output} is a link to {os.readlink(output)}, which is not there; name a folder")
+    return target
+
+
 def check_output_folder(output: Path, overwrite: bool, reads: Iterable[str | Path] = ()) -> None:
-    """Raise UserError unless ``output`` can be made: absent, an empty folder, or ``overwrite``.
+    """Raise UserError unless ``output`` can be made: absent, an empty folder, a link to one, or ``overwrite``.
 
     A folder that holds the working folder, or one of the job's own inputs ``reads``, is never replaced.
     """
+    follow(output)
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file; name a folder")
     if file := next((parent for parent in output.parents if parent.is_file()), None):
         raise UserError(f"--output {output} lies below {file}, which is a file; name another folder")
-    if Path.cwd().is_relative_to(output.resolve()):
+    if Path.cwd().is_relative_to(os.path.realpath(output)):
         raise UserError(f"--output {output} would replace the working folder; name a folder in it")
     check_holds_none(output, reads)
     if output.exists() and any(output.iterdir()) and not overwrite:
@@ -100,9 +117,11 @@ def check_output_folder(output: Path, overwrite: bool, reads: Iterable[str | Pat
 def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside ``output`` that becomes ``output`` when the block ends well.
 
-    On any exception the temporary folder is removed and ``output`` stays as it was. Raises UserError
-    when ``output`` is in the way (see `check_output_folder`) or the disk refuses.
+    Where ``output`` is a link, the folder that it links to is replaced, and the temporary one is beside that. On any
+    exception the temporary folder is removed and ``output`` stays as it was. Raises UserError when ``output`` is in
+    the way (see `check_output_folder`) or the disk refuses.
     """
+    output = follow(output)
     _clear_leftovers(output)
     check_output_folder(output, overwrite)
     with scratch_folder(output) as temporary:

@@ -35,7 +35,7 @@ def lock_folder(output: Path, wait: bool = False) -> Iterator[None]:
     Raises:
         UserError: another process writes there (its process id and host are named), or no lock file can be made.
     """
-    path = _lock_path(output.resolve())
+    path = _lock_path(Path(os.path.realpath(output)))
     lock = FileLock(path, is_singleton=True)
     try:
         lock.acquire(timeout=-1 if wait else 0)

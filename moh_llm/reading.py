@@ -140,9 +140,19 @@ def check_path(path: str, where: str) -> None:
         raise UserError(f"{where}: the path {path[:40]}... is too long for a file")
 
 
-def expand_home(path: str) -> Path:
-    """A path whose ``~`` is a home folder. Raises UserError where there is no such user."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise UserError(f"{path}: there is no home folder of that name") from error
+def expand_home(path: str | os.PathLike[str]) -> str:
+    """A path or Hub id whose leading ``~`` or ``~NAME`` is a home folder; all others are as they were.
+
+    A folder that is itself named ``~`` is given as ``./~``. It becomes absolute, because `pathlib` drops the ``./``.
+
+    Raises:
+        UserError: there is no such user.
+    """
+    text = os.fspath(path)
+    if text.startswith("~"):
+        expanded = os.path.expanduser(text)
+        if expanded.startswith("~"):
+            user = text.partition("/")[0]
+            raise UserError(f"{text}: there is no home folder {user}; if it is a file or folder here, write ./{user}")
+        return expanded
+    return os.path.abspath(text) if os.path.normpath(text).startswith("~") else text

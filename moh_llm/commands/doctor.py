@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     config = load_config(args.recipe, overrides)
 
+    import os
     from pathlib import Path
 
     from moh_llm.files import write_json
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     if args.json is not None:
         given = {"recipe": args.recipe, "strategy": args.strategy, "processes": args.processes, "gpu": args.gpu}
-        write_json(Path(args.json), given | diagnosis.record())
+        write_json(Path(os.path.realpath(args.json)), given | diagnosis.record())
     return 0 if diagnosis.fit else 1
 
 

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry it out and print the table. `args.main` runs another command, given its arguments."""
     started = time.perf_counter()
     from moh_llm.errors import UserError
-    from moh_llm.files import check_output_folder
+    from moh_llm.files import check_output_folder, follow
     from moh_llm.locking import lock_folder
 
     if not 0 < args.minutes < 1440:
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     check_output_folder(args.output, args.overwrite, reads)
     with lock_folder(args.output):
         check_output_folder(args.output, args.overwrite, reads)  # another one may have ended meanwhile
+        args.output = follow(args.output)
         if args.output.exists():
             clear(args.output)
         return _run(args, started)

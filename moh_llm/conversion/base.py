@@ -126,7 +126,7 @@ def is_checkpoint(found: BaseCheckpoint, recorded: Base) -> bool:
 
 
 def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
-    folder = expand_home(name)
+    folder = Path(expand_home(name))
     if folder.is_dir():
         return folder, None
     if folder.exists():

@@ -240,10 +240,13 @@ def rows_of(length: int) -> int:
 
 def _check_machine(options: ConversionOptions, base: BaseCheckpoint) -> None:
     """Raise UserError where one layer's activations do not fit into memory, or all hidden states onto the disk."""
+    calibration = options.calibration_tokens if options.plan.needs_calibration else 0
+    heldout = 0 if options.verify == "none" else options.heldout_tokens
     tokens, what, flag = max(
-        (options.calibration_tokens, "calibration", "--calibration-tokens"),
-        (options.heldout_tokens, "verification", "--heldout-tokens"),
+        (calibration, "calibration", "--calibration-tokens"), (heldout, "verification", "--heldout-tokens")
     )
+    if not tokens:
+        return
     what, way_out = f"{what} on {tokens:,} tokens", f"take fewer ({flag})"
     states = 4 * base.config.hidden_size * tokens
     check_memory(2 * states, what, way_out)  # hidden states and their gradients

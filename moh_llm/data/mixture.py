@@ -230,7 +230,7 @@ def _expanded(pattern: str, root: Path, where: str) -> str:
         raise UserError(f"{where}: {pattern} needs the environment variable {unset[1]}; set it to a folder")
     # Absolute, so that a record means the same files wherever it is read.
     check_path(expanded, where)
-    home = expand_home(expanded)
+    home = Path(expand_home(expanded) if expanded.startswith("~") else expanded)
     path = os.path.abspath(root / home)
     if glob.has_magic(expanded) and not os.path.isfile(path) and not home.is_absolute():
         return os.path.join(glob.escape(os.path.abspath(root)), expanded)  # brackets of the folder are no pattern

@@ -22,6 +22,7 @@ from moh_llm.data.mixture import EMBEDDED, Mixture, load_mixture
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder
+from moh_llm.reading import expand_home
 from moh_llm.records.tokens import SPLITS, TokensRecord, index_of, loss_of
 
 # More text than this is not tokenised by training itself: it takes minutes, and the user is to choose its folder.
@@ -268,7 +269,7 @@ def cache_folder(mixture: Mixture, tokenizer: TextTokenizer) -> Path:
     if total > ON_THE_FLY_BYTES:
         raise UserError(f"mixture {mixture.name} has {total / 2**30:.1f} GiB of text; {_tokenize_first(mixture)}")
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    root = Path(os.environ.get("MOH_LLM_CACHE") or Path(HF_HOME) / "moh_llm")
+    root = Path(expand_home(os.environ.get("MOH_LLM_CACHE") or os.path.join(HF_HOME, "moh_llm")))
     return root / "tokens" / f"{re.sub(r'[^A-Za-z0-9_-]', '-', mixture.name)}-{key}"
 
 

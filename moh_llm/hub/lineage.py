@@ -11,7 +11,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from moh_llm.errors import UserError
-from moh_llm.reading import YAML_BYTES, parse_yaml, read_text
+from moh_llm.reading import YAML_BYTES, expand_home, parse_yaml, read_text
 from moh_llm.records.conversion import Conversion, last_component, read_conversion
 from moh_llm.records.identity import identify
 from moh_llm.records.lineage import Chain, read_chain
@@ -87,7 +87,7 @@ class Lineage:
             cached = try_to_load_from_cache(self.base_id, "config.json", revision=self.base_commit)
             found += [("the base", Path(cached).parent)] if isinstance(cached, str) else []
         elif self.conversion:
-            found.append(("the base", Path(self.conversion.base.name).expanduser()))
+            found.append(("the base", Path(expand_home(self.conversion.base.name))))
         return [(whose, place) for whose, place in found if place.is_dir()]
 
     @property

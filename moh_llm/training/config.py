@@ -8,7 +8,7 @@ command line, and prints the meanings below as help.
 from dataclasses import dataclass
 from typing import Literal
 
-from moh_llm.reading import check_path
+from moh_llm.reading import check_path, expand_home
 from moh_llm.training.keys import Keys, key, require
 
 Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "moh_sparse"]
@@ -31,6 +31,7 @@ class DataConfig(Keys, group="data"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "mixture", expand_home(self.mixture))
         require(
             self.batch_size % self.micro_batch_size == 0,
             f"data.batch_size={self.batch_size} must be a multiple of data.micro_batch_size={self.micro_batch_size}",
@@ -253,7 +254,9 @@ class TrainConfig(Keys):
         require(self.output_dir != "", "output_dir is empty; name a folder for the run")
         require(self.base != "", "base is empty; name the checkpoint that the model was converted from, or null")
         for name in ("model", "output_dir", "base"):
-            check_path(getattr(self, name) or "", name)
+            if place := getattr(self, name):
+                object.__setattr__(self, name, expand_home(place))
+            check_path(place or "", name)
         check_path(self.data.mixture, "data.mixture")
         for name in ("warmup_steps", "anneal_steps"):
             steps = getattr(self.schedule, name)

@@ -5,6 +5,7 @@ Each check returns findings of one line. Of the weights only norms are read, so 
 """
 
 import configparser
+import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
@@ -219,7 +220,10 @@ def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Find
     number = min(made, kept)
     checkpoints, saved = 12 * sizes.trained * number, sizes.base * dtype.itemsize * models
     there = sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))
-    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    real = Path(os.path.realpath(folder))
+    place = next(parent for parent in (real, *real.parents) if parent.exists())
+    if os.statvfs(place).f_flag & os.ST_RDONLY:
+        return Finding("fault", "disk", f"the disk of {place} is read-only; change --output_dir")
     free = shutil.disk_usage(place).free
     text = (
         f"{number} checkpoints of {12 * sizes.trained / _GIB:.2f} GiB and "

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from moh_llm.conversion.base import BaseCheckpoint, is_checkpoint, open_base
 from moh_llm.errors import UserError
-from moh_llm.reading import read_json
+from moh_llm.reading import expand_home, read_json
 from moh_llm.records.conversion import Base, Conversion, read_conversion
 from moh_llm.records.identity import WeightHashes, hash_weights
 from moh_llm.records.lineage import (
@@ -195,7 +195,7 @@ def _open_given(name: str, model: str, recorded: Base) -> BaseCheckpoint:
 
 def _open_named(recorded: Base) -> BaseCheckpoint:
     """The checkpoint where the conversion found it. Raises UserError where it cannot be had there."""
-    if recorded.revision is None and not Path(recorded.name).expanduser().is_dir():
+    if recorded.revision is None and not Path(expand_home(recorded.name)).is_dir():
         raise UserError(f"the checkpoint it was converted from is not at {recorded.name}")
     found = open_base(recorded.name, recorded.revision)
     if not is_checkpoint(found, recorded):

@@ -1,0 +1,245 @@
+"""Places that a command is given: a home folder's ``~``, and outputs that are links."""
+
+import json
+import os
+import pwd
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import yaml
+
+import moh_llm
+from moh_llm.cli import COMMANDS, main
+from moh_llm.data.mixture import load_mixture
+from moh_llm.devices import check_disk
+from moh_llm.errors import UserError
+from moh_llm.files import new_folder
+from moh_llm.reading import expand_home
+from moh_llm.training.config import DataConfig, TrainConfig
+from moh_llm.training.recipe import load_config
+
+# ---- a home folder
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(folder))
+    return folder
+
+
+def test_a_leading_tilde_is_a_home_folder(home):
+    me = pwd.getpwuid(os.getuid())
+    assert expand_home("~") == str(home) and expand_home("~/moh") == f"{home}/moh"
+    assert expand_home(Path("~/moh")) == f"{home}/moh"
+    assert expand_home(f"~{me.pw_name}/moh") == f"{me.pw_dir}/moh"
+    assert [expand_home(name) for name in ("org/name", "a~b", "a/~/b", "")] == ["org/name", "a~b", "a/~/b", ""]
+    with pytest.raises(UserError, match=r"no home folder ~nobody-of-that-name; .* write \./~nobody-of-that-name"):
+        expand_home("~nobody-of-that-name/moh")
+
+
+def test_a_folder_that_is_named_tilde_stays_reachable(home):
+    """Also where its name becomes a path, which drops the ``./``, and is expanded again."""
+    name = expand_home(Path(expand_home("./~/moh")))
+    assert name == os.path.abspath("./~/moh") and not name.startswith(str(home))
+
+
+# Each command with every path option, and how many of its values name a place in the home folder.
+CALLS = {
+    "quickstart": ("--base ~/x --output ~/x", 2),
+    "recipes": ("copy data_mixtures --output ~/x", 1),
+    "convert": ("~/x --output=~/x --calibration ~/x ~/x --tokenizer ~/x", 5),
+    "mixture": ("show ~/x --tokenizer ~/x", 2),
+    "tokenize": ("~/x --tokenizer ~/x --output ~/x --executor-args venv=~/x", 4),
+    "init": ("~/x --tokenizer ~/x --output ~/x", 3),
+    "train": ("~/x --model ~/x --output-dir=~/x --lora ~", 3),
+    "checkpoint": ("export ~/x --output ~/x", 2),
+    "doctor": ("~/x --json ~/x --model ~/x", 3),
+    "report": ("~/x ~/x --output ~/x --baseline ~/x", 4),
+    "data": ("fetch-benchmarks ~/x --suite ~/x", 2),
+    "evaluate": ("~/x ~/x --base ~/x --suite ~/x --data-dir ~/x --output ~/x", 6),
+    "serve": ("~/x --chat-template ~/x", 2),
+    "publish": ("~/x --repo-id org/name --run ~/x --evaluation ~/x", 3),
+}
+
+
+def words(value: object) -> list[str]:
+    return [word for item in value for word in words(item)] if isinstance(value, list) else [str(value)]
+
+
+def parsed(monkeypatch, command: str, *arguments: str) -> Namespace:
+    """What a command's job is given."""
+    seen: list[Namespace] = []
+    monkeypatch.setattr(COMMANDS[command][0], "run", lambda args: seen.append(args) or 0)
+    assert main([command, *arguments]) == 0
+    return seen[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_path_option_expands_it(command, home, monkeypatch):
+    line, number = CALLS[command]
+    args = vars(parsed(monkeypatch, command, *line.split()))
+    args.pop("command_line")
+    found = [word for value in args.values() for word in words(value)]
+    assert sum(word.endswith(f"{home}/x") for word in found) == number, found
+    assert not [word for word in found if "~" in word and word != "~"]
+
+
+@pytest.mark.parametrize("command", ["convert", "evaluate"])
+def test_recipes_of_flags_expand_it(command, home, monkeypatch):
+    named = {"convert": {"base": "~/x", "calibration": ["~/a", "./~/b"]}, "evaluate": {"model": ["~/x"]}}
+    (home / "r.yaml").write_text(yaml.safe_dump(named[command] | {"output": "~/x"}))
+    args = parsed(monkeypatch, command, "~/r.yaml")
+    assert args.output == home / "x"
+    if command == "convert":
+        assert (args.base, args.calibration) == (f"{home}/x", [f"{home}/a", os.path.abspath("./~/b")])
+    else:
+        assert args.model == [f"{home}/x"]
+
+
+def test_training_recipes_expand_it(home):
+    (home / "r.yaml").write_text("model: ~/a\noutput_dir: ~/b\nbase: ~/c\nmax_steps: 3\ndata: {mixture: ~/d}\n")
+    config = load_config(f"{home}/r.yaml", ["--base", "./~/c"])
+    found = (config.model, config.output_dir, config.base, config.data.mixture)
+    assert found == (f"{home}/a", f"{home}/b", os.path.abspath("./~/c"), f"{home}/d")
+    config = TrainConfig(model="org/name", output_dir="~/b", max_steps=3, data=DataConfig(mixture="embedded"))
+    assert (config.model, config.output_dir, config.data.mixture) == ("org/name", f"{home}/b", "embedded")
+
+
+def test_a_mixtures_own_folder_may_hold_one_named_tilde(home, tmp_path):
+    content = {"sources": {"a": {"weight": 1, "files": ["~/c4.jsonl", "./~/c4.jsonl"]}}}
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(content))
+    (source,) = load_mixture(tmp_path / "m.yaml").sources
+    assert source.files == (f"{home}/c4.jsonl", f"{tmp_path}/~/c4.jsonl")
+
+
+def test_functions_expand_it(home, make_llama):
+    (home / "base").symlink_to(make_llama())
+    moh_llm.convert("~/base", "~/moh", preset="paper", verify="none")
+    moh_llm.to_dense("~/moh", Path("~/dense"))
+    assert sorted(path.name for path in home.iterdir()) == ["base", "dense", "moh"]
+
+
+# ---- outputs that are links
+
+
+def test_what_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
+    (tmp_path / "disk" / "made").mkdir(parents=True)
+    (tmp_path / "out").symlink_to("disk/made")
+    for number in range(2):
+        with new_folder(tmp_path / "out", overwrite=True) as folder:
+            assert folder.parent == tmp_path / "disk"  # renaming is possible on one disk alone
+            (folder / f"{number}.txt").write_text("")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"] and (tmp_path / "out").is_symlink()
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.txt")] == ["disk/made/1.txt"]
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["made"]
+
+
+def test_what_was_killed_between_two_renames_is_found_behind_a_link(tmp_path, monkeypatch):
+    (tmp_path / "out").symlink_to("made")
+    monkeypatch.setattr("moh_llm.files._is_running", lambda process: False)
+    monkeypatch.setattr("moh_llm.files._host", lambda: "here")
+    (tmp_path / ".made.here.1.old").mkdir()
+    (tmp_path / ".made.here.1.old" / "good.txt").write_text("")
+    with pytest.raises(UserError, match="not empty"), new_folder(tmp_path / "out"):
+        pytest.fail("there is something")
+    assert (tmp_path / "out" / "good.txt").is_file()
+
+
+@pytest.fixture(scope="module")
+def made(made_once, make_llama) -> Path:
+    """A base and its conversion, `moh`."""
+
+    def make(folder: Path) -> None:
+        (folder / "base").symlink_to(make_llama())
+        assert main(["convert", str(folder / "base"), *PLAIN, "--output", str(folder / "moh")]) == 0
+
+    return made_once("linked", make)
+
+
+PLAIN = ["--preset", "paper", "--verify", "none"]
+WRITERS = ["convert", "dense", "init", "tokenize", "train", "evaluate", "quickstart"]
+
+
+def call(writer: str, made: Path, place: Path, output: Path) -> list[str]:
+    """The command line of a command that writes a folder."""
+    base, moh, to = str(made / "base"), str(made / "moh"), ["--output", str(output)]
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    (place / "tiny.yaml").write_text(yaml.safe_dump(sizes | {"num_attention_heads": 2}))
+    recipe = {"model": moh, "output_dir": str(output), "max_steps": 1, "report_to": []}
+    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"schedule": {"warmup_steps": 1}}))
+    return {
+        "convert": ["convert", base, *PLAIN, *to],
+        "dense": ["convert", moh, "--to-dense", *to],
+        "init": ["init", str(place / "tiny.yaml"), "--tokenizer", base, *to],
+        "tokenize": ["tokenize", "embedded", "--tokenizer", base, *to],
+        "train": ["train", str(place / "recipe.yaml")],
+        "evaluate": ["evaluate", moh, "--suite", "smoke", "--no-analysis", *to],
+        "quickstart": ["quickstart", "--base", base, *to],
+    }[writer]
+
+
+@pytest.mark.parametrize("writer", ["convert", "dense", "init"])
+def test_a_command_follows_a_link(writer, made, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "made").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "made")
+    assert main(call(writer, made, tmp_path, tmp_path / "out")) == 0
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "made" / "config.json").is_file()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["made"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("kind", ["dangling", "file", "circle", "below a circle"])
+def test_a_link_to_no_folder_ends_in_one_line(writer, kind, made, tmp_path, capsys):
+    if writer == "evaluate":
+        pytest.importorskip("lm_eval")
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "out").symlink_to({"dangling": "nothing", "file": "file"}.get(kind, "out"))
+    output = tmp_path / "out" / "moh" if kind.startswith("below") else tmp_path / "out"
+    assert main(call(writer, made, tmp_path, output)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and "out" in error
+    left = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".yaml")
+    assert left == ["file", "out"] and (tmp_path / "out").is_symlink() and (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_linked_quick_start_is_cleared_and_made_at_the_links_target(made, tmp_path, monkeypatch):
+    (tmp_path / "disk" / "moh").mkdir(parents=True)
+    (tmp_path / "out").symlink_to("disk")
+    places = []
+
+    def quickstart(output: Path, *_: object, **__: object) -> None:
+        places.append(output)
+        raise UserError("enough")
+
+    monkeypatch.setattr("moh_llm.quickstart.run.quickstart", quickstart)
+    assert main([*call("quickstart", made, tmp_path, tmp_path / "out"), "--overwrite"]) == 2
+    assert places == [tmp_path / "disk"] and (tmp_path / "out").is_symlink() and not (tmp_path / "disk").exists()
+
+
+def test_doctors_findings_go_to_the_file_that_a_link_names(made, tmp_path):
+    (tmp_path / "found.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to("found.json")
+    command = call("train", made, tmp_path, tmp_path / "run")
+    main(["doctor", *command[1:], "--json", str(tmp_path / "link.json")])
+    assert (tmp_path / "link.json").is_symlink() and json.loads((tmp_path / "found.json").read_text())["recipe"]
+
+
+# ---- disks
+
+
+def test_a_disk_that_cannot_be_written_is_told_as_such(tmp_path, monkeypatch):
+    kind = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: Namespace(f_flag=kind.f_flag | os.ST_RDONLY))
+    with pytest.raises(UserError, match=r"the disk of .* is read-only; name another place") as refused:
+        check_disk(1, tmp_path / "moh", "calibration", "take fewer tokens")
+    assert "tokens" not in str(refused.value)
+
+
+def test_a_conversion_that_reads_no_text_asks_for_no_disk_of_it(make_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("moh_llm.conversion.convert.check_disk", lambda *_: pytest.fail("nothing is calibrated"))
+    assert main(["convert", str(make_llama()), *PLAIN, "--output", str(tmp_path / "moh")]) == 0
