@@ -7,6 +7,7 @@ from pydantic import Field
 
 from moh_llm.errors import UserError
 from moh_llm.records.base import Record
+from moh_llm.records.conversion import distinct_ends
 
 
 class Score(Record):
@@ -78,3 +79,16 @@ def test_a_value_shows_no_password():
 def test_an_absent_file(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         Score.read(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (["/a/x.jsonl", "y.jsonl"], ["x.jsonl", "y.jsonl"]),
+        (["/data/en/x.jsonl", "/data/de/x.jsonl", "z"], ["en/x.jsonl", "de/x.jsonl", "z"]),
+        (["x", "a/x", "b/a/x", "c\\a\\x"], ["x", "a/x", "b/a/x", "c/a/x"]),
+        ([], []),
+    ],
+)
+def test_the_ends_of_paths_are_distinct(names, ends):
+    assert distinct_ends(names) == ends

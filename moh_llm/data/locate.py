@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urldefrag
 
 from moh_llm.data.mixture import Source
+from moh_llm.data.notes import note
 from moh_llm.data.opening import SPLIT, special_kind
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError, reason, shown, without_passwords_in
@@ -50,11 +51,28 @@ class SourceFile:
 
 
 def locate(source: Source) -> list[SourceFile]:
-    """The source's files, sorted within each pattern; none for a built-in source.
+    """The source's files, sorted within each pattern, each once; none for a built-in source.
+
+    A file that several patterns, paths or links lead to is the first of these, which a line says.
 
     Raises:
         UserError: nothing is there, or a list of addresses or the Hub cannot be read.
     """
+    first: dict[str, SourceFile] = {}
+    again = []
+    for file in _named(source):
+        if (known := first.setdefault(_real_path(file.path), file)) is not file:
+            again.append((file, known))
+    if again:
+        (file, known), count = again[0], len(again)
+        what = f"{known.name} twice" if file.name == known.name else f"{file.name}, which is {known.name}"
+        more = f", and {count - 1:,} more like it" if count > 1 else ""
+        note(f"source {source.name} names {what}{more}; each file is read once")
+    return list(first.values())
+
+
+def _named(source: Source) -> list[SourceFile]:
+    """The source's files as its patterns and lists name them, with those that are named twice."""
     where = f"source {source.name}"
     if source.files:
         try:
@@ -68,6 +86,14 @@ def locate(source: Source) -> list[SourceFile]:
     if source.url_list is not None:
         return [SourceFile(url) for url in _listed(source)]
     return []
+
+
+def _real_path(path: str) -> str:
+    """The same for all paths of a file, through links and ``..`` too. Hard links are files of their own."""
+    path = path.removeprefix("file://").removeprefix("local://")
+    if path.startswith(("http://", "https://")):
+        return urldefrag(path).url  # the fragment is not sent
+    return path if "://" in path else os.path.realpath(path)
 
 
 def source_identity(

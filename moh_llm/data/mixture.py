@@ -8,7 +8,7 @@ A mixture file is YAML::
       web:
         weight: 3                   # share of tokens; weights are normalised
         files: web/*.jsonl.zst      # or: hub + data_files, urls, url_list, builtin
-        text_field: body            # default: the first known name in a file's first record
+        text_field: body            # default: the first known name that a file's records have
         filters: {meta.language: [en, de], score: {min: 0.5}}
         max_epochs: 4
 """
@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from moh_llm.data.notes import note
 from moh_llm.errors import UserError, shown, shown_in, without_passwords
 from moh_llm.reading import check_path, expand_home, read_yaml
 
@@ -170,9 +171,14 @@ def load_mixture(path_or_name: str | Path) -> Mixture:
 
 
 def mixture_from_files(files: Sequence[str], validation_share: float = Mixture.validation_share) -> Mixture:
-    """A mixture of the given text files (paths or globs), each argument an equal share of the tokens."""
-    sources = [Source(file, 1.0, (_expanded(file, Path(), f"text file {file}"),)) for file in files]
-    return _normalised("files", sources, validation_share)
+    """A mixture of the given text files (paths or globs), each an equal share; one given twice counts once."""
+    sources: dict[str, Source] = {}
+    for file in files:
+        path = _expanded(file, Path(), f"text file {file}")
+        source = Source(file, 1.0, (path,))
+        if (known := sources.setdefault(os.path.realpath(path), source)) is not source:
+            note(f"text file {file} is {known.name}, which is given, too; it is read once")
+    return _normalised("files", list(sources.values()), validation_share)
 
 
 def mixture_from_arguments(arguments: Sequence[str]) -> Mixture:

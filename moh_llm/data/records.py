@@ -10,6 +10,7 @@ from typing import IO, Any
 from moh_llm.data import chat
 from moh_llm.data.locate import SourceFile, locate
 from moh_llm.data.mixture import Source
+from moh_llm.data.notes import note
 from moh_llm.data.opening import embedded_documents, is_corruption, open_binary
 from moh_llm.errors import UserError, reason
 
@@ -45,6 +46,7 @@ class Reading:
     filtered: int = 0
     bad: int = 0
     examples: list[str] = field(default_factory=list)
+    text_fields: dict[str, str] = field(default_factory=dict, compare=False)  # that were found, each with a file
 
     def fault(self, message: str, count: int = 1) -> None:
         """Count bad records, or raise `UserError` where those stop the run."""
@@ -157,7 +159,10 @@ class _Records:
     reading: Reading
     tell: Callable[[], int]  # stored bytes read so far
     template: chat.ChatTemplate | None = None
-    text_field: str | None = None
+    text_field: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.text_field = self.source.text_field
 
     def candidates(self) -> tuple[str, ...]:
         """Names of the fields to read, or that the field of the text may have."""
@@ -183,21 +188,46 @@ class _Records:
                 return None
         if self.source.type != "text":
             return self._chat(record, where)
-        if self.text_field is None:
-            self.text_field = next((n for n in self.candidates() if isinstance(_value_at(record, n), str)), None)
+        if self.source.text_field is None:
+            self._find_text_field(record, where)
         text = _value_at(record, self.text_field) if self.text_field else None
         if isinstance(text, str):
             return text
-        wanted = self.text_field or " or ".join(self.candidates())
-        found = "; ".join(
-            f"its {name} is {type(value).__name__}, no text"
-            for name in self.candidates()
-            if (value := _value_at(record, name)) is not None
-        )
+        self.reading.fault(f"{where}: {self._no_text(record, text, names)}")
+        return None
+
+    def _find_text_field(self, record: dict[str, Any], where: str) -> None:
+        """Take the first known name in the record as the text's field. Raises UserError where it was another before.
+
+        Whether it holds a text is not asked: else a field of something else would be read where one text is missing.
+        """
+        found = next((name for name in TEXT_FIELDS if name in record), None)
+        known = TEXT_FIELDS if self.text_field is None else TEXT_FIELDS[: TEXT_FIELDS.index(self.text_field)]
+        if found in known and self.text_field is not None:
+            raise UserError(
+                f"{where}: it has a field {found}, and records before it, read from {self.text_field}, have none; "
+                "name the field of the text as text_field of the source, in a mixture file"
+            )
+        if self.text_field is None and found is not None:
+            self.text_field, fields = found, self.reading.text_fields
+            if found not in fields and fields:
+                other, file = next(iter(fields.items()))
+                note(
+                    f"source {self.source.name}: the text is read from {other} in {file}, from {found} in "
+                    f"{self.file.name}; say text_field where it is one field"
+                )
+            fields.setdefault(found, self.file.name)
+
+    def _no_text(self, record: dict[str, Any], value: Any, names: Iterable[str] | None) -> str:
+        """What a record has in place of a text, in words."""
+        others = [name for name in self.candidates() if name != self.text_field and isinstance(record.get(name), str)]
+        other = f" (if its {others[0]} is the text, say text_field: {others[0]} in a mixture file)" if others else ""
+        if value is not None:
+            return f"its {self.text_field} is {type(value).__name__}, no text{other}"
         fields = ", ".join(" ".join(str(name).split()) for name in names or record) or "no field"
         fields = fields if len(fields) <= _SHOWN_FIELDS else f"{fields[:_SHOWN_FIELDS]}..."
-        self.reading.fault(f"{where}: {found or f'no text field {wanted}; the record has {fields}'}")
-        return None
+        wanted = self.text_field or " or ".join(self.candidates())
+        return f"no text field {wanted}; the record has {fields}{other}"
 
     def _chat(self, record: dict[str, Any], where: str) -> str | None:
         try:

@@ -17,7 +17,7 @@ from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licenc
 from moh_llm.hub.lineage import Lineage, is_hub_id, read_lineage
 from moh_llm.intervals import show_documents, show_interval, show_number
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.records.conversion import Calibration, last_component
+from moh_llm.records.conversion import Calibration, distinct_ends, last_component
 from moh_llm.records.lineage import REFERENCES, in_words, mixture_name
 from moh_llm.records.model import read_moh_config
 from moh_llm.reporting.benchmarks import benchmark_blocks
@@ -217,7 +217,7 @@ def _licence_label(licence: Licence) -> Safe:
 def _calibration(calibration: Calibration | None) -> Record | None:
     if calibration is None:
         return None
-    sources = [(last_component(name), share) for name, share in calibration.sources.items()]
+    sources = list(zip(distinct_ends(list(calibration.sources)), calibration.sources.values(), strict=True))
     return {"tokens": calibration.tokens, "mixture": last_component(calibration.mixture), "sources": sources}
 
 

@@ -1,5 +1,6 @@
 """The record of a conversion, `conversion.json` in the converted model's folder and in every model tuned from it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import Field
@@ -241,3 +242,12 @@ def read_conversion(folder: Path) -> Conversion | None:
 def last_component(name: str) -> str:
     """The last part of a path, of whichever system; a name that is no path as it is."""
     return name.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] or name
+
+
+def distinct_ends(names: Sequence[str]) -> list[str]:
+    """The last parts of paths, as many of each as tell it from the others: `en/x.jsonl` and `de/x.jsonl`."""
+    parts = [name.replace("\\", "/").rstrip("/").split("/") for name in names]
+    shown = [last_component(name) for name in names]
+    for count in range(2, 1 + max(map(len, parts), default=0)):
+        shown = ["/".join(own[-count:]) if shown.count(end) > 1 else end for own, end in zip(parts, shown, strict=True)]
+    return shown

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import sys
 import threading
@@ -108,6 +109,46 @@ def test_globs_are_sorted_and_recursive(tmp_path):
     # One pattern after the other, as they are given.
     found = paths(files=(f"{tmp_path}/c/*.jsonl", f"{tmp_path}/[ab].*"))
     assert found == [f"{tmp_path}/{name}" for name in ("c/d.jsonl", "a.jsonl", "a.txt", "b.jsonl")]
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path, capsys):
+    fill(tmp_path, "a.jsonl", "b.jsonl", "blobs/x", "in/c.txt")
+    (tmp_path / "snapshots").mkdir()
+    for name in ("one.jsonl", "two.jsonl"):  # as two snapshots in a cache of the Hub
+        (tmp_path / "snapshots" / name).symlink_to("../blobs/x")
+    (tmp_path / "folder").symlink_to("in")
+    a, b = f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"
+    for number, (files, wanted) in enumerate(
+        [
+            ((b, f"{tmp_path}/*.jsonl"), [b, a]),
+            ((a, f"{tmp_path}/in/../a.jsonl"), [a]),
+            ((a, a), [a]),
+            ((f"{tmp_path}/snapshots/*",), [f"{tmp_path}/snapshots/one.jsonl"]),
+            ((f"{tmp_path}/**/c.txt",), [f"{tmp_path}/folder/c.txt"]),
+        ]
+    ):
+        source = Source(f"web{number}", 1.0, files)
+        assert [file.path for file in locate(source)] == wanted
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        locate(source)
+        assert not capsys.readouterr().err  # it was said
+    os.link(a, tmp_path / "d.jsonl")  # a file of its own, as far as its path says
+    assert len(paths(files=(f"{tmp_path}/*.jsonl",))) == 3
+
+
+def test_an_address_that_is_named_twice_is_read_once(tmp_path, hub, capsys):
+    url = "https://user:hidden@h/a.jsonl?page=1"
+    assert paths(urls=(url, "https://h/a.jsonl?page=2", f"{url}#part")) == [url, "https://h/a.jsonl?page=2"]
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 and "hidden" not in said
+    (tmp_path / "list.txt").write_text("https://h/a.jsonl\nhttps://h/b.jsonl\nhttps://h/a.jsonl\n")
+    assert paths(url_list=f"{tmp_path}/list.txt") == ["https://h/a.jsonl", "https://h/b.jsonl"]
+    fill(hub / "name", "a#1.jsonl", "a#2.jsonl")
+    assert len(paths(hub="org/name", data_files=("*.jsonl", "a*.jsonl"))) == 2
+    fill(tmp_path, "a.jsonl")
+    assert paths(urls=(f"file://{tmp_path}/a.jsonl", f"file://{tmp_path}/b/../a.jsonl")) == [
+        f"file://{tmp_path}/a.jsonl"
+    ]
 
 
 def test_brackets_in_a_name(tmp_path):

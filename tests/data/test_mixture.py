@@ -245,3 +245,12 @@ def test_a_folder_does_not_hide_the_embedded_mixture(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "embedded").mkdir()  # such as one of its shards
     assert load_mixture("embedded") == EMBEDDED
+
+
+def test_a_text_file_that_is_given_twice_is_one_source(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    names = [f"{tmp_path}/{name}" for name in ("a.txt", "b.txt", "link.txt", "a.txt")]
+    mixture = mixture_from_files(names)
+    assert [(source.name, source.weight) for source in mixture.sources] == [(names[0], 0.5), (names[1], 0.5)]
+    assert len(capsys.readouterr().err.splitlines()) == 2

@@ -14,7 +14,7 @@ import pytest
 
 from moh_llm.data.locate import SourceFile
 from moh_llm.data.mixture import Source
-from moh_llm.data.records import Reading, read_documents
+from moh_llm.data.records import Reading, read_documents, source_documents
 from moh_llm.errors import UserError
 
 zstandard = pytest.importorskip("zstandard")
@@ -114,9 +114,10 @@ def test_a_given_format_comes_before_the_ending(tmp_path):
         ([{"meta": {"x": {"y": "yes"}}}], "meta.x.y", ["yes"]),
         ([{"meta": {"body": "no"}, "meta.body": "yes"}], "meta.body", ["yes"]),
         ([{"document": "4", "raw_content": "3", "content": "2", "text": "1"}], None, ["1"]),
-        ([{"document": "4", "raw_content": "3", "content": None}], None, ["3"]),
-        # The first record decides.
-        ([{"content": "1", "text": None}, {"content": "2", "text": "no"}], None, ["1", "2"]),
+        ([{"document": "3", "raw_content": "2"}], None, ["2"]),
+        # An empty text is one.
+        ([{"content": "no", "text": ""}, {"content": "no", "text": "1"}], None, ["1"]),
+        ([{"content": "1", "text": None}, {"content": "2", "text": "no"}], "content", ["1", "2"]),
     ],
 )
 def test_text_fields(tmp_path, kind, records, text_field, documents):
@@ -125,6 +126,46 @@ def test_text_fields(tmp_path, kind, records, text_field, documents):
     json_lines = "".join(json.dumps(record) + "\n" for record in records)
     path.write_bytes(parquet(columns) if kind == "parquet" else json_lines.encode())
     assert read(path, text_field=text_field)[0] == documents
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("no_text", [None, ["a"], {"a": "b"}, 5])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_record_without_a_text_does_not_choose_another_field(tmp_path, kind, no_text, place):
+    path = tmp_path / f"a.{kind}"
+    rows = [{"text": f"{i}", "content": "no"} for i in range(3)]
+    if kind == "parquet":
+        if no_text is not None:
+            return  # a column has one type
+        path.write_bytes(parquet({"text": [None if i == place else f"{i}" for i in range(3)], "content": ["no"] * 3}))
+    else:
+        rows[place]["text"] = no_text
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(zstandard.compress(data) if kind.endswith("zst") else data)
+    assert refusal(path).startswith(f"{path}, {'row' if kind == 'parquet' else 'line'} {place + 1}: ")
+    documents, reading = read(path, skip_bad=True)
+    assert documents == [f"{i}" for i in range(3) if i != place] and reading.bad == 1
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_another_text_field_in_later_records_is_refused(tmp_path, skip_bad):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"content": "1"}\n{"content": "2", "text": "no"}\n')
+    assert refusal(path, skip_bad).startswith(f"{path}, line 2: ")
+    assert read(path, text_field="content")[0] == ["1", "2"]
+    # Without the field of the first record, one is a bad record, whatever else it has.
+    path.write_text('{"text": "1", "content": "no"}\n{"content": "no"}\n{"text": "2"}\n')
+    assert refusal(path).startswith(f"{path}, line 2: no text field text")
+    assert read(path, skip_bad=True)[0] == ["1", "2"]
+
+
+def test_files_with_other_text_fields_are_named(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
+    (tmp_path / "b.jsonl").write_text('{"content": "2"}\n')
+    files = [SourceFile(f"{tmp_path}/{name}.jsonl") for name in "ab"]
+    assert [text for _, text in source_documents(Source("web", 1.0), files)] == ["1", "2"]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert all(file.name in said for file in files)
 
 
 def test_empty_documents_are_counted(tmp_path):

@@ -211,6 +211,14 @@ def test_a_model_from_scratch(folder: Path, tmp_path: Path) -> None:
     assert "No base is on record" in alone["Base model and licence"] and "Not proven" in alone["Conversion proof"]
 
 
+def test_files_of_one_name_are_told_apart(converted: Path) -> None:
+    conversion = json.loads((converted / "conversion.json").read_text())
+    sources = {"/data/en/x.jsonl": 0.75, "/data/de/x.jsonl": 0.25}
+    change(converted / "conversion.json", calibration=conversion["calibration"] | {"sources": sources})
+    text = check_card(build_card(converted, NAME))["Text it was converted with"]
+    assert "`en/x.jsonl`" in text and "`de/x.jsonl`" in text and "/data" not in text
+
+
 def test_missing_records_are_told(converted: Path) -> None:
     change(converted / "conversion.json", verification=None, calibration=None, arithmetic=None)
     sections = check_card(build_card(converted, NAME))
