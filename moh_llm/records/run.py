@@ -75,13 +75,23 @@ class Routing(Record):
         load: share of tokens that select each routed head, by its score: tokens that have all heads on, too.
         entropy: of the mean softmax score, over its maximum; None below two routed groups.
         dead_heads: how many heads no token selects.
-        changed: share of tokens with other heads than when training began; None before.
+        changed: share of tokens with other heads than when training began, of those that have not all heads on anyway;
+            None for a layer in which none chooses; None before a step was made.
+        heads_read: how many heads a token has on, mean over layers; first tokens that have all on are counted.
     """
 
     load: list[list[float]]
     entropy: list[float | None]
     dead_heads: list[int]
-    changed: list[float] | None
+    changed: list[float | None] | None
+    heads_read: float | None = None
+
+    @property
+    def tokens_with_other_heads(self) -> float | None:
+        """`changed`, mean over the layers that have routed heads."""
+        pairs = zip(self.changed or [], self.load, strict=False)
+        shares = [share for share, load in pairs if load and share is not None]
+        return sum(shares) / len(shares) if shares else None
 
 
 class Timing(Record):
@@ -104,7 +114,10 @@ class RunRecord(Record):
         steps, tokens, seconds: what was trained, of a finished run.
         data_read: the receipt of what was read, by source.
         tokens_in: the folder of the tokens, on the machine that trained.
-        device, device_name, compute_dtype, processes, parameters, versions: what trained, on what, with what.
+        device, device_name, compute_dtype, processes, versions: what trained, on what, with what.
+        parameters: how many numbers the student has (``total``) and how many are trained: all, and of the base, of
+            adapters, of routers and of fallbacks.
+        balance_coefficient: weight of the load-balance loss; None where the model's routers have no such loss.
         evaluation: scores of the saved model.
         model_files: the files of ``OUTPUT/model`` by name, of a finished run.
     """
@@ -124,6 +137,7 @@ class RunRecord(Record):
     compute_dtype: str | None = None
     processes: int | None = None
     parameters: dict[str, int] | None = None
+    balance_coefficient: float | None = None
     versions: dict[str, str] | None = None
     evaluation: Scores | None = None
     model_files: dict[str, FileMark] | None = None
@@ -133,12 +147,18 @@ class LogLine(Record):
     """A line of `OUTPUT/log.jsonl`: a step, or the scores before the first one (step 0, without a loss).
 
     Losses, rates and the gradient's norm are further numbers of a step; None where they are not finite.
+
+    Attributes:
+        heads_asked: heads per token that the step's budgets ask for, mean over layers.
+        heads_read: heads that a token of the step had on, mean over layers.
     """
 
     step: int = Field(ge=0)
     tokens: int | None = None
     loss: float | None = None
     dropped: str | None = None
+    heads_asked: float | None = None
+    heads_read: float | None = None
     timing: Timing | None = None
     tokens_of_source: dict[str, int] | None = None
     validation: Scores | None = None

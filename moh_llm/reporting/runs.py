@@ -176,14 +176,13 @@ def routing_summary(routing: Routing | None) -> Record | None:
     """Router health over all layers: dead heads, of how many routed ones, lowest entropy, mean changed share."""
     if not routing:
         return None
-    entropy, changed = (
-        [value for value in routed(routing, key) if value is not None] for key in ("entropy", "changed")
-    )
+    entropy = [value for value in routed(routing, "entropy") if value is not None]
     return {
         "dead_heads": sum(routing.dead_heads),
         "routed_heads": sum(map(len, routing.load)),
         "lowest_entropy": min(entropy, default=None),
-        "changed": statistics.fmean(changed) if changed else None,
+        "changed": routing.tokens_with_other_heads,
+        "heads_read": routing.heads_read,
     }
 
 

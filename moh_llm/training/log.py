@@ -28,8 +28,8 @@ from moh_llm.training.losses import StepLosses
 def step_line(
     step: int,
     losses: StepLosses,
-    beta: float,
-    rates: tuple[float, float],
+    beta: float | None,
+    rates: Mapping[str, float],
     gradient_norm: float,
     config: TrainConfig,
     heads: list[int],
@@ -38,29 +38,31 @@ def step_line(
 ) -> LogLine:
     """One line of the log. All but ``timing`` is the same however often the run was interrupted.
 
-    Numbers that are not finite are None. ``peak_rate`` is the tokens/s that the devices would reach
+    Numbers that are not finite are None. ``beta`` is the weight of the load-balance loss; None: there is none.
+    ``rates`` are the learning rates of what is trained, by their names in the log, and ``heads`` the heads that each
+    layer's budget asks for. ``peak_rate`` is the tokens/s that the devices would reach
     at their peak, if it is known; the share of it that was reached is the model FLOPs utilisation.
     """
     seconds = time.perf_counter() - began
     objective = config.objective
-    numbers = {"loss": losses.total(beta, objective.layer_coefficient)}
+    numbers = {"loss": losses.total(beta or 0.0, objective.layer_coefficient)}
     if objective.has_teacher:
         numbers["kl"] = losses.task
     if objective.layer_coefficient:
         numbers["layer_distance"] = losses.layers
     numbers |= {
         "cross_entropy": losses.cross_entropy,
-        "balance_loss": losses.balance,
+        **({} if beta is None else {"balance_loss": losses.balance}),
         **({"expert_balance_loss": losses.experts} if losses.experts else {}),
-        "learning_rate": rates[0],
-        "router_learning_rate": rates[1],
+        **rates,
         "gradient_norm": gradient_norm,
     }
     line = LogLine.model_construct(
         step=step,
         **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
         tokens=step * config.tokens_per_step,
-        active_heads=sum(heads) / len(heads),
+        heads_asked=sum(heads) / len(heads),
+        heads_read=round(losses.heads_read, 6),
     )
     rate = config.tokens_per_step / seconds
     line.timing = Timing(seconds=round(seconds, 4), tokens_per_second=round(rate, 1))
@@ -88,8 +90,8 @@ def _show_health(routing: Routing) -> str:
     text = ""
     if dead := sum(routing.dead_heads):
         text += f", {dead} dead heads"
-    if routing.changed:
-        text += f", {100 * sum(routing.changed) / len(routing.changed):.1f} % of routings changed"
+    if (changed := routing.tokens_with_other_heads) is not None:
+        text += f", {100 * changed:.1f} % of tokens with other heads"
     return text
 
 
@@ -104,7 +106,7 @@ _SHOWN = {
     "layer_distance": ("layers", ".4f"),
     "balance_loss": ("balance", ".3f"),
     "learning_rate": ("lr", ".1e"),
-    "active_heads": ("heads", ".2f"),
+    "heads_read": ("heads on", ".2f"),
     "gradient_norm": ("norm", ".2f"),
 }
 

@@ -136,7 +136,7 @@ class _Training:
     held_out: list[Batch]
     networks: Networks
     checkpoints: CheckpointWriter
-    balance_coefficient: float
+    balance_coefficient: float | None
     watch: DivergenceWatch
 
     def __init__(
@@ -187,8 +187,10 @@ class _Training:
     def build_networks(self) -> None:
         """Build student, teacher and optimizer, and distribute them."""
         self.networks = build_networks(self.config, self.accelerator, self.reference, self.say)
-        beta = self.config.objective.balance_coefficient
-        self.balance_coefficient = self.networks.network.config.head_balance_coef if beta is None else beta
+        beta, model = self.config.objective.balance_coefficient, self.networks.network
+        has_loss = model.config.router_type != "threshold" and any(router.has_routed_heads for router in model.routers)
+        beta = model.config.head_balance_coef if beta is None else beta
+        self.balance_coefficient = beta if has_loss else None
 
     def begin_or_resume(self) -> None:
         """Write the run's record, score the model before any step, and load the newest checkpoint, if any."""
@@ -202,6 +204,7 @@ class _Training:
             compute_dtype=str(networks.reference_dtype(config)).removeprefix("torch."),
             processes=accelerator.num_processes,
             parameters=counts,
+            balance_coefficient=self.balance_coefficient,
             reference=self.reference and self.reference.mark(),
         )
         found = self._newest_checkpoint()
@@ -290,9 +293,9 @@ class _Training:
         nets.network.set_active_heads(heads)
         if config.shared_heads is not None:
             set_temperature(nets.network, step - 1, config.shared_heads.steps)
-        losses, norm = accumulate_gradients(accelerator, nets.model, batch, config, beta)
+        losses, norm = accumulate_gradients(accelerator, nets.model, batch, config, beta or 0.0)
         # Judged before the weights are updated (DeepSpeed has updated them): checkpoints are of good steps only.
-        fault = self.watch.judge(step, losses.total(beta, config.objective.layer_coefficient), norm)
+        fault = self.watch.judge(step, losses.total(beta or 0.0, config.objective.layer_coefficient), norm)
         self.checkpoints.hold()
         if fault is None:
             nets.optimizer.step()

@@ -32,7 +32,8 @@ class StepLosses:
     ``task`` is the KL or the cross-entropy, ``cross_entropy`` the one to the text, both in nats per
     predicted token; ``balance`` is the load-balance loss of Eq. 7 per sequence; ``layers`` is the
     layers' distance to the base's per predicted token; ``experts`` is the load-balance loss of
-    feed-forward experts per sequence, weighted by the model's `expert_balance_coef`.
+    feed-forward experts per sequence, weighted by the model's `expert_balance_coef`. ``heads_read``, no loss, is how
+    many heads a token had on, mean over layers.
     """
 
     task: float
@@ -40,6 +41,7 @@ class StepLosses:
     balance: float
     layers: float
     experts: float = 0.0
+    heads_read: float = 0.0
 
     def total(self, beta: float, layer_coefficient: float) -> float:
         """The loss that was minimised."""
@@ -69,6 +71,27 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
         logits = torch.stack([layer.to(total.device) for layer in layers])  # [N, B, L, U]
         total = total + (logits.softmax(-1).mean(2) * router.select(logits).mean(2)).sum()
     return total / max(1, sum(len(layers) for _, layers in alike.values()))
+
+
+@torch.no_grad()
+def heads_on_sum(
+    router_logits: Sequence[torch.Tensor], routers: Sequence[MoHRouter], all_on: torch.Tensor
+) -> torch.Tensor:
+    """How many heads each token has on, mean over layers, summed over tokens: those of the gates.
+
+    Args:
+        router_logits: per layer `[..., U]`.
+        routers: the layers' routers.
+        all_on: which tokens have all heads on, whatever their logits, bool `[...]`.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=float64_device(all_on.device))
+    for logits, router in zip(router_logits, routers, strict=True):
+        if router.router_type == "threshold":  # else the number is that which is set
+            on = router.num_shared + router.group_size * router.select(logits).sum(-1)
+        else:
+            on = logits.new_full(logits.shape[:-1], router.num_active)
+        total += wide(on.masked_fill(all_on.to(on.device), router.num_heads)).sum().to(total.device)
+    return total / max(1, len(routers))
 
 
 def expert_loss_sum(expert_logits: Sequence[torch.Tensor], sequences: int, config: MoHLlamaConfig) -> torch.Tensor:

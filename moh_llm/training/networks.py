@@ -17,7 +17,7 @@ from moh_llm.conversion.base import moh_fields
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import new_folder
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_fallback_weight, is_routing_weight
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.identity import hash_weights
 from moh_llm.records.lineage import NAME as LINEAGE
@@ -216,6 +216,18 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
 def trained_weights(network: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that are trained, by name; tied ones once."""
     return {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
+
+
+def count_weights(network: torch.nn.Module) -> dict[str, int]:
+    """How many numbers are trained, in all and by kind, and how many there are (`RunRecord.parameters`)."""
+    kinds = dict.fromkeys(("trained_base", "trained_adapters", "trained_routers", "trained_fallbacks"), 0)
+    for name, weight in trained_weights(network).items():
+        kind = "adapters" if ".lora_" in name else "base"
+        if is_routing_weight(name):
+            kind = "fallbacks" if is_fallback_weight(name) else "routers"
+        kinds[f"trained_{kind}"] += full_shape(weight).numel()
+    total = sum(full_shape(weight).numel() for weight in network.parameters())
+    return {"trained": sum(kinds.values()), "total": total, **kinds}
 
 
 def full_shape(weight: torch.nn.Parameter) -> torch.Size:

@@ -49,15 +49,22 @@ def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim
     )
 
 
-def set_learning_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> tuple[float, float]:
-    """Give every group the rate of the step after ``step`` steps; return `learning_rates`."""
+def set_learning_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> dict[str, float]:
+    """Give every group the rate of the step after ``step`` steps.
+
+    Returns:
+        ``learning_rate`` of the base's weights or adapters and ``router_learning_rate`` of routers and fallbacks, where
+        such weights are trained.
+    """
     rate, router_rate = learning_rates(config, step)
     rates = {"base": rate, "router": router_rate}
     if (learned := config.shared_heads) is not None:
         rates["shared_heads"] = rate_of_logits(step, learned.steps, learned.learning_rate)
     for group in optimizer.param_groups:
         group["lr"] = rates[group["kind"]]
-    return rate, router_rate
+    names = {"base": "learning_rate", "router": "router_learning_rate"}
+    trained = {group["kind"] for group in optimizer.param_groups}
+    return {name: rates[kind] for kind, name in names.items() if kind in trained}
 
 
 def warmup_cosine(step: int, warmup: int, total: int, start: float, highest: float, final: float) -> float:
@@ -79,7 +86,7 @@ def warmup_cosine(step: int, warmup: int, total: int, start: float, highest: flo
 
 
 def learning_rates(config: TrainConfig, step: int) -> tuple[float, float]:
-    """Learning rates (of the base's weights, of the routers) of the step after ``step`` steps.
+    """Learning rates (of the base's weights, of routers and fallbacks) of the step after ``step`` steps.
 
     Both follow `warmup_cosine`; the routers' is scaled by the ratio of the two highest rates.
     """

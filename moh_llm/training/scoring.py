@@ -16,7 +16,7 @@ from moh_llm.metrics import Batch, Comparison
 from moh_llm.records.run import DenseScores, Routing, Scores
 from moh_llm.training import networks
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.losses import IGNORED, next_token_targets
+from moh_llm.training.losses import IGNORED, heads_on_sum, next_token_targets
 from moh_llm.training.parallel import sum_over_processes
 from moh_llm.training.reference import Reference
 from moh_llm.training.step import TrainingStep
@@ -34,16 +34,26 @@ class RoutingCounts:
     def __init__(self, group_size: int = 1) -> None:
         self._group_size = group_size
         self._tokens = 0
+        self._heads: torch.Tensor | float = 0.0  # sum over tokens of the heads that are on, mean over layers
         self._selected: list[torch.Tensor] = []  # per layer, tokens that select each group, [U]
         self._scores: list[torch.Tensor] = []  # per layer, sums of softmax scores, [U]
         self._choices: list[list[torch.Tensor]] = []  # per batch and layer, which each token selects, bool [N, U]
+        self._choose: list[torch.Tensor] = []  # per batch, which tokens have not all heads on anyway, bool [N]
 
-    def add(self, router_logits: Sequence[torch.Tensor], choices: Sequence[torch.Tensor]) -> None:
+    def add(
+        self,
+        router_logits: Sequence[torch.Tensor],
+        choices: Sequence[torch.Tensor],
+        heads: torch.Tensor,
+        all_on: torch.Tensor,
+    ) -> None:
         """Count a batch.
 
         Args:
-            router_logits: per layer `[N, U]`.
+            router_logits: per layer `[N, U]`; U is 0 where no token chooses.
             choices: per layer which groups each token selects, bool `[N, U]`.
+            heads: `heads_on_sum` of the batch.
+            all_on: which tokens have all heads on, whatever they select, bool `[N]`.
         """
         selected = [wide(choice.sum(0)) for choice in choices]
         scores = [wide(logits.softmax(-1).sum(0)) for logits in router_logits]
@@ -51,23 +61,28 @@ class RoutingCounts:
         self._selected = _added(self._selected, selected)
         self._scores = _added(self._scores, scores)
         self._choices.append([choice.cpu() for choice in choices])
+        self._choose.append(~all_on.cpu())
+        self._heads = self._heads + heads
 
     def health(self, start: "RoutingCounts | None", reduce: Reduce) -> Routing:
-        """Each layer's load, entropy, dead heads and changes.
+        """Heads that are on; each layer's load, entropy, dead heads and changes.
 
         Args:
             start: counts of the same text, in the same batches, by the network that training began with.
             reduce: sums a tensor over the processes, each of which counted a part of the text.
         """
         device = self._selected[0].device
-        tokens = reduce(torch.tensor(self._tokens, dtype=torch.float64, device=device))
+        counted = [self._tokens, sum(int(free.sum()) for free in self._choose), float(self._heads)]
+        tokens, choosing, heads = reduce(torch.tensor(counted, dtype=torch.float64, device=device))
         load = [(reduce(selected) / tokens).repeat_interleave(self._group_size) for selected in self._selected]
-        changed: list[float] | None = None
+        changed: list[float | None] | None = None
         if start is not None:
             moved = [self._moved(start, layer) for layer in range(len(load))]
-            shares = reduce(torch.tensor(moved, dtype=torch.float64, device=device)) / tokens
-            changed = [round(share, 6) for share in shares.tolist()]
+            shares = reduce(torch.tensor(moved, dtype=torch.float64, device=device)) / choosing
+            pairs = zip(shares.tolist(), load, strict=True)
+            changed = [round(share, 6) if choosing and len(layer) else None for share, layer in pairs]
         return Routing(
+            heads_read=round(float(heads / tokens), 6),
             load=[[round(share, 6) for share in layer.tolist()] for layer in load],
             entropy=[_entropy(reduce(scores) / tokens) for scores in self._scores],
             dead_heads=[int((layer == 0).sum()) for layer in load],
@@ -75,8 +90,8 @@ class RoutingCounts:
         )
 
     def _moved(self, start: "RoutingCounts", layer: int) -> int:
-        pairs = zip(self._choices, start._choices, strict=True)
-        return sum(int((mine[layer] != other[layer]).any(-1).sum()) for mine, other in pairs)
+        batches = zip(self._choices, start._choices, self._choose, strict=True)
+        return sum(int(((mine[layer] != other[layer]).any(-1) & free).sum()) for mine, other, free in batches)
 
 
 def _added(sums: list[torch.Tensor], more: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -119,11 +134,21 @@ def evaluate(
         found, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
         counts = number < len(mine)
         router_logits = [logits if counts else logits[:0] for logits in router_logits]
+        all_on = step.all_heads_on(batch["position_ids"][targets != IGNORED]).to(device)
+        all_on = all_on if counts else all_on[:0]
         if counts:
             own = batch["documents"][targets != IGNORED].to(sums.device)
             sums.index_add_(0, own, torch.cat([torch.ones_like(found[:, :1]), found], 1))
-        pairs = zip(router_logits, step.network.routers, strict=True)
-        routing.add(router_logits, [router.select(logits).bool() for logits, router in pairs])
+        routers = step.network.routers
+        heads = heads_on_sum(router_logits, routers, all_on)
+        pairs = list(zip(router_logits, routers, strict=True))
+        # Where the same heads are on for all tokens, none chooses.
+        chosen = [logits.shape[-1] if router.has_routed_heads else 0 for logits, router in pairs]
+        router_logits = [logits[:, :number] for (logits, _), number in zip(pairs, chosen, strict=True)]
+        choices = [
+            router.select(logits).bool()[:, :number] for (logits, router), number in zip(pairs, chosen, strict=True)
+        ]
+        routing.add(router_logits, choices, heads, all_on)
     model.train()
     sums = sum_over_processes(accelerator, sums) if accelerator else sums
     found = Comparison(sums[sums[:, 0] > 0].cpu().numpy())

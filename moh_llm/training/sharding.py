@@ -33,7 +33,8 @@ class Networks:
         optimizer: the prepared optimizer.
         weights: the weights that are trained, by name.
         network: the student without adapters.
-        counts: how many numbers are trained, and how many the student has.
+        counts: how many numbers are trained, in all and by kind, and how many the student has
+            (`moh_llm.records.run.RunRecord.parameters`).
     """
 
     model: nn.Module
@@ -59,10 +60,7 @@ def build_networks(
             f"{', for the teacher, too' if teacher_too else ''}; adapters are merged into {config.model}"
         )
     teacher = networks.make_teacher(config, reference, accelerator.device, empty)
-    counts = {
-        "trained": sum(networks.full_shape(weight).numel() for weight in networks.trained_weights(student).values()),
-        "total": sum(networks.full_shape(weight).numel() for weight in student.parameters()),
-    }
+    counts = networks.count_weights(student)
     model, optimizer = distribute(accelerator, TrainingStep(student, teacher, config.objective, reference), config)
     model.train()
     step = accelerator.unwrap_model(model)

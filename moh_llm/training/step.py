@@ -29,6 +29,7 @@ from moh_llm.training.losses import (
     balance_loss_sum,
     comparison_values,
     expert_loss_sum,
+    heads_on_sum,
     layer_distance_sum,
     next_token_targets,
     token_losses,
@@ -91,8 +92,9 @@ class TrainingStep(nn.Module):
 
         Returns:
             In training task loss and cross-entropy in nats, the load-balance losses of the sequences,
-            the layers' distances to the teacher's (`layer_distance_sum`), and the weighted losses of
-            experts (`expert_loss_sum`), `[5]`; all but the second carry a gradient. With `compare` the
+            the layers' distances to the teacher's (`layer_distance_sum`), the weighted losses of
+            experts (`expert_loss_sum`), and the heads that are on (`heads_on_sum`), `[6]`; all but the second and the
+            last carry a gradient. With `compare` the
             values of `comparison_values` per position with a target, `[N, 4]` (without a teacher all but
             the first are zero), and the router logits of each layer, `[N, U]`.
         """
@@ -115,7 +117,13 @@ class TrainingStep(nn.Module):
         balance = balance_loss_sum(output.router_logits, self.network.routers)
         layers = layer_distance_sum(output.hidden_states[1:], other_layers, counted) if matching else 0 * task.detach()
         experts = expert_loss_sum(output.expert_logits, len(input_ids), self.network.config).to(task)
-        return torch.stack([task, cross_entropy, balance.to(task.dtype), layers.to(task.dtype), experts])
+        on = heads_on_sum(output.router_logits, self.network.routers, self.all_heads_on(position_ids))
+        return torch.stack([task, cross_entropy, *(part.to(task) for part in (balance, layers, experts, on))])
+
+    def all_heads_on(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Which tokens have all heads on because they are a document's first, bool, given their positions in it."""
+        config = self.network.config
+        return position_ids < (config.all_heads_until if config.head_fallback == "local" else 0)
 
     @torch.no_grad()
     def _reference(
@@ -176,14 +184,15 @@ def accumulate_gradients(
     # Gradients are then summed over micro-batches and processes, not averaged.
     scale = accelerator.gradient_accumulation_steps * accelerator.num_processes
     weight = config.objective.layer_coefficient
-    sums = torch.zeros(5, device=accelerator.device)
+    sums = torch.zeros(6, device=accelerator.device)
     for rows in torch.arange(len(targets)).split(config.data.micro_batch_size):
         with accelerator.accumulate(model):
             inputs = (batch["input_ids"][rows], batch["position_ids"][rows], targets[rows])
             found = model(*(tensor.to(accelerator.device) for tensor in inputs))
-            task, _, balance, layers, experts = found
+            task, _, balance, layers, experts, _ = found
             accelerator.backward(scale * ((task + weight * layers) / tokens + (beta * balance + experts) / sequences))
-            sums += found.detach() / sums.new_tensor([tokens, tokens, sequences, tokens, sequences])
+            positions = sequences * targets.shape[1]
+            sums += found.detach() / sums.new_tensor([tokens, tokens, sequences, tokens, sequences, positions])
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         norm = float(model.get_global_grad_norm() or 0.0)
     else:

@@ -9,6 +9,7 @@ from moh_llm.modeling.routing_moh import select_top_k
 from moh_llm.training.scoring import RoutingCounts
 
 TOP_K = [1, 2, 0, 0]
+ALL_ON = torch.tensor([True, True, False, False, False, False, False])
 
 
 def some_logits(seed: int) -> list[torch.Tensor]:
@@ -18,7 +19,8 @@ def some_logits(seed: int) -> list[torch.Tensor]:
 
 
 def add(counts: RoutingCounts, logits: list[torch.Tensor]) -> None:
-    counts.add(logits, [select_top_k(layer, k).bool() for layer, k in zip(logits, TOP_K, strict=True)])
+    chosen = [select_top_k(layer, k).bool() for layer, k in zip(logits, TOP_K, strict=True)]
+    counts.add(logits, chosen, torch.tensor(2.5 * len(logits[0])), ALL_ON[: len(logits[0])])
 
 
 def choices(logits: torch.Tensor, k: int) -> list[set[int]]:
@@ -59,6 +61,7 @@ def test_groups_are_shown_as_their_heads() -> None:
 
 
 def test_changed_is_the_share_of_tokens_with_other_heads() -> None:
+    """Of the tokens that have not all heads on anyway, in the layers where they choose."""
     start, now = RoutingCounts(), RoutingCounts()
     before, after = some_logits(0), some_logits(1)
     after[1][3:] = before[1][3:] * 2  # the same order: nothing changed there
@@ -67,10 +70,12 @@ def test_changed_is_the_share_of_tokens_with_other_heads() -> None:
     wanted = []
     for old, new, k in zip(before, after, TOP_K, strict=True):
         pairs = zip(choices(old, k), choices(new, k), strict=True)
-        wanted.append(sum(mine != other for mine, other in pairs) / 7)
-    found = now.health(start, lambda tensor: tensor).changed
-    assert found == pytest.approx(wanted, abs=1e-6)
-    assert found[0] > 0 and 0 < found[1] <= 3 / 7 and found[2:] == [0, 0]
+        wanted.append(sum(mine != other for mine, other in list(pairs)[2:]) / 5)
+    routing = now.health(start, lambda tensor: tensor)
+    assert routing.changed[:3] == pytest.approx(wanted[:3], abs=1e-6) and routing.changed[3] is None
+    assert wanted[0] > 0 and 0 < wanted[1] <= 1 / 5 and wanted[2] == 0
+    assert routing.tokens_with_other_heads == pytest.approx(sum(wanted[:3]) / 3, abs=1e-6)
+    assert routing.heads_read == 2.5
 
 
 def test_processes_add_up() -> None:

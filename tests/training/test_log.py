@@ -21,15 +21,18 @@ from moh_llm.training.losses import StepLosses
 
 def a_line(configure, peak_rate: float | None = None, kl: float = 0.5) -> LogLine:
     config = configure(**{"objective.layer_coefficient": 2.0})
-    losses = StepLosses(task=kl, cross_entropy=3.0, balance=0.8, layers=0.25)
+    losses = StepLosses(task=kl, cross_entropy=3.0, balance=0.8, layers=0.25, heads_read=1.75)
     began = time.perf_counter() - 2.0
-    return step_line(4, losses, 0.1, (1e-4, 1e-3), 0.7, config, [2, 1], began, peak_rate)
+    return step_line(
+        4, losses, 0.1, {"learning_rate": 1e-4, "router_learning_rate": 1e-3}, 0.7, config, [2, 1], began, peak_rate
+    )
 
 
 def test_a_line_holds_every_part_of_the_loss(configure) -> None:
     line = a_line(configure)
     assert line.loss == pytest.approx(0.5 + 0.1 * 0.8 + 2.0 * 0.25)
-    assert (line.kl, line.layer_distance, line.tokens, line.active_heads) == (0.5, 0.25, 4 * 128, 1.5)
+    assert (line.kl, line.layer_distance, line.tokens, line.heads_asked) == (0.5, 0.25, 4 * 128, 1.5)
+    assert line.heads_read == 1.75
     assert line.timing.tokens_per_second == pytest.approx(64, rel=0.05) and "mfu" not in line.timing.content()
     assert a_line(configure, peak_rate=640.0).timing.mfu == pytest.approx(0.1, rel=0.05)
     assert a_line(configure, kl=float("nan")).kl is None
@@ -38,7 +41,7 @@ def test_a_line_holds_every_part_of_the_loss(configure) -> None:
 def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
     with ProgressLine(3, 10) as progress:
         progress.step(a_line(configure, peak_rate=640.0))
-        routing = Routing(load=[], entropy=[], dead_heads=[1, 2], changed=[0.5, 0.25])
+        routing = Routing(load=[[0.5], [], [1.0]], entropy=[], dead_heads=[1, 0, 2], changed=[0.5, None, 0.25])
         progress.step(LogLine(step=5, validation=Scores(tokens=9, documents=2, perplexity=2.0), routing=routing))
         dropped = a_line(configure)
         dropped.dropped = "the loss is not finite"
@@ -46,12 +49,12 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
     said = capsys.readouterr().out
     for part in (
         "tokens/s  MFU 10.0 %  loss 1.0800  kl 0.5000  ce 3.0000  layers 0.2500  balance 0.800  lr 1.0e-04",
-        "heads 1.50",
+        "heads on 1.75",
         "norm 0.70",
         "step 4/10  ",
         "s left",
         "step 4 was dropped: the loss is not finite",
-        "perplexity 2.000 on 9 held-out tokens of 2 documents, 3 dead heads, 37.5 % of routings changed",
+        "perplexity 2.000 on 9 held-out tokens of 2 documents, 3 dead heads, 37.5 % of tokens with other heads",
     ):
         assert part in said, part
 
@@ -65,15 +68,15 @@ def test_a_terminal_shows_step_and_time_left_at_any_width(configure, capsys, mon
         line.step = 1240
         progress.step(line)
         scores = Scores(tokens=9, documents=2, perplexity=2.0)
-        routing = Routing(load=[], entropy=[], dead_heads=[1, 2], changed=[0.5, 0.25])
+        routing = Routing(load=[[0.5], [], [1.0]], entropy=[], dead_heads=[1, 0, 2], changed=[0.5, None, 0.25])
         progress.step(LogLine(step=1240, validation=scores, routing=routing))
     said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out).replace("\r", "\n")
     shown = [text for text in said.splitlines() if "1240/100000" in text][-1]
     assert re.search(r"step +1240/100000 .* (-:--:--|\d+:\d\d:\d\d) \d+ tokens/s  loss 1\.0800", shown), shown
     assert last in shown and len(shown) <= columns
-    scored = said[said.rindex("step 1240: perplexity") :].split("changed")[0]
+    scored = said[said.rindex("step 1240: perplexity") :].split("with other")[0]
     assert all(len(text.rstrip()) <= columns for text in scored.splitlines())  # no word is broken
-    assert " ".join(scored.split()).endswith("documents, 3 dead heads, 37.5 % of routings")
+    assert " ".join(scored.split()).endswith("documents, 3 dead heads, 37.5 % of tokens")
 
 
 def test_the_peak_rate_is_the_devices_over_a_tokens_flops(configure, monkeypatch: pytest.MonkeyPatch) -> None:

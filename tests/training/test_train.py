@@ -99,7 +99,7 @@ def test_the_log_has_one_line_per_step(finished_run) -> None:
     assert [line["step"] for line in log] == list(range(7))
     assert [line["step"] for line in log if "validation" in line] == [0, 3, 6]
     assert [line["tokens"] for line in log[1:]] == [step * 128 for step in range(1, 7)]
-    assert {line["active_heads"] for line in log[1:]} == {2.0}
+    assert {line["heads_asked"] for line in log[1:]} == {2.0}
     for line in log[1:]:
         assert line["loss"] == pytest.approx(line["kl"] + 0.01 * line["balance_loss"])
         assert line["gradient_norm"] > 0
@@ -290,7 +290,7 @@ def test_whole_groups_train_and_anneal(configure, paper_folder, tmp_path) -> Non
     MoHLlamaForCausalLM(config).save_pretrained(folder)
     train(configure(model=str(folder), max_steps=4, **{"schedule.anneal_steps": 2, "evaluation.eval_steps": 4}))
     log = read_log(tmp_path / "run")
-    assert [line["active_heads"] for line in log[1:]] == [4.0, 4.0, 2.0, 2.0]
+    assert [line["heads_asked"] for line in log[1:]] == [4.0, 4.0, 2.0, 2.0]
     load = log[-1]["routing"]["load"]
     assert [len(layer) for layer in load] == [4, 4] and all(layer[0::2] == layer[1::2] for layer in load)
     saved = MoHLlamaForCausalLM.from_pretrained(tmp_path / "run" / "model")
@@ -301,7 +301,7 @@ def test_annealing_begins_at_the_base_and_ends_at_the_models_heads(configure) ->
     config = configure(max_steps=6, **{"schedule.anneal_steps": 4, "evaluation.eval_steps": 3})
     train(config)
     log = read_log(Path(config.output_dir))
-    assert [line["active_heads"] for line in log[1:]] == [4.0, 4.0, 3.5, 3.0, 2.0, 2.0]  # on average of both layers
+    assert [line["heads_asked"] for line in log[1:]] == [4.0, 4.0, 3.5, 3.0, 2.0, 2.0]  # on average of both layers
     assert log[1]["kl"] == pytest.approx(0, abs=1e-6)  # all heads on: the student is its teacher
     assert log[0]["validation"]["kl"] > 0.1 and log[3]["validation"]["kl"] > 0.1  # scored as it will be used
     saved = MoHLlamaForCausalLM.from_pretrained(Path(config.output_dir) / "model")

@@ -13,18 +13,19 @@ _TOKENS = Axis("training tokens")
 # Per key of the log a chart's title and what its y axis says.
 SETTINGS = {
     "learning_rate": ("Learning rate", "learning rate"),
-    "router_learning_rate": ("Learning rate of the routers", "learning rate"),
+    "router_learning_rate": ("Learning rate of routers and fallbacks", "learning rate"),
     "gradient_norm": ("Gradient before clipping", "l2 norm"),
-    "active_heads": ("Active heads, mean over layers", "heads per layer"),
+    "heads_asked": ("Heads per token that the budgets ask for, mean over layers", "heads"),
+    "heads_read": ("Heads per token that are on, mean over layers", "heads"),
     "timing.tokens_per_second": ("Speed", "tokens per second"),
 }
 _LAYERWISE = {
     "entropy": ("Entropy of the mean routing", "relative to even routing"),
-    "changed": ("Tokens with other heads than at the start", "share of tokens"),
+    "changed": ("Tokens with other heads than at the start", "share of tokens that choose"),
 }
 _LAST = "At the last score."
 # These follow from the recipe, so they have no noise to smooth.
-EXACT = ("learning_rate", "router_learning_rate", "active_heads")
+EXACT = ("learning_rate", "router_learning_rate", "heads_asked")
 # A curve of up to so many points is drawn as it is; a longer one as its running median.
 RAW_POINTS = 200
 # Points of a curve that a chart draws; the log has all of them.

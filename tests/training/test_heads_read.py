@@ -1,0 +1,96 @@
+"""How many heads tokens had on: by the gates of a step and of the held-out text, not by the plan."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.training import networks
+from moh_llm.training.config import ObjectiveConfig
+from moh_llm.training.losses import next_token_targets
+from moh_llm.training.scoring import evaluate
+from moh_llm.training.step import TrainingStep
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def folders(made_once, base_folder: Path, convert, model_folder: Path, paper_folder: Path) -> dict[str, Path]:
+    """Models whose tokens have as many heads on as is asked for, and models whose tokens do not."""
+    flags = ["--fallback", "local", "--local-window", "6", "--local-sinks", "2", "--context", "64"]
+    flags += ["--active-ratio", "0.5", "--verify", "none"]
+    found = {"value": model_folder, "paper": paper_folder}
+    for kind in ("threshold", "none"):
+        given = [*flags, "--router", kind]
+        found[kind] = made_once(f"read-{kind}", lambda folder, given=given: convert(base_folder, folder, *given))
+    return found
+
+
+def batch_of(seed: int) -> dict[str, torch.Tensor]:
+    """Two rows of two documents each."""
+    ids = torch.randint(0, 200, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    positions = torch.cat([torch.arange(25), torch.arange(LENGTH - 25)]).expand(2, -1)
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "position_ids": positions, "labels": labels, "documents": 1 + (ids >= 0).cumsum(-1) // 26}
+
+
+def step_of(folder: Path) -> TrainingStep:
+    network = networks.load_network(folder, torch.float32)
+    return TrainingStep(network, None, ObjectiveConfig(kind="cross_entropy"))
+
+
+@pytest.mark.parametrize("kind", ["value", "paper", "threshold", "none"])
+def test_a_step_reads_the_heads_of_its_gates(folders, kind: str) -> None:
+    step, batch = step_of(folders[kind]), batch_of(0)
+    found = step(batch["input_ids"], batch["position_ids"], next_token_targets(batch["labels"]))
+    on = step.network.token_heads(batch["input_ids"], position_ids=batch["position_ids"]).float()
+    assert found[-1].item() == pytest.approx(float(on.sum(-1).mean(1).sum()), rel=1e-6)
+    asked = sum(step.network.config.active_heads_per_layer) / step.network.config.num_hidden_layers
+    assert (found[-1].item() / (2 * LENGTH) != pytest.approx(asked, rel=0.01)) == (kind in ("threshold", "none"))
+
+
+@pytest.mark.parametrize("kind", ["value", "threshold", "none"])
+def test_held_out_text_has_the_heads_of_its_gates(folders, kind: str) -> None:
+    """And the tokens with other heads are those of the layers that choose, past the tokens with all heads on."""
+    batches = [batch_of(1), batch_of(2)]
+    step, other = step_of(folders[kind]), step_of(folders[kind])
+    with torch.no_grad():
+        for router in other.network.routers:
+            for weight in router.parameters():
+                weight.neg_()
+    start, now = (evaluate(None, one, batches)[1] for one in (step, other))
+    routing = now.health(start, lambda tensor: tensor)
+    counted = [next_token_targets(batch["labels"]) != -100 for batch in batches]
+
+    def heads_of(network: MoHLlamaForCausalLM) -> torch.Tensor:
+        """Of each token that is scored, bool `[N, layers, H]`."""
+        on = [network.token_heads(batch["input_ids"], position_ids=batch["position_ids"]) for batch in batches]
+        return torch.cat([heads.movedim(1, 2)[which] for heads, which in zip(on, counted, strict=True)])
+
+    mine, others = heads_of(other.network), heads_of(step.network)
+    assert routing.heads_read == pytest.approx(float(mine.sum(-1).float().mean()), abs=1e-5)
+    free = ~torch.cat([step.all_heads_on(b["position_ids"])[which] for b, which in zip(batches, counted, strict=True)])
+    moved = (mine != others)[free].any(-1).float().mean(0)
+    routed = [router.has_routed_heads for router in step.network.routers]
+    assert [share is not None for share in routing.changed] == routed
+    assert [share for share in routing.changed if share is not None] == pytest.approx(moved[routed].tolist(), abs=1e-5)
+    if any(routed):
+        assert routing.tokens_with_other_heads == pytest.approx(float(moved[routed].mean()), abs=1e-5)
+        assert moved.max() > 0
+    else:  # the same heads for all tokens: none of them is dead
+        assert sum(routing.dead_heads) == 0 and routing.tokens_with_other_heads is None
+
+
+def test_weights_are_counted_by_kind(configure, folders) -> None:
+    """Of a threshold router none is trained, and where the base is frozen none of its."""
+    for kind, frozen in (("value", False), ("threshold", False), ("threshold", True)):
+        student = networks.make_student(configure(model=str(folders[kind]), freeze_base=frozen))
+        counts = networks.count_weights(student)
+        trained = {name: weight.numel() for name, weight in student.named_parameters() if weight.requires_grad}
+        routers, fallbacks = (
+            sum(size for name, size in trained.items() if part in name) for part in (".router.", ".fallback.")
+        )
+        assert (counts["trained_routers"], counts["trained_fallbacks"]) == (routers, fallbacks)
+        assert counts["trained_base"] == sum(trained.values()) - routers - fallbacks
+        assert (counts["trained_base"] == 0) == frozen and (routers == 0) == (kind == "threshold") and fallbacks > 0
