@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from moh_llm.errors import UserError, without_passwords_in
 # What the disk answers when the fault is the place to write to, not the program.
 _DISK_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
+# What a run writes in its own folder, without reports, which are made there by another command.
+_OF_RUNS = {"model", "checkpoints", "milestones", "tensorboard"}
 _CACHED = re.compile(r"(models|datasets|spaces)--.")  # how the folders of a Hub cache begin
 
 
@@ -99,8 +102,34 @@ def follow(output: Path) -> Path:
 def check_output_folder(output: Path, overwrite: bool, reads: Iterable[str | Path] = ()) -> None:
     """Raise UserError unless ``output`` can be made: absent, an empty folder, a link to one, or ``overwrite``.
 
-    A folder that holds the working folder, or one of the job's own inputs ``reads``, is never replaced.
+    A folder that holds the working folder, or one of the job's own inputs ``reads``, is never replaced, and none is
+    made inside of what belongs to something else (`check_place`).
     """
+    check_place(output)
+    _check_free(output, overwrite, reads)
+
+
+def check_place(output: Path, flag: str = "--output") -> None:
+    """Raise UserError where ``output`` lies in the folder of a model, in what a training run made, or in a Hub cache.
+
+    It would be taken for a part of that, and removed with it.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    place = Path(os.path.realpath(output))
+    for inner, folder in itertools.pairwise((place, *place.parents)):
+        if inner.name in _OF_RUNS and (folder / "run.json").is_file():
+            what = f"is part of the training run in {folder}"
+        elif (folder / "config.json").is_file() and any(folder.glob("*.safetensors*")):
+            what = f"lies in {folder}, the folder of a model"
+        elif folder == Path(os.path.realpath(HF_HUB_CACHE)) or _CACHED.match(folder.name):
+            what = f"lies in {folder}, a cache of the Hub"
+        else:
+            continue
+        raise UserError(f"{flag} {output} {what}; name another folder")
+
+
+def _check_free(output: Path, overwrite: bool, reads: Iterable[str | Path] = ()) -> None:
     follow(output)
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file; name a folder")
@@ -119,11 +148,11 @@ def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
 
     Where ``output`` is a link, the folder that it links to is replaced, and the temporary one is beside that. On any
     exception the temporary folder is removed and ``output`` stays as it was. Raises UserError when ``output`` is in
-    the way (see `check_output_folder`) or the disk refuses.
+    the way or the disk refuses.
     """
     output = follow(output)
     _clear_leftovers(output)
-    check_output_folder(output, overwrite)
+    _check_free(output, overwrite)
     with scratch_folder(output) as temporary:
         old = temporary.with_suffix(".old")
         try:

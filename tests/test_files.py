@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moh_llm.errors import UserError
-from moh_llm.files import check_links, outside
+from moh_llm.files import check_links, check_place, outside
 
 
 @pytest.fixture
@@ -57,3 +57,13 @@ def test_a_folder_of_links_and_a_circle_of_them(folder: Path) -> None:
     assert outside(folder / "templates" / "secret.txt", folder) == (folder.parent / "secret.txt").resolve()
     (folder / "circle").symlink_to("circle")
     assert outside(folder / "circle", folder) is None
+
+
+def test_nothing_is_written_into_a_hub_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "link").symlink_to(tmp_path / "hub" / "models--org--name")
+    for place in ("hub/moh", "hub/models--org--name/snapshots/0a1b/moh", "link/moh", "other/models--org--name/moh"):
+        with pytest.raises(UserError, match="a cache of the Hub; name another folder"):
+            check_place(tmp_path / place)
+    check_place(tmp_path / "moh")
+    check_place(tmp_path / "run" / "model")

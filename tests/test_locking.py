@@ -147,6 +147,7 @@ def commands(inputs: Path, river: Path, output: Path) -> dict[str, list[str]]:
     """A command line of each command that writes a folder."""
     base, moh = str(inputs / "base"), str(inputs / "moh")
     mixture, recipe = output.parent / "mixture.yaml", output.parent / "recipe.yaml"
+    output.parent.mkdir(parents=True, exist_ok=True)
     mixture.write_text(yaml.safe_dump({"name": "river", "sources": {"river": {"weight": 1.0, "files": str(river)}}}))
     settings = {"model": moh, "output_dir": str(output), "max_steps": 2, "report_to": []}
     settings |= {"data": {"mixture": str(mixture), "sequence_length": 32, "batch_size": 2, "micro_batch_size": 1}}
@@ -194,6 +195,35 @@ def test_a_report_is_refused_while_another_process_writes_it(inputs, river, tmp_
         assert main(["report", str(tmp_path / "out")]) == 2
     assert "report is being written by process" in capsys.readouterr().err
     assert not (tmp_path / "out" / "report").exists()
+
+
+def test_of_two_exports_into_one_folder_one_is_refused(inputs, river, tmp_path, capsys):
+    assert main(commands(inputs, river, tmp_path / "out")["train"]) == 0
+    checkpoint, exported = tmp_path / "out" / "checkpoints" / "step-000002", tmp_path / "exported"
+    export = ["checkpoint", "export", str(checkpoint), "--output", str(exported)]
+    with holder(exported):
+        assert main(export) == 2
+    assert "exported is being written by process" in capsys.readouterr().err and not exported.exists()
+    assert main(export) == 0
+    # The folder of a model or a part of a run is no place for another one.
+    for place in (exported / "moh", tmp_path / "out" / "model", checkpoint / "moh"):
+        assert main(["convert", str(inputs / "base"), "--preset", "paper", "--output", str(place)]) == 2
+        assert "name another folder" in capsys.readouterr().err
+    assert not (exported / "moh").exists() and not (checkpoint / "moh").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "publish"])
+def test_no_command_writes_into_the_folder_of_a_model(name, inputs, river, tmp_path, capsys):
+    if name in ("evaluate", "fetch"):
+        pytest.importorskip("lm_eval")
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / file).parent.mkdir(exist_ok=True)
+        (tmp_path / "model" / file).write_text("{}")
+    assert main(commands(inputs, river, tmp_path / "model" / "sub" / "out")[name]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"out lies in {tmp_path / 'model'}, the folder of a model; name another folder" in error
+    left = [path.name for path in (tmp_path / "model").rglob("*") if path.suffix != ".yaml" and path.name != "sub"]
+    assert sorted(left) == ["config.json", "model.safetensors"]
 
 
 @pytest.mark.slow

@@ -20,10 +20,12 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.evaluation.fetch import MANIFEST, fetch
     from moh_llm.evaluation.suite import load_suite
     from moh_llm.evaluation.tasks import require_lm_eval
+    from moh_llm.files import check_place
     from moh_llm.locking import lock_folder
 
     suite = load_suite(args.suite)
     require_lm_eval()  # its extra brings `datasets`
+    check_place(args.folder, "folder")
     with lock_folder(args.folder):
         problems = fetch(suite, args.folder, say=lambda line: print(line, flush=True))
     for problem in problems:

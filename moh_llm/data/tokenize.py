@@ -22,7 +22,7 @@ from moh_llm.data.mixture import Mixture, Source
 from moh_llm.data.tasks import TOKENIZER, Task, is_done, make_tasks, prepare_sources
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
-from moh_llm.files import follow, write_json, write_text
+from moh_llm.files import check_place, follow, write_json, write_text
 from moh_llm.locking import INSIDE, lock_folder
 from moh_llm.records.tokens import (
     RECORD,
@@ -72,6 +72,7 @@ def tokenize_mixture(
         UserError: unreadable text, a folder that holds something else or is being written, or an error of the disk.
     """
     started = time.perf_counter()
+    check_place(output)
     output, executor_args = Path(os.path.realpath(follow(output))), executor_args or {}
     with lock_folder(output):
         try:

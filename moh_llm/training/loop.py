@@ -20,6 +20,7 @@ from moh_llm.data.stream import SequenceStream, StepBatches, make_receipt, step_
 from moh_llm.data.windows import validation_batches
 from moh_llm.devices import name_device
 from moh_llm.errors import UserError
+from moh_llm.files import check_place
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
 from moh_llm.records.run import CheckpointRecord, LogLine, RunRecord, Scores
@@ -79,6 +80,7 @@ def train(
     check_agreement(accelerator, config)
     with contextlib.ExitStack() as held:
         # Not before the processes found each other: where the first one is refused, the others must hear of it.
+        from_main(accelerator, lambda: check_place(Path(config.output_dir), "output_dir"))
         from_main(accelerator, lambda: held.enter_context(lock_folder(Path(config.output_dir))))
         record = _train(config, accelerator, overwrite, say, on_milestone)
         if accelerator.is_main_process and record.status == "finished":

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
+from moh_llm.locking import lock_folder
 from moh_llm.records.run import CheckpointRecord, RunRecord
 from moh_llm.training import networks
 from moh_llm.training.checkpoints import RECORD, verified_record
@@ -88,5 +89,7 @@ def export_checkpoint(checkpoint: Path, output: Path, overwrite: bool = False) -
         raise UserError(f"model={config.model} is not what the run in {place.parent} began with; restore it")
     starting_point = find_starting_point(config, run.reference and run.reference.kind)
     tokenizer = networks.load_tokenizer(Path(config.model))
-    networks.save_network(config, checkpoint, tokenizer, output, starting_point, record.step)
+    with lock_folder(output):
+        check_output_folder(output, overwrite)  # another writer may have ended meanwhile
+        networks.save_network(config, checkpoint, tokenizer, output, starting_point, record.step)
     return record

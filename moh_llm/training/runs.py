@@ -21,7 +21,7 @@ from typing import Any
 from moh_llm import __version__
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.errors import UserError
-from moh_llm.files import check_holds_none, sha256, write_text
+from moh_llm.files import check_holds_none, check_place, sha256, write_text
 from moh_llm.locking import INSIDE
 from moh_llm.reading import parse_json
 from moh_llm.records.identity import identify
@@ -41,6 +41,7 @@ def read_run(config: TrainConfig) -> RunRecord | None:
         UserError: the folder cannot be used, holds something that is no run, or a run with another recipe.
     """
     folder = Path(config.output_dir)
+    check_place(folder, "output_dir")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir={folder} is a file; name a folder")
     if not (folder / RECORD).exists():
