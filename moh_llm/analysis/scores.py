@@ -96,7 +96,9 @@ class _Histogram:
         count = int(self.counts.sum())
         if not count:
             return None
-        reached = torch.searchsorted(self.counts.cumsum(0).double(), count * torch.tensor(QUANTILES).double())
+        reached = torch.searchsorted(
+            self.counts.cumsum(0).double(), count * torch.tensor(QUANTILES, dtype=torch.float64)
+        )
         return ScoreDistribution(
             count=count,
             mean=self.total / count,
