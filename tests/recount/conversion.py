@@ -1,0 +1,225 @@
+"""What `conversion.json` and `lineage.json` of a converted model should hold."""
+
+import json
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from recount import costs, hashes, intervals, network
+from recount.leaves import PLACE, TIME, Exempt, Near
+from recount.models import CALIBRATION_TOKENS, CONTEXT, HELDOUT_TOKENS, MADE, Model
+from recount.text import Source, Window, first_windows, read_sources
+
+LENGTHS = (512, CONTEXT)  # that costs are stated at: the context, and usual ones up to the base's longest
+EDGES = (0, 512)  # positions at which figures of documents as long as CONTEXT are split
+
+
+class Recount:
+    """What is read once of a model's folders for all records; attributes are computed when they are first asked for."""
+
+    def __init__(self, model: Model):
+        self.model = model
+
+    @cached_property
+    def sources(self) -> list[Source]:
+        return read_sources(self.model.mixture, self.model.base)
+
+    @cached_property
+    def base(self) -> torch.nn.Module:
+        return network.load(self.model.base)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return json.loads((self.model.converted / "config.json").read_text())
+
+    @cached_property
+    def held_out(self) -> list[tuple[str, Window]]:
+        """Held-out windows of the conversion, with the names of their sources."""
+        return held_out_windows(self.sources, CONTEXT, HELDOUT_TOKENS)
+
+    @cached_property
+    def converted(self) -> network.Comparison:
+        """The converted model beside its base on these."""
+        return network.compare(network.load(self.model.converted), self.base, self.held_out)
+
+
+def held_out_windows(sources: list[Source], length: int, tokens: int) -> list[tuple[str, Window]]:
+    """The first windows of each source's held-out text, as many as its share of ``tokens``."""
+    found = []
+    for source in sources:
+        count = min(max(1, round(tokens * source.share / length)), len(source.held_out) // length)
+        found += [(source.name, source.held_out.window(number * length, length)) for number in range(count)]
+    return found
+
+
+def figures(found: network.Comparison) -> dict[str, Any]:
+    """A model's figures against its reference."""
+    means = found.means
+    return {
+        "perplexity": math.exp(means[1]),
+        "perplexity_ratio": math.exp(means[1] - means[2]),
+        "ratio_interval": intervals.of_documents(found.sums, intervals.ratio),
+        "kl": float(means[3]),
+        "kl_interval": intervals.of_documents(found.sums, intervals.kl),
+        "top1_agreement": Near(float(means[4]), found.ties / found.sums[:, 0].sum()),
+    }
+
+
+def head_load(found: network.Comparison) -> np.ndarray:
+    """Share of tokens that have each head on, `[L, H]`."""
+    layers = zip(*(piece.gates for piece in found.of_model), strict=True)
+    return np.array([torch.cat(gates).double().mean(0).numpy() for gates in layers])
+
+
+def expected_conversion(recount: Recount) -> dict[str, Any]:
+    """The whole of `conversion.json`."""
+    model, config = recount.model, recount.config
+    return {
+        "moh_llm": PLACE,
+        "versions": PLACE,
+        "base": {
+            "name": str(model.base),
+            "revision": None,
+            "fingerprint": hashes.fingerprint(model.base),
+            "dense_sha256": hashes.hash_tensors(model.base, lambda name: True),
+        },
+        "device": PLACE,
+        "compute_dtype": "float32",
+        "plan": _plan(recount),
+        **({} if "preset" in MADE[model.kind].options else {"calibration": _calibration(recount.sources)}),
+        "arithmetic": {
+            "parameters": {
+                "dense": hashes.count(model.base),
+                "moh": hashes.count(model.converted),
+                "routers": hashes.count(model.converted, lambda name: ".router." in name),
+                "fallbacks": hashes.count(model.converted, lambda name: ".fallback." in name),
+            },
+            "forward_flops": {str(length): _flops(config, length) for length in LENGTHS},
+            "assumes": Exempt("a sentence; the figures above are by it"),
+        },
+        "verification": _verification(recount),
+        "seconds": TIME,
+        "peak_memory_mib": Exempt("memory"),
+    }
+
+
+def _plan(recount: Recount) -> dict[str, Any]:
+    config, is_local = recount.config, recount.config["head_fallback"] == "local"
+    options = MADE[recount.model.kind].options
+    active = costs.per_layer(config, "num_active_heads")
+    asked = options.get("num_active_heads", 6)  # the paper's three quarters of 8
+    assert sum(active) == asked * len(active)
+    return {
+        "preset": options.get("preset"),
+        "router_type": {"value": "linear", "local": "threshold", "paper": "query_norm"}[recount.model.kind],
+        "router_score": "quantized",
+        "routing_granularity": "head",
+        "head_fallback": options.get("fallback", "none"),
+        "shared": "importance" if is_local else "first",
+        "budgets": "even" if "preset" in options else "uneven",
+        "num_attention_heads": 8,
+        "shared_heads": costs.shared_heads(config),
+        "active_heads": active,
+        "context": CONTEXT,
+        "keys_read": Near(costs.keys_read(config, CONTEXT), 5e-5),
+        "attention_time": None,
+        "local_window": CONTEXT // 16 if is_local else None,
+        "local_sinks": 4 if is_local else None,
+        "local_start": CONTEXT // 8 if is_local else None,
+    }
+
+
+def _calibration(sources: list[Source]) -> dict[str, Any]:
+    windows = first_windows(sources, CONTEXT, CALIBRATION_TOKENS)
+    read = {name: CONTEXT * len(found) for name, found in windows.items()}
+    return {
+        "mixture": "recounted",
+        "sources": {name: Near(tokens / sum(read.values()), 5e-7) for name, tokens in read.items()},
+        "tokens": sum(read.values()),
+        "tokens_of_source": read,
+        "estimated_kl_by_drops": Exempt("estimates of the fit, on which budgets rest; nothing else defines them"),
+    }
+
+
+def _flops(config: dict[str, Any], length: int) -> dict[str, Any]:
+    dense, moh = costs.forward_flops(config, length, dense=True), costs.forward_flops(config, length)
+    # Each part of the sum is rounded to a whole number.
+    return {"dense": Near(dense, 8), "moh": Near(moh, 8), "ratio": Near(moh / dense, 5.1e-5)}
+
+
+def _verification(recount: Recount) -> dict[str, Any]:
+    found = recount.converted
+    loads = head_load(found)
+    errors = [
+        math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in pairs) / sum(float((b**2).sum()) for _, b in pairs))
+        for pairs in (
+            [(own.attention[layer].double(), other.attention[layer].double()) for own, other in _pairs(found)]
+            for layer in range(len(loads))
+        )
+    ]
+    return {
+        "dtype": "float32",
+        "all_heads_active": {"equals_base": _is_base(recount), "tokens": CONTEXT * _rows_at_once(recount)},
+        "held_out_tokens": int(found.sums[:, 0].sum()),
+        "held_out_documents": len(found.sums),
+        "base_perplexity": math.exp(found.means[2]),
+        "converted": figures(found),
+        "layers": [
+            {"attention_output_error": error, "head_load": [Near(float(share), 5.1e-5) for share in load]}
+            for error, load in zip(errors, loads, strict=True)
+        ],
+        "by_position": _by_position(found),
+        "retrieval": [],  # from 2,048 tokens of context on
+    }
+
+
+def _pairs(found: network.Comparison) -> list[tuple[network.Pass, network.Pass]]:
+    return list(zip(found.of_model, found.of_reference, strict=True))
+
+
+def _by_position(found: network.Comparison) -> list[dict[str, Any]]:
+    rows, parts = found.by_position, []
+    for low, high in zip(EDGES, (*EDGES[1:], math.inf), strict=True):
+        within = rows[(rows[:, 0] >= low) & (rows[:, 0] < high), 1:]
+        if len(within):
+            total = within.sum(0)
+            part = {"start": low, "tokens": len(within), "perplexity_ratio": intervals.ratio(total)}
+            parts.append(part | {"kl": intervals.kl(total)})
+    return parts
+
+
+def _rows_at_once(recount: Recount) -> int:
+    """Windows of the pass that proves equality: as many as are run at once, 2,048 tokens."""
+    return min(2048 // CONTEXT, len(recount.held_out))
+
+
+@torch.no_grad()
+def _is_base(recount: Recount) -> bool:
+    """Whether with all heads on the converted model's logits are the base's."""
+    moh = network.load(recount.model.converted)
+    moh.set_active_heads(8)
+    ids = torch.from_numpy(np.stack([window.ids for _, window in recount.held_out[: _rows_at_once(recount)]]))
+    return torch.equal(moh(ids).logits, recount.base(ids).logits)
+
+
+def expected_lineage(recount: Recount) -> dict[str, Any]:
+    """The whole of `lineage.json` of the converted model."""
+    base, made = recount.model.base, recount.model.converted
+    entry = {
+        "kind": "conversion",
+        "base": "base",
+        "revision": None,
+        "fingerprint": hashes.fingerprint(base),
+        "dense_sha256": hashes.hash_tensors(base, lambda name: True),
+        "made": hashes.weight_hashes(made),
+    }
+    return {"entries": [entry]}
+
+
+def read_json(path: Path) -> Any:
+    """A record's content."""
+    return json.loads(path.read_text())

@@ -1,0 +1,85 @@
+"""Keys that are read and theoretical FLOPs, position by position and head by head."""
+
+from typing import Any
+
+import numpy as np
+
+Config = dict[str, Any]
+
+
+def keys_of(config: Config, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys that a head reads at each position of a sequence: one that is on, and one that is off; both `[T]`.
+
+    A local fallback reads its window and sinks, or all keys at a document's first positions.
+    """
+    on = np.arange(1, length + 1)
+    if config["head_fallback"] != "local":
+        return on, np.zeros(length, dtype=int)
+    seen = config["local_window"] + config["local_sinks"]
+    return on, np.where(on <= all_heads_until(config), on, np.minimum(on, seen))
+
+
+def all_heads_until(config: Config) -> int:
+    """First tokens of a document that have all heads on: local fallbacks see all that heads see there."""
+    if config["head_fallback"] != "local":
+        return 0
+    return max(config["local_start"], config["local_window"] + config["local_sinks"])
+
+
+def per_layer(config: Config, name: str) -> list[int]:
+    """A number of the config by layer."""
+    value = config[name]
+    return value if isinstance(value, list) else [value] * config["num_hidden_layers"]
+
+
+def keys_read(config: Config, length: int) -> float:
+    """Keys that a sequence reads as planned, over those that the base reads."""
+    on, off = keys_of(config, length)
+    shares = [active / config["num_attention_heads"] for active in per_layer(config, "num_active_heads")]
+    share = sum(shares) / len(shares)
+    return float((share * on + (1 - share) * off).sum() / on.sum())
+
+
+def forward_flops(config: Config, length: int, dense: bool = False) -> float:
+    """Two operations per multiply-add of a forward pass, with the least that the planned heads need.
+
+    Keys and values are computed for all heads. Of a head that is off the scores are skipped; its query, unless the
+    router takes its norm or its local fallback needs it; and its part of the output projection, unless a fallback
+    takes its place, which costs a product with the layer's input and one of a number with a vector.
+    """
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    size, has_fallback = hidden // heads, config["head_fallback"] != "none"
+    keys_on, keys_off = (float(keys.mean()) for keys in keys_of(config, length))
+    macs = float(hidden * config["vocab_size"])  # of one token
+    for layer, active in enumerate(per_layer(config, "num_active_heads")):
+        macs += 2 * config["num_key_value_heads"] * hidden * size + 3 * hidden * config["intermediate_size"]
+        if dense:
+            macs += heads * (2 * hidden * size + 2 * size * keys_on)
+            continue
+        needs_query = config["head_fallback"] == "local" or config["router_type"] == "query_norm"
+        of_on = 2 * hidden * size + 2 * size * keys_on
+        of_off = needs_query * hidden * size + 2 * size * keys_off
+        of_off += has_fallback * (hidden * size + hidden + size)
+        macs += active * of_on + (heads - active) * of_off + router_macs(config, layer)
+    return 2 * length * macs
+
+
+def routed(config: Config, layer: int) -> list[int]:
+    """Heads of a layer that its router chooses among."""
+    shared = shared_heads(config)[layer]
+    never = (config.get("local_heads") or [[]] * config["num_hidden_layers"])[layer]
+    return [head for head in range(config["num_attention_heads"]) if head not in {*shared, *never}]
+
+
+def shared_heads(config: Config) -> list[list[int]]:
+    """Heads of each layer that are always on."""
+    if config.get("shared_heads") is not None:
+        return config["shared_heads"]
+    return [list(range(number)) for number in per_layer(config, "num_shared_heads")]
+
+
+def router_macs(config: Config, layer: int) -> int:
+    """Multiply-adds of a router for one token."""
+    if config["router_type"] == "query_norm":
+        return 0
+    return config["hidden_size"] * len(routed(config, layer))

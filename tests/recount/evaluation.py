@@ -1,0 +1,232 @@
+"""What the `report.json` of an evaluation should hold: scores by plain likelihoods and greedy decoding."""
+
+import math
+import re
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from recount import analysis, hashes, intervals, network, summary
+from recount.leaves import PLACE, TIME, Exempt
+from recount.prompts import Item, items
+from recount.training import Run
+
+ABOUT = {  # of a benchmark: shots, metric, splits, rule of chance, chance of an item, lm-eval's task
+    "Facts": (0, "acc", None, "choices", 0.25, "moh_smoke_facts"),
+    "Stories": (2, "acc", "train", "choices", 0.5, "moh_smoke_stories"),
+    "Answers": (3, "exact_match (first_word)", "train", 0.0, 0.0, "moh_smoke_answers"),
+}
+LABELS = ("base", "model")
+
+
+class Evaluation:
+    """Scores of each item of the smoke suite, by the base and by the tuned model."""
+
+    def __init__(self, run: Run):
+        self.run, self.model = run, run.recount.model
+        self.tokenizer = AutoTokenizer.from_pretrained(self.model.base)
+
+    @cached_property
+    def scores(self) -> dict[str, dict[str, np.ndarray]]:
+        """By benchmark and label, the score of each item, 0 or 1."""
+        networks = {"base": self.run.recount.base, "model": network.load(self.model.tuned)}
+        return {
+            name: {label: score(networks[label], self.tokenizer, found) for label in LABELS}
+            for name, found in items().items()
+        }
+
+    @cached_property
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """By benchmark, the figures of both models."""
+        return {name: _figures(name, self.scores[name]) for name in ABOUT}
+
+
+@torch.no_grad()
+def score(model: nn.Module, tokenizer: PreTrainedTokenizerBase, found: list[Item]) -> np.ndarray:
+    """Of each item 1 where the model's likeliest choice is the right one, or where its answer begins with the word."""
+    right = []
+    for item in found:
+        prompt = tokenizer(item.prompt)["input_ids"]
+        if not item.choices:
+            written = tokenizer.decode(_write(model, prompt, stop=tokenizer("\n")["input_ids"][0]))
+            words = re.findall(r"(\w+)", written)
+            right.append(float(bool(words) and words[0].lower() == item.answer.lower()))
+            continue
+        likelihoods = []
+        for choice in item.choices:
+            ids = torch.tensor(tokenizer(item.prompt + choice)["input_ids"])
+            logs = model(ids[None], use_cache=False).logits[0].log_softmax(-1)
+            places = torch.arange(len(prompt), len(ids))
+            likelihoods.append(logs[places - 1, ids[places]].sum().item())
+        right.append(float(int(np.argmax(likelihoods)) == item.right))
+    return np.array(right)
+
+
+def _write(model: nn.Module, prompt: list[int], stop: int, most: int = 6) -> list[int]:
+    """The tokens that a model writes, each the likeliest, up to a line break or the end of the text."""
+    ids = list(prompt)
+    for _ in range(most):
+        token = int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+        if token in (stop, 0):
+            break
+        ids.append(token)
+    return ids[len(prompt) :]
+
+
+def value(scores: np.ndarray) -> dict[str, float]:
+    """Mean and standard error in percent."""
+    return {"value": 100 * float(scores.mean()), "stderr": 100 * float(scores.std(ddof=1)) / math.sqrt(len(scores))}
+
+
+def _figures(name: str, scores: dict[str, np.ndarray]) -> dict[str, Any]:
+    chance, task = ABOUT[name][4:]
+    found: dict[str, Any] = {}
+    for label, own in scores.items():
+        figures = value(own) | {
+            "items": len(own),
+            "seconds": TIME,
+            "items_per_second": TIME,
+            "batch_size": 8,
+            "truncated": False,
+            "tasks": {task: {"value": 100 * float(own.mean()), "items": len(own)}},
+            "margin": value(own - chance),
+            "samples": f"samples/{label}/{name}.jsonl",
+        }
+        if label != "base":
+            base = scores["base"]
+            at_chance = intervals.is_at_chance(base - chance)
+            figures |= {"delta": value(own - base), "at_chance": at_chance}
+            figures |= {"recovery": intervals.share_kept(own, base, own - base)}
+            if not at_chance:
+                figures["margin_kept"] = intervals.share_kept(own - chance, base - chance, own - base)
+        found[label] = figures
+    return found
+
+
+def expected_report(evaluation: Evaluation) -> dict[str, Any]:
+    """The whole of `report.json`."""
+    model = evaluation.model
+    return {
+        "version": PLACE,
+        "suite": {"name": "smoke", "title": Exempt("a title"), "columns": []},
+        "models": {"base": _base(evaluation), "model": _model(evaluation)},
+        "benchmarks": [_row(evaluation, name) for name in ABOUT],
+        "average": _average(evaluation),
+        "errors": [],
+        "limit": None,
+        "partial_data": [],
+        "data": "the suite's own",
+        "dtype": "float32",
+        "batch_size": 8,
+        "share_prefixes": False,
+        "processes": 1,
+        "seeds": Exempt("settings"),
+        "versions": PLACE,
+        "command": Exempt("the command line"),
+        "created": PLACE,
+        "analysis": {"model": analysis.expected(evaluation.tokenizer, model.tuned)},
+        "training": summary.expected(evaluation.run),
+    }
+
+
+def _base(evaluation: Evaluation) -> dict[str, Any]:
+    folder = evaluation.model.base
+    return {
+        "model": str(folder),
+        "model_type": "llama",
+        "records": [],
+        "weights_sha256": hashes.weights_sha256(folder),
+        "compared": False,
+        **_how_it_ran(evaluation),
+    }
+
+
+def _model(evaluation: Evaluation) -> dict[str, Any]:
+    folder, config = evaluation.model.tuned, evaluation.run.recount.config
+    names = ("num_attention_heads", "num_shared_heads", "num_active_heads", "shared_heads", "router_type")
+    names += ("router_score", "routing_granularity", "head_fallback")
+    records = [folder / "conversion.json", folder / "lineage.json", folder.parent / "run.json"]
+    return {
+        "model": str(folder),
+        "model_type": "moh_llama",
+        "heads": {name: config[name] for name in names},
+        "records": [str(path) for path in records],
+        "weights_sha256": hashes.weights_sha256(folder),
+        "compared": True,
+        **_how_it_ran(evaluation),
+    }
+
+
+def _how_it_ran(evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "revision": None,
+        "dtype": "float32",
+        "stored_dtype": "float32",
+        "device": "cpu",
+        "hardware": PLACE,
+        "context": 1024,
+        "seconds": TIME,
+        "items": sum(len(found) for found in items().values()),
+        "items_per_second": TIME,
+        "other_base": None,
+    }
+
+
+def _row(evaluation: Evaluation, name: str) -> dict[str, Any]:
+    shots, metric, fewshot, rule, chance, _ = ABOUT[name]
+    return {
+        "name": name,
+        "shots": shots,
+        "metric": metric,
+        "dataset": "moh-llm/smoke",
+        "dataset_config": name.lower(),
+        "revision": None,
+        "data_sha256": Exempt("a hash of the data's files"),
+        "eval_split": "test",
+        "fewshot_split": fewshot,
+        "items_in_full": len(items()[name]),
+        "chance_rule": rule,
+        "chance": 100 * chance,
+        "note": "",
+        "published": {},
+        "scores": evaluation.rows[name],
+    }
+
+
+def _average(evaluation: Evaluation) -> dict[str, Any]:
+    rows = evaluation.rows.values()
+
+    def mean(pick: Any) -> dict[str, float]:
+        values = [pick(row) for row in rows]
+        error = math.sqrt(sum(one["stderr"] ** 2 for one in values)) / len(values)
+        return {"value": sum(one["value"] for one in values) / len(values), "stderr": error}
+
+    figures = {label: mean(lambda row, label=label: row[label]) for label in LABELS}
+    delta = mean(lambda row: row["model"]["delta"])
+    above = [name for name, row in evaluation.rows.items() if not row["model"]["at_chance"]]
+    figures["model"] |= {
+        "delta": delta,
+        "recovery": intervals.average_kept(evaluation.scores, dict.fromkeys(ABOUT, 0.0)),
+        "margin_kept": _margin_kept(evaluation, above),
+    }
+    return {"over": len(ABOUT), "total": len(ABOUT), "published": {}, "scores": figures}
+
+
+def _margin_kept(evaluation: Evaluation, above: list[str]) -> dict[str, Any]:
+    left_out = {"at_chance": [name for name in ABOUT if name not in above], "unknown": []}
+    if not above:
+        return {"share": None, "model": None, "base": None, "over": 0, "total": len(ABOUT), **left_out}
+    scores, chances = ({name: part[name] for name in above} for part in (evaluation.scores, CHANCES))
+    means = {
+        label: 100 * float(np.mean([(scores[name][label] - chances[name]).mean() for name in above]))
+        for label in LABELS
+    }
+    kept = intervals.average_kept(scores, chances)
+    return {**kept, **means, "over": len(above), "total": len(ABOUT), **left_out}
+
+
+CHANCES = {name: about[4] for name, about in ABOUT.items()}

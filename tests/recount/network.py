@@ -1,0 +1,133 @@
+"""A model of plain transformers on one document at a time, and what its attention layers do there."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from recount.text import Window
+
+
+@dataclass
+class Pass:
+    """One document, or the part of one that a window has, of T tokens.
+
+    Attributes:
+        logits: `[T, V]`.
+        gates: per layer, which heads are on, bool `[T, H]`; none of a dense model.
+        scores: per layer, the router's logits `[T, U]`.
+        attention: per layer, the attention's output `[T, C]`.
+        states: per layer, the hidden states that it hands on, the last layer's normed, `[T, C]`.
+        heads: per layer, what enters the output projection `[T, C]`.
+        patterns: per layer, attention weights `[H, T, T]`, of a model with eager attention.
+    """
+
+    logits: torch.Tensor
+    gates: list[torch.Tensor]
+    scores: list[torch.Tensor]
+    attention: list[torch.Tensor]
+    states: list[torch.Tensor]
+    heads: list[torch.Tensor]
+    patterns: list[torch.Tensor]
+
+
+def load(folder: Path, attention: str = "sdpa") -> nn.Module:
+    """A model as a user of transformers loads it, in float32."""
+    options = {"trust_remote_code": True, "dtype": torch.float32, "attn_implementation": attention}
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def run(model: nn.Module, ids: np.ndarray) -> Pass:
+    """One document through a model."""
+    seen = Pass(torch.empty(0), [], [], [], [], [], [])
+    handles = []
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        if router := getattr(attention, "router", None):
+            handles.append(router.register_forward_hook(lambda module, inputs, output: _keep(seen, output)))
+        handles.append(attention.o_proj.register_forward_pre_hook(lambda m, inputs: seen.heads.append(inputs[0][0])))
+        handles.append(attention.register_forward_hook(lambda module, inputs, output: _keep_attention(seen, output)))
+    try:
+        output = model(torch.from_numpy(ids)[None], use_cache=False, output_hidden_states=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    seen.logits, seen.states = output.logits[0], [states[0] for states in output.hidden_states[1:]]
+    return seen
+
+
+def _keep_attention(seen: Pass, output: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    seen.attention.append(output[0][0])
+    if output[1] is not None:
+        seen.patterns.append(output[1][0])
+
+
+def _keep(seen: Pass, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    seen.scores.append(output[0][0])
+    seen.gates.append(output[1][0].detach() != 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """A model beside its reference on some windows.
+
+    Attributes:
+        sums: per document with a predicted token the number of those, and the sums of cross-entropy, of the
+            reference's, of KL, and of equal top-1, float64 `[D, 5]`.
+        ties: predictions whose two likeliest tokens are too near to say which is first.
+        of_model, of_reference: the passes, of each piece of a document in turn.
+        positions: of the predictions: per piece the sums at positions from each edge on.
+    """
+
+    sums: np.ndarray
+    ties: int
+    of_model: list[Pass]
+    of_reference: list[Pass]
+    by_position: np.ndarray
+
+    @property
+    def means(self) -> np.ndarray:
+        """Per predicted token, `[5]`; the first is 1."""
+        return self.sums.sum(0) / self.sums[:, 0].sum()
+
+
+@torch.no_grad()
+def compare(model: nn.Module, reference: nn.Module, windows: Iterable[tuple[str, Window]]) -> Comparison:
+    """Run both on windows, each with the name of its source."""
+    sums: dict[tuple[str, int], np.ndarray] = {}
+    passes: tuple[list[Pass], list[Pass]] = ([], [])
+    ties, rows = 0, []
+    for source, window in windows:
+        for document, ids in window.pieces:
+            pair = run(model, ids), run(reference, ids)
+            for kept, one in zip(passes, pair, strict=True):
+                kept.append(one)
+            found, close = _predictions(pair[0].logits[:-1], pair[1].logits[:-1], torch.from_numpy(ids)[1:])
+            ties += close
+            rows += [(place, *values) for place, values in enumerate(found, start=0)]
+            if len(found):
+                sums.setdefault((source, document), np.zeros(5))
+                sums[source, document] += found.sum(0)
+    return Comparison(np.array([*sums.values()]), ties, *passes, np.array(rows))
+
+
+def _predictions(own: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> tuple[np.ndarray, int]:
+    """Per prediction 1, cross-entropy, the reference's, KL and equal top-1 `[N, 5]`; the number of near ties."""
+    p, q = (logits.double().log_softmax(-1).numpy() for logits in (own, other))
+    rows, ties = np.arange(len(p)), 0
+    for logs in (p, q):
+        if len(logs):
+            first, second = -np.partition(-logs, 1, axis=-1)[:, :2].T
+            ties += int((first - second < 1e-4).sum())
+    values = [
+        np.ones(len(p)),
+        -p[rows, targets],
+        -q[rows, targets],
+        (np.exp(q) * (q - p)).sum(-1),
+        p.argmax(-1) == q.argmax(-1),
+    ]
+    return np.stack([np.asarray(value, dtype=np.float64) for value in values], -1), ties

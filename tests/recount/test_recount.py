@@ -1,0 +1,71 @@
+"""Every figure of the records of a value, a local and a paper's model is computed again, and none is unknown."""
+
+import json
+
+import pytest
+
+from recount import conversion, evaluation, run_record
+from recount.leaves import Exempt, Near, differences
+from recount.models import KINDS
+
+# Each model takes seconds, and so does an evaluation. What the local model reads differs most from its plan.
+MODELS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "paper")) for kind in KINDS]
+REPORTS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "local")) for kind in KINDS]
+
+
+def check(found, expected, name):
+    """Fail with a line for each field that is not as expected."""
+    wrong = [*differences(found, expected, name)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture(params=MODELS)
+def kind(request):
+    return request.param
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_record_of_the_conversion(kind, run_of):
+    recount = run_of(kind).recount
+    found, expected = recount.model.read("moh", "conversion.json"), conversion.expected_conversion(recount)
+    check(found, expected, "conversion")
+    found, expected = recount.model.read("moh", "lineage.json"), conversion.expected_lineage(recount)
+    check(found, expected, "lineage")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_log_of_the_run(kind, run_of):
+    run = run_of(kind)
+    log = [json.loads(line) for line in (run.recount.model.run / "log.jsonl").read_text().splitlines()]
+    check(log, run.log, "log")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_record_of_the_run(kind, run_of):
+    run = run_of(kind)
+    model = run.recount.model
+    check(model.read("run", "run.json"), run_record.expected_run(run), "run")
+    found, expected = model.read("run", "model", "lineage.json"), run_record.expected_lineage(run)
+    check(found, expected, "lineage")
+
+
+@pytest.mark.parametrize("kind", REPORTS)
+@pytest.mark.usefixtures("one_thread")
+def test_the_report_of_the_evaluation(kind, evaluation_of):
+    found = evaluation_of(kind)
+    report = found.model.read("report", "report.json")
+    check(report, evaluation.expected_report(found), "report")
+
+
+def test_a_field_that_is_wrong_unknown_or_missing_is_named():
+    record = {"kl": 0.1, "new": 1, "tokens": 12, "layers": [{"load": 0.5}], "seconds": 3.0}
+    expected = {"kl": 0.1, "tokens": 12, "layers": [{"load": 0.5}], "seconds": Exempt("a time")}
+    assert [line.partition(":")[0] for line in differences(record, expected, "record")] == ["record.new"]
+    del record["new"]
+    assert not [*differences(record, expected, "record")]
+    wrong = {"kl": 0.1001, "layers": [{"load": 0.5002}]}
+    wanted = expected | {"layers": [{"load": Near(0.5, 1e-4)}]}
+    found = [line.partition(":")[0] for line in differences(wrong, wanted, "record")]
+    assert found == ["record.kl", "record.tokens", "record.layers[0].load"]
+    assert [*differences({"ratio_interval": None}, {"ratio_interval": [1.0, 2.0]}, "record")]
+    assert [*differences({"documents": 3.0, "proof": 1}, {"documents": 3, "proof": True}, "record")]

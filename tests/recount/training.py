@@ -1,0 +1,256 @@
+"""What the log of a run should hold: its losses from the checkpoint before each step, its scores from that after."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from trained import read_checkpoint
+
+from recount import conversion, costs, network
+from recount.conversion import Recount
+from recount.leaves import TIME, Near
+from recount.models import SEQUENCE, STEPS
+from recount.text import Window, sequence_of
+
+# Weight of the load-balance loss: the config's, or the recipe's. Threshold routers have no such loss.
+BETAS = {"value": 0.01, "local": None, "paper": 0.02}
+# Rates of what is trained: the local model's base is frozen, and the paper's routers have no weights.
+RATES = {
+    "value": ["learning_rate", "router_learning_rate"],
+    "local": ["router_learning_rate"],
+    "paper": ["learning_rate"],
+}
+
+
+@dataclass
+class Run:
+    """A run's weights at each step, and the text that it reads."""
+
+    recount: Recount
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        return self.recount.model.recipe
+
+    @property
+    def kind(self) -> str:
+        return self.recount.model.kind
+
+    @cached_property
+    def held_out(self) -> list[tuple[str, Window]]:
+        tokens = self.recipe["evaluation"]["max_tokens"]
+        return conversion.held_out_windows(self.recount.sources, SEQUENCE, tokens)
+
+    def model_at(self, step: int) -> torch.nn.Module:
+        """The model after so many steps."""
+        model = network.load(self.recount.model.converted)
+        if step:
+            weights = read_checkpoint(self.recount.model.run / "checkpoints" / f"step-{step:06d}")
+            weights = {name: weight for name, weight in weights.items() if not name.startswith("exp_avg")}
+            assert not model.load_state_dict(weights, strict=False).unexpected_keys
+        return model
+
+    def sequences(self, step: int) -> list[tuple[str, Window]]:
+        """The sequences that a step reads, with the names of their sources."""
+        size, seed = self.recipe["data"]["batch_size"], self.recipe.get("seed", 0)
+        numbers = range((step - 1) * size, step * size)
+        return [sequence_of(self.recount.sources, number, SEQUENCE, seed) for number in numbers]
+
+    @cached_property
+    def scored(self) -> dict[int, network.Comparison]:
+        """The model beside its base at the steps that are scored."""
+        every = self.recipe["evaluation"]["eval_steps"]
+        return {
+            step: network.compare(self.model_at(step), self.recount.base, self.held_out)
+            for step in range(0, STEPS + 1, every)
+        }
+
+    @cached_property
+    def log(self) -> list[dict[str, Any]]:
+        """All lines of `log.jsonl` as they should be."""
+        return _log(self)
+
+    @cached_property
+    def saved(self) -> dict[str, Any]:
+        """Scores of the saved model beside the base, as it is and with all heads on."""
+        saved = network.load(self.recount.model.tuned)
+        found = scores(network.compare(saved, self.recount.base, self.held_out))
+        saved.set_active_heads(8)
+        dense = conversion.figures(network.compare(saved, self.recount.base, self.held_out))
+        names = ("perplexity", "kl", "kl_interval", "top1_agreement")
+        found |= {"dtype": "float32", "all_heads": {name: dense[name] for name in names}}
+        return found | ({} if self.kind == "paper" else {"floor": Near(0.0, 1e-6)})
+
+
+def _log(run: Run) -> list[dict[str, Any]]:
+    first = {"step": 0, "validation": in_training(run, 0), "routing": _routing(run, 0)}
+    lines, read = [first], {source.name: 0 for source in run.recount.sources}
+    for step in range(1, STEPS + 1):
+        sequences = run.sequences(step)
+        for source, window in sequences:
+            read[source] += len(window.ids)
+        line: dict[str, Any] = {"step": step, "tokens": sum(read.values()), "tokens_of_source": dict(read)}
+        line |= _losses(run, step, [window for _, window in sequences])
+        line |= _rates(run, step) | {"timing": TIME}
+        if step in run.scored:
+            line |= {"validation": in_training(run, step), "routing": _routing(run, step)}
+        lines.append(line)
+    return lines
+
+
+def scores(found: network.Comparison, compared: bool = True) -> dict[str, Any]:
+    """A model's scores on held-out text, against the base where it is ``compared`` with it."""
+    figures = conversion.figures(found)
+    about = {"tokens": int(found.sums[:, 0].sum()), "documents": len(found.sums)}
+    if not compared:
+        return about | {"perplexity": figures["perplexity"]}
+    del figures["perplexity_ratio"]
+    return about | figures | {"reference": "base", "reference_perplexity": math.exp(found.means[2])}
+
+
+def in_training(run: Run, step: int) -> dict[str, Any]:
+    """Scores of the model that is trained: without a teacher it is compared with nothing."""
+    compared = run.kind != "paper"
+    floor = {"floor": Near(0.0, 1e-6)} if compared and not step else {}
+    return scores(run.scored[step], compared) | floor
+
+
+def _rates(run: Run, step: int) -> dict[str, float]:
+    """Learning rates of a step: up in a line from the first one, then down a half cosine to the last one."""
+    schedule, optimizer = run.recipe["schedule"], run.recipe["optimizer"]
+    highest, warmup = optimizer["learning_rate"], schedule["warmup_steps"]
+    first, last = schedule["start_learning_rate"], schedule["final_learning_rate"]
+    points = [first + (highest - first) * done / warmup for done in range(warmup)]
+    curve = (1 + np.cos(np.linspace(0, np.pi, STEPS - warmup))) / 2
+    rate = float([*points, *(last + (highest - last) * curve)][step - 1])
+    rates = {"learning_rate": rate, "router_learning_rate": rate * optimizer["router_learning_rate"] / highest}
+    return {name: rates[name] for name in RATES[run.kind]}
+
+
+def _heads(run: Run, step: int) -> list[int]:
+    """Heads that a step has on by layer: over `anneal_steps` they fall from all to the plan's."""
+    planned, anneal = costs.per_layer(run.recount.config, "num_active_heads"), 0
+    anneal = run.recipe["schedule"].get("anneal_steps", 0)
+    if step > anneal:
+        return planned
+    return [8 - (8 - heads) * (step - 1) // anneal for heads in planned]
+
+
+def chosen(run: Run, layer: int, scores: torch.Tensor, active: int) -> torch.Tensor:
+    """Which of its routed heads a token has on by the router's scores `[T, U]`, bool."""
+    if run.kind == "local":
+        return scores > 0
+    number = active - len(costs.shared_heads(run.recount.config)[layer])
+    return torch.zeros_like(scores).scatter(-1, scores.topk(number).indices, 1.0).bool()
+
+
+def _losses(run: Run, step: int, sequences: list[Window]) -> dict[str, Any]:
+    """Losses of a step and the norm of its gradient, by autograd of the model before it."""
+    model, heads = run.model_at(step - 1), _heads(run, step)
+    if run.kind != "local":  # whose thresholds say how many heads are on
+        model.set_active_heads(heads)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(is_trained(run, name))
+    sums = dict.fromkeys(("cross_entropy", "kl", "layer_distance", "balance_loss"), torch.zeros(()))
+    tokens, on = 0, []
+    for window in sequences:
+        passes = []
+        for _, ids in window.pieces:
+            own = network.run(model, ids)
+            passes.append(own)
+            on.append(heads_on(own))
+            with torch.no_grad():
+                other = network.run(run.recount.base, ids)
+            p, q = own.logits[:-1].log_softmax(-1), other.logits[:-1].log_softmax(-1)
+            tokens += len(p)
+            sums["cross_entropy"] = sums["cross_entropy"] - p[torch.arange(len(p)), torch.from_numpy(ids)[1:]].sum()
+            sums["kl"] = sums["kl"] + (q.exp() * (q - p)).sum()
+            sums["layer_distance"] = sums["layer_distance"] + _distance(own, other)
+        sums["balance_loss"] = sums["balance_loss"] + _balance(run, passes, heads)
+    means = {name: total / (len(sequences) if name == "balance_loss" else tokens) for name, total in sums.items()}
+    objective = run.recipe.get("objective", {})
+    task = "cross_entropy" if run.kind == "paper" else "kl"
+    coefficient = objective.get("layer_coefficient", 0.0)
+    loss = means[task] + (BETAS[run.kind] or 0) * means["balance_loss"] + coefficient * means["layer_distance"]
+    loss.backward()
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+    left_out = {"kl"} if task != "kl" else set()
+    left_out |= set() if coefficient else {"layer_distance"}
+    left_out |= {"balance_loss"} if BETAS[run.kind] is None else set()
+    return {
+        "loss": _rounded(loss),
+        **{name: _rounded(mean) for name, mean in means.items() if name not in left_out},
+        "gradient_norm": Near(norm, 1e-5 + 1e-3 * norm),  # of a bend that rounding passes on either side, too
+        "heads_asked": sum(heads) / len(heads),
+        "heads_read": Near(float(torch.cat(on).mean()), 1e-5),
+    }
+
+
+def heads_on(one: network.Pass) -> torch.Tensor:
+    """How many heads each token has on, mean over layers, `[T]`."""
+    return torch.stack(one.gates).double().sum(-1).mean(0)
+
+
+def _rounded(value: torch.Tensor) -> Near:
+    """A sum in float32 of terms that partly cancel."""
+    return Near(value.item(), 2e-6 + 1e-4 * abs(value.item()))
+
+
+def is_trained(run: Run, name: str) -> bool:
+    if run.kind == "local":  # its base is frozen, and threshold routers are never trained
+        return ".fallback." in name
+    return True
+
+
+def _distance(own: network.Pass, other: network.Pass) -> torch.Tensor:
+    """|x - y|^2 / |y|^2 of the layers' outputs, mean over layers, summed over the tokens that predict one."""
+    total = torch.zeros(())
+    for mine, base in zip(own.states, other.states, strict=True):
+        distance = (mine[:-1] - base[:-1]).square().sum(-1) / base[:-1].square().sum(-1)
+        total = total + distance.sum() / len(own.states)
+    return total
+
+
+def _balance(run: Run, passes: list[network.Pass], heads: list[int]) -> torch.Tensor:
+    """Eq. 7 on one sequence: the sum over routed heads of mean score times share of tokens, mean over layers."""
+    if run.kind == "local":
+        return torch.zeros(())
+    losses = []
+    for layer, active in enumerate(heads):
+        scores = torch.cat([one.scores[layer] for one in passes])
+        share = chosen(run, layer, scores, active).float().mean(0)
+        losses.append((scores.softmax(-1).mean(0) * share).sum())
+    return torch.stack(losses).mean()
+
+
+def _routing(run: Run, step: int) -> dict[str, Any]:
+    """What the routers do on the tokens that predict one of the held-out text."""
+    loads, entropies, changed = [], [], []
+    passes = run.scored[step].of_model
+    # Of a document's first tokens, which have all heads on, none chooses.
+    until = costs.all_heads_until(run.recount.config)
+    chooses = torch.cat([torch.arange(len(one.logits) - 1) >= until for one in passes])
+    for layer, active in enumerate(costs.per_layer(run.recount.config, "num_active_heads")):
+        now, start = (_scores_of(run.scored[at], layer) for at in (step, 0))
+        on, before = (chosen(run, layer, scores, active) for scores in (now, start))
+        loads.append([Near(share, 6e-7) for share in on.double().mean(0).tolist()])
+        mean = now.double().softmax(-1).mean(0).numpy()
+        spread = float(-(mean * np.log(mean)).sum())
+        entropies.append(Near(spread / math.log(len(mean)), 2e-6) if len(mean) > 1 else None)
+        others = float((on != before).any(-1)[chooses].double().mean())
+        changed.append(Near(others, 6e-7) if costs.routed(run.recount.config, layer) else None)
+    return {
+        "load": loads,
+        "entropy": entropies,
+        "dead_heads": [sum(share.value == 0 for share in layer) for layer in loads],
+        "changed": changed if step else None,
+        "heads_read": Near(float(torch.cat([heads_on(one)[:-1] for one in passes]).mean()), 6e-7),
+    }
+
+
+def _scores_of(found: network.Comparison, layer: int) -> torch.Tensor:
+    return torch.cat([one.scores[layer][:-1] for one in found.of_model])
