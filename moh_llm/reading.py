@@ -18,7 +18,6 @@ from moh_llm.errors import UserError
 JSON_BYTES = 1 << 28  # the largest tokenizer.json has some 40 MB, a report with all items of a suite some 100
 YAML_BYTES = 1 << 22
 YAML_NODES, YAML_DEPTH = 100_000, 64  # with every alias written out
-_NUMBER = re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
 
 
 def read_text(path: Path, limit: int = JSON_BYTES) -> str:
@@ -56,42 +55,86 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML of plain values: 1e-5 is a number, a date is a text, and a key given twice is an error."""
+    """YAML of plain values, with the core schema of YAML 1.2: `no`, `1:30` and dates are texts, 010 is ten.
+
+    A key is its text as it is written, and one that is given twice is an error.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        # Of two entries of one name the first would be lost.
-        if twice := next((key for number, key in enumerate(keys) if key in keys[:number]), None):
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
+        """The pairs of a map."""
+        made: dict[str, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag not in _SCALARS:
+                raise yaml.constructor.ConstructorError(None, None, "a key is no plain text", key.start_mark)
+            if key.value in made:  # of two entries of one name the first would be lost
+                what = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+            made[key.value] = self.construct_object(value, deep=deep)
+        return made
+
+    def whole_number(self, node: yaml.ScalarNode) -> int:
+        """A number as YAML 1.2 writes it: decimal, or octal after 0o, or hexadecimal after 0x."""
+        base = {"0o": 8, "0x": 16}.get(node.value[:2], 10)
+        return int(node.value, base)
+
+    def number(self, node: yaml.ScalarNode) -> float:
+        """A number with a point or an exponent, infinity, or no number (.nan)."""
+        return float(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
     def refuse(self, node: yaml.Node) -> None:
         """Raise the error of a tag that stands for more than a plain value."""
         raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag} is not read", node.start_mark)
 
 
-Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+class WordLoader(Loader):
+    """The same with numbers as the texts that they are written as."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {_TAG + kind for kind in ("str", "null", "bool", "int", "float")}
+_CORE = {  # of chapter 10.3.2 of the specification, with the characters that one may begin with
+    "null": (r"(?:~|null|Null|NULL|)", ["~", "n", "N", ""]),
+    "bool": (r"(?:true|True|TRUE|false|False|FALSE)", list("tTfF")),
+    "int": (r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)", list("-+0123456789")),
+    "float": (
+        r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))",
+        list("-+.0123456789"),
+    ),
 }
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
-for _tag in ("binary", "timestamp", "omap", "pairs", "set"):
-    Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", Loader.refuse)
+for _kind, (_pattern, _first) in _CORE.items():
+    Loader.add_implicit_resolver(_TAG + _kind, re.compile(f"^{_pattern}$"), _first)
+    if _kind in ("null", "bool"):
+        WordLoader.add_implicit_resolver(_TAG + _kind, re.compile(f"^{_pattern}$"), _first)
+Loader.add_constructor(_TAG + "int", Loader.whole_number)
+Loader.add_constructor(_TAG + "float", Loader.number)
+for _kind in ("binary", "timestamp", "omap", "pairs", "set"):
+    Loader.add_constructor(_TAG + _kind, Loader.refuse)
+# A class that has its own constructors does not see those that its parent gets.
+WordLoader.yaml_constructors = Loader.yaml_constructors
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, words: bool = False) -> Any:
     """Read a YAML file. Raises UserError when it cannot be read (`read_text`) or parsed (`parse_yaml`)."""
-    return parse_yaml(read_text(path, YAML_BYTES), str(path))
+    return parse_yaml(read_text(path, YAML_BYTES), str(path), words)
 
 
-def parse_yaml(text: str, where: str) -> Any:
-    """Read YAML from a text.
+def parse_yaml(text: str, where: str, words: bool = False) -> Any:
+    """Read YAML from a text, with the types of YAML 1.2.
+
+    Args:
+        text: the YAML.
+        where: names it in errors.
+        words: whether numbers stay the texts that they are written as.
 
     Raises:
         UserError: which names ``where``: it is not YAML, holds other than plain values, refers to itself, is nested
             deeper than `YAML_DEPTH`, or has, with every alias written out, more than `YAML_NODES` values.
     """
-    reader = Loader(text)
+    reader = (WordLoader if words else Loader)(text)
     try:
         node = reader.get_single_node()
         if node is None:

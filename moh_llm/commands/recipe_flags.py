@@ -30,7 +30,7 @@ def expand_recipe(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
     words = [_hyphens(word) for word in arguments]
     if not words or not words[0].endswith((".yaml", ".yml")):
         return words
-    content = read_yaml(Path(words[0]))
+    content = read_yaml(Path(words[0]), words=True)  # a hash of digits stays one
     if not isinstance(content, dict):
         raise UserError(f"recipe {words[0]} must hold `key: value` lines")
     known = {action.dest: action for action in parser._actions if action.dest != "help"}

@@ -49,6 +49,11 @@ class Key:
         return get_args(self.hint)[0] if self.nullable else self.hint
 
     @property
+    def takes_text(self) -> bool:
+        """Whether its values are texts."""
+        return self.type is str or get_origin(self.type) is Literal
+
+    @property
     def expected(self) -> str:
         """The type in words."""
         words: dict[Any, str] = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -174,12 +179,14 @@ def _flatten(content: dict, keys: dict[str, Key], where: str, prefix: str = "") 
             raise UserError(f"{where}: unknown key {name!r}; the nearest known key is {nearest!r}")
         found = keys[name]
         is_group = is_dataclass(found.type)
-        if is_group and isinstance(value, str):
+        if isinstance(value, str) and not found.takes_text:
             with contextlib.suppress(UserError):
                 value = parse_yaml(value, name)
-        if value is False and "no" in get_args(found.type):
-            value = "no"  # YAML 1.1 reads it as false
-        # jsonargparse would take null for any key, and text for a group as a path.
+        # jsonargparse would read texts as YAML 1.1 has them, where 1:30 is 90.
+        of_numbers = isinstance(value, list) and float in get_args(found.type)
+        if any(isinstance(part, str) for part in (value if of_numbers else [value])) and not found.takes_text:
+            raise _misfit(where, name, value, found)
+        # It would take null for any key, and text for a group as a path.
         if not (found.nullable if value is None else isinstance(value, dict) or not is_group):
             raise _misfit(where, name, value, found)
         if is_group and value:

@@ -162,7 +162,7 @@ def test_bad_sources(tmp_path, source, message):
         ("name: x", ": sources is missing"),
         ("sources: {}", ": sources={}: Dictionary should have at least 1 item"),
         ("sources: {web: x.jsonl}", ": sources.web='x.jsonl': Input should be a valid dictionary"),
-        ("sources: {web: {7: y}}", ": sources.web.7.[key]=7: Input should be a valid string"),
+        ("sources: {web: {7: y}}", ", source web: unknown key '7'"),
         ("validation_share: 1.0\nsources: {}", ": validation_share=1.0: Input should be less than 1"),
         ("validation_share: .nan\nsources: {}", ": validation_share=nan: Input should be a finite number"),
         ("- a", " must be a map with the keys name, validation_share, sources"),
@@ -254,3 +254,21 @@ def test_a_text_file_that_is_given_twice_is_one_source(tmp_path, capsys):
     mixture = mixture_from_files(names)
     assert [(source.name, source.weight) for source in mixture.sources] == [(names[0], 0.5), (names[1], 0.5)]
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_names_and_filters_are_what_is_written(tmp_path):
+    """YAML 1.1 makes them False, 90, 8 and 1000.0."""
+    filters = "{lang: [no, on], time: 1:30, day: 2024-01-01, code: 010, flag: true, size: 1e3, no: y}"
+    text = "".join(f"  {name}: {{weight: 1, files: x, filters: {filters}}}\n" for name in ("no", "1:30", "010", "1e3"))
+    mixture = mixture_of(tmp_path, f"name: off\nsources:\n{text}")
+    assert mixture.name == "off" and [source.name for source in mixture.sources] == ["no", "1:30", "010", "1e3"]
+    wanted = {
+        "lang": ["no", "on"],
+        "time": "1:30",
+        "day": "2024-01-01",
+        "code": 10,
+        "flag": True,
+        "size": 1e3,
+        "no": "y",
+    }
+    assert mixture.sources[0].filters == wanted

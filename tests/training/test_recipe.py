@@ -47,6 +47,38 @@ def test_overrides_come_after_the_recipe(recipe: Path) -> None:
     assert config.data.sequence_length == 32  # the rest of the group is the recipe's
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("seed", "010", 10),
+        ("seed", "0o10", 8),
+        ("output_dir", "1:30", "1:30"),
+        ("mixed_precision", "no", "no"),
+        ("report_to", "[no]", ("no",)),
+        *(("seed", text, None) for text in ("1:30", "1_000", "2024-01-01", "0b1")),
+        *(("gradient_checkpointing", text, None) for text in ("no", "on", "y")),
+    ],
+)
+def test_values_are_those_of_yaml_1_2(recipe: Path, name: str, text: str, value: object) -> None:
+    """On the command line and in a file; None: refused."""
+    lines = [line for line in recipe.read_text().splitlines() if not line.startswith(f"{name}:")]
+    (recipe.parent / "other.yaml").write_text("\n".join([*lines, f"{name}: {text}\n"]))
+    for path, overrides in ((recipe.parent / "other.yaml", []), (recipe, [f"--{name}", text])):
+        if value is None:
+            with pytest.raises(UserError, match=re.escape(f"{name}={text} must be")):
+                load_config(path, overrides)
+        else:
+            assert getattr(load_config(path, overrides), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("schedule.start_learning_rate", "1:30.5"), ("optimizer.betas", "[0, 1:30]")]
+)
+def test_sexagesimal_numbers_are_refused(recipe: Path, name: str, text: str) -> None:
+    with pytest.raises(UserError, match=re.escape(name)):
+        load_config(recipe, [f"--{name}", text])
+
+
 def test_lora_is_switched_on_and_off(recipe: Path) -> None:
     assert load_config(recipe).lora is None
     assert load_config(recipe, ["--lora.rank", "4"]).lora == LoraConfig(rank=4)
