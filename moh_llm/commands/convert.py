@@ -140,7 +140,7 @@ def restore(args: argparse.Namespace) -> int:
         args.base, args.output, link=args.link, revision=args.revision, overwrite=args.overwrite
     )
     print(
-        f"{args.base}: {restored.dropped_tensors} routing tensors dropped, all others byte for byte; "
+        f"{args.base}: {restored.dropped_tensors} routing tensors dropped, the dense model's byte for byte; "
         f"a {restored.model_type} model in {args.output}, {restored.seconds:.1f} s"
     )
     return 0

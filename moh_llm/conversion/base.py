@@ -8,17 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moh_llm.errors import UserError
+from moh_llm.files import check_links
 from moh_llm.modeling import is_routing_weight
 from moh_llm.modeling.configuration_moh_llama import FORMAT
 from moh_llm.reading import expand_home
 from moh_llm.records.conversion import Base
 from moh_llm.records.identity import fingerprint, hash_weights
-from moh_llm.records.model import LICENCE_NAMES, check_tensors, may_be_hub_id, read_config, read_weight_map
+from moh_llm.records.model import (
+    INDEX_NAME,
+    LICENCE_NAMES,
+    SINGLE_NAME,
+    may_be_hub_id,
+    read_config,
+    read_weight_map,
+    unread_index,
+)
+from moh_llm.records.tensors import check_tensors, matrix_dtype
 
 # model_type -> fields that the architecture implies and its config.json does not say.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -52,6 +61,27 @@ MOH_FIELDS = {
     "local_heads",
     "moh_format",
 }
+# Settings of a session that some configs were saved with; they are no part of a model.
+SESSION = {
+    "return_dict",
+    "use_return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+}
+# LLaMA's settings that other families do not have, whatever their config.json says.
+_ONLY_LLAMA = {
+    "mistral": {"attention_bias", "mlp_bias"},
+    "qwen2": {"attention_bias", "mlp_bias"},
+    "qwen3": {"mlp_bias"},
+    "mixtral": {"attention_bias", "mlp_bias"},
+}
+# What else goes along: tokenizer, generation settings and licence.
+_KEPT_ENDINGS = (".json", ".txt", ".model", ".jinja")
 _FORGOTTEN = {"model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"}
 # Without these a config would silently describe a model of another size.
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
@@ -71,6 +101,7 @@ class BaseCheckpoint:
         weight_map: dense tensor's name -> shard's file name.
         routing_tensors: names of the tensors that a MoH model has beside these.
         fingerprint: `moh_llm.records.identity.fingerprint` of its shards.
+        notes: what of the folder is left out, for the user to read.
     """
 
     name: str
@@ -82,12 +113,12 @@ class BaseCheckpoint:
     weight_map: dict[str, str]
     routing_tensors: frozenset[str]
     fingerprint: str
+    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its weights, by that of the last norm."""
-        with safe_open(self.folder / self.weight_map["model.norm.weight"], framework="pt") as file:
-            return file.get_tensor("model.norm.weight").dtype
+        """The dtype in which no matrix of its weights is rounded."""
+        return matrix_dtype(self.folder, self.weight_map) or torch.float32
 
     def identity(self) -> Base:
         """Identity of this base for records."""
@@ -100,19 +131,46 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
     Raises:
         UserError: no such folder or model; no safetensors weights; a truncated or missing shard; a
             tensor that the architecture needs is missing or has another shape; an architecture that
-            cannot be converted; quantised weights.
+            cannot be converted; quantised weights; an adapter; a file of it is a link that leads out of its folder.
     """
     folder, commit = _locate(name, revision)
+    check_links(folder, [folder / "config.json", *accompanying(folder)])
     fields = read_config(folder)
     _check_family(fields, name, paper_preset)
     config = _dense_config(fields, name)
     shards, weight_map = read_weight_map(folder)
+    check_links(folder, shards)
     routing = frozenset(filter(is_routing_weight, weight_map))
-    weight_map = {tensor: file for tensor, file in weight_map.items() if tensor not in routing}
+    tensors = check_tensors(name, folder, {t: file for t, file in weight_map.items() if t not in routing}, config)
+    config.tie_word_embeddings = tensors.tied
+    weight_map = tensors.weight_map
     shards = [shard for shard in shards if shard.name in set(weight_map.values())]
-    check_tensors(name, shards, config)
-    is_moh = fields["model_type"] == "moh_llama"
-    return BaseCheckpoint(name, folder, commit, is_moh, config, shards, weight_map, routing, fingerprint(shards))
+    notes = [tensors.note] if tensors.note else []
+    if unread_index(folder):
+        notes.append(f"its weights are those of {SINGLE_NAME}, as transformers reads it; {INDEX_NAME} names others")
+    return BaseCheckpoint(
+        name=name,
+        folder=folder,
+        revision=commit,
+        is_moh=fields["model_type"] == "moh_llama",
+        config=config,
+        shards=shards,
+        weight_map=weight_map,
+        routing_tensors=routing,
+        fingerprint=fingerprint(shards),
+        notes=tuple(f"{name}: {note}" for note in notes),
+    )
+
+
+def accompanying(folder: Path) -> list[Path]:
+    """The files of a checkpoint that are read or copied beside its weights and config."""
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file()
+        and (file.name.endswith(_KEPT_ENDINGS) or file.name.startswith((*LICENCE_NAMES, "README.md")))
+        and not file.name.endswith(".index.json")  # of weights
+    )
 
 
 def is_checkpoint(found: BaseCheckpoint, recorded: Base) -> bool:
@@ -190,7 +248,11 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
             kind = "mixtral"
             fields = fields | {name: fields[own] for own, name in _EXPERTS.items() if own in fields}
     marks = {key for implied in FAMILIES.values() for key in implied if key != "attention_bias"}
-    dropped = {"model_type", "architectures", "auto_map"} | MOH_FIELDS | marks
+    foreign = _ONLY_LLAMA.get(kind, set())
+    own = [key for key in sorted(foreign - FAMILIES[kind].keys()) if fields.get(key)]
+    if own and fields["model_type"] == "moh_llama":
+        raise UserError(f"{name}: there is no dense model inside: it is a {kind} but for the biases of its {own[0]}")
+    dropped = {"model_type", "architectures", "auto_map"} | MOH_FIELDS | SESSION | foreign | marks
     dropped |= {"expert_balance_coef"} if kind == "mixtral" else set(_EXPERTS)
     try:
         config = CONFIG_MAPPING[kind](**{key: value for key, value in fields.items() if key not in dropped})

@@ -14,12 +14,12 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 import moh_llm.modeling
-from moh_llm.conversion.base import BaseCheckpoint
+from moh_llm.conversion.base import BaseCheckpoint, accompanying
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.lineage import NAME as LINEAGE
-from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, save_tensors
+from moh_llm.records.model import INDEX_NAME, SINGLE_NAME, save_tensors
 
 REMOTE_CODE = (
     "configuration_moh_llama.py",
@@ -36,8 +36,7 @@ REMOTE_CODE = (
     "experts_moh.py",
 )
 # Tokenizer, generation settings and licence go along; weights in other formats, records and the card do not.
-_KEPT_ENDINGS = (".json", ".txt", ".model", ".jinja")
-_REPLACED = {"config.json", INDEX_NAME, CONVERSION, LINEAGE}
+_REPLACED = {"config.json", CONVERSION, LINEAGE, "README.md"}
 
 
 def write_weights(
@@ -51,7 +50,8 @@ def write_weights(
 
     Args:
         folder: where to.
-        base: where the dense weights come from; without `dtype` its files are copied byte for byte.
+        base: where the dense weights come from; without `dtype` their bytes are copied, and whole files where these
+            hold nothing else.
         routing: the routers' and fallbacks' tensors by name; may be empty.
         dtype: cast floating-point weights to it, one shard at a time.
         link: hard-link files rather than copy them.
@@ -68,10 +68,11 @@ def write_weights(
     with tqdm(base.shards, desc="write weights", unit="shard", leave=False) as bar:
         for shard in bar:
             target = folder / renamed[shard.name]
+            kept = {name for name, file in base.weight_map.items() if file == shard.name}
             with safe_open(shard, framework="np") as file:
-                mixed = not base.routing_tensors.isdisjoint(file.keys())
+                mixed = kept != set(file.keys())
             if mixed or dtype is not None:
-                _rewrite_shard(shard, target, base.routing_tensors, dtype)
+                _rewrite_shard(shard, target, kept, dtype)
             elif link:
                 _link(shard, target)
             else:
@@ -91,9 +92,8 @@ def write_description(
     if remote_code:
         for name in REMOTE_CODE:
             shutil.copyfile(Path(moh_llm.modeling.__file__).with_name(name), folder / name)
-    for file in base.folder.iterdir():
-        kept = file.name.endswith(_KEPT_ENDINGS) or file.name.startswith(LICENCE_NAMES)
-        if kept and file.is_file() and file.name not in _REPLACED:
+    for file in accompanying(base.folder):
+        if file.name not in _REPLACED:
             shutil.copyfile(file, folder / file.name)
     files = sorted(set(weight_map.values()))
     if files != [SINGLE_NAME]:
@@ -109,9 +109,9 @@ def _link(source: Path, target: Path) -> None:
         raise UserError(f"cannot hard-link {source} to {target.parent} ({error.strerror}); drop --link") from error
 
 
-def _rewrite_shard(source: Path, target: Path, dropped: Collection[str], dtype: torch.dtype | None) -> None:
+def _rewrite_shard(source: Path, target: Path, kept: Collection[str], dtype: torch.dtype | None) -> None:
     with safe_open(source, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys() if name not in dropped}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name in kept}  # noqa: SIM118 (not a dict)
     if dtype is not None:
         tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     save_tensors(tensors, target)

@@ -99,6 +99,7 @@ def convert(options: ConversionOptions) -> Conversion:
     read = [options.base, *texts, *([options.tokenizer] if options.tokenizer else [])]
     check_output_folder(options.output, options.overwrite, reads=read)
     base = open_base(options.base, options.revision, paper_preset=options.plan.preset == "paper")
+    _show_notes(base)
     length = min(options.context, base.config.max_position_embeddings)
     plan = dataclasses.replace(options.plan, context=length)
     shared_and_active(plan, base.config)  # impossible counts fail before anything runs
@@ -207,12 +208,15 @@ def restore_dense(
 ) -> Restored:
     """Write the plain checkpoint inside a MoH one: its dense tensors' bytes, without routers and fallbacks.
 
+    What the base had beside the tensors of its architecture is not in the MoH model, so it is not here.
+
     Raises:
         UserError: not a MoH model; bad input or output as in `convert`.
     """
     started = time.perf_counter()
     check_output_folder(output, overwrite, reads=[name])
     base = open_base(name, revision)
+    _show_notes(base)
     config = base.config
     if not base.is_moh:
         raise UserError(f"{name} is no MoH model (model_type {config.model_type!r}): it is dense already")
@@ -225,6 +229,11 @@ def restore_dense(
             chain.write(folder / LINEAGE)
         write_description(folder, base, config, weight_map, remote_code=False)
     return Restored(config.model_type, len(base.routing_tensors), round(time.perf_counter() - started, 1))
+
+
+def _show_notes(base: BaseCheckpoint) -> None:
+    for note in base.notes:
+        print(f"warning: {note}", file=sys.stderr, flush=True)
 
 
 def peak_memory_mib() -> int:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from safetensors import safe_open
 
 from moh_llm.conversion.base import BaseCheckpoint
 from moh_llm.conversion.calibrate import LayerCalibration
@@ -13,17 +12,17 @@ from moh_llm.data.windows import window_counts
 from moh_llm.flops import forward_flops, stated_lengths
 from moh_llm.modeling import MoHLlamaConfig, is_fallback_weight
 from moh_llm.records.conversion import Arithmetic, Calibration, ForwardFlops, Parameters
+from moh_llm.records.tensors import HEAD, read_headers
 
 
 def arithmetic(
     config: MoHLlamaConfig, base: BaseCheckpoint, routing: Mapping[str, torch.Tensor], context: int
 ) -> Arithmetic:
     """Theoretical cost of the converted model beside its base's."""
-    dense = 0
-    for shard in base.shards:
-        with safe_open(shard, framework="np") as file:
-            names = [name for name in file.keys() if name not in base.routing_tensors]  # noqa: SIM118 (not a dict)
-            dense += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    counted = dict(base.weight_map)
+    if base.config.tie_word_embeddings:  # some files hold the embedding under this name, too
+        counted.pop(HEAD, None)
+    dense = sum(math.prod(shape) for _, _, shape in read_headers(base.folder, counted))
     fallbacks = sum(tensor.numel() for name, tensor in routing.items() if is_fallback_weight(name))
     routers = sum(tensor.numel() for tensor in routing.values()) - fallbacks
     flops = {}

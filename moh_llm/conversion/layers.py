@@ -18,8 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.tensors import EMBEDDING, HEAD
 
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_NORM = "model.norm.weight"
 
 
 class LayerwiseModel:
@@ -27,7 +28,7 @@ class LayerwiseModel:
 
     Args:
         folder: where the safetensors files lie.
-        weight_map: tensor name -> file name.
+        weight_map: tensor name -> file name, of tensors that the model has.
         config: the model's config: LLaMA's, one like it, or `MoHLlamaConfig`.
         dtype: what the weights are cast to and computed in.
         device: where they are computed.
@@ -51,7 +52,7 @@ class LayerwiseModel:
 
     def embed(self, batches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Embeddings `[B, T, C]` of batches of token ids `[B, T]`."""
-        table = self._read([_EMBEDDING])[_EMBEDDING]
+        table = self._read([EMBEDDING])[EMBEDDING]
         return [nn.functional.embedding(ids.to(self.device), table) for ids in batches]
 
     def layer(self, number: int) -> nn.Module:
@@ -75,14 +76,12 @@ class LayerwiseModel:
         prefix = f"model.layers.{number}."
         tensors = self._read([name for name in self.weight_map if name.startswith(prefix)])
         weights = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        # Old LLaMA checkpoints store this buffer, which the model computes.
-        weights.pop("self_attn.rotary_emb.inv_freq", None)
         model.layers[0].load_state_dict(_fuse_experts(weights), assign=True)
         return model.to(self.device).eval().requires_grad_(False)
 
     def head(self) -> nn.Module:
         """Final norm and language-modelling head: hidden states `[..., C]` to logits `[..., V]`."""
-        head_name = _EMBEDDING if self.config.tie_word_embeddings else _HEAD
+        head_name = EMBEDDING if self.config.tie_word_embeddings else HEAD
         tensors = self._read([_NORM, head_name])
         with init_empty_weights(include_buffers=False):
             norm = LlamaRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)

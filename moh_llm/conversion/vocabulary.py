@@ -14,9 +14,10 @@ from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.records.conversion import Vocabulary, last_component
 from moh_llm.records.model import TOKENIZERS, save_tensors
+from moh_llm.records.tensors import EMBEDDING, HEAD
 
 # Embedding of the input, and of the output where that is another matrix.
-_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+_TABLES = (EMBEDDING, HEAD)
 _TOKENIZER_FILES = {*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja"}
 
 

@@ -102,11 +102,13 @@ def load_model(
     Raises UserError when it cannot be loaded, and with ``share_prefixes`` when it cannot share them.
     """
     register_moh()
-    options = {"device": device, "dtype": dtype, "revision": commit or "main"}
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "revision": commit or "main"}
+    # Whatever settings of a session its config was saved with.
+    options |= {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
     try:
         # Safetensors only: a pickle from elsewhere could run anything.
         return LanguageModel(model, batch_size, team, share_prefixes, use_safetensors=True, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{model} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
 from moh_llm.records.lineage import read_chain
 from moh_llm.records.model import CONFIG, TOKENIZERS, may_be_hub_id, read_config, read_weight_map
+from moh_llm.records.tensors import matrix_dtype
 
 # Records that the other commands leave beside the weights.
 RECORDS = ("conversion.json", "lineage.json", "run.json")
@@ -27,8 +27,6 @@ _HEADS = (
     "routing_granularity",
     "head_fallback",
 )
-# Floating dtypes of weights by their names in a safetensors header; others hold quantised weights.
-_HEADER = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def label_models(models: Sequence[str], base: str | None) -> dict[str, str]:
@@ -65,7 +63,7 @@ def check_model(model: str) -> None:
         if not any((folder / name).is_file() for name in TOKENIZERS):
             names = ", ".join(TOKENIZERS)
             raise UserError(f"{folder} has no tokenizer (none of {names}); save the base's beside the model")
-        read_weight_map(folder)
+        _check_weights(folder)
         read_conversion(folder)  # a malformed one is reported before hours of scoring
         return
     if folder.exists():
@@ -80,6 +78,25 @@ def check_model(model: str) -> None:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{model} is neither a folder here nor a model on the Hub ({reason})") from error
+
+
+def _check_weights(folder: Path) -> None:
+    """Raise UserError where a LLaMA's folder lacks weights, which transformers would make up; headers only are read."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    from moh_llm.conversion.base import FAMILIES
+    from moh_llm.records.tensors import check_tensors
+
+    weight_map, fields = read_weight_map(folder)[1], read_config(folder)
+    if fields["model_type"] not in (*FAMILIES, "moh_llama") or fields.get("quantization_config"):
+        return
+    register_moh()
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"{folder}: its {CONFIG} makes no model ({' '.join(str(error).split())})") from error
+    check_tensors(str(folder), folder, weight_map, config)
 
 
 def check_batch_size(model: str, batch_size: int) -> None:
@@ -174,20 +191,13 @@ def stored_dtype(model: str) -> str:
     float32 where neither is known.
     """
     import torch
-    from safetensors import safe_open
     from transformers import AutoConfig
 
-    found: set[torch.dtype] = set()
-    if Path(model).is_dir():
-        for shard in read_weight_map(Path(model))[0]:
-            with safe_open(shard, framework="np") as file:
-                parts = [file.get_slice(name) for name in set(file.keys())]
-                names = {_HEADER.get(part.get_dtype()) for part in parts if len(part.get_shape()) > 1}
-                found |= {getattr(torch, name) for name in names if name}
-    if not found:
-        register_moh()
-        named = getattr(AutoConfig.from_pretrained(model), "dtype", None)
-        if isinstance(named, str):
-            named = getattr(torch, named, None)
-        found = {named if isinstance(named, torch.dtype) and named.is_floating_point else torch.float32}
-    return str(reduce(torch.promote_types, found)).removeprefix("torch.")
+    if Path(model).is_dir() and (dtype := matrix_dtype(Path(model), read_weight_map(Path(model))[1])):
+        return str(dtype).removeprefix("torch.")
+    register_moh()
+    named = getattr(AutoConfig.from_pretrained(model), "dtype", None)
+    if isinstance(named, str):
+        named = getattr(torch, named, None)
+    dtype = named if isinstance(named, torch.dtype) and named.is_floating_point else torch.float32
+    return str(dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ import moh_llm
 from moh_llm.errors import UserError
 from moh_llm.files import sha256
 from moh_llm.reading import read_json
-from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_weight_map
+from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_index, read_weight_map, unread_index
 
 CARD = "README.md"
 RECORDS = ("conversion.json", "lineage.json", "run.json", "evaluation.json")
@@ -135,12 +135,12 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 
 def _weight_files(folder: Path) -> set[str]:
-    """The weight files that are loaded from the folder."""
-    if not (folder / INDEX_NAME).is_file():
+    """The weight files that are loaded from the folder: a single one is preferred to an index beside it."""
+    if (folder / SINGLE_NAME).is_file() or not (folder / INDEX_NAME).is_file():
         return {SINGLE_NAME}
     try:
-        return {str(name) for name in read_json(folder / INDEX_NAME)["weight_map"].values()}
-    except (UserError, KeyError, TypeError, AttributeError):
+        return set(read_index(folder).values())
+    except UserError:
         return set()  # `_check_weights` reports what is wrong with the index
 
 
@@ -150,7 +150,7 @@ def _unwanted(path: Path, name: str) -> Problem:
     elif path.suffix in _PICKLED:
         what = "is a pickle, which runs code when it is loaded"
     elif path.suffix == ".safetensors":
-        what = "holds weights that the index does not name"
+        what = "holds weights that are not loaded"
     else:
         what = "is not part of a model"
     return Problem(name, what, "move it out of the folder")
@@ -164,7 +164,11 @@ def _check_weights(folder: Path) -> Iterator[Problem]:
     from safetensors import safe_open
 
     try:
-        shards, weight_map = read_weight_map(folder)
+        shards, _ = read_weight_map(folder)
+        single = shards[0].name == SINGLE_NAME
+        placed = {} if single else read_index(folder)
+        if single and unread_index(folder):
+            yield Problem(INDEX_NAME, f"is not read beside {SINGLE_NAME}", "move it out of the folder")
     except UserError as error:
         what = str(error).replace(f"{folder}/", "").replace(str(folder), "the folder")
         yield Problem(INDEX_NAME if (folder / INDEX_NAME).is_file() else SINGLE_NAME, what, _CONVERT)
@@ -174,7 +178,7 @@ def _check_weights(folder: Path) -> Iterator[Problem]:
             names, metadata = list(file.keys()), json.dumps(file.metadata() or {})
         if find_secrets(metadata) or find_paths(metadata, folder):
             yield Problem(shard.name, "its metadata holds a secret or a local path", _CONVERT, forceable=False)
-        if extra := [name for name in names if weight_map.get(name) != shard.name]:
+        if placed and (extra := [name for name in names if placed.get(name) != shard.name]):
             yield Problem(shard.name, f"holds {extra[0]}, which the index does not place there", _CONVERT)
 
 

@@ -1,6 +1,5 @@
-"""The folder of a model: what a name may refer to, its config and its weights."""
+"""The folder of a model: what a name may refer to, its config and the files of its weights."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,13 +7,14 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from moh_llm.errors import UserError
+from moh_llm.files import check_links
 from moh_llm.reading import read_json
 from moh_llm.records.base import Record
 
 CONFIG = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-FLOATS = ("BF16", "F16", "F32", "F64")
+ADAPTER = "adapter_config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 # Names of the texts that accompany the weights begin with one of these.
 LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
@@ -31,8 +31,24 @@ def may_be_hub_id(name: str) -> bool:
 
 
 def licence_texts(folder: Path) -> list[Path]:
-    """The files of ``folder`` that accompany its weights: licence, notice, use policy."""
-    return sorted(file for file in folder.iterdir() if file.name.startswith(LICENCE_NAMES) and file.is_file())
+    """The files of ``folder`` that accompany its weights: licence, notice, use policy.
+
+    Raises:
+        UserError: one is a link that leads out of the folder.
+    """
+    texts = sorted(file for file in folder.iterdir() if file.name.startswith(LICENCE_NAMES) and file.is_file())
+    check_links(folder, texts)
+    return texts
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise UserError where transformers would put an adapter on top of the weights, or the folder has nothing else."""
+    if (folder / ADAPTER).exists():
+        rest = ", or move adapter_config.json out to use the weights without it" if (folder / CONFIG).exists() else ""
+        raise UserError(
+            f"{folder} holds an adapter ({ADAPTER}): merge it into the weights (peft's merge_and_unload, then "
+            f"save_pretrained) and name the merged model{rest}"
+        )
 
 
 # ---- config
@@ -91,6 +107,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         UserError: it cannot be read, is no object, or has a number that no model can have. Fields that are absent or
             null are not checked: which ones a family needs is asked elsewhere.
     """
+    if not (folder / CONFIG).exists():
+        check_no_adapter(folder)
     fields = read_json(folder / CONFIG)
     if not isinstance(fields, dict):
         raise UserError(f"{folder / CONFIG} is not an object; is {folder} a model's folder?")
@@ -110,24 +128,38 @@ def read_moh_config(folder: Path, name: str = "") -> dict[str, Any]:
 
 
 def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The safetensors files of `folder`, in order, and a map from each tensor's name to its file's name.
+    """The files that transformers loads from `folder`, in order, and a map from each of their tensors to its file.
+
+    It prefers a single file to an index beside it, and loads all that the files hold, whether in the index or not.
 
     Raises:
-        UserError: there are none (pickled weights are not read), one is missing, damaged or
-            truncated, or the index names a tensor that its file does not hold.
+        UserError: there are none (pickled weights are not read), one is missing, damaged or truncated, two hold one
+            tensor, the index names a tensor that its file does not hold, or transformers would load others: an adapter
+            on top, a checkpoint of `torch.distributed`, files that config.json names.
     """
     from safetensors import SafetensorError, safe_open
 
-    if (folder / INDEX_NAME).exists():
-        weight_map = _read_index(folder / INDEX_NAME)
-        shards = [folder / file for file in sorted(set(weight_map.values()))]
-    elif (folder / SINGLE_NAME).exists():
-        shards, weight_map = [folder / SINGLE_NAME], {}
-    elif pickled := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):
-        raise UserError(f"{folder} has weights only as {pickled[0].name}; save them as safetensors first")
-    else:
+    check_no_adapter(folder)
+    index = {} if (folder / SINGLE_NAME).is_file() else read_index(folder)
+    if not index and not (folder / SINGLE_NAME).is_file():
+        pickled = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))
+        if pickled:
+            raise UserError(f"{folder} has weights only as {pickled[0].name}; save them as safetensors first")
         raise UserError(f"{folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+    if others := sorted(folder.glob("shard-?????-model-?????-of-?????.safetensors")):
+        raise UserError(
+            f"{folder} has two sets of weights: transformers reads {others[0].name}, of a distributed checkpoint; "
+            "move one set out"
+        )
+    fields = read_json(folder / CONFIG) if (folder / CONFIG).exists() else None
+    if isinstance(fields, dict) and (named := fields.get("transformers_weights")):
+        raise UserError(
+            f"{folder / CONFIG} names other weights (transformers_weights={str(named)[:80]!r}); save the model again "
+            "with save_pretrained, or remove this field"
+        )
 
+    shards = [folder / file for file in sorted(set(index.values()) or {SINGLE_NAME})]
+    weight_map: dict[str, str] = {}
     for shard in shards:
         # A name in an index that came from elsewhere must not lead out of the folder.
         if shard.parent.resolve() != folder.resolve() or not shard.exists():
@@ -137,14 +169,19 @@ def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
                 held = set(file.keys())
         except (SafetensorError, OSError) as error:
             raise UserError(f"{shard} is damaged or truncated ({error}); download it again") from error
-        if not weight_map:
-            weight_map = dict.fromkeys(sorted(held), shard.name)
-        if absent := [name for name, file in weight_map.items() if file == shard.name and name not in held]:
+        if absent := [name for name, file in index.items() if file == shard.name and name not in held]:
             raise UserError(f"{folder / INDEX_NAME} places {absent[0]} in {shard.name}, which does not hold it")
+        if twice := sorted(weight_map.keys() & held):
+            raise UserError(f"{folder} has two tensors {twice[0]}, in {weight_map[twice[0]]} and {shard.name}")
+        weight_map |= dict.fromkeys(sorted(held), shard.name)
     return shards, weight_map
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor's name -> file's name, by a folder's index; empty where there is none. Raises UserError for a bad one."""
+    path = folder / INDEX_NAME
+    if not path.exists():
+        return {}
     index = read_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -156,52 +193,9 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def check_tensors(name: str, shards: Sequence[Path], config: Any) -> None:
-    """Compare the tensors in `shards` with those that the architecture of `config` has; headers only are read.
-
-    transformers would fill a gap with random numbers, and stop at a wrong shape with a traceback.
-
-    Args:
-        name: what to call the model in an error.
-        shards: its safetensors files; they may hold more tensors.
-        config: a config of transformers.
-
-    Raises:
-        UserError: the config makes no model, or a tensor is missing, has another shape, or holds other than
-            floating-point numbers of 16 bits or more.
-    """
-    import torch
-    from safetensors import safe_open
-    from transformers import AutoModelForCausalLM
-    from transformers.core_model_loading import revert_weight_conversion
-    from transformers.initialization import no_init_weights
-
-    try:
-        # The class itself: `from_config` under DeepSpeed's ZeRO-3 partitions the weights, which have no shape then.
-        with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM._model_mapping[type(config)](config)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{name}: its {CONFIG} makes no model ({' '.join(str(error).split())})") from error
-    stored = revert_weight_conversion(model, model.state_dict())  # by their names in files
-    needed = {tensor: list(value.shape) for tensor, value in stored.items()}
-    if config.tie_word_embeddings:
-        needed.pop("lm_head.weight", None)
-    for shard in shards:
-        with safe_open(shard, framework="np") as file:
-            for tensor in sorted(needed.keys() & set(file.keys())):
-                header, shape = file.get_slice(tensor), needed.pop(tensor)
-                if (dtype := header.get_dtype()) not in FLOATS:
-                    raise UserError(
-                        f"{shard}: {tensor} holds {dtype} numbers, not {', '.join(FLOATS)}; "
-                        "save the weights in one of these first"
-                    )
-                if (found := header.get_shape()) != shape:
-                    raise UserError(f"{name}: {tensor} in {shard.name} has shape {found}, {CONFIG} asks for {shape}")
-    if missing := sorted(needed):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(
-            f"{name}: the weights lack {missing[0]}{more}, which {CONFIG} asks for; download or convert it again"
-        )
+def unread_index(folder: Path) -> bool:
+    """Whether a folder has an index that nobody reads, since the single file beside it is."""
+    return (folder / SINGLE_NAME).is_file() and bool(set(read_index(folder).values()) - {SINGLE_NAME})
 
 
 def save_tensors(tensors: dict[str, Any], path: Path) -> None:

@@ -21,18 +21,22 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_fallback_we
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.identity import hash_weights
 from moh_llm.records.lineage import NAME as LINEAGE
-from moh_llm.records.model import check_tensors, licence_texts, read_config, read_weight_map
+from moh_llm.records.model import licence_texts, read_config, read_weight_map
+from moh_llm.records.tensors import Tensors, check_tensors, is_tied, matrix_dtype, tensor_dtypes
 from moh_llm.training.checkpoints import read_weights
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.reference import Reference, StartingPoint
 from moh_llm.training.shared_heads import fix_shared_heads, learn_shared_heads
 
 
-def check_network(folder: Path, config: MoHLlamaConfig | None = None) -> None:
-    """Raise UserError where weights are missing or an adapter would be loaded on top; headers only are read."""
-    if Path(folder, "adapter_config.json").exists():
-        raise UserError(f"{folder} holds an adapter (adapter_config.json); merge it into the weights or move it out")
-    check_tensors(str(folder), read_weight_map(Path(folder))[0], config or MoHLlamaConfig.from_pretrained(folder))
+def check_network(folder: Path, config: MoHLlamaConfig | None = None) -> Tensors:
+    """The tensors of a model's folder that are loaded; their numbers are not read.
+
+    Raises:
+        UserError: weights are missing, or an adapter would be loaded on top.
+    """
+    weight_map = read_weight_map(Path(folder))[1]
+    return check_tensors(str(folder), Path(folder), weight_map, config or MoHLlamaConfig.from_pretrained(folder))
 
 
 def load_network(
@@ -47,13 +51,17 @@ def load_network(
         UserError: the weights cannot be read, some are missing, or transformers would load an adapter on top.
     """
     config = config or MoHLlamaConfig.from_pretrained(folder)
+    # Settings of a session that it may have been saved with.
+    config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
+    config._attn_implementation = None  # the default
     if empty:
+        config.tie_word_embeddings = is_tied(folder, read_weight_map(folder)[1], config.tie_word_embeddings)
         with init_empty_weights(include_buffers=False), no_init_weights():
             network = MoHLlamaForCausalLM._from_config(config, dtype=dtype)
         network.tie_weights()  # what each module registers there is a weight of its own
         network.name_or_path = str(folder)
         return network.eval()
-    check_network(folder, config)
+    config.tie_word_embeddings = check_network(folder, config).tied
     try:
         return MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, config=config, **loading)
     except (OSError, SafetensorError) as error:
@@ -259,8 +267,9 @@ def save_network(
 ) -> None:
     """Write the tuned model as a folder of its own: weights, config, tokenizer, remote code, lineage.
 
-    Adapters are merged into the weights of ``config.model``, quantized or not in training, and these are cast. The
-    record of the conversion goes along, since it names the base, and so do the texts of its licence.
+    Adapters are merged into the weights of ``config.model``, quantized or not in training, and these are cast: to the
+    dtype that each has there, unless the recipe names one for all. The record of the conversion goes along, since it
+    names the base, and so do the texts of its licence.
 
     Args:
         config: the recipe; weights that were not trained are read from ``config.model``.
@@ -278,11 +287,12 @@ def save_network(
     if config.lora is not None:
         network = network.merge_and_unload()
     fix_shared_heads(network)
-    stored = MoHLlamaForCausalLM.config_class.from_pretrained(config.model).dtype or torch.float32
-    network.to(getattr(torch, config.save_dtype) if config.save_dtype else stored)
+    dtype = _cast(network, Path(config.model), config.save_dtype)
     with new_folder(folder, overwrite=True) as temporary:
         try:
             network.save_pretrained(temporary)
+            network.config.dtype = dtype  # which `save_pretrained` takes from the first weight
+            network.config.save_pretrained(temporary)
         except SafetensorError as error:  # how it reports a full disk
             raise UserError(f"cannot write {folder}: {' '.join(str(error).split())[:200]}; free some space") from error
         tokenizer.save_pretrained(temporary)
@@ -291,3 +301,17 @@ def save_network(
             if file.is_file():
                 shutil.copyfile(file, temporary / file.name)
         starting_point.chain_after(config, steps, hash_weights(temporary)).write(temporary / LINEAGE)
+
+
+def _cast(network: torch.nn.Module, folder: Path, save_dtype: str | None) -> torch.dtype:
+    """Cast the weights to ``save_dtype``, or each to the dtype that it has in ``folder``; the dtype of the matrices."""
+    if save_dtype is not None:
+        dtype: torch.dtype = getattr(torch, save_dtype)
+        network.to(dtype)
+        return dtype
+    weight_map = read_weight_map(folder)[1]
+    stored, widest = tensor_dtypes(folder, weight_map), matrix_dtype(folder, weight_map) or torch.float32
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            weight.data = weight.data.to(stored.get(name, widest))
+    return widest

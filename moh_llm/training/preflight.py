@@ -33,7 +33,8 @@ from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import read_conversion
-from moh_llm.records.model import check_tensors, read_weight_map
+from moh_llm.records.model import read_weight_map
+from moh_llm.records.tensors import check_tensors
 from moh_llm.training.attention import check_attention
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.memory import Memory, Sizes, estimate_memory
@@ -321,9 +322,12 @@ def check_model(config: TrainConfig, model: MoHLlamaConfig) -> Finding:
     """Whether the weight files are complete and hold every tensor of the config."""
     folder = Path(config.model)
     files, held = read_weight_map(folder)
-    check_tensors(str(folder), files, model)
+    tensors = check_tensors(str(folder), folder, held, model)
     size = sum(file.stat().st_size for file in files)
-    return Finding("ok", "model", f"{folder}: {len(held)} tensors in {len(files)} files, {size / _GIB:.2f} GiB")
+    text = f"{folder}: {len(held)} tensors in {len(files)} files, {size / _GIB:.2f} GiB"
+    if note := tensors.note:
+        return Finding("warning", "model", f"{text}; {note}")
+    return Finding("ok", "model", text)
 
 
 def check_teacher(config: TrainConfig) -> Finding | None:

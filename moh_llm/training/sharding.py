@@ -6,6 +6,7 @@ has the first process read, weight by weight. Under DDP, ZeRO-1 and 2 every proc
 files itself, by memory maps, so that the machine's page cache has them once.
 """
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from accelerate.utils import fsdp2_prepare_model
 from torch import nn
 
 from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.records.model import read_weight_map
 from moh_llm.training import networks
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.optimizer import make_optimizer
@@ -48,8 +50,9 @@ def build_networks(
     config: TrainConfig, accelerator: Accelerator, reference: Reference | None, say: Callable[[str], None]
 ) -> Networks:
     """Build student, teacher and optimizer, and distribute them. Raises UserError where the model cannot be read."""
-    if accelerator.num_processes > 1:  # all would refuse
-        from_main(accelerator, lambda: networks.check_network(Path(config.model)))
+    # By one process, since all would refuse.
+    if note := from_main(accelerator, lambda: networks.check_network(Path(config.model)).note):
+        say(f"warning: {config.model}: {note}")
     seed_step(config, 0, 0)  # of adapters, alike on all processes: each keeps its part of the same draw
     empty = accelerator.is_fsdp2
     student = networks.make_student(config, accelerator.device, empty)
@@ -105,4 +108,7 @@ def _read_slices(network: nn.Module, folder: Path, device: torch.device) -> None
             read[name.replace(".base_layer.", ".")] = made[weight].detach()  # peft's name for what it adapts
         module, _, key = name.rpartition(".")
         setattr(network.get_submodule(module), key, made[weight])
-    checkpoint.load(read, storage_reader=checkpoint.HuggingFaceStorageReader(str(folder)))
+    with tempfile.TemporaryDirectory(prefix="moh-llm-weights-") as links:  # the reader takes all files of a folder
+        for file in read_weight_map(folder)[0]:
+            Path(links, file.name).symlink_to(file.resolve())
+        checkpoint.load(read, storage_reader=checkpoint.HuggingFaceStorageReader(links))

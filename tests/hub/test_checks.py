@@ -46,7 +46,7 @@ def test_a_model_as_it_was_saved_has_no_problem(moh_model, make_model):
     [
         ("pytorch_model.bin", "is a pickle"),
         ("checkpoints/step-000010/model.safetensors", "is the state of a training run"),
-        ("adapter_model.safetensors", "holds weights that the index does not name"),
+        ("adapter_model.safetensors", "holds weights that are not loaded"),
         ("notes.md", "is not part of a model"),
         ("report/report.html", "is not part of a model"),
     ],

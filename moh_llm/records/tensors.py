@@ -1,0 +1,171 @@
+"""The tensors of a model's folder beside those that its architecture has: which are loaded, in which dtypes."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moh_llm.errors import UserError
+from moh_llm.records.model import CONFIG
+
+if TYPE_CHECKING:
+    import torch
+
+# Floating dtypes of weights by their names in a safetensors header; others hold quantised weights.
+FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Which of a folder's tensors an architecture has.
+
+    Attributes:
+        weight_map: name -> file's name, of those that it has.
+        unknown: names of the others, which transformers does not load. Rotary frequencies of old checkpoints, which are
+            computed today, are in neither.
+        tied: whether the output projection is the embedding, as transformers decides: the config says so, and the
+            files hold no projection, or an equal one.
+    """
+
+    weight_map: dict[str, str]
+    unknown: list[str]
+    tied: bool
+
+    @property
+    def note(self) -> str | None:
+        """What the user should know of the unknown ones."""
+        if not self.unknown:
+            return None
+        more = f" and {len(self.unknown) - 3} more" if len(self.unknown) > 3 else ""
+        return (
+            f"{len(self.unknown)} tensors are left out, which the architecture does not have and transformers does not "
+            f"load: {', '.join(self.unknown[:3])}{more}"
+        )
+
+
+def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config: Any) -> Tensors:
+    """Compare a folder's tensors with those that the architecture of `config` has; headers only are read.
+
+    transformers would fill a gap with random numbers, and stop at a wrong shape with a traceback.
+
+    Args:
+        name: what to call the model in an error.
+        folder: the model's.
+        weight_map: tensor's name -> file's name; there may be more than the architecture has.
+        config: a config of transformers.
+
+    Raises:
+        UserError: the config makes no model, or a tensor is missing, has another shape, holds other than
+            floating-point numbers of 16 bits or more, or would be loaded in place of another one.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.initialization import no_init_weights
+
+    try:
+        # The class itself: `from_config` under DeepSpeed's ZeRO-3 partitions the weights, which have no shape then.
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM._model_mapping[type(config)](config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{name}: its {CONFIG} makes no model ({' '.join(str(error).split())})") from error
+    known = model.state_dict()
+    needed = {tensor: list(value.shape) for tensor, value in revert_weight_conversion(model, known).items()}
+    if config.tie_word_embeddings and HEAD not in weight_map:
+        needed.pop(HEAD, None)
+    found = {tensor: file for tensor, file in weight_map.items() if tensor in needed}
+    unknown = sorted(weight_map.keys() - found.keys())
+    for tensor in unknown:
+        # Prefixed or not, and by the names of transformers' modules: it takes all of these.
+        for other in (tensor, f"model.{tensor}", tensor.removeprefix("model.")):
+            if other in known or other in needed:
+                raise UserError(
+                    f"{name}: transformers loads {tensor} as {other}; save the model again with its save_pretrained"
+                )
+    for tensor, dtype, given in read_headers(folder, found):
+        where, shape = found[tensor], needed.pop(tensor)
+        if dtype not in FLOATS:
+            raise UserError(
+                f"{folder / where}: {tensor} holds {dtype} numbers, not {', '.join(FLOATS)}; "
+                "save the weights in one of these first"
+            )
+        if given != shape:
+            raise UserError(f"{name}: {tensor} in {where} has shape {given}, {CONFIG} asks for {shape}")
+    if missing := sorted(needed):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"{name}: the weights lack {missing[0]}{more}, which {CONFIG} asks for; download or convert it again"
+        )
+    unknown = [tensor for tensor in unknown if not re.search(r"rotary_emb\.inv_freq$", tensor)]
+    return Tensors(found, unknown, is_tied(folder, found, config.tie_word_embeddings))
+
+
+def is_tied(folder: Path, weight_map: Mapping[str, str], asked: bool) -> bool:
+    """Whether the output projection is the embedding (`Tensors.tied`); where both are stored they are compared.
+
+    Args:
+        folder: the model's.
+        weight_map: tensor's name -> file's name.
+        asked: what the config says (`tie_word_embeddings`).
+    """
+    import torch
+    from safetensors import safe_open
+
+    if not asked or not {EMBEDDING, HEAD} <= weight_map.keys():
+        return asked
+    with (
+        safe_open(folder / weight_map[EMBEDDING], framework="pt") as inputs,
+        safe_open(folder / weight_map[HEAD], framework="pt") as outputs,
+    ):
+        embedding, head = inputs.get_slice(EMBEDDING), outputs.get_slice(HEAD)
+        if embedding.get_shape() != head.get_shape():
+            return False
+        rows = range(0, embedding.get_shape()[0], 4096)  # in parts, to save memory
+        return all(torch.equal(*_promoted(embedding[at : at + 4096], head[at : at + 4096])) for at in rows)
+
+
+def _promoted(one: "torch.Tensor", other: "torch.Tensor") -> tuple["torch.Tensor", "torch.Tensor"]:
+    import torch
+
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    return one.to(dtype), other.to(dtype)
+
+
+def tensor_dtypes(folder: Path, weight_map: Mapping[str, str]) -> dict[str, "torch.dtype"]:
+    """The floating dtypes of stored tensors, by name."""
+    import torch
+
+    return {
+        name: getattr(torch, FLOATS[dtype]) for name, dtype, _ in read_headers(folder, weight_map) if dtype in FLOATS
+    }
+
+
+def matrix_dtype(folder: Path, weight_map: Mapping[str, str]) -> "torch.dtype | None":
+    """The dtype in which no matrix of a model is rounded, the widest of theirs; None where none is floating.
+
+    Vectors do not count: some checkpoints hold norms or rotary frequencies in float32 beside bfloat16 matrices, others
+    norms in bfloat16 beside float32 matrices.
+    """
+    import torch
+
+    found = {
+        FLOATS[dtype] for _, dtype, shape in read_headers(folder, weight_map) if dtype in FLOATS and len(shape) > 1
+    }
+    return reduce(torch.promote_types, (getattr(torch, name) for name in found)) if found else None
+
+
+def read_headers(folder: Path, weight_map: Mapping[str, str]) -> Iterator[tuple[str, str, list[int]]]:
+    """Name, dtype as safetensors calls it, and shape of each tensor; their numbers are not read."""
+    from safetensors import safe_open
+
+    by_file: dict[str, list[str]] = {}
+    for name, file_name in weight_map.items():
+        by_file.setdefault(file_name, []).append(name)
+    for file_name, names in sorted(by_file.items()):
+        with safe_open(folder / file_name, framework="np") as file:
+            for name in names:
+                header = file.get_slice(name)
+                yield name, header.get_dtype(), header.get_shape()

@@ -1,0 +1,343 @@
+"""Bases that are more, or other, than their config says: what is converted is what transformers loads of them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from moh_llm.cli import main
+from moh_llm.records.identity import hash_weights
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+IDS = torch.randint(0, 250, (2, 48), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def base(make_llama: Callable[..., Path], tmp_path: Path) -> Path:
+    """A tiny LLaMA of one file, to be changed."""
+    return Path(shutil.copytree(make_llama(), tmp_path / "base"))
+
+
+@pytest.fixture
+def tied(make_llama: Callable[..., Path], tmp_path: Path) -> Path:
+    """The same with tied embeddings, and so without an output projection."""
+    folder = Path(shutil.copytree(make_llama(tie_word_embeddings=True), tmp_path / "base"))
+    assert HEAD not in load_file(folder / "model.safetensors")
+    return folder
+
+
+def edit(folder: Path, **tensors: torch.Tensor) -> None:
+    """Write tensors into a folder's one file."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """Of the model as transformers loads it, with all heads on."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        if not hasattr(model, "all_heads_active"):
+            return model(IDS, return_dict=True).logits
+        with model.all_heads_active():
+            return model(IDS).logits
+
+
+def shards_beside(folder: Path) -> None:
+    """Put an older save's index and shards beside a folder's one file."""
+    torch.manual_seed(0)
+    stored = load_file(folder / "model.safetensors")
+    old = {name: value + 0.1 * torch.randn_like(value) for name, value in stored.items()}
+    names, weight_map = sorted(old), {}
+    for number, part in enumerate((names[:9], names[9:]), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: old[name] for name in part}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+# ---- which weights are the model
+
+
+def test_one_file_is_preferred_to_the_index_of_an_older_save(base, convert, tmp_path, one_thread, capsys):
+    plain, wanted = hash_weights(base), logits(base)
+    shards_beside(base)
+    assert torch.equal(logits(base), wanted)  # transformers' own choice
+    assert convert(base, tmp_path / "moh") == 0
+    assert "warning: " in (said := capsys.readouterr().err) and "model.safetensors.index.json" in said
+    assert torch.equal(logits(tmp_path / "moh"), wanted)
+    assert hash_weights(base) == plain
+    record = json.loads((tmp_path / "moh" / "conversion.json").read_text())
+    assert record["base"]["dense_sha256"] == plain.dense == hash_weights(tmp_path / "moh").dense
+
+
+def test_other_weights_have_another_hash_whatever_lies_beside(base):
+    plain = hash_weights(base)
+    shards_beside(base)
+    (base / "model.safetensors").unlink()
+    assert hash_weights(base) != plain
+
+
+def test_a_tensor_that_the_index_forgets_is_loaded(make_llama, convert, tmp_path, one_thread):
+    base = Path(shutil.copytree(make_llama(max_shard_size="20KB"), tmp_path / "base"))
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["model.layers.1.mlp.up_proj.weight"]
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert convert(base, tmp_path / "moh") == 0
+    assert torch.equal(logits(tmp_path / "moh"), logits(base))
+
+
+def _twice(base: Path) -> None:
+    shards_beside(base)
+    (base / "model.safetensors").unlink()
+    edit_shard = base / "model-00001-of-00002.safetensors"
+    save_file(load_file(edit_shard) | {"model.norm.weight": torch.ones(32)}, edit_shard, metadata={"format": "pt"})
+
+
+def _adapter(base: Path) -> None:
+    (base / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
+
+
+def _only_an_adapter(base: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (base / name).unlink()
+    _adapter(base)
+
+
+AMBIGUOUS = {
+    "in two files": (_twice, "has two tensors model.norm.weight"),
+    "of torch.distributed": (
+        lambda base: shutil.copy(base / "model.safetensors", base / "shard-00001-model-00001-of-00001.safetensors"),
+        "has two sets of weights",
+    ),
+    "named by config": (lambda base: edit_config(base, transformers_weights="x.safetensors"), "names other weights"),
+    "without prefix": (
+        lambda base: edit(base, **{"norm.weight": torch.full((32,), 2.0)}),
+        "transformers loads norm.weight as model.norm.weight",
+    ),
+    "with a second prefix": (
+        lambda base: edit(base, **{"model.lm_head.weight": torch.zeros(257, 32)}),
+        "transformers loads model.lm_head.weight as lm_head.weight",
+    ),
+    "adapter": (_adapter, "holds an adapter (adapter_config.json)"),
+    "only an adapter": (_only_an_adapter, "holds an adapter (adapter_config.json)"),
+    "untied without a projection": (
+        lambda base: save_file(
+            {name: t for name, t in load_file(base / "model.safetensors").items() if name != HEAD},
+            base / "model.safetensors",
+            metadata={"format": "pt"},
+        ),
+        "the weights lack lm_head.weight",
+    ),
+    "biases that are asked for": (
+        lambda base: edit_config(base, attention_bias=True),
+        "the weights lack model.layers.0.self_attn.k_proj.bias and 7 more",
+    ),
+}
+
+
+@pytest.mark.parametrize("spoil,message", AMBIGUOUS.values(), ids=AMBIGUOUS)
+def test_what_is_not_one_model_is_refused_in_one_line(base, convert, tmp_path, capsys, spoil, message):
+    spoil(base)
+    assert convert(base, tmp_path / "moh") == 2
+    lines = capsys.readouterr().err.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0], lines
+    assert not (tmp_path / "moh").exists()
+
+
+# ---- tied embeddings
+
+
+def test_an_own_projection_beside_tied_embeddings_is_the_models(tied, convert, read_tensors, tmp_path, one_thread):
+    table = load_file(tied / "model.safetensors")[EMBEDDING]
+    edit(tied, **{HEAD: table + 0.05 * torch.randn(table.shape, generator=torch.Generator().manual_seed(1))})
+    wanted = logits(tied)
+    assert convert(tied, tmp_path / "moh") == 0
+    assert torch.equal(logits(tmp_path / "moh"), wanted)
+    assert main(["convert", "--to-dense", str(tmp_path / "moh"), "--output", str(tmp_path / "dense")]) == 0
+    back, own = read_tensors(tmp_path / "dense"), read_tensors(tied)
+    assert back.keys() == own.keys() and all(torch.equal(back[name], own[name]) for name in own)
+    assert torch.equal(logits(tmp_path / "dense"), wanted)
+
+
+def test_the_record_is_of_the_model_with_its_own_projection(tied, convert, tmp_path):
+    edit(tied, **{HEAD: torch.zeros(257, 32)})  # whose perplexity is the number of its tokens
+    assert convert(tied, tmp_path / "moh") == 0
+    record = json.loads((tmp_path / "moh" / "conversion.json").read_text())
+    assert record["verification"]["base_perplexity"] == pytest.approx(257)
+
+
+def test_an_equal_projection_beside_tied_embeddings_is_the_embedding(tied, convert, tmp_path, one_thread):
+    wanted = logits(tied)
+    edit(tied, **{HEAD: load_file(tied / "model.safetensors")[EMBEDDING].clone()})
+    assert convert(tied, tmp_path / "moh") == 0
+    assert json.loads((tmp_path / "moh" / "config.json").read_text())["tie_word_embeddings"] is True
+    assert torch.equal(logits(tmp_path / "moh"), wanted)
+
+
+# ---- dtypes
+
+
+def mixed(base: Path, vectors: torch.dtype, matrices: torch.dtype, **others: torch.dtype) -> dict[str, torch.Tensor]:
+    tensors = {
+        name: value.to(others.get(name.split(".")[-2], matrices if value.ndim > 1 else vectors))
+        for name, value in load_file(base / "model.safetensors").items()
+    }
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("vectors", "matrices", "others", "expected"),
+    [
+        (torch.bfloat16, torch.float32, {}, torch.float32),
+        (torch.float32, torch.bfloat16, {}, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, {"o_proj": torch.float32}, torch.float32),
+        (torch.float32, torch.bfloat16, {"up_proj": torch.float16}, torch.float32),
+    ],
+    ids=["norms", "matrices", "one matrix", "two halves"],
+)
+@pytest.mark.parametrize("said", ["float32", "bfloat16", None])
+def test_dtypes_are_kept_and_the_models_is_that_of_its_matrices(
+    base, convert, read_tensors, tmp_path, vectors, matrices, others, expected, said
+):
+    own = mixed(base, vectors, matrices, **others)
+    edit_config(base, dtype=said)
+    assert convert(base, tmp_path / "moh", "--verify", "none") == 0
+    written = read_tensors(tmp_path / "moh")
+    for name, value in own.items():
+        assert written[name].dtype == value.dtype and torch.equal(written[name], value)
+    assert {value.dtype for name, value in written.items() if name not in own} == {expected}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moh")
+    assert model.dtype == expected
+    for name, value in model.state_dict().items():
+        if value.ndim > 1 and name in own:
+            assert torch.equal(value.float(), own[name].float()), name
+
+
+# ---- what transformers ignores
+
+STRAY = {
+    "self_attn.k_scale": torch.ones(()),
+    "self_attn.q_proj.bias": torch.ones(32),
+    "self_attn.rotary_emb.inv_freq": torch.ones(4),
+    "mlp.up_proj.weight_scale": torch.ones(64, dtype=torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("flags", [[], ["--link"], ["--dtype", "bfloat16"]], ids=" ".join)
+def test_tensors_that_the_architecture_does_not_have_are_left_out(
+    base, convert, read_tensors, tmp_path, capsys, one_thread, flags
+):
+    plain, wanted = hash_weights(base), logits(base)
+    edit(base, **{f"model.layers.{layer}.{name}": t.clone() for layer in (0, 1) for name, t in STRAY.items()})
+    assert torch.equal(logits(base), wanted)
+    assert convert(base, tmp_path / "moh", *flags) == 0
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert "6 tensors" in warning and "model.layers.0.self_attn.k_scale" in warning and "inv_freq" not in warning
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "moh", output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["missing_keys"]
+    if "--dtype" not in flags:
+        assert torch.equal(logits(tmp_path / "moh"), wanted)
+        record = json.loads((tmp_path / "moh" / "conversion.json").read_text())
+        assert record["base"]["dense_sha256"] == plain.dense
+        dense = sum(value.numel() for value in AutoModelForCausalLM.from_pretrained(base).state_dict().values())
+        assert record["arithmetic"]["parameters"]["dense"] == dense
+
+
+def test_a_base_without_strays_warns_of_nothing_and_is_linked(base, convert, tmp_path, capsys):
+    edit(base, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert convert(base, tmp_path / "moh", "--link", "--verify", "none") == 0
+    assert "warning" not in capsys.readouterr().err
+    assert convert(tmp_path / "moh", tmp_path / "again", "--link", "--verify", "none") == 0
+    first = "model-00001-of-00002.safetensors"
+    assert (tmp_path / "again" / first).samefile(tmp_path / "moh" / first)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"return_dict": False},
+        {"output_attentions": True},
+        {"output_hidden_states": True},
+        {"_attn_implementation": "eager"},
+        {"attn_implementation": "flash_attention_2"},
+        {"_attn_implementation": "nonsense"},
+        {"torchscript": True, "use_cache": False, "is_encoder_decoder": True, "gradient_checkpointing": True},
+    ],
+    ids=lambda settings: next(iter(settings.items())),
+)
+def test_settings_of_a_session_are_no_part_of_a_model(base, convert, tmp_path, one_thread, settings):
+    wanted = logits(base)
+    edit_config(base, **settings)
+    assert convert(base, tmp_path / "moh") == 0
+    assert torch.equal(logits(tmp_path / "moh"), wanted)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moh")
+    assert model(IDS).logits.shape == wanted.shape
+    assert main(["convert", "--to-dense", str(tmp_path / "moh"), "--output", str(tmp_path / "dense")]) == 0
+    assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path / "dense").eval()(IDS).logits.detach(), wanted)
+
+
+@pytest.mark.parametrize("family", [MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("setting", ["attention_bias", "mlp_bias"])
+def test_biases_that_a_family_does_not_have(make_model, convert, tmp_path, one_thread, family, setting):
+    if (family, setting) == (Qwen3Config, "attention_bias"):
+        pytest.skip("Qwen3 has them")
+    windows = {"sliding_window": None} if family in (MistralConfig, MixtralConfig) else {}
+    base = Path(shutil.copytree(make_model(family, **windows), tmp_path / "base"))
+    wanted = logits(base)
+    edit_config(base, **{setting: True})
+    assert torch.equal(logits(base), wanted)
+    assert convert(base, tmp_path / "moh") == 0
+    assert torch.equal(logits(tmp_path / "moh"), wanted)
+
+
+# ---- links
+
+
+def test_a_base_whose_files_are_links_into_a_hub_cache(base, convert, tmp_path):
+    cached = tmp_path / "models--me--base"
+    (cached / "blobs").mkdir(parents=True)
+    (cached / "snapshots" / "c0ffee").mkdir(parents=True)
+    for number, file in enumerate(sorted(base.iterdir())):
+        shutil.copyfile(file, cached / "blobs" / f"{number:040x}")
+        (cached / "snapshots" / "c0ffee" / file.name).symlink_to(f"../../blobs/{number:040x}")
+    assert convert(cached / "snapshots" / "c0ffee", tmp_path / "moh", "--verify", "none") == 0
+
+
+@pytest.mark.parametrize("name", ["LICENSE.txt", "README.md", "config.json", "model.safetensors", "tokenizer.json"])
+def test_a_file_that_is_a_link_out_of_the_base_is_refused(base, convert, tmp_path, capsys, name):
+    if (base / name).exists():
+        (base / name).rename(tmp_path / name)
+    else:
+        (tmp_path / name).write_text("of the machine")
+    (base / name).symlink_to(tmp_path / name)
+    assert convert(base, tmp_path / "moh", "--verify", "none") == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and str(base / name) in errors[0] and "is a link" in errors[0]
+    assert not (tmp_path / "moh").exists()
+
+
+def test_a_folder_that_is_a_link(base, convert, tmp_path):
+    (base / "LICENSE").write_text("Terms.")
+    (base / "NOTICE").symlink_to("LICENSE")
+    (tmp_path / "name").symlink_to(base)
+    assert convert(tmp_path / "name", tmp_path / "moh", "--verify", "none") == 0
+    assert (tmp_path / "moh" / "NOTICE").read_text() == "Terms."
