@@ -190,7 +190,10 @@ def accumulate_gradients(
             inputs = (batch["input_ids"][rows], batch["position_ids"][rows], targets[rows])
             found = model(*(tensor.to(accelerator.device) for tensor in inputs))
             task, _, balance, layers, experts, _ = found
-            accelerator.backward(scale * ((task + weight * layers) / tokens + (beta * balance + experts) / sequences))
+            loss = scale * ((task + weight * layers) / tokens + (beta * balance + experts) / sequences)
+            # A frozen base needs none where all tokens have all heads on, as a document's first have: no head is replaced.
+            if loss.requires_grad or accelerator.num_processes > 1:
+                accelerator.backward(loss)
             positions = sequences * targets.shape[1]
             sums += found.detach() / sums.new_tensor([tokens, tokens, sequences, tokens, sequences, positions])
     if accelerator.distributed_type == DistributedType.DEEPSPEED:

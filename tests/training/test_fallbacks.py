@@ -1,9 +1,11 @@
 """Fallbacks are part of the student from the first step, are trained by either method, and are saved."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from trained import read_log, unfinish
 
@@ -143,3 +145,20 @@ def test_sequences_that_see_all_leave_the_distant_token_as_it_is(configure, loca
     before, after = read_tensors(local_folders["linear"]), read_tensors(Path(config.output_dir) / "model")
     (name, *_) = [name for name in before if name.endswith("distant_value")]
     assert torch.equal(before[name], after[name])
+
+
+def test_a_step_that_nothing_can_be_learned_from_leaves_a_frozen_base_as_it_is(
+    configure, base_folder: Path, convert, read_tensors, tmp_path: Path
+) -> None:
+    """All documents end among the first tokens, which have all heads on: no fallback is read."""
+    flags = ["--fallback", "local", "--context", "64", "--local-start", "16", "--verify", "none"]
+    assert convert(base_folder, tmp_path / "moh", *flags) == 0
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": f"{n:04}"}) + "\n" for n in range(500)))
+    mixture = {"name": "short", "validation_share": 0.3, "sources": {"short": {"weight": 1, "files": "short.jsonl"}}}
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(mixture))
+    keys = {"data.sequence_length": 20, "data.mixture": str(tmp_path / "short.yaml"), "freeze_base": True}
+    config = configure(model=str(tmp_path / "moh"), max_steps=2, **keys)
+    train(config)
+    assert [line["gradient_norm"] for line in read_log(Path(config.output_dir)) if line["step"]] == [0.0, 0.0]
+    before, after = read_tensors(tmp_path / "moh"), read_tensors(Path(config.output_dir) / "model")
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
