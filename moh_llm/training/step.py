@@ -191,7 +191,7 @@ def accumulate_gradients(
             found = model(*(tensor.to(accelerator.device) for tensor in inputs))
             task, _, balance, layers, experts, _ = found
             loss = scale * ((task + weight * layers) / tokens + (beta * balance + experts) / sequences)
-            # A frozen base needs none where all tokens have all heads on, as a document's first have: no head is replaced.
+            # A frozen base has none where all tokens have all heads on, as a document's first have.
             if loss.requires_grad or accelerator.num_processes > 1:
                 accelerator.backward(loss)
             positions = sequences * targets.shape[1]
