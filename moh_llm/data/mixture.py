@@ -221,6 +221,8 @@ def _source(name: str, values: dict[str, Any], path: Path) -> Source:
     if source.type != "text" and (source.text_field or source.builtin or source.format == "text"):
         wrong = next(key for key in ("text_field", "builtin", "format") if getattr(source, key))
         raise UserError(f"{where}: {wrong} goes with type: text, and its type is {source.type}; remove one of them")
+    if source.filters and source.builtin:
+        raise UserError(f"{where}: filters are of records, which the text of builtin is not; remove them")
     if source.hub and not source.data_files:
         raise UserError(f"{where}: hub={source.hub} needs data_files, for example data/*.parquet")
     url_list = source.url_list

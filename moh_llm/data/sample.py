@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from moh_llm.data.fields import Reading
 from moh_llm.data.locate import SourceFile
 from moh_llm.data.mixture import Mixture, Source
-from moh_llm.data.records import Reading, source_documents
+from moh_llm.data.records import check_filters, source_documents
 from moh_llm.data.shards import Shard, TokenizedSource, TokenStream, split_tail
 from moh_llm.data.tokenizer import TextTokenizer, is_held_out
-from moh_llm.errors import UserError
 
 _SLACK = 1024  # tokens more than a share, so that a share rounded up to full windows is there, too
 _SEARCHED = 32  # times what is asked for, how many tokens are read to find long documents
@@ -67,7 +67,8 @@ def _sample_source(
     pieces: dict[bool, list[_Piece]] = {False: [], True: []}  # by whether the document is held out
     short: dict[bool, list[_Piece]] = {False: [], True: []}  # likewise, of documents that are not long
     lengths, searched = {False: 0, True: 0}, 0
-    documents = source_documents(source, template=tokenizer.chat)
+    reading = Reading(advice="correct it, or leave the file out")
+    documents = source_documents(source, reading=reading, template=tokenizer.chat)
     with tqdm(desc=f"tokenize {source.name[-40:]}", unit="token", unit_scale=True, leave=False) as bar:
         for group, ids, targets in tokenizer.encode_grouped(documents):
             held_out = is_held_out(group, validation_share)
@@ -82,9 +83,9 @@ def _sample_source(
                 break
             if long and searched >= _SEARCHED * (train_limit + validation_limit):
                 break
+        else:
+            check_filters(source, reading, empty=not searched)
     pieces = {side: pieces[side] + short[side] for side in pieces}
-    if not searched:
-        raise UserError(f"source {source.name} holds no text")
     train, validation = (TokenStream.of([_shard(pieces[side])]) for side in (False, True))
     if not len(train) or not len(validation):
         train, validation = split_tail(train if len(train) else validation, validation_share)
@@ -148,8 +149,8 @@ def estimate_source(
         elif files:  # only built-in text, which is short, is read to its end
             ended = False
             break
-    if not sample:
-        raise UserError(f"source {source.name} holds no text")
+    if ended:
+        check_filters(source, reading, empty=not sample)
     began = time.perf_counter()
     tokens = 0
     for number, (_, ids) in enumerate(tokenizer.encode(sample)):

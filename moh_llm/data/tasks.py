@@ -259,4 +259,5 @@ def _write(task: Task, tokenizer: TextTokenizer, validation_share: float, skip_b
         bad_examples=reading.examples,
         seconds=round(time.perf_counter() - started, 3),
         splits=splits,
+        filters=reading.filters.met if reading.filters else {},
     ).write(task.record)

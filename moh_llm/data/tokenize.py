@@ -18,7 +18,9 @@ from tqdm import tqdm
 
 from moh_llm import __version__
 from moh_llm.data.executors import WriteShards, new_log_folder, run_local, run_ray, submit_slurm
+from moh_llm.data.filters import merge, unmet
 from moh_llm.data.mixture import Mixture, Source
+from moh_llm.data.notes import note
 from moh_llm.data.tasks import TOKENIZER, Task, is_done, make_tasks, prepare_sources
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
@@ -139,9 +141,13 @@ def _source_record(source: Source, tasks: Sequence[Task]) -> SourceRecord:
         name: sum(getattr(record, name) for record in done)
         for name in ("documents", "tokens", "bytes", "empty", "filtered", "bad")
     }
+    met = [record.filters for record in done if record.filters.keys() == source.filters.keys()]
+    lines = unmet(source.filters, merge(met)) if len(met) == len(done) else []
     if not sums["tokens"]:
         why = f" ({sums['filtered']} records were filtered out, {sums['bad']} bad)" if any(sums.values()) else ""
-        raise UserError(f"source {source.name} holds no text{why}")
+        raise UserError(": ".join([f"source {source.name} holds no text{why}", *lines[:1]]))
+    for line in lines:
+        note(f"source {source.name}: {line}")
     # The location of the text is in `text`, by names that may be shown; addresses themselves can hold a password.
     spec = {name: value for name in _RECORDED if (value := getattr(source, name)) not in (None, (), {})}
     if source.type != "text":

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from moh_llm.cli import main
-from moh_llm.data import locate, records
+from moh_llm.data import formats, locate
 
 zstandard = pytest.importorskip("zstandard")
 pa = pytest.importorskip("pyarrow")
@@ -50,7 +50,7 @@ TOO_LONG = {
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "RECORD_BYTES", LIMIT)
+    monkeypatch.setattr(formats, "RECORD_BYTES", LIMIT)
 
 
 @pytest.fixture

@@ -115,6 +115,7 @@ def test_weights_that_sum_to_one_are_not_mentioned(tmp_path, weights):
     [
         ("{wieght: 1, files: x}", "unknown key 'wieght'; did you mean 'weight'?"),
         ("{weight: 1, files: x, name: y}", "unknown key 'name'"),
+        ("{weight: 1, builtin: python_topics, filters: {a: b}}", "filters are of records"),
         ("{weight: -1, files: x}", "weight=-1: Input should be greater than 0"),
         ("{weight: .inf, files: x}", "weight=inf: Input should be a finite number"),
         ("{weight: '1', files: x}", "weight='1': Input should be a valid number"),
