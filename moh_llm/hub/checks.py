@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_token
-
 import moh_llm
 from moh_llm.errors import UserError
 from moh_llm.files import sha256
+from moh_llm.hub.secrets import find_in_file, find_secrets
 from moh_llm.reading import read_json
 from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_index, read_weight_map, unread_index
 
@@ -88,10 +87,9 @@ def check_secrets(folder: Path, files: list[str]) -> list[Problem]:
     """One problem for each line of a text file that seems to hold a secret."""
     problems, fix = [], "remove it, and revoke it where it was issued"
     for name in filter(_is_text, files):
-        text = _read(folder / name)
-        for number, line in enumerate(text.splitlines() if find_secrets(text) else [], 1):
-            for kind in find_secrets(line):
-                problems.append(Problem(name, f"line {number} looks like {kind}", fix, forceable=False))
+        for number, kind in find_in_file(folder / name, names=name not in _VOCABULARIES):
+            line = "it holds what" if number is None else f"line {number}"
+            problems.append(Problem(name, f"{line} looks like {kind}", fix, forceable=False))
     return problems
 
 
@@ -235,36 +233,10 @@ def _check_imports(folder: Path) -> Iterator[Problem]:
             yield Problem(path.name, f"imports {package}", "a published model may import torch and transformers only")
 
 
-# ---- secrets and local paths in texts
+# ---- local paths in texts
 
-_SECRETS = {
-    "a Hugging Face token": re.compile(r"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}"),
-    "an AWS key": re.compile(r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b"),
-    "a GitHub token": re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{40,})"),
-    "an API key": re.compile(r"\bsk-(?=[A-Za-z0-9_-]*[0-9])[A-Za-z0-9_-]{20,}"),
-    "a private key": re.compile(r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY"),
-    "an authorization header": re.compile(
-        r"(?i)\bauthorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic)\s+[\w.~+/=-]{8,}"
-    ),
-    "a password in an address": re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s/:@\"'<>${]+:[^\s/@\"'<>${]{3,}@"),
-}
 _PART = r"[\w.@+%=,:~-]"
 _PATH = re.compile(rf"(?<![\w:/.<~}}-])(?:file://)?/{_PART}+(?:/+{_PART}+)+/?(?<![.,:])")
-
-
-def find_secrets(text: str) -> list[str]:
-    """The kinds of secrets that a text seems to hold, such as "a GitHub token"."""
-    own = get_token()
-    found = [kind for kind, pattern in _SECRETS.items() if pattern.search(text)]
-    return found or (["your Hugging Face token"] if own and own in text else [])
-
-
-def redact(text: str) -> str:
-    """The text with everything that looks like a secret replaced."""
-    for pattern in _SECRETS.values():
-        text = pattern.sub("[hidden]", text)
-    own = get_token()
-    return text.replace(own, "[hidden]") if own else text
 
 
 def find_paths(text: str, folder: Path) -> bool:

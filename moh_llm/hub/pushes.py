@@ -12,9 +12,10 @@ from pathlib import Path
 import moh_llm
 from moh_llm.errors import UserError
 from moh_llm.hub import card
-from moh_llm.hub.checks import CARD, redact
+from moh_llm.hub.checks import CARD
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.publish import PublishOptions, check_publishable, publish
+from moh_llm.hub.secrets import redact
 from moh_llm.training.config import HubConfig, TrainConfig
 from moh_llm.training.runs import check_converted
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from moh_llm.errors import UserError
 from moh_llm.files import scratch_folder, sha256, write_text
-from moh_llm.hub.checks import CARD, RECORDS, redact, scrub_json
+from moh_llm.hub.checks import CARD, RECORDS, scrub_json
+from moh_llm.hub.secrets import redact
 from moh_llm.locking import lock_folder
 from moh_llm.reading import read_json
 
