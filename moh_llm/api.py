@@ -313,6 +313,7 @@ def publish(
     dry_run: bool = False,
     force: bool = False,
     allow_other_code: bool = False,
+    drop_records: bool = False,
 ) -> "Publication":
     """Check a model, verify that it loads without this package, and upload it with its card.
 
@@ -328,6 +329,8 @@ def publish(
         force: publish although a check or the proof fails, and say so in the card; files with secrets are still
             refused, and files that are not part of a model are left out.
         allow_other_code: run and publish Python files that are not this version's own, and say so in the card.
+        drop_records: publish a model that is not what the records in its folder describe, without the figures of these
+            records, and say so in the card.
 
     Returns:
         What was uploaded, or would be, and what the checks found, which is also printed.

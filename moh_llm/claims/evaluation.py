@@ -32,6 +32,7 @@ def warnings(report: EvaluationRecord) -> list[Claim]:
         part_of_data(report),
         failed(report),
         *(not_analysed(report, label) for label in report.analysis),
+        *(not_what_was_made(report, label) for label in report.models),
         *(not_its_base(report, label) for label in report.models),
         *(cut_prompts(report, label) for label in report.models),
         without_spread(report),
@@ -74,6 +75,15 @@ def not_analysed(report: EvaluationRecord, label: str) -> Claim | None:
         return None
     text = f"NOT ANALYSED: what the heads of {label} did ({_one_line(error)})."
     return Claim("not_analysed", {f"analysis.{label}.error": error}, text)
+
+
+def not_what_was_made(report: EvaluationRecord, label: str) -> Claim | None:
+    """That a model is not the one that the records in its folder describe."""
+    changed = report.models[label].changed
+    if changed is None:
+        return None
+    text = f"CHANGED: {label} is not what the records in its folder describe: {changed}."
+    return Claim("not_what_was_made", {f"models.{label}.changed": changed}, text)
 
 
 def not_its_base(report: EvaluationRecord, label: str) -> Claim | None:

@@ -24,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run and publish Python files that are not this version's own, and say so in the card; read them first",
     )
+    parser.add_argument(
+        "--drop-records",
+        action="store_true",
+        help="publish a model that is not what its records describe, without their figures, and say so in the card",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from moh_llm.files import write_json
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.model import INDEX_NAME, SINGLE_NAME, save_tensors
+from moh_llm.records.seal import NAME as SEAL
 
 REMOTE_CODE = (
     "configuration_moh_llama.py",
@@ -36,7 +37,7 @@ REMOTE_CODE = (
     "experts_moh.py",
 )
 # Tokenizer, generation settings and licence go along; weights in other formats, records and the card do not.
-_REPLACED = {"config.json", CONVERSION, LINEAGE, "README.md"}
+_REPLACED = {"config.json", CONVERSION, LINEAGE, SEAL, "README.md"}
 
 
 def write_weights(

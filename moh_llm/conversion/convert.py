@@ -36,10 +36,11 @@ from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.conversion import Conversion, Plan
-from moh_llm.records.identity import hash_weights
+from moh_llm.records.identity import hash_model, hash_weights
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.lineage import ConversionEntry, read_chain
 from moh_llm.records.model import read_config
+from moh_llm.records.seal import write_seal
 
 _BATCH_TOKENS = 2048
 QUICK_TOKENS = 2048  # what `--verify quick` reads
@@ -171,7 +172,9 @@ def convert(options: ConversionOptions) -> Conversion:
             if options.verify == "full" and length >= LONG:
                 prompt = retrieval_prompt(held_out, tokenizer, sum(in_sight(plan) or ()))
             record.verification = verify(dense, converted, held_out, prompt=prompt)
-        made, new_tokens = hash_weights(folder, weight_map), {}
+        write_description(folder, base, config, weight_map)
+        record.made = made = hash_model(folder)
+        new_tokens = {}
         if widening is not None:
             record.vocabulary = widening.record.model_copy(update={"dense_sha256": made.dense})
             new_tokens = {"new_tokens": widening.record.new_tokens}
@@ -188,9 +191,9 @@ def convert(options: ConversionOptions) -> Conversion:
             **new_tokens,
         )
         chain.with_entry(entry).write(folder / LINEAGE)
-        write_description(folder, base, config, weight_map)
         if widening is not None:
             shutil.rmtree(base.folder)
+        write_seal(folder, made)
     return record
 
 
@@ -228,6 +231,7 @@ def restore_dense(
         if (chain := read_chain(base.folder)).runs:
             chain.write(folder / LINEAGE)
         write_description(folder, base, config, weight_map, remote_code=False)
+        write_seal(folder, hash_model(folder))
     return Restored(config.model_type, len(base.routing_tensors), round(time.perf_counter() - started, 1))
 
 

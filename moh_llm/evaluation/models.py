@@ -9,8 +9,9 @@ from moh_llm.devices import accelerator_memory, check_memory, choose_device, com
 from moh_llm.errors import UserError
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
-from moh_llm.records.lineage import read_chain
+from moh_llm.records.folder import FolderRecords
 from moh_llm.records.model import CONFIG, TOKENIZERS, may_be_hub_id, read_config, read_weight_map
+from moh_llm.records.seal import read_seal
 from moh_llm.records.tensors import matrix_dtype
 
 # Records that the other commands leave beside the weights.
@@ -64,7 +65,8 @@ def check_model(model: str) -> None:
             names = ", ".join(TOKENIZERS)
             raise UserError(f"{folder} has no tokenizer (none of {names}); save the base's beside the model")
         _check_weights(folder)
-        read_conversion(folder)  # a malformed one is reported before hours of scoring
+        if read_seal(folder) is None:
+            read_conversion(folder)  # a malformed one is reported before hours of scoring
         return
     if folder.exists():
         raise UserError(f"{model} is a file; name the model's folder")
@@ -113,35 +115,43 @@ def register_moh() -> None:
     import moh_llm.modeling  # noqa: F401
 
 
-def describe_model(model: str) -> dict[str, Any]:
-    """What the report says about a model: path or id, architecture, heads, and the records beside its weights."""
+def describe_model(model: str, records: FolderRecords | None) -> dict[str, Any]:
+    """What the report says about a model: path or id, architecture, heads, and the records beside its weights.
+
+    Args:
+        model: folder or Hub id.
+        records: a folder's; where they are not of this model, the report says why and takes nothing from them.
+    """
     folder = Path(model)
     about: dict[str, Any] = {"model": model}
-    if not (folder / "config.json").is_file():
+    if records is None:
         return about
     config = read_json(folder / "config.json")
     about["model_type"] = config.get("model_type")
     if config.get("model_type") == "moh_llama":
         about["heads"] = {key: config[key] for key in _HEADS if key in config}
+    about["plan_sha256"] = records.model.plan
+    if records.changed:
+        return about | {"changed": records.changed}
     # Training leaves its record beside the tuned model's folder, not in it.
     places = [folder / name for name in RECORDS] + ([folder.parent / "run.json"] if folder.name == "model" else [])
     about["records"] = [str(place) for place in places if place.is_file()]
-    conversion, steps = read_conversion(folder), read_chain(folder).entries
+    conversion, steps = records.conversion, records.chain.entries
     if conversion and conversion.verification and all(step.kind == "conversion" for step in steps[-1:]):
         proof = conversion.verification
         about |= {"by_position": proof.by_position, "retrieval": proof.retrieval}
     return about
 
 
-def other_base(model: str, base: str, revision: str | None) -> str | None:
-    """What the model's conversion names as its base, where that is not ``base``; None where it is, or none is named.
+def other_base(records: FolderRecords | None, base: str, revision: str | None) -> str | None:
+    """What a model's conversion names as its base, where that is not ``base``; None where it is, or none is named.
 
     Args:
-        model: folder or Hub id; of the latter nothing is known.
+        records: of the model's folder; of a model on the Hub nothing is known.
         base: folder or Hub id of the model it is compared with.
         revision: commit of a base on the Hub.
     """
-    conversion = read_conversion(Path(model)) if Path(model).is_dir() else None
+    conversion = records and records.conversion
     if conversion is None:
         return None
     recorded = conversion.base

@@ -180,7 +180,7 @@ def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:
     items = sum(score.items for score in result.scores.values())
     seconds = sum(score.seconds for score in result.scores.values())
     return ModelRecord(
-        **describe_model(result.model),
+        **describe_model(result.model, result.records),
         weights_sha256=result.identity.weights,
         revision=result.identity.revision,
         dtype=result.dtype,
@@ -192,5 +192,5 @@ def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:
         items=items,
         items_per_second=_rate(items, seconds),
         compared=base is not None,
-        other_base=base and other_base(result.model, base.model, base.identity.revision),
+        other_base=base and other_base(result.records, base.model, base.identity.revision),
     )

@@ -22,6 +22,7 @@ from moh_llm.evaluation.result_cache import CachedResult, Key, ResultCache, make
 from moh_llm.evaluation.scoring import BenchmarkError, Score, run_benchmark
 from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import Loaded, load_tasks, require_lm_eval
+from moh_llm.records.folder import FolderRecords, read_records
 from moh_llm.records.identity import Identity, identify
 
 
@@ -31,6 +32,8 @@ class ModelScores:
 
     model: str
     identity: Identity
+    records: FolderRecords | None = None
+    """The records of a folder; None for a model on the Hub."""
     dtype: str = ""
     """Dtype that it was computed in; `stored_dtype` is that of the stored weights."""
     device: str = ""
@@ -114,11 +117,20 @@ def score(
         run = _Run(loaded, limit, batch_size, cache, log_samples, share_prefixes, team, progress, say)
         results = {}
         for label, model in models.items():
-            result = ModelScores(model, team.share(lambda model=model: identify(model)), precision.dtype, device)
+            found = team.share(lambda label=label, model=model: _identify(label, model, say))
+            result = ModelScores(model, *found, precision.dtype, device)
             result.stored_dtype = precision.stored[label]
             _score_model(label, result, run)
             results[label] = result
         return results
+
+
+def _identify(label: str, model: str, say: Callable[[str], None]) -> tuple[Identity, FolderRecords | None]:
+    """Identify a model, and read the records of a folder; say where these are not of the model in it."""
+    records = read_records(Path(model)) if Path(model).is_dir() else None
+    for line in records.lines(f"{label} ({model})") if records else ():
+        say(line)
+    return identify(model), records
 
 
 def _score_model(label: str, result: ModelScores, run: _Run) -> None:

@@ -20,6 +20,7 @@ from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import Calibration, distinct_ends, last_component
 from moh_llm.records.lineage import REFERENCES, in_words, mixture_name
 from moh_llm.records.model import read_moh_config
+from moh_llm.records.seal import add_to_seal
 from moh_llm.reporting.benchmarks import benchmark_blocks
 from moh_llm.reporting.document import Caution, facts
 from moh_llm.reporting.long_context import long_context_tables
@@ -93,6 +94,7 @@ def write_local_card(folder: Path) -> None:
         UserError: ``folder`` holds no MoH model, a record cannot be read, or the disk refuses.
     """
     write_text(folder / CARD, scrub(build_card(folder, None)))
+    add_to_seal(folder, CARD)
 
 
 def _read_config(folder: Path) -> MoHLlamaConfig:
@@ -144,6 +146,7 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
         },
         "headline": _headline(lineage),
         "from_scratch": lineage.from_scratch,
+        "changed": lineage.changed,
         "plan": [sections.head_plan(config, conversion)],
         "proof": proof,
         "proof_table": [sections.proof(proof)] if proof else [],

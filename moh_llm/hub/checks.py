@@ -19,6 +19,7 @@ from moh_llm.files import sha256
 from moh_llm.hub.secrets import find_in_file, find_secrets
 from moh_llm.reading import read_json
 from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_index, read_weight_map, unread_index
+from moh_llm.records.seal import NAME as SEAL
 
 CARD = "README.md"
 RECORDS = ("conversion.json", "lineage.json", "run.json", "evaluation.json")
@@ -29,6 +30,7 @@ _NAMES = {
     *_NEEDED,
     *_VOCABULARIES,
     CARD,
+    SEAL,
     INDEX_NAME,
     "added_tokens.json",
     "chat_template.jinja",

@@ -31,23 +31,23 @@ class Evaluated:
 
 
 def find_evaluated(evaluation: Path, folder: Path) -> Evaluated:
-    """The part of an evaluation that is about the model in ``folder``: that with the same weights.
+    """The part of an evaluation that is about the model in ``folder``: that with the same weights and head plan.
 
     Args:
         evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
         folder: the model's.
 
     Raises:
-        UserError: it is not an evaluation, or no model in it has this folder's weights.
+        UserError: it is not an evaluation, or no model in it is this folder's.
     """
     record = read_evaluation(evaluation.parent if evaluation.name == "report.json" else evaluation)
-    weights = identify(str(folder)).weights
-    label = next((name for name, about in record.models.items() if about.weights_sha256 == weights), None)
+    own = identify(str(folder))
+    alike = [name for name, about in record.models.items() if about.weights_sha256 == own.weights]
+    label = next((name for name in alike if record.models[name].plan_sha256 == own.plan), None)
     if label is None:
-        raise UserError(
-            f"{evaluation} scored other weights than those in {folder} "
-            f"({', '.join(about.model for about in record.models.values())}); evaluate {folder}"
-        )
+        other = f"the weights in {folder} with another head plan" if alike else f"other weights than those in {folder}"
+        scored = ", ".join(about.model for about in record.models.values())
+        raise UserError(f"{evaluation} scored {other} ({scored}); evaluate {folder}")
     record.models = {
         name: about
         for name, about in record.models.items()

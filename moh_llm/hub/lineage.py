@@ -12,9 +12,10 @@ from huggingface_hub.utils import validate_repo_id
 
 from moh_llm.errors import UserError
 from moh_llm.reading import YAML_BYTES, expand_home, parse_yaml, read_text
-from moh_llm.records.conversion import Conversion, last_component, read_conversion
+from moh_llm.records.conversion import Conversion, last_component
+from moh_llm.records.folder import read_records
 from moh_llm.records.identity import identify
-from moh_llm.records.lineage import Chain, read_chain
+from moh_llm.records.lineage import Chain
 from moh_llm.reporting.evaluations import runs_behind
 from moh_llm.reporting.runs import TrainingRun, read_runs
 
@@ -31,12 +32,14 @@ class Lineage:
         conversion: its ``conversion.json``, if it has one.
         run: the training run that wrote the model, if its folder was found.
         chain: its ``lineage.json``.
+        changed: why these records are not of the model in the folder; then no figure of them is here, nor a run.
     """
 
     folder: Path
     conversion: Conversion | None
     run: TrainingRun | None
     chain: Chain = field(default_factory=lambda: Chain(entries=[]))
+    changed: str | None = None
 
     @property
     def name(self) -> str:
@@ -111,7 +114,7 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
     Raises:
         UserError: a record cannot be read or is malformed, or ``folder`` is the model that ``run`` started from.
     """
-    conversion, chain = read_conversion(folder), read_chain(folder)
+    records = read_records(folder, licences=True)
     folders = runs_behind([str(folder.resolve())]) if run is None else [run]
     runs = read_runs(folders)
     if run is not None and (run / "model").resolve() != folder.resolve():
@@ -119,7 +122,12 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
         if began_with.sha256 == identify(str(folder)).sha256:
             result = run / "model"
             raise UserError(f"{folder} is the model that the run in {run} started from, not its result; name {result}")
-    return Lineage(folder, conversion, runs[0] if runs else None, chain)
+    changed = records.changed
+    if runs and not changed and (made := runs[0].record.made) and (part := made.difference(records.model)):
+        changed = f"it has {part} other than the model that the run in {runs[0].folder} made"
+    if changed:
+        return Lineage(folder, records.without_figures().conversion, None, changed=changed)
+    return Lineage(folder, records.conversion, runs[0] if runs else None, records.chain)
 
 
 def front_matter(folder: Path) -> dict[str, Any]:

@@ -7,12 +7,16 @@ from pathlib import Path
 from moh_llm.errors import UserError
 from moh_llm.files import write_text
 from moh_llm.hub.card import build_card
-from moh_llm.hub.checks import CARD, Problem, check_files, check_secrets, list_files, other_code, scrub
+from moh_llm.hub.checks import CARD, RECORDS, Problem, check_files, check_secrets, list_files, other_code, scrub
 from moh_llm.hub.licences import Licence, check_name, find_licence, notice
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.proof import Proof, prove
 from moh_llm.hub.upload import UploadedFile, check_repo_id, describe, find_token, push, upload_copy
+from moh_llm.records.conversion import NAME as CONVERSION
+from moh_llm.records.identity import hash_model
 from moh_llm.records.model import read_moh_config
+from moh_llm.records.seal import NAME as SEAL
+from moh_llm.records.seal import write_seal
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class PublishOptions:
     evaluation: Path | None = None
     licence: str | None = None
     allow_other_code: bool = False
+    drop_records: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,11 +99,20 @@ def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publ
     # Also in the card and in the paths that the copy below does not have.
     secrets = check_secrets(options.folder, files)
     lineage = read_lineage(options.folder, options.run)
+    if lineage.changed and not options.drop_records:
+        raise UserError(
+            f"{options.folder} is not what its records describe: {lineage.changed}; restore it, or pass --drop-records "
+            "to publish it without the figures of these records"
+        )
+    files = [name for name in files if name != SEAL and not (lineage.changed and name in RECORDS)]
     licence = find_licence(lineage, options.licence)
     with upload_copy(options.folder, files, _added(options, files, lineage, licence)) as (copy, scrubbed):
         say(f"checking {options.folder}")
         _write_notice(copy, licence)
-        _write_card(copy, options, forced=[])
+        if lineage.changed and lineage.conversion:
+            lineage.conversion.write(copy / CONVERSION)
+        dropped = [f"records: {lineage.changed}; the figures of these records are left out"] if lineage.changed else []
+        _write_card(copy, options, dropped)
         problems = list(dict.fromkeys(unlisted + secrets + check_files(copy)))
         others = other_code(copy)
         refused = [] if options.allow_other_code else others
@@ -114,7 +128,8 @@ def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publ
             # Files that are not part of the model are not uploaded, so the card does not mention them.
             forced = [f"check: {problem.file} {problem.what}" for problem in problems if problem not in unlisted]
             forced += [f"proof: {proof.failure}"] if proof is not None and proof.failure else []
-            _write_card(copy, options, forced)
+            _write_card(copy, options, dropped + forced)
+        write_seal(copy, hash_model(copy))
         uploaded = describe(copy)
         for line in _report(uploaded, scrubbed, problems, proof):
             say(line)

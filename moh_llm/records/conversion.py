@@ -7,6 +7,7 @@ from pydantic import Field
 
 from moh_llm.errors import UserError
 from moh_llm.records.base import Record
+from moh_llm.records.seal import WeightHashes
 
 NAME = "conversion.json"
 
@@ -204,6 +205,7 @@ class Conversion(Record):
 
     Attributes:
         moh_llm: version of this package; ``versions``: of others.
+        made: the model that it made, which all figures are of; None in records of earlier versions.
         device: that it ran on, by name.
         compute_dtype: that base and converted model were run in, whatever their weights are stored in.
         seconds: how long it took, without the start of Python and its libraries.
@@ -213,6 +215,7 @@ class Conversion(Record):
     moh_llm: str | None = None
     versions: dict[str, str] | None = None
     base: Base
+    made: WeightHashes | None = None
     device: str | None = None
     compute_dtype: str | None = None
     vocabulary: Vocabulary | None = None

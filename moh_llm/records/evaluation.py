@@ -128,6 +128,8 @@ class ModelRecord(Record):
     Attributes:
         model: folder or Hub id.
         weights_sha256: of the weights of a folder; ``revision``: commit of a model on the Hub.
+        plan_sha256: of the head plan of a folder (`moh_llm.records.identity.hash_plan`).
+        changed: why the records in its folder are not of it, where they are not; nothing is then taken from them.
         compared: whether the base was scored on the same items.
         dtype, stored_dtype: what it was computed in, and what its weights are stored in.
         other_base: the base that its conversion names, where that is another one.
@@ -137,6 +139,8 @@ class ModelRecord(Record):
     model: str
     weights_sha256: str | None
     revision: str | None
+    plan_sha256: str | None = None
+    changed: str | None = None
     dtype: str
     stored_dtype: str
     device: str

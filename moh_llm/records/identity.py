@@ -1,9 +1,9 @@
-"""What identifies a model, by three hashes.
+"""What identifies a model, by its hashes.
 
-`identify` reads everything that decides what a model answers, and is what a run, a score or a report belongs to.
-`hash_weights` reads the tensors alone, however they are laid out in files, and is what a lineage follows. `fingerprint`
-reads samples of the files: it finds in an instant that a folder still holds a known base, and where it differs,
-`hash_weights` decides.
+`identify` reads everything that decides what a model answers, and is what a run or a stored score belongs to.
+`hash_model` reads the tensors, however they are laid out in files, and the head plan, and is what a record of figures
+belongs to and a lineage follows. `fingerprint` reads samples of the files: it finds in an instant that a folder still
+holds a known base, and where it differs, `hash_weights` decides.
 """
 
 import functools
@@ -16,30 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
+from moh_llm.errors import UserError
 from moh_llm.files import sha256
-from moh_llm.modeling import is_routing_weight
-from moh_llm.records.base import Record
-from moh_llm.records.model import CONFIG, TOKENIZERS, read_weight_map
+from moh_llm.modeling import MoHLlamaConfig, is_routing_weight
+from moh_llm.records.model import CONFIG, TOKENIZERS, read_config, read_weight_map
+from moh_llm.records.seal import WeightHashes, find_changes, read_seal
 
 # What besides the weights decides what a model answers.
 _SETTINGS = (CONFIG, "generation_config.json", *TOKENIZERS, "special_tokens_map.json", "added_tokens.json")
+# Fields of a MoH config that decide what a layer computes from given weights.
+_PLAN = (
+    # The same plan may be written as one number, or as one for each layer.
+    *("shared_heads_per_layer", "active_heads_per_layer", "local_heads_per_layer"),
+    *("router_type", "router_score", "routing_granularity"),
+    *("head_fallback", "local_window", "local_sinks", "local_start", "query_key_norm", "num_experts_per_tok"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"),
+    *("hidden_act", "rms_norm_eps", "rope_parameters"),
+)
 _CHUNK = 1 << 22  # bytes read at once, by each thread
 _THREADS = 8  # that hash a file
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
-
-
-class WeightHashes(Record):
-    """SHA-256 over name, dtype, shape and bytes of each tensor, in the order of their names.
-
-    They do not depend on how tensors are laid out in files.
-
-    Attributes:
-        dense: of the tensors that the dense model has, too.
-        routing: of those of routers and fallbacks.
-    """
-
-    dense: str
-    routing: str
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,15 @@ class Identity:
 
     Attributes:
         sha256: of all that decides its answers: weights, config, tokenizer; of a Hub's model: of its id and commit.
-        weights: SHA-256 of its tensors, of both `WeightHashes`; None for a model on the Hub.
+        weights: SHA-256 of its tensors, of dense and routing `WeightHashes`; None for a model on the Hub.
+        plan: `WeightHashes.plan`; None for a dense model, too.
         revision: commit of a model on the Hub; None for a folder.
     """
 
     sha256: str
     weights: str | None
     revision: str | None
+    plan: str | None = None
 
 
 def identify(model: str) -> Identity:
@@ -69,10 +69,41 @@ def identify(model: str) -> Identity:
 
         commit = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "_commit_hash", None)
         return Identity(_digest([f"{model} {commit}"]), None, commit)
-    hashes = hash_weights(folder)
+    hashes = hash_model(folder)
     weights = _digest([hashes.dense, hashes.routing])
     settings = [f"{sha256(folder / name)} {name}" for name in _SETTINGS if (folder / name).is_file()]
-    return Identity(_digest([weights, *settings]), weights, None)
+    return Identity(_digest([weights, *settings]), weights, None, hashes.plan)
+
+
+def hash_model(folder: Path) -> WeightHashes:
+    """The hashes of a model's folder: of its tensors and of its head plan. All is read, about a second per GB.
+
+    A folder whose files are as they were sealed has the hashes of its seal.
+
+    Raises:
+        UserError: a file is missing or damaged, or the config makes no model.
+    """
+    seal = read_seal(folder)
+    if seal is not None and not find_changes(folder, seal):
+        return seal.model
+    return hash_weights(folder).model_copy(update={"plan": hash_plan(folder)})
+
+
+def hash_plan(folder: Path) -> str | None:
+    """SHA-256 over the fields of a MoH model's config that decide what its layers compute; None for another model.
+
+    Raises:
+        UserError: the config cannot be read or makes no model.
+    """
+    fields = read_config(folder)
+    if fields.pop("model_type", None) != MoHLlamaConfig.model_type:
+        return None
+    try:
+        config = MoHLlamaConfig(**fields)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(f"{folder / CONFIG} makes no model ({' '.join(str(error).split())})") from error
+    plan = {name: getattr(config, name) for name in _PLAN}
+    return _digest([json.dumps(plan, sort_keys=True)])
 
 
 def hash_weights(folder: Path, weight_map: Mapping[str, str] | None = None) -> WeightHashes:

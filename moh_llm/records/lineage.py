@@ -14,7 +14,7 @@ from pydantic import Field
 
 from moh_llm.records.base import Record
 from moh_llm.records.conversion import last_component
-from moh_llm.records.identity import WeightHashes
+from moh_llm.records.seal import WeightHashes
 
 NAME = "lineage.json"
 # What figures of a run are against: the checkpoint that the conversion names or, where that is not available, the
@@ -102,7 +102,10 @@ class Chain(Record):
         found = []
         for number in range(1, len(self.entries)):
             made, entry = self.entries[number - 1].made, self.entries[number]
-            same = entry.began_with == made if isinstance(entry, RunEntry) else entry.dense_sha256 == made.dense
+            if isinstance(entry, RunEntry):
+                same = entry.began_with.difference(made) is None
+            else:
+                same = entry.dense_sha256 == made.dense
             if not same:
                 found.append(number)
         return found

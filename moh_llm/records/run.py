@@ -7,13 +7,7 @@ from typing_extensions import Self
 
 from moh_llm.records.base import Record
 from moh_llm.records.lineage import ReferenceKind
-
-
-class FileMark(Record):
-    """Size in bytes and SHA-256 of a file, by which it is known again."""
-
-    bytes: int = Field(ge=0)
-    sha256: str
+from moh_llm.records.seal import FileMark, WeightHashes
 
 
 class ModelMark(Record):
@@ -119,7 +113,8 @@ class RunRecord(Record):
             adapters, of routers and of fallbacks.
         balance_coefficient: weight of the load-balance loss; None where the model's routers have no such loss.
         evaluation: scores of the saved model.
-        model_files: the files of ``OUTPUT/model`` by name, of a finished run.
+        model_files: the files of ``OUTPUT/model`` by name, of a finished run; its seal is not among them.
+        made: the model that the run made, which the scores are of.
     """
 
     status: Literal["new", "running", "finished"]
@@ -141,6 +136,7 @@ class RunRecord(Record):
     versions: dict[str, str] | None = None
     evaluation: Scores | None = None
     model_files: dict[str, FileMark] | None = None
+    made: WeightHashes | None = None
 
 
 class LogLine(Record):

@@ -20,8 +20,8 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def models_of(record: EvaluationRecord) -> list[str]:
-    """Folders or Hub ids of an evaluation's models."""
-    return [about.model for about in record.models.values()]
+    """Folders or Hub ids of an evaluation's models, but for those whose records are not of them."""
+    return [about.model for about in record.models.values() if not about.changed]
 
 
 def runs_behind(models: Iterable[str], known: Sequence[Path] = ()) -> list[Path]:

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from moh_llm.errors import UserError
 from moh_llm.records.run import CheckpointRecord
-from moh_llm.training.runs import Run, find_fault
+from moh_llm.records.seal import find_fault
+from moh_llm.training.runs import Run
 from moh_llm.training.zero import ADAMW_MOMENTS, by_deepspeed, scatter_state
 
 RECORD = "checkpoint.json"

@@ -19,7 +19,9 @@ from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.reading import read_yaml
+from moh_llm.records.identity import hash_model
 from moh_llm.records.model import may_be_hub_id
+from moh_llm.records.seal import write_seal
 
 # Without these a file would silently describe a model of another size.
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -118,6 +120,7 @@ def initialise(
         except SafetensorError as error:  # how the library reports a full disk
             raise UserError(f"cannot write {output} ({error}); free some space or name another place") from error
         loaded.save_pretrained(temporary)
+        write_seal(temporary, hash_model(temporary))
     counts = {name: weight.numel() for name, weight in model.named_parameters()}
     return InitialModel(
         config,

@@ -23,7 +23,10 @@ from moh_llm.errors import UserError
 from moh_llm.files import check_place
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
+from moh_llm.records.identity import hash_model
 from moh_llm.records.run import CheckpointRecord, LogLine, RunRecord, Scores
+from moh_llm.records.seal import NAME as SEAL
+from moh_llm.records.seal import mark_files
 from moh_llm.training import networks
 from moh_llm.training.checkpoint_writer import CheckpointWriter
 from moh_llm.training.checkpoints import checkpoint_folder, is_to_be_finished_anew, load_checkpoint, newest_checkpoint
@@ -45,7 +48,7 @@ from moh_llm.training.parallel import (
 from moh_llm.training.precision import check_agreement, decide_precision, slow_precision
 from moh_llm.training.preflight import check_machine
 from moh_llm.training.reference import Reference, StartingPoint, agreed_starting_point, expected_reference
-from moh_llm.training.runs import Run, describe_data, mark_files, mark_model
+from moh_llm.training.runs import Run, describe_data, mark_model
 from moh_llm.training.scoring import RoutingCounts, evaluate, measure_floor, score_saved
 from moh_llm.training.sharding import Networks, build_networks
 from moh_llm.training.shared_heads import set_temperature
@@ -166,6 +169,8 @@ class _Training:
         """Find the model that training begins with, and its reference."""
         recorded = self.run.record.reference
         self.starting_point = agreed_starting_point(self.config, self.accelerator, recorded and recorded.kind)
+        for line in self.starting_point.records.lines(f"model={self.config.model}"):
+            self.say(line)
         if self.reference is not None:
             role = "teacher" if self.config.objective.has_teacher else "compared with"
             self.say(f"{role}: {self.reference.described}")
@@ -324,18 +329,19 @@ class _Training:
         self.checkpoints.wait()
         del self.checkpoints, self.networks  # memory for the model that is scored
         end_distribution(accelerator)
-        tokens, files, scores = config.max_steps * config.tokens_per_step, {}, None
+        tokens, files, made, scores = config.max_steps * config.tokens_per_step, {}, None, None
         if accelerator.is_main_process:
             last = checkpoint_folder(run.checkpoints, config.max_steps)
             networks.save_network(config, last, self.tokenizer, run.model, self.starting_point, config.max_steps)
-            files = mark_files(run.model)
+            files, made = mark_files(run.model), hash_model(run.model)
+            files.pop(SEAL)  # it takes in the card, which is written when the run is finished
             scores = score_saved(config, run.model, accelerator.device, self.held_out, self.reference)
             if self.floor is not None:
                 scores.floor = self.floor
             self.say(f"{run.model}: {show_scores(scores)}")
             self.say(f"{config.max_steps} steps, {tokens:,} tokens, {self.seconds:.0f} s of training")
         facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(self.seconds, 3), "data_read": receipt}
-        run.finish(files, **facts, evaluation=scores)
+        run.finish(files, **facts, made=made, evaluation=scores)
 
     def _newest_checkpoint(self) -> tuple[Path, CheckpointRecord] | None:
         return from_main(self.accelerator, lambda: newest_checkpoint(self.run.checkpoints, self.say))

@@ -19,9 +19,10 @@ from moh_llm.errors import UserError
 from moh_llm.files import new_folder
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_fallback_weight, is_routing_weight
 from moh_llm.records.conversion import NAME as CONVERSION
-from moh_llm.records.identity import hash_weights
+from moh_llm.records.identity import hash_model
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.model import licence_texts, read_config, read_weight_map
+from moh_llm.records.seal import write_seal
 from moh_llm.records.tensors import Tensors, check_tensors, is_tied, matrix_dtype, tensor_dtypes
 from moh_llm.training.checkpoints import read_weights
 from moh_llm.training.config import LoraConfig, TrainConfig
@@ -280,8 +281,9 @@ def save_network(
         steps: number of steps made.
 
     Raises:
-        UserError: ``config.model`` cannot be read, or the disk refuses.
+        UserError: ``config.model`` cannot be read or is another model by now, or the disk refuses.
     """
+    starting_point.check_model(config)
     network = make_student(replace(config, quantization=None))
     read_weights(checkpoint, trained_weights(network))
     if config.lora is not None:
@@ -297,10 +299,13 @@ def save_network(
             raise UserError(f"cannot write {folder}: {' '.join(str(error).split())[:200]}; free some space") from error
         tokenizer.save_pretrained(temporary)
         began_with = Path(config.model)
-        for file in [began_with / CONVERSION, *licence_texts(began_with)]:
-            if file.is_file():
-                shutil.copyfile(file, temporary / file.name)
-        starting_point.chain_after(config, steps, hash_weights(temporary)).write(temporary / LINEAGE)
+        for file in licence_texts(began_with):
+            shutil.copyfile(file, temporary / file.name)
+        if (conversion := starting_point.records.conversion) is not None:
+            conversion.write(temporary / CONVERSION)
+        made = hash_model(temporary)
+        starting_point.chain_after(config, steps, made).write(temporary / LINEAGE)
+        write_seal(temporary, made)
 
 
 def _cast(network: torch.nn.Module, folder: Path, save_dtype: str | None) -> torch.dtype:

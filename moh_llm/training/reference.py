@@ -14,16 +14,11 @@ from moh_llm.conversion.base import BaseCheckpoint, is_checkpoint, open_base
 from moh_llm.errors import UserError
 from moh_llm.reading import expand_home, read_json
 from moh_llm.records.conversion import Base, Conversion, read_conversion
-from moh_llm.records.identity import WeightHashes, hash_weights
-from moh_llm.records.lineage import (
-    REFERENCES,
-    Chain,
-    ReferenceKind,
-    RunEntry,
-    mixture_name,
-    read_chain,
-)
+from moh_llm.records.folder import FolderRecords, read_records
+from moh_llm.records.identity import hash_model, hash_weights
+from moh_llm.records.lineage import REFERENCES, Chain, ReferenceKind, RunEntry, mixture_name, read_chain
 from moh_llm.records.run import ReferenceMark
+from moh_llm.records.seal import WeightHashes
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.parallel import from_main, loading_full_models
 
@@ -60,20 +55,26 @@ class StartingPoint:
     """What a run begins with.
 
     Attributes:
-        weights: hashes of the model's weights.
-        chain: its lineage.
+        records: the model's hashes, its lineage, and its conversion.
         reference: None where there is nothing to compare with: a model from scratch, or one with weighted scores,
             which with all heads on is not its dense form.
     """
 
-    weights: WeightHashes
-    chain: Chain
+    records: FolderRecords
     reference: Reference | None
+
+    def check_model(self, config: TrainConfig) -> None:
+        """Raise UserError where ``config.model`` is another model by now; what is not trained is read from it again."""
+        if part := self.records.model.difference(hash_model(Path(config.model))):
+            raise UserError(
+                f"model={config.model} has {part} other than when the run began; put it back and give the same "
+                "command again"
+            )
 
     def chain_after(self, config: TrainConfig, steps: int, made: WeightHashes) -> Chain:
         """The lineage of the model that the run has made after so many steps."""
         taught = self.reference if config.objective.has_teacher else None
-        return self.chain.with_entry(
+        return self.records.chain.with_entry(
             RunEntry(
                 kind="run",
                 objective=config.objective.kind,
@@ -84,27 +85,33 @@ class StartingPoint:
                 teacher=taught.kind if taught else None,
                 lora_rank=config.lora.rank if config.lora else None,
                 freeze_base=config.freeze_base,
-                began_with=self.weights,
+                began_with=self.records.model,
                 made=made,
             )
         )
 
 
 def find_starting_point(config: TrainConfig, recorded: ReferenceKind | None = None) -> StartingPoint:
-    """Read what the run begins with, all its weights among it, and find its reference.
+    """Read what the run begins with, all its weights and those of its reference, and find that reference.
 
     Args:
         config: the recipe.
         recorded: of the reference that the run was begun with: a resumed run keeps it.
 
     Raises:
-        UserError: ``config.base`` is not the checkpoint that the conversion names; the run was begun with another
-            reference than can be had now; a record is malformed.
+        UserError: ``config.base`` is not the checkpoint that the conversion names, or has changed since; the run was
+            begun with another reference than can be had now; a record is malformed.
     """
-    folder = Path(config.model)
-    weights, conversion = hash_weights(folder), read_conversion(folder)
-    reference = _find_reference(config, conversion, weights, recorded)
-    return StartingPoint(weights, read_chain(folder), reference)
+    records = read_records(Path(config.model))
+    reference = _find_reference(config, records.conversion, records.model, recorded)
+    if reference is not None and reference.base is not None:
+        base, named = reference.base, records.conversion and records.conversion.base.dense_sha256
+        if named and hash_weights(base.folder, base.weight_map).dense != named:  # `is_checkpoint` reads samples
+            raise UserError(
+                f"the weights in {base.folder} have changed since model={config.model} was converted from them; "
+                "restore them, or name an unchanged copy with --base"
+            )
+    return StartingPoint(records, reference)
 
 
 def expected_reference(config: TrainConfig) -> Reference | None:

@@ -12,7 +12,7 @@ OUTPUT/run.json      recipe, model, data, versions; when finished also tokens, s
 import json
 import platform
 import shutil
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -21,12 +21,13 @@ from typing import Any
 from moh_llm import __version__
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.errors import UserError
-from moh_llm.files import check_holds_none, check_place, sha256, write_text
+from moh_llm.files import check_holds_none, check_place, write_text
 from moh_llm.locking import INSIDE
 from moh_llm.reading import parse_json
 from moh_llm.records.identity import identify
 from moh_llm.records.model import read_moh_config
-from moh_llm.records.run import FileMark, LogLine, ModelMark, RunRecord
+from moh_llm.records.run import LogLine, ModelMark, RunRecord
+from moh_llm.records.seal import FileMark, find_fault
 from moh_llm.training.changed_keys import changed_keys
 from moh_llm.training.config import TrainConfig
 
@@ -189,25 +190,6 @@ def mark_model(config: TrainConfig) -> ModelMark:
     """Identify the model of a recipe; all its weights are read. Raises UserError where it is no MoH model."""
     check_converted(Path(config.model))
     return ModelMark(sha256=identify(config.model).sha256)
-
-
-def mark_files(folder: Path, names: Container[str] | None = None) -> dict[str, FileMark]:
-    """Size and SHA-256 of each file of a folder, or of those that are named, by name."""
-    paths = sorted(path for path in folder.iterdir() if path.is_file() and (names is None or path.name in names))
-    return {path.name: FileMark(bytes=path.stat().st_size, sha256=sha256(path)) for path in paths}
-
-
-def find_fault(folder: Path, files: Mapping[str, FileMark]) -> str | None:
-    """Which of ``files``, as `mark_files` gave them, is missing or has other bytes; None: they are as they were."""
-    for name, mark in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != mark.bytes:
-            return f"{name} has {path.stat().st_size} bytes, {mark.bytes} were written"
-        if sha256(path) != mark.sha256:
-            return f"the bytes of {name} are not those that were written"
-    return None
 
 
 def check_converted(folder: Path) -> None:

@@ -1,0 +1,142 @@
+"""The seal of a model's folder, `seal.json`: what its files were when they were made.
+
+    write_seal(folder, hash_model(folder))     whoever made the folder
+    broken = find_changes(folder)              whoever reads it: {"model.safetensors": "has other bytes than when ..."}
+
+A file that changed since, by a damaged disk or by hand, is found before anything is computed from it. Files that people
+edit are marked, too, but a change of them is no fault.
+"""
+
+import functools
+import os
+from collections.abc import Collection, Container, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pydantic import Field
+
+from moh_llm.files import sha256
+from moh_llm.records.base import Record
+from moh_llm.records.model import CONFIG, INDEX_NAME, LICENCE_NAMES, TOKENIZERS
+
+NAME = "seal.json"
+EDITABLE = ("README.md", "chat_template.jinja", "chat_template.json", "generation_config.json")
+_THREADS = min(8, os.cpu_count() or 1)
+# What transformers would read from a folder that did not have it when it was sealed.
+_LOADED = {CONFIG, INDEX_NAME, *TOKENIZERS, "added_tokens.json", "special_tokens_map.json", "adapter_config.json"}
+
+
+class FileMark(Record):
+    """Size in bytes and SHA-256 of a file, by which it is known again."""
+
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class WeightHashes(Record):
+    """Hashes of a model that do not depend on how its tensors are laid out in files.
+
+    The first two are SHA-256 over name, dtype, shape and bytes of each tensor, in the order of their names.
+
+    Attributes:
+        dense: of the tensors that the dense model has, too.
+        routing: of those of routers and fallbacks.
+        plan: of the config's fields that decide which heads are on and what a layer computes
+            (`moh_llm.records.identity.hash_plan`); None of a dense model, and in records of earlier versions.
+    """
+
+    dense: str
+    routing: str
+    plan: str | None = None
+
+    def difference(self, other: "WeightHashes") -> str | None:
+        """What differs, in words; None where both are of one model. An unknown plan differs from none."""
+        if self.dense != other.dense:
+            return "weights of the dense part"
+        if self.routing != other.routing:
+            return "weights of routers and fallbacks"
+        if None not in (self.plan, other.plan) and self.plan != other.plan:
+            return "a head plan or architecture (config.json)"
+        return None
+
+
+class Seal(Record):
+    """`seal.json`: the marks of a folder's files by name, and the hashes of its model."""
+
+    files: dict[str, FileMark]
+    model: WeightHashes
+
+
+def write_seal(folder: Path, model: WeightHashes) -> None:
+    """Seal a model's folder, all files of which are written; ``model`` are its hashes."""
+    (folder / NAME).unlink(missing_ok=True)
+    Seal(files=mark_files(folder), model=model).write(folder / NAME)
+
+
+def add_to_seal(folder: Path, name: str) -> None:
+    """Take a file that was written later into the folder's seal, if it has one."""
+    if (seal := read_seal(folder)) is not None:
+        (folder / NAME).unlink()  # it may be linked to another folder's
+        Seal(files=seal.files | mark_files(folder, [name]), model=seal.model).write(folder / NAME)
+
+
+def read_seal(folder: Path) -> Seal | None:
+    """The folder's seal; None where it has none. Raises UserError for a malformed one."""
+    path = folder / NAME
+    return Seal.read(path) if path.is_file() else None
+
+
+def find_changes(folder: Path, seal: Seal, licences: bool = False) -> dict[str, str]:
+    """Which files are not what was sealed, and how: ``{"config.json": "has other bytes than when it was written"}``.
+
+    Args:
+        folder: the model's.
+        seal: its seal.
+        licences: check their texts, too, which no step computes from. Code is not checked here: this package runs its
+            own, and `moh_llm.hub.checks.other_code` compares it with that.
+    """
+    checked = (name for name in seal.files if not name.endswith(".py"))
+    names = [name for name in checked if licences or not name.startswith(LICENCE_NAMES)]
+    with ThreadPoolExecutor(_THREADS) as threads:  # hashlib computes beside other threads
+        faults = zip(names, threads.map(lambda name: _fault(folder / name, seal.files[name]), names), strict=True)
+        found = {name: fault for name, fault in faults if fault}
+    loaded = (path.name for path in folder.iterdir() if path.name in _LOADED or path.suffix == ".safetensors")
+    return found | {name: "was added later" for name in loaded if name not in seal.files}
+
+
+def mark_files(folder: Path, names: Container[str] | None = None) -> dict[str, FileMark]:
+    """Size and SHA-256 of each file of a folder, or of those that are named, by name."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and (names is None or path.name in names))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        hashes = list(threads.map(_sha256, paths))
+    return {path.name: FileMark(bytes=path.stat().st_size, sha256=of) for path, of in zip(paths, hashes, strict=True)}
+
+
+def find_fault(folder: Path, files: Mapping[str, FileMark]) -> str | None:
+    """Which of ``files``, as `mark_files` gave them, is missing or has other bytes; None: they are as they were."""
+    return next((f"{name} {fault}" for name, mark in files.items() if (fault := _fault(folder / name, mark))), None)
+
+
+def in_words(changes: Mapping[str, str], names: Collection[str]) -> str:
+    """The first of some changed files and how it changed, and how many more there are."""
+    first, more = next(iter(names)), len(names) - 1
+    return f"{first} {changes[first]}" + (f" (and {more} more files changed)" if more else "")
+
+
+def _fault(path: Path, mark: FileMark) -> str | None:
+    if not path.is_file():
+        return "is missing"
+    if (size := path.stat().st_size) != mark.bytes:
+        return f"has {size} bytes, {mark.bytes} were written"
+    return None if _sha256(path) == mark.sha256 else "has other bytes than when it was written"
+
+
+def _sha256(path: Path) -> str:
+    found = path.stat()
+    return _sha256_of(path.resolve(), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+@functools.lru_cache(maxsize=4096)  # files; a start asks for the same folder several times
+def _sha256_of(path: Path, size: int, modified: int, changed: int) -> str:
+    """The hash of a file that has not changed since, by its size in bytes and its times in ns."""
+    return sha256(path)
