@@ -7,8 +7,11 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
+from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.evaluation import EvaluationRecord
-from moh_llm.records.identity import identify
+from moh_llm.records.identity import hash_plan
+from moh_llm.records.lineage import NAME as LINEAGE
+from moh_llm.records.seal import NAME as SEAL
 
 Record = dict[str, Any]
 LLAMA_3 = "META LLAMA 3 COMMUNITY LICENSE AGREEMENT\n\nMeta Llama 3 Version Release Date: April 18, 2024\n"
@@ -44,14 +47,15 @@ def write_evaluation(folder: Path, record: Record) -> Path:
 
 
 def change(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file; None removes one."""
+    """Set keys of a JSON file of a model's folder, as if it had been made so; None removes one."""
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
-
-
-def weights_of(folder: Path) -> str:
-    """The digest by which an evaluation knows a model."""
-    return str(identify(str(folder)).weights)
+    (path.parent / SEAL).unlink(missing_ok=True)
+    if path.name == "config.json" and (path.parent / LINEAGE).is_file():
+        plan = hash_plan(path.parent)
+        for place in (path.parent / LINEAGE, path.parent / CONVERSION):
+            if place.is_file():
+                place.write_text(re.sub(r'"plan": "\w+"', f'"plan": "{plan}"', place.read_text()))
 
 
 def headings(card: str) -> dict[str, str]:

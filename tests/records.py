@@ -22,7 +22,7 @@ RIGHT = {"A": 0.7, "B": 0.5, "C": 0.6}
 CHANCE = {"A": 0.25, "B": 0.5, "C": 0.0}
 
 
-Models = dict[str, tuple[str, float]]
+Models = dict[str, tuple[str | Identity, float]]
 Scores = dict[str, dict[str, list[float]]]
 
 
@@ -79,14 +79,15 @@ def record_of(
     names = [benchmark.name for benchmark in suite.benchmarks]
     chances = {b.name: 0.25 if b.chance == "choices" else b.chance for b in suite.benchmarks}
     results = {}
-    for label, (weights, keep) in models.items():
+    for label, (known, keep) in models.items():
+        identity = known if isinstance(known, Identity) else Identity(known, known, None)
         scores = {}
         for name in (name for name in names if name not in failed):
             draw, lose = random.Random(name), random.Random(label + name)
             values = [float(draw.random() < RIGHT.get(name, 0.5) and lose.random() < keep) for _ in range(ITEMS)]
             scores[name] = Score([values], {name: (sum(values) / ITEMS, ITEMS)}, 2.0, False, 8)
         results[label] = ModelScores(
-            *(f"in/{weights}", Identity(weights, weights, None), "float32", "cpu", 64, scores),
+            *(f"in/{identity.weights}", identity, "float32", "cpu", 64, scores),
             data={name: f"digest of {name}" for name in names},
             hardware={name: "a fast card" for name in scores},
             stored_dtype="bfloat16" if label == "base" else "float32",

@@ -130,7 +130,6 @@ def describe_model(model: str, records: FolderRecords | None) -> dict[str, Any]:
     about["model_type"] = config.get("model_type")
     if config.get("model_type") == "moh_llama":
         about["heads"] = {key: config[key] for key in _HEADS if key in config}
-    about["plan_sha256"] = records.model.plan
     if records.changed:
         return about | {"changed": records.changed}
     # Training leaves its record beside the tuned model's folder, not in it.

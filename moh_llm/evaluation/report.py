@@ -182,6 +182,7 @@ def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:
     return ModelRecord(
         **describe_model(result.model, result.records),
         weights_sha256=result.identity.weights,
+        plan_sha256=result.identity.plan,
         revision=result.identity.revision,
         dtype=result.dtype,
         stored_dtype=result.stored_dtype,

@@ -32,8 +32,6 @@ class ModelScores:
 
     model: str
     identity: Identity
-    records: FolderRecords | None = None
-    """The records of a folder; None for a model on the Hub."""
     dtype: str = ""
     """Dtype that it was computed in; `stored_dtype` is that of the stored weights."""
     device: str = ""
@@ -48,6 +46,8 @@ class ModelScores:
     stored_dtype: str = ""
     chances: dict[str, statistics.Strata | None] = field(default_factory=dict)
     """Chance score of each item, by benchmark (`Loaded.chances`)."""
+    records: FolderRecords | None = None
+    """The records of a folder; None for a model on the Hub."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ def score(
         run = _Run(loaded, limit, batch_size, cache, log_samples, share_prefixes, team, progress, say)
         results = {}
         for label, model in models.items():
-            found = team.share(lambda label=label, model=model: _identify(label, model, say))
-            result = ModelScores(model, *found, precision.dtype, device)
+            identity, records = team.share(lambda label=label, model=model: _identify(label, model, say))
+            result = ModelScores(model, identity, precision.dtype, device, records=records)
             result.stored_dtype = precision.stored[label]
             _score_model(label, result, run)
             results[label] = result

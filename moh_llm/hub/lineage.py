@@ -33,6 +33,7 @@ class Lineage:
         run: the training run that wrote the model, if its folder was found.
         chain: its ``lineage.json``.
         changed: why these records are not of the model in the folder; then no figure of them is here, nor a run.
+        note: what else its reader should know (`moh_llm.records.folder`).
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class Lineage:
     run: TrainingRun | None
     chain: Chain = field(default_factory=lambda: Chain(entries=[]))
     changed: str | None = None
+    note: str | None = None
 
     @property
     def name(self) -> str:
@@ -126,8 +128,8 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
     if runs and not changed and (made := runs[0].record.made) and (part := made.difference(records.model)):
         changed = f"it has {part} other than the model that the run in {runs[0].folder} made"
     if changed:
-        return Lineage(folder, records.without_figures().conversion, None, changed=changed)
-    return Lineage(folder, records.conversion, runs[0] if runs else None, records.chain)
+        return Lineage(folder, records.without_figures().conversion, None, changed=changed, note=records.note)
+    return Lineage(folder, records.conversion, runs[0] if runs else None, records.chain, note=records.note)
 
 
 def front_matter(folder: Path) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publ
     files = [name for name in files if name != SEAL and not (lineage.changed and name in RECORDS)]
     licence = find_licence(lineage, options.licence)
     with upload_copy(options.folder, files, _added(options, files, lineage, licence)) as (copy, scrubbed):
-        say(f"checking {options.folder}")
+        say(f"checking {options.folder}" + (f"; {lineage.note}" if lineage.note else ""))
         _write_notice(copy, licence)
         if lineage.changed and lineage.conversion:
             lineage.conversion.write(copy / CONVERSION)
@@ -129,7 +129,8 @@ def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publ
             forced = [f"check: {problem.file} {problem.what}" for problem in problems if problem not in unlisted]
             forced += [f"proof: {proof.failure}"] if proof is not None and proof.failure else []
             _write_card(copy, options, dropped + forced)
-        write_seal(copy, hash_model(copy))
+        if copy.is_dir():  # `describe` tells who removed it
+            write_seal(copy, hash_model(copy))
         uploaded = describe(copy)
         for line in _report(uploaded, scrubbed, problems, proof):
             say(line)

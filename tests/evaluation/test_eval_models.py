@@ -16,8 +16,10 @@ from moh_llm.evaluation.report import build_report
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.suite import load_suite
 from moh_llm.records.conversion import PositionFigures, RetrievalFigures
+from moh_llm.records.folder import read_records
 from moh_llm.records.identity import Identity
 from moh_llm.records.lineage import RunEntry, read_chain
+from moh_llm.records.seal import write_seal
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def test_mistyped_path_does_not_ask_the_hub(name: str, tmp_path: Path, monkeypat
 
 def test_description_names_heads_and_records(tiny_moh: Path, paper_moh: Path) -> None:
     """Of the default conversion each layer's own number of heads."""
-    about, paper = describe_model(str(tiny_moh)), describe_model(str(paper_moh))
+    about, paper = (describe_model(str(place), read_records(place)) for place in (tiny_moh, paper_moh))
     assert about["model_type"] == paper["model_type"] == "moh_llama"
     first, last = about["heads"]["num_active_heads"]
     assert first != last and first + last == 12 and paper["heads"]["num_active_heads"] == 6
@@ -85,14 +87,16 @@ def test_description_has_what_the_conversion_found_at_long_context(tiny_llama: P
     asked = {"task": "copying", "asked": 120, "base": 96, "converted": 48}
     record["verification"] |= {"by_position": [part], "retrieval": [asked]}
     (moh / "conversion.json").write_text(json.dumps(record))
-    about = describe_model(str(moh))
+    write_seal(moh, read_records(moh).model)
+    about = describe_model(str(moh), read_records(moh))
     assert about["by_position"] == [PositionFigures(**part)] and about["retrieval"] == [RetrievalFigures(**asked)]
     chain = read_chain(moh)
     made = chain.entries[-1].made
     run = {"kind": "run", "objective": "distillation", "tokens": 512, "steps": 1, "mixture": "tiny", "seed": 0}
     run |= {"teacher": "base", "lora_rank": None, "began_with": made, "made": made}
     chain.with_entry(RunEntry(**run)).write(moh / "lineage.json")
-    assert not {"by_position", "retrieval"} & set(describe_model(str(moh)))
+    write_seal(moh, made)
+    assert not {"by_position", "retrieval"} & set(describe_model(str(moh), read_records(moh)))
 
 
 def test_labels_are_the_shortest_that_differ(tmp_path: Path) -> None:
@@ -120,16 +124,19 @@ def test_a_row_names_the_datasets_config() -> None:
 
 def test_another_base_than_the_conversion_names_is_told(tiny_llama: Path, tiny_moh: Path, make_llama, tmp_path) -> None:
     other, moved = make_llama(max_position_embeddings=2048), Path(shutil.copytree(tiny_llama, tmp_path / "moved"))
-    assert other_base(str(tiny_moh), str(tiny_llama), None) is None
-    assert other_base(str(tiny_moh), str(moved), None) is None
-    assert other_base(str(tiny_moh), str(other), None) == tiny_llama.name
-    assert other_base(str(tiny_moh), str(tiny_moh), None) == tiny_llama.name  # heads are off there
-    assert other_base(str(tiny_moh), "org/base", "c" * 40) == tiny_llama.name
-    assert other_base(str(tiny_llama), str(other), None) is None  # nothing is on record
+    assert other_base(read_records(tiny_moh), str(tiny_llama), None) is None
+    assert other_base(read_records(tiny_moh), str(moved), None) is None
+    assert other_base(read_records(tiny_moh), str(other), None) == tiny_llama.name
+    assert other_base(read_records(tiny_moh), str(tiny_moh), None) == tiny_llama.name  # heads are off there
+    assert other_base(read_records(tiny_moh), "org/base", "c" * 40) == tiny_llama.name
+    assert other_base(read_records(tiny_llama), str(other), None) is None  # nothing is on record
 
     def told(base: Path) -> bool:
         models = {"base": str(base), "model": str(tiny_moh)}
-        results = {label: ModelScores(model, Identity(label, label, None)) for label, model in models.items()}
+        results = {
+            label: ModelScores(model, Identity(label, label, None), records=read_records(Path(model)))
+            for label, model in models.items()
+        }
         report = build_report(load_suite("smoke"), results, None, 8, None, "moh-llm evaluate")
         line = f"NOT ITS BASE: model was converted from {tiny_llama.name}, and is compared with {base} here."
         return line in warnings(report)

@@ -228,6 +228,7 @@ def moh_model(
     folder = tmp_path_factory.mktemp("hub") / "moh"
     assert convert(base, folder, "--context", "512", "--verify", "none") == 0
     (folder / "conversion.json").unlink()
+    (folder / "seal.json").unlink()
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n\nA model.\n")
     config = json.loads((folder / "config.json").read_text())
     assert (config["router_type"], config["head_fallback"]) == ("linear", "value")

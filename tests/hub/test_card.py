@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cards import change, check_card, weights_of, write_evaluation, write_run
+from cards import change, check_card, write_evaluation, write_run
 from huggingface_hub import ModelCard
 from records import make_record
 
@@ -17,6 +17,7 @@ from moh_llm.flops import forward_flops
 from moh_llm.hub.card import build_card
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import read_conversion
+from moh_llm.records.identity import identify
 from moh_llm.reporting.markdown import code, plain, text
 
 NAME = "someone/Tiny-MoH"
@@ -139,8 +140,6 @@ def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
 
 
 def test_what_a_run_began_with_is_not_what_it_made(converted: Path, tmp_path: Path) -> None:
-    from moh_llm.records.identity import identify
-
     run = write_run(tmp_path / "run", str(converted), record={"model": {"sha256": identify(str(converted)).sha256}})
     with pytest.raises(UserError, match=r"is the model that the run in .* started from, not its result"):
         build_card(converted, NAME, run=run)
@@ -157,7 +156,7 @@ def test_an_unfinished_run_says_so(tuned: Path, scores: int) -> None:
 
 
 def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
-    record = make_record({"base": ("b", 1.0), "model": (weights_of(converted), 0.9), "other": ("o", 0.5)}).content()
+    record = make_record({"base": ("b", 1.0), "model": (identify(str(converted)), 0.9), "other": ("o", 0.5)}).content()
     record["errors"] = [{"model": "other", "benchmark": "A", "error": "no memory"}]
     folder = write_evaluation(tmp_path / "report", record)
     card = build_card(converted, NAME, evaluation=folder)
@@ -178,7 +177,7 @@ def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
 
 
 def test_limits_and_partial_data_are_loud(converted: Path, tmp_path: Path) -> None:
-    record = make_record({"model": (weights_of(converted), 0.9)}).content()
+    record = make_record({"model": (identify(str(converted)), 0.9)}).content()
     folder = write_evaluation(tmp_path / "report", record | {"limit": 2})
     card = build_card(converted, NAME, evaluation=folder)
     found = check_card(card)["Benchmarks"]
@@ -250,7 +249,7 @@ def test_a_malformed_record_of_the_conversion_is_one_line(
 
 @pytest.mark.parametrize("entries", [{}, [{"kind": "dream"}], [{"kind": "run", "tokens": 5}], [5]])
 def test_a_malformed_lineage_is_one_line(converted: Path, entries: object, capsys: pytest.CaptureFixture[str]) -> None:
-    (converted / "lineage.json").write_text(json.dumps({"entries": entries}))
+    change(converted / "lineage.json", entries=entries)
     assert main(["publish", str(converted), "--repo-id", NAME, "--dry-run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(converted / "lineage.json") in line and "entries" in line
@@ -279,7 +278,7 @@ def test_hostile_names_stay_text(tuned: Path, tmp_path: Path) -> None:
     read = {"weight": 1.0, "tokens": 192, "share": 1.0, "epochs": 0.5, "repeated_tokens": 0}
     data = {"mixture": EVIL, "sequence_length": 16, "batch_size": 2}
     write_run(tuned.parent, EVIL, record={"data_read": {EVIL: read}, "device": EVIL}, data=data)
-    record = make_record({"base": ("b", 1.0), EVIL: (weights_of(tuned), 0.9)}).content()
+    record = make_record({"base": ("b", 1.0), EVIL: (identify(str(tuned)), 0.9)}).content()
     record["suite"]["title"] = record["suite"]["name"] = EVIL
     record["benchmarks"][0] |= {"name": EVIL, "metric": EVIL, "dataset": EVIL}
     record["benchmarks"][0]["scores"][EVIL]["truncated"] = True

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cards import change, check_card, weights_of, write_evaluation, write_run
+from cards import change, check_card, write_evaluation, write_run
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.repocard_data import model_index_to_eval_results
@@ -15,6 +15,7 @@ from records import make_record
 from moh_llm.hub.card import build_card
 from moh_llm.hub.licences import IDS
 from moh_llm.hub.lineage import is_hub_id
+from moh_llm.records.identity import identify
 
 NAME = "someone/Tiny-MoH"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -112,7 +113,7 @@ def test_datasets_are_those_of_the_hub_that_were_read(folder: Path, tmp_path: Pa
 
 
 def test_model_index_holds_the_reports_numbers(folder: Path, tmp_path: Path) -> None:
-    record = make_record({"base": ("b", 1.0), "model": (weights_of(folder), 0.9)}).content()
+    record = make_record({"base": ("b", 1.0), "model": (identify(str(folder)), 0.9)}).content()
     record["benchmarks"][0]["metric"] = "exact_match (strict-match)"
     record["benchmarks"][0]["shots"] = 8
     record["benchmarks"][1]["scores"]["model"]["value"] = 100 / 3  # more digits than a page shows
@@ -132,7 +133,7 @@ def test_model_index_holds_the_reports_numbers(folder: Path, tmp_path: Path) -> 
 
 
 def test_measured_times_are_those_of_the_evaluation(folder: Path, tmp_path: Path) -> None:
-    record = make_record({"model": (weights_of(folder), 0.9), "other": ("c" * 64, 0.8)}).content()
+    record = make_record({"model": (identify(str(folder)), 0.9), "other": ("c" * 64, 0.8)}).content()
     costs = [{"length": 2048, "moh": 0.5, "dense": 0.4}, {"length": 8192, "moh": 3.0, "dense": 4.0}]
     record["analysis"] = {"model": {"seconds": costs}, "other": {"seconds": [{"length": 4, "moh": 9.0, "dense": 1.0}]}}
     efficiency = check_card(build_card(folder, NAME, evaluation=write_evaluation(tmp_path / "report", record)))
@@ -142,7 +143,7 @@ def test_measured_times_are_those_of_the_evaluation(folder: Path, tmp_path: Path
 
 
 def test_the_report_gives_the_config(folder: Path, tmp_path: Path) -> None:
-    record = make_record({"model": (weights_of(folder), 0.9)}).content()
+    record = make_record({"model": (identify(str(folder)), 0.9)}).content()
     record["benchmarks"][0] |= {"dataset": "allenai/ai2_arc", "dataset_config": "ARC-Challenge"}
     record["benchmarks"][1]["dataset_config"] = None  # several, read as one
     card = build_card(folder, NAME, evaluation=write_evaluation(tmp_path / "report", record))
@@ -153,7 +154,7 @@ def test_the_report_gives_the_config(folder: Path, tmp_path: Path) -> None:
 
 
 def test_benchmarks_of_one_dataset_keep_their_names(folder: Path, tmp_path: Path) -> None:
-    record = make_record({"model": (weights_of(folder), 0.9)}).content()
+    record = make_record({"model": (identify(str(folder)), 0.9)}).content()
     for row in record["benchmarks"][:2]:
         row |= {"dataset": "org/both", "dataset_config": "main"}
     card = build_card(folder, NAME, evaluation=write_evaluation(tmp_path / "report", record))
@@ -162,7 +163,7 @@ def test_benchmarks_of_one_dataset_keep_their_names(folder: Path, tmp_path: Path
 
 
 def test_partial_scores_are_no_results(folder: Path, tmp_path: Path) -> None:
-    record = make_record({"model": (weights_of(folder), 0.9)}).content()
+    record = make_record({"model": (identify(str(folder)), 0.9)}).content()
     place = write_evaluation(tmp_path / "report", record | {"limit": 100})
     assert "model-index" not in metadata(build_card(folder, NAME, evaluation=place))
     write_evaluation(place, record | {"partial_data": ["A", "C"]})

@@ -1,5 +1,6 @@
 """`moh-llm publish`: what is checked, proved, written and sent, and what stops it."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -60,7 +61,11 @@ def test_what_is_published_is_the_folder_without_local_paths_and_with_its_card(f
     before = _state(folder)
     assert _publish(folder, "--private") == 0
     sent = fake_hub.branches["org/moh"]["main"]
-    assert set(sent) == {*before, ".gitattributes"}
+    assert set(sent) == {*before, ".gitattributes", "seal.json"}
+    sealed = json.loads(sent["seal.json"])["files"]  # of what is sent
+    assert {name: mark["sha256"] for name, mark in sealed.items()} == {
+        name: hashlib.sha256(sent[name]).hexdigest() for name in set(sent) - {".gitattributes", "seal.json"}
+    }
     assert {name for name in before if sent[name] != before[name]} == {"conversion.json", "README.md"}
     assert json.loads(sent["conversion.json"]) == {"base": {"name": "llama"}, "note": "from llama, once"}
     assert b"org/moh" in sent["README.md"] and fake_hub.private["org/moh"]

@@ -1,0 +1,321 @@
+"""Folders that changed since they were made, and records of another model: found by all who read them."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from moh_llm import to_dense
+from moh_llm.cli import main
+from moh_llm.errors import UserError
+from moh_llm.hub.card import build_card
+from moh_llm.records.evaluation import read_evaluation
+from moh_llm.records.folder import read_records
+from moh_llm.records.identity import hash_model, hash_weights
+from moh_llm.records.seal import Seal, write_seal
+
+
+@pytest.fixture(scope="session")
+def sealed(
+    make_llama: Callable[..., Path],
+    convert: Callable[..., int],
+    made_once: Callable[[str, Callable[[Path], object]], Path],
+) -> Path:
+    """A verified conversion as users get it, not to be changed."""
+
+    def make(folder: Path) -> None:
+        base = make_llama(num_attention_heads=8, hidden_size=64, initializer_range=0.1)
+        (base / "LICENSE").write_text("Apache License\nVersion 2.0, January 2004\n")
+        assert convert(base, folder / "moh", "--context", "64", "--num-active-heads", "6") == 0
+
+    return made_once("sealed", make) / "moh"
+
+
+@pytest.fixture
+def folder(sealed: Path, tmp_path: Path) -> Path:
+    """A copy of `sealed`."""
+    return Path(shutil.copytree(sealed, tmp_path / "moh"))
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file; in texts it makes another letter or figure."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def fewer_heads(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_active_heads": [3, config["num_active_heads"][1]]}))
+
+
+def change_tensor(folder: Path, name: str, factor: float) -> None:
+    (shard,) = (path for path in folder.glob("*.safetensors") if name in load_file(path))
+    tensors = load_file(shard)
+    save_file(tensors | {name: tensors[name] * factor}, shard, {"format": "pt"})
+
+
+# How a folder is changed, what of it is then named, and what differs where there is no seal.
+EDITS: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "fewer heads": (fewer_heads, "config.json", "head plan"),
+    "a router negated": (
+        lambda folder: change_tensor(folder, "model.layers.0.self_attn.router.routed.weight", -1),
+        ".safetensors",
+        "weights of routers",
+    ),
+    "a matrix of an MLP": (
+        lambda folder: change_tensor(folder, "model.layers.1.mlp.down_proj.weight", 1.5),
+        ".safetensors",
+        "weights of the dense part",
+    ),
+}
+FILES = ["model-00001-of-00002.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json", "seal.json"]
+FILES += ["conversion.json", "lineage.json"]
+
+
+def publish(folder: Path, *flags: str) -> int:
+    return main(["publish", str(folder), "--repo-id", "org/moh", "--dry-run", *flags])
+
+
+def only_line(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_what_was_made_is_as_it_was_sealed(folder: Path) -> None:
+    records = read_records(folder, licences=True)
+    assert records.changed is None and records.note is None and records.conversion and records.conversion.verification
+    seal = Seal.read(folder / "seal.json")
+    assert set(seal.files) == {path.name for path in folder.iterdir()} - {"seal.json"}  # the card, too
+    (folder / "seal.json").unlink()
+    assert hash_model(folder) == seal.model == records.model  # by the tensors themselves
+    assert hash_weights(folder).dense == records.conversion.base.dense_sha256
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_refused_by_publish_and_told_by_others(folder: Path, name: str, capsys) -> None:
+    flip(folder / name)
+    assert publish(folder) == 2
+    line = only_line(capsys)
+    assert name in line or name == "seal.json"  # there another file seems to have changed
+    try:
+        records = read_records(folder)
+    except UserError as error:  # a seal or a config that is none
+        assert name in str(error)
+    else:
+        (line,) = records.lines("moh")
+        assert name in line or name == "seal.json"
+        assert records.conversion is None or records.conversion.verification is None
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("has_seal", [True, False])
+def test_an_edited_model_is_not_published_with_its_records(folder: Path, edit: str, has_seal: bool, capsys) -> None:
+    change, name, part = EDITS[edit]
+    change(folder)
+    if not has_seal:  # as another program would save it
+        (folder / "seal.json").unlink()
+    assert publish(folder) == 2
+    line = only_line(capsys)
+    assert (name if has_seal else part) in line and "--drop-records" in line
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_without_its_records_it_is_published(folder: Path, edit: str, proven, capsys) -> None:
+    EDITS[edit][0](folder)
+    figure = json.loads((folder / "conversion.json").read_text())["verification"]["converted"]["perplexity_ratio"]
+    assert f"{figure:.4f}" in build_card_before(folder)
+    assert publish(folder, "--drop-records") == 0
+    out = capsys.readouterr().out
+    assert "conversion.json" in out and "lineage.json" not in out
+    card = (folder.parent / "moh.card.md").read_text()
+    assert f"{figure:.4f}" not in card and "What was forced" in card and "bit for bit" not in card
+
+
+def build_card_before(folder: Path) -> str:
+    """The card that was written when the folder was made."""
+    return (folder / "README.md").read_text()
+
+
+def test_files_that_people_edit_are_told_and_no_fault(folder: Path, proven, capsys) -> None:
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(generation | {"temperature": 0.7}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")  # one that was not there
+    (folder / "README.md").write_text("My model.\n")
+    records = read_records(folder)
+    assert records.changed is None and records.note
+    assert "generation_config.json" in records.note and "README.md" in records.note
+    assert publish(folder) == 0
+    assert capsys.readouterr().out.count("edited since it was made") == 1
+    (folder / "seal.json").unlink()
+    assert read_records(folder).changed is None and "seal.json" in str(read_records(folder).note)
+    assert publish(folder) == 0
+    assert "no seal.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_config.json", "added_tokens.json"])
+def test_a_file_that_would_be_loaded_and_was_added_is_a_change(folder: Path, name: str) -> None:
+    shutil.copyfile(folder / "model-00002-of-00002.safetensors", folder / name)
+    assert "was added later" in str(read_records(folder).changed)
+
+
+def test_a_record_of_another_folder_is_found(folder: Path, make_llama, convert, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    assert convert(make_llama(num_attention_heads=8, hidden_size=64), other, "--context", "64") == 0
+    shutil.copyfile(other / "conversion.json", folder / "conversion.json")
+    assert "conversion.json" in str(read_records(folder).changed)
+    (folder / "seal.json").unlink()
+    assert "conversion.json is of a model with weights" in str(read_records(folder).changed)
+    (folder / "lineage.json").unlink()
+    assert "other than conversion.json says" in str(read_records(folder).changed)
+
+
+def test_the_dense_model_inside_goes_by_the_lineage(folder: Path, tmp_path: Path) -> None:
+    to_dense(folder, tmp_path / "dense")
+    shutil.copyfile(folder / "lineage.json", tmp_path / "dense" / "lineage.json")  # as of a tuned model
+    write_seal(tmp_path / "dense", hash_model(tmp_path / "dense"))
+    assert read_records(tmp_path / "dense").changed is None
+    flip(tmp_path / "dense" / "model.safetensors")
+    assert "model.safetensors" in str(read_records(tmp_path / "dense").changed)
+
+
+# ---- training
+
+
+@pytest.fixture
+def recipe(folder: Path, river: Path, tmp_path: Path) -> Path:
+    """A recipe of two steps."""
+    (tmp_path / "mixture.yaml").write_text(f"name: tiny\nsources:\n  river: {{weight: 1, files: {river}}}\n")
+    content = {
+        "model": str(folder),
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 2,
+        "data": {"mixture": str(tmp_path / "mixture.yaml"), "sequence_length": 32, "batch_size": 2},
+        "evaluation": {"eval_steps": 0, "max_tokens": 128},
+        "checkpoint": {"save_steps": 1},
+        "report_to": [],
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path / "recipe.yaml"
+
+
+def conversion_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "conversion.json").read_text())
+
+
+def test_training_takes_nothing_from_records_of_another_model(folder: Path, recipe: Path, capsys) -> None:
+    fewer_heads(folder)
+    assert main(["train", str(recipe)]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "nothing is taken from its records" in line)
+    assert "config.json" in line
+    made = recipe.parent / "run" / "model"
+    assert read_records(made).changed is None
+    kept = conversion_of(made)
+    assert kept["base"] == conversion_of(folder)["base"] and not kept.get("verification") and not kept.get("plan")
+
+
+def test_a_model_that_is_exchanged_while_it_is_trained_is_found(folder: Path, recipe: Path, monkeypatch, capsys):
+    """What is not trained is read from it again when the result is saved."""
+    from moh_llm.training.checkpoint_writer import CheckpointWriter
+
+    begin = CheckpointWriter.begin
+
+    def exchange(self: CheckpointWriter, step: int, facts: dict[str, Any]) -> Path:
+        if step == 2:
+            change_tensor(folder, "model.layers.1.mlp.down_proj.weight", 1.5)
+        return begin(self, step, facts)
+
+    monkeypatch.setattr(CheckpointWriter, "begin", exchange)
+    assert main(["train", str(recipe), "--freeze_base", "true"]) == 2
+    assert "has weights of the dense part other than when the run began" in capsys.readouterr().err
+    assert not (recipe.parent / "run" / "model").exists()
+
+
+def test_a_record_that_is_exchanged_meanwhile_is_not_taken(folder: Path, recipe: Path, monkeypatch) -> None:
+    from moh_llm.training.checkpoint_writer import CheckpointWriter
+
+    begin, before = CheckpointWriter.begin, conversion_of(folder)
+
+    def exchange(self: CheckpointWriter, step: int, facts: dict[str, Any]) -> Path:
+        (folder / "conversion.json").write_text(json.dumps(before | {"seconds": 1e6}))
+        return begin(self, step, facts)
+
+    monkeypatch.setattr(CheckpointWriter, "begin", exchange)
+    assert main(["train", str(recipe)]) == 0
+    assert conversion_of(recipe.parent / "run" / "model") == before
+
+
+def test_a_tuned_model_is_sealed_with_its_card_and_stays_finished(folder: Path, recipe: Path, capsys) -> None:
+    assert main(["train", str(recipe)]) == 0
+    made = recipe.parent / "run" / "model"
+    assert (made / "README.md").is_file() and read_records(made).note is None
+    capsys.readouterr()
+    assert main(["train", str(recipe)]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    run = json.loads((recipe.parent / "run" / "run.json").read_text())
+    assert run["made"] == hash_model(made).content()
+    export, step = recipe.parent / "exported", made.parent / "checkpoints" / "step-000001"
+    assert main(["checkpoint", "export", str(step), "--output", str(export)]) == 0
+    assert read_records(export).changed is None and (export / "seal.json").is_file()
+    # The run beside it made another model.
+    shutil.rmtree(made)
+    shutil.copytree(export, made)
+    capsys.readouterr()
+    assert publish(made) == 2
+    assert "other than the model that the run in" in only_line(capsys)
+
+
+def test_a_base_that_changed_where_samples_do_not_see_it_teaches_nobody(folder: Path, recipe: Path, capsys) -> None:
+    """A fingerprint is of samples of the files; who is taught by the base reads all of it."""
+    from moh_llm.conversion import base
+
+    tuned = recipe.parent / "tuned.yaml"
+    assert main(["train", str(recipe)]) == 0
+    place = Path(conversion_of(folder)["base"]["name"])
+    moved = Path(shutil.copytree(place, recipe.parent / "base"))
+    change_tensor(moved, "model.layers.1.mlp.down_proj.weight", 1.5)
+    content = yaml.safe_load(recipe.read_text())
+    content |= {"model": str(recipe.parent / "run" / "model"), "output_dir": str(recipe.parent / "second")}
+    tuned.write_text(yaml.safe_dump(content | {"base": str(moved)}))
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "is_checkpoint", lambda found, recorded: True)
+        patch.setattr("moh_llm.training.reference.is_checkpoint", lambda found, recorded: True)
+        assert main(["train", str(tuned)]) == 2
+    assert "have changed since" in only_line(capsys)
+
+
+# ---- evaluation
+
+
+@pytest.mark.slow
+def test_an_evaluation_says_that_a_model_is_not_what_its_records_describe(folder: Path, tmp_path: Path, capsys) -> None:
+    """And it is on no card of a model with another plan."""
+    before = Path(shutil.copytree(folder, tmp_path / "before"))
+    fewer_heads(folder)
+    flags = ["--suite", "smoke", "--limit", "2", "--no-analysis", "--output", str(tmp_path / "report")]
+    assert main(["evaluate", str(folder), *flags]) == 0
+    said = capsys.readouterr()
+    (line,) = (line for line in said.err.splitlines() if "nothing is taken from its records" in line)
+    assert "config.json has" in line and "CHANGED: model" in said.out + said.err
+    about = read_evaluation(tmp_path / "report").models["model"]
+    assert about.changed and not about.records and about.plan_sha256 == hash_model(folder).plan
+    with pytest.raises(UserError, match=rf"scored the weights in {re.escape(str(before))} with another head plan"):
+        build_card(before, None, evaluation=tmp_path / "report")
+
+
+def test_configs_that_say_the_same_are_one_plan(folder: Path) -> None:
+    """Numbers of heads may be one for all layers, and defaults may be left out."""
+    plan, config = hash_model(folder).plan, json.loads((folder / "config.json").read_text())
+    (folder / "seal.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"use_cache": False, "transformers_version": "5.99"}))
+    assert hash_model(folder).plan == plan
+    for name, value in {"rms_norm_eps": 0.5, "router_type": "query_norm", "hidden_act": "gelu"}.items():
+        (folder / "config.json").write_text(json.dumps(config | {name: value}))
+        assert hash_model(folder).plan != plan
