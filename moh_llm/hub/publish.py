@@ -5,9 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moh_llm.errors import UserError
-from moh_llm.files import write_text
+from moh_llm.files import write_json, write_text
 from moh_llm.hub.card import build_card
-from moh_llm.hub.checks import CARD, RECORDS, Problem, check_files, check_secrets, list_files, other_code, scrub
+from moh_llm.hub.checks import (
+    CARD,
+    RECORDS,
+    Problem,
+    check_files,
+    check_secrets,
+    list_files,
+    other_code,
+    scrub,
+    scrub_json,
+)
 from moh_llm.hub.licences import Licence, check_name, find_licence, notice
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.proof import Proof, prove
@@ -110,7 +120,7 @@ def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publ
         say(f"checking {options.folder}" + (f"; {lineage.note}" if lineage.note else ""))
         _write_notice(copy, licence)
         if lineage.changed and lineage.conversion:
-            lineage.conversion.write(copy / CONVERSION)
+            write_json(copy / CONVERSION, scrub_json(lineage.conversion.content()))
         dropped = [f"records: {lineage.changed}; the figures of these records are left out"] if lineage.changed else []
         _write_card(copy, options, dropped)
         problems = list(dict.fromkeys(unlisted + secrets + check_files(copy)))
