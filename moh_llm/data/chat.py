@@ -9,9 +9,12 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
+
+from moh_llm.data.mixture import CHAT_DATE
 
 FIELDS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion")}
 OPTIONS = ("tools", "chat_template_kwargs")
@@ -24,18 +27,20 @@ class ChatText(str):
     Attributes:
         spans: that part, as ranges of characters in ascending order.
         templated: whether a chat template wrote it, special tokens and all: a tokenizer adds none.
+        group: what decides whether it is held out: the text as of `CHAT_DATE`, whatever the date in it.
     """
 
-    __slots__ = ("spans", "templated")
+    __slots__ = ("group", "spans", "templated")
 
     spans: tuple[tuple[int, int], ...]
     templated: bool
+    group: str
 
     @classmethod
     def of(cls, text: str, spans: list[tuple[int, int]], templated: bool) -> "ChatText":
         """Make one; half a surrogate pair, which JSON can hold, becomes a question mark."""
         made = cls(text.encode("utf-8", "replace").decode())
-        made.spans, made.templated = tuple(spans), templated
+        made.spans, made.templated, made.group = tuple(spans), templated, str(made)
         return made
 
     def targets(self, offsets: list[tuple[int, int]], closed: bool) -> np.ndarray:
@@ -57,10 +62,19 @@ class ChatText(str):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template (Jinja) with the special tokens that it may name, as JSON."""
+    """A tokenizer's chat template (Jinja) with the special tokens that it may name, as JSON.
+
+    It is rendered as on `date`, whatever day it is.
+    """
 
     template: str
     special_tokens: str
+    date: str = CHAT_DATE
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether what it writes may depend on the date."""
+        return "strftime_now" in self.template
 
     @classmethod
     def of(cls, tokenizer: Any) -> "ChatTemplate | None":
@@ -74,7 +88,7 @@ class ChatTemplate:
 
     @property
     def sha256(self) -> str:
-        """Hex SHA-256 of all that decides which text messages become."""
+        """Hex SHA-256 of all but the date that decides which text messages become."""
         return hashlib.sha256(json.dumps([self.template, self.special_tokens]).encode()).hexdigest()
 
     def conversation(self, messages: Any, options: dict[str, Any]) -> ChatText:
@@ -135,7 +149,7 @@ class ChatTemplate:
         try:
             texts, spans = render_jinja_template(
                 conversations=[messages],
-                chat_template=self.template,
+                chat_template=self._fixed(),
                 return_assistant_tokens_mask=markers,
                 **given,
             )
@@ -143,6 +157,26 @@ class ChatTemplate:
         except Exception as error:
             raise ValueError(f"the chat template cannot write it: {' '.join(str(error).split())[:160]}") from error
         return texts[0], spans[0] if markers else []
+
+    def _fixed(self) -> str:
+        """The template, known to transformers as one without clock and chance.
+
+        transformers keeps compiled templates by their text, and others may use this one with the clock: a comment
+        (whose line writes nothing) makes it another.
+        """
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        text = f"{{# as of {self.date} #}}\n{self.template}"
+        compiled = _compile_jinja_template(text)
+        if compiled is not _compile_jinja_template(text):
+            raise RuntimeError("this version of transformers compiles a chat template each time")
+        compiled.globals |= {"strftime_now": datetime.fromisoformat(self.date).strftime, "lipsum": _refuse_chance}
+        compiled.environment.filters["random"] = _refuse_chance
+        return text
+
+
+def _refuse_chance(*_: Any, **__: Any) -> None:
+    raise ValueError("it draws at random (random, lipsum), so its text would be another one each time")
 
 
 def read_chat(kind: str, values: dict[str, Any], template: ChatTemplate | None) -> ChatText:

@@ -1,7 +1,7 @@
 """The text of a record: its filters, its field, and the counts of a source's reading."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moh_llm.data import chat
@@ -121,10 +121,18 @@ class Records:
         wanted = self.text_field or " or ".join(self.candidates())
         return f"no text field {wanted}; the record has {fields}{other}"
 
+    def dated(self, date: str) -> chat.ChatTemplate | None:
+        """The template as of a date."""
+        return self.template and replace(self.template, date=date)
+
     def _chat(self, record: dict[str, Any], where: str) -> str | None:
         try:
             values = {name: value_at(record, name) for name in self.candidates()}
-            return chat.read_chat(self.source.type, values, self.template)
+            text = chat.read_chat(self.source.type, values, self.dated(self.source.chat_date))
+            if self.template and self.template.reads_clock and self.source.chat_date != chat.CHAT_DATE:
+                # Where the date is changed, the same conversations are held out.
+                text.group = str(chat.read_chat(self.source.type, values, self.dated(chat.CHAT_DATE)))
+            return text
         except ValueError as error:
             self.reading.fault(f"{where}: {error}")
             return None

@@ -112,6 +112,8 @@ def source_identity(
     chat: dict[str, Any] = {}
     if source.type != "text":
         chat = {"type": source.type, "chat_template": tokenizer.chat and tokenizer.chat.sha256}
+        if tokenizer.chat and tokenizer.chat.reads_clock:
+            chat["chat_date"] = source.chat_date
     builtin = {"builtin": source.builtin or "", "python": platform.python_version(), "split": SPLIT}
     return SourceIdentity(
         tokenizer=tokenizer.sha256,

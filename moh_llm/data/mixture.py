@@ -21,6 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -36,6 +37,7 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _LOCATIONS = ("files", "hub", "urls", "url_list", "builtin")
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "multiple_argument_values")  # pydantic's types of error
 _Made = TypeVar("_Made")
+CHAT_DATE = "2024-07-26"  # what the templates of Llama 3 write where no clock is at hand
 
 
 def _check_filter(accepted: Any) -> Any:
@@ -69,6 +71,14 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+def _check_date(text: str) -> str:
+    """A date as it is recorded: 2024-07-26."""
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise ValueError("a date must be written as 2024-07-26") from error
+
+
 _Text = Annotated[str, Field(min_length=1)]
 _Texts = Annotated[tuple[_Text, ...], BeforeValidator(_listed)]
 _Address = Annotated[_Text, AfterValidator(_check_address)]
@@ -86,6 +96,7 @@ class Source:
         builtin: text that every Python carries, so that everything runs with no download: see data/opening.py.
         format: of the files; None: by their endings.
         type: what a record is: a text, a conversation (`messages`), or `prompt` and `completion` (data/chat.py).
+        chat_date: the date that a chat template writes which asks for today's; text does not depend on the day.
         text_field: dotted name of the field that holds the text; None: a known name.
         filters: dotted field name -> the value, the values (list), or the range (``{min:, max:}``)
             of the records to keep.
@@ -104,6 +115,7 @@ class Source:
     builtin: Literal["python_topics", "python_docstrings", "python_sources"] | None = None
     format: Literal["jsonl", "parquet", "text"] | None = None
     type: Literal["text", "messages", "prompt_completion"] = "text"
+    chat_date: Annotated[str, AfterValidator(_check_date)] = CHAT_DATE
     text_field: _Text | None = None
     filters: dict[str, Annotated[Any, AfterValidator(_check_filter)]] = field(default_factory=dict)
     max_epochs: Annotated[float, Field(gt=0, lt=1e9)] | None = None
@@ -218,6 +230,8 @@ def _source(name: str, values: dict[str, Any], path: Path) -> Source:
     for key, needs in (("data_files", "hub"), ("revision", "hub"), ("match", "url_list")):
         if getattr(source, key) and not getattr(source, needs):
             raise UserError(f"{where}: {key} goes with {needs}, which is not given")
+    if source.type == "text" and "chat_date" in values:
+        raise UserError(f"{where}: chat_date goes with type: messages or prompt_completion; remove it")
     if source.type != "text" and (source.text_field or source.builtin or source.format == "text"):
         wrong = next(key for key in ("text_field", "builtin", "format") if getattr(source, key))
         raise UserError(f"{where}: {wrong} goes with type: text, and its type is {source.type}; remove one of them")

@@ -21,7 +21,7 @@ def source_documents(
 ) -> Iterator[tuple[str, str]]:
     """Yield group and text of a source's documents in their order, without empty and filtered ones.
 
-    A document of a file is a group of its own: its group is its text.
+    A document of a file is a group of its own: its group is its text, of a conversation that of one date.
 
     Args:
         source: what to read.
@@ -40,7 +40,7 @@ def source_documents(
             yield group, text
     for file in locate(source) if files is None else files:
         for text in read_documents(file, source, reading, template):
-            yield text, text
+            yield text.group if isinstance(text, chat.ChatText) else text, text
 
 
 def read_documents(

@@ -242,6 +242,13 @@ def open_tokens(
             f"the conversations in {folder} were written with another chat template than that of {tokenizer.name}; "
             "tokenise the mixture with the latter"
         )
+    if tokenizer is not None and tokenizer.chat and tokenizer.chat.reads_clock:
+        for name, entry in record.sources.items():
+            if entry.type != "text" and entry.chat_date is None:
+                raise UserError(
+                    f"the conversations of source {name} in {folder} were written with the dates of the days on which "
+                    "they were tokenised, and these are not on record; tokenise the mixture again"
+                )
     shares = {name: (entry.weight, entry.max_epochs) for name, entry in record.sources.items()}
     if mixture is not None:
         shares = {source.name: (source.weight, source.max_epochs) for source in mixture.sources}

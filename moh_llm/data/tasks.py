@@ -159,7 +159,7 @@ def _difference(path: Path, wanted: SourceIdentity) -> str | None:
         return None
     if recorded.tokenizer != wanted.tokenizer:
         return f"the tokenizer (its hash was {recorded.tokenizer[:12]}, now {wanted.tokenizer[:12]})"
-    for name in ("validation_share", "format", "text_field", "filters", "type", "chat_template"):
+    for name in ("validation_share", "format", "text_field", "filters", "type", "chat_template", "chat_date"):
         before, now = getattr(recorded, name), getattr(wanted, name)
         if before != now:
             return f"{name} was {before}, now {now}"

@@ -151,7 +151,7 @@ def _source_record(source: Source, tasks: Sequence[Task]) -> SourceRecord:
     # The location of the text is in `text`, by names that may be shown; addresses themselves can hold a password.
     spec = {name: value for name in _RECORDED if (value := getattr(source, name)) not in (None, (), {})}
     if source.type != "text":
-        spec["type"] = source.type
+        spec |= {"type": source.type, "chat_date": source.chat_date}
     return SourceRecord(
         **spec,
         **sums,

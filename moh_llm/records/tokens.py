@@ -43,6 +43,7 @@ class SourceIdentity(Record):
         tokenizer: hash of the tokenizer.
         text: the files, or what identifies built-in text.
         type, chat_template: of a source of conversations or completions, with the hash of the template.
+        chat_date: the date that the template was rendered with; None where it reads no clock.
     """
 
     tokenizer: str
@@ -53,6 +54,7 @@ class SourceIdentity(Record):
     text: list[TextRecord] | dict[str, str]
     type: str = "text"
     chat_template: str | None = None
+    chat_date: str | None = None
 
 
 class SplitRecord(Record):
@@ -117,10 +119,15 @@ class TaskRecord(Counts):
 
 
 class SourceRecord(Counts):
-    """A source in `mixture.json`, with those fields of `moh_llm.data.mixture.Source` that were given."""
+    """A source in `mixture.json`, with those fields of `moh_llm.data.mixture.Source` that were given.
+
+    `chat_date` is the date that conversations were written with.
+    """
 
     weight: float = Field(gt=0)
     max_epochs: float | None = None
+    type: str = "text"
+    chat_date: str | None = None
     tokens_per_byte: float
     text: list[TextRecord]
     shards: dict[Split, list[ShardRecord]]

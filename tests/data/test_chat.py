@@ -1,6 +1,8 @@
 """Conversations and completions: their tokens, and those that the loss is taken on, are TRL's."""
 
 import json
+import re
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -286,6 +288,79 @@ def test_another_template_is_another_text(words, chats, tmp_path):
     words.chat_template = None
     with pytest.raises(UserError, match=r"source a has messages, and tokenizer .* has no chat template"):
         tokens_for(str(chats), words, print)
+
+
+DATED = '{{ strftime_now("%d %b %Y") }} ' + CHATML
+
+
+def on_day(monkeypatch, day: int) -> None:
+    """Set the clock that transformers' templates read."""
+
+    class Day(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime(2031, 5, day, tzinfo=tz)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Day)
+
+
+def held_out(source, words) -> set[str]:
+    """Questions of the conversations that are held out."""
+    text = words.decode(source.validation.read(0, len(source.validation))[0])
+    return set(re.findall(r"user\n(\d+)\?", text))
+
+
+def test_text_does_not_depend_on_the_day(words, chats, tmp_path, monkeypatch, shards):
+    words.chat_template = DATED
+    for day in (10, 11):
+        on_day(monkeypatch, day)
+        record = tokenize_mixture(load_mixture(chats), TextTokenizer.of(words), tmp_path / f"{day}", workers=1)
+        assert record.sources["a"].chat_date == "2024-07-26"
+        text = words.apply_chat_template(TALKS[0], tokenize=False)
+        assert text.startswith(f"{day} May 2031 ")  # for others the clock goes on
+    assert shards(tmp_path / "10") == shards(tmp_path / "11")
+    (first, _) = sample_mixture(load_mixture(chats), words)
+    assert words.decode(first.train.read(0, 40)[0]).startswith("26 Jul 2024 ")
+    assert open_tokens(tmp_path / "10", tokenizer=TextTokenizer.of(words))
+    # Another date is another text, of the same conversations on each side.
+    content = json.loads(chats.read_text())
+    content["sources"]["a"]["chat_date"] = "2025-01-31"
+    chats.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="chat_date was 2024-07-26, now 2025-01-31"):
+        tokenize_mixture(load_mixture(chats), TextTokenizer.of(words), tmp_path / "10", workers=1)
+    (second, _) = sample_mixture(load_mixture(chats), words)
+    assert words.decode(second.train.read(0, 40)[0]).startswith("31 Jan 2025 ")
+    assert held_out(first, words) == held_out(second, words) != set()
+
+
+def test_tokens_of_unknown_days_are_refused(words, chats, tmp_path):
+    words.chat_template = DATED
+    tokenize_mixture(load_mixture(chats), TextTokenizer.of(words), tmp_path / "out", workers=1)
+    path = tmp_path / "out" / "mixture.json"
+    path.write_text(re.sub(r'"chat_date": "[^"]*",', "", path.read_text()))
+    with pytest.raises(UserError, match="not on record"):
+        open_tokens(tmp_path / "out", tokenizer=TextTokenizer.of(words))
+    words.chat_template = None
+    assert open_tokens(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["", "\n", "\n\n", "  ", "  {% if true %}\n  x{% endif %}\n", "{#- a #}\n", "\n {%- if true %} {% endif %}"],
+)
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_template_with_a_date_of_its_own_writes_the_same_text(words, start, end):
+    words.chat_template = start + CHATML + end
+    text = TextTokenizer.of(words).chat.conversation(TALKS[0], {})
+    assert text == words.apply_chat_template(TALKS[0], tokenize=False)
+
+
+@pytest.mark.parametrize("chance", ["{{ [1, 2] | random }}", "{{ lipsum(1) }}"])
+def test_a_template_that_draws_at_random_is_refused(words, tmp_path, chance):
+    words.chat_template = CHATML + chance
+    path = write_mixture(tmp_path, "messages", [{"messages": TALKS[0]}])
+    with pytest.raises(UserError, match=r"line 1: .* draws at random"):
+        sample_mixture(load_mixture(path), words)
 
 
 def test_a_mask_that_was_cut_short_is_found(words, chats, tmp_path):

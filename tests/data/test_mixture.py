@@ -115,6 +115,11 @@ def test_weights_that_sum_to_one_are_not_mentioned(tmp_path, weights):
     [
         ("{wieght: 1, files: x}", "unknown key 'wieght'; did you mean 'weight'?"),
         ("{weight: 1, files: x, name: y}", "unknown key 'name'"),
+        (
+            "{weight: 1, files: x, type: messages, chat_date: 1.5.2024}",
+            "chat_date='1.5.2024': a date must be written as",
+        ),
+        ("{weight: 1, files: x, chat_date: 2024-07-26}", "chat_date goes with type: messages"),
         ("{weight: 1, builtin: python_topics, filters: {a: b}}", "filters are of records"),
         ("{weight: -1, files: x}", "weight=-1: Input should be greater than 0"),
         ("{weight: .inf, files: x}", "weight=inf: Input should be a finite number"),
