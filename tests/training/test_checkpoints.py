@@ -86,7 +86,7 @@ def flip_a_bit(folder: Path) -> None:
     ("damage", "reason"),
     [
         (shorten, "model.safetensors has"),
-        (flip_a_bit, "the bytes of optimizer.safetensors are not those that were written"),
+        (flip_a_bit, "optimizer.safetensors has other bytes than when it was written"),
         (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
         (lambda folder: (folder / RECORD).unlink(), "checkpoint.json does not exist"),
         (lambda folder: (folder / RECORD).write_text("[]"), "has []: Input should be a valid dictionary"),

@@ -67,6 +67,7 @@ def place(origin: Path, tmp_path: Path) -> Path:
         record = json.loads(path.read_text())
         record["base"]["name"] = str(place / "llama")
         path.write_text(json.dumps(record))
+        (path.parent / "seal.json").unlink()
     return place
 
 

@@ -1,3 +1,4 @@
+import json
 import shutil
 from collections import OrderedDict
 from pathlib import Path
@@ -181,6 +182,7 @@ def test_the_saved_folder_is_complete(configure, model_folder: Path, tmp_path: P
     }
     for name, text in {**texts, "README.md": "of another model"}.items():
         (began_with / name).write_text(text)
+    (began_with / "seal.json").unlink()
     config = configure(model=str(began_with), save_dtype=save_dtype)
     tokenizer = networks.load_tokenizer(config.model)
     network = networks.load_network(config.model, torch.float32)
@@ -192,6 +194,7 @@ def test_the_saved_folder_is_complete(configure, model_folder: Path, tmp_path: P
     assert torch.equal(saved.model.norm.weight.detach(), wanted)
     assert MoHLlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto").dtype == expected
     assert (tmp_path / "saved" / "modeling_moh_llama.py").is_file()
+    assert json.loads((tmp_path / "saved" / "conversion.json").read_text()) == json.loads(texts.pop("conversion.json"))
     assert {name: (tmp_path / "saved" / name).read_text() for name in texts} == texts
     assert not (tmp_path / "saved" / "README.md").exists()
     assert networks.load_tokenizer(tmp_path / "saved")("a day")["input_ids"] == tokenizer("a day")["input_ids"]
