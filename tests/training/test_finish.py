@@ -106,7 +106,7 @@ def test_a_run_whose_model_changed_while_it_was_scored_is_not_finished(recipe, t
 
     monkeypatch.setattr(loop, "score_saved", damage)
     with pytest.raises(
-        UserError, match=r"is not what was written: the bytes of model\.safetensors .*same command again"
+        UserError, match=r"is not what was written: model\.safetensors has other bytes .*same command again"
     ):
         train(load_config(recipe, SHORT))
     assert read_record(tmp_path / "run")["status"] == "running"
