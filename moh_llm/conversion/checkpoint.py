@@ -31,6 +31,7 @@ REMOTE_CODE = (
     "fallbacks_moh.py",
     "documents_moh.py",
     "local_attention_moh.py",
+    "masks_moh.py",
     "flash_attention_moh.py",
     "selected_attention_moh.py",
     "cache_moh.py",

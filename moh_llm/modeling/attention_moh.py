@@ -14,12 +14,13 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .cache_moh import MoHCache, NearKeys, select
+from .cache_moh import Kept, MoHCache, NearKeys, select
 from .computed_heads_moh import ComputedHeads, for_heads, in_halves, of_early_queries, of_selected_queries
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests
 from .fallbacks_moh import MoHFallback, MoHLocalFallback, add_where_off
 from .flash_attention_moh import has_flash_attention
+from .masks_moh import Shown
 from .routing_moh import HeadShard, MoHRouter
 from .selected_attention_moh import is_faster
 
@@ -55,15 +56,16 @@ class MoHLlamaAttention(LlamaAttention):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         document_starts: tuple[torch.Tensor, torch.Tensor] | None = None,
-        band: Band | Requests | None = None,
+        band: Band | Shown | Requests | None = None,
         whole_documents: bool = False,
+        kept: Kept | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and the weights, if any.
 
         `document_starts` is what the function of that name gives; fallbacks need it, and so does "moh_sparse". `band`
         is that of local fallbacks; None: all heads are on for these tokens. `whole_documents` says that the
-        mask shows each token all of its document up to itself.
+        mask shows each token all of its document up to itself. `kept` is what a `MoHCache` needs to know.
         """
         if document_starts is None and self.fallback is not None:
             raise ValueError("fallbacks need document_starts, which MoHLlamaModel.forward gives to its layers")
@@ -74,7 +76,7 @@ class MoHLlamaAttention(LlamaAttention):
         cos, sin = position_embeddings
         queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys.transpose(1, 2), cos, sin)
         values = own_values.transpose(1, 2)
-        keys, values, near = self._update_cache(past_key_values, keys, values, document_starts, band, kwargs)
+        keys, values, near = self._update_cache(past_key_values, keys, values, kept, band, kwargs)
         if self.config._attn_implementation == HEAD_SPARSE:
             kwargs |= self._head_sparse_arguments(gate, past_key_values, document_starts)
 
@@ -137,14 +139,18 @@ class MoHLlamaAttention(LlamaAttention):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         return queries, keys, self.v_proj(hidden_states).view(head_shape), shard
 
-    def _needs_no_gate(self, band: Band | Requests | None) -> bool:
+    def _needs_no_gate(self, band: Band | Shown | Requests | None) -> bool:
         """Whether all heads are on for all tokens, in inference, and no hook of the router asks for its logits."""
         if band is not None or torch.is_grad_enabled() or self.config._attn_implementation == HEAD_SPARSE:
             return False
         return self._is_local and not self.router._forward_hooks
 
     def _route(
-        self, hidden_states: torch.Tensor, queries: torch.Tensor, band: Band | Requests | None, shard: HeadShard | None
+        self,
+        hidden_states: torch.Tensor,
+        queries: torch.Tensor,
+        band: Band | Shown | Requests | None,
+        shard: HeadShard | None,
     ) -> torch.Tensor:
         """The gate `[B, T, H]` of this process's heads, given queries `[B, T, H, D]` before rotary embedding."""
         # With local fallbacks a document's first tokens have all heads on: their result is the base's.
@@ -157,8 +163,8 @@ class MoHLlamaAttention(LlamaAttention):
         past_key_values: Cache | None,
         keys: torch.Tensor,
         values: torch.Tensor,
-        document_starts: tuple[torch.Tensor, torch.Tensor] | None,
-        band: Band | Requests | None,
+        kept: Kept | None,
+        band: Band | Shown | Requests | None,
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor, NearKeys | None]:
         """All keys and values, given those of this pass `[B, KV, T, D]`, and what a `MoHCache` keeps apart."""
@@ -175,9 +181,8 @@ class MoHLlamaAttention(LlamaAttention):
                         f"attn_implementation={self.config._attn_implementation!r} does not work with a MoHCache; use "
                         "'sdpa' or a DynamicCache"
                     )
-            needs_all = band is None or (band.early != 0 and self._has_early_heads)
-            how = {"starts": None if document_starts is None else document_starts[1], "all": needs_all}
-            keys, values = past_key_values.update(keys, values, self.layer_idx, how)
+            needs_all = band is None or isinstance(band, Shown) or (band.early != 0 and self._has_early_heads)
+            keys, values = past_key_values.update(keys, values, self.layer_idx, {"kept": kept, "all": needs_all})
             near = layer.take_near()
         elif past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.layer_idx)
@@ -199,7 +204,7 @@ class MoHLlamaAttention(LlamaAttention):
     def _computed_heads(
         self,
         length: int,
-        band: Band | Requests | None,
+        band: Band | Shown | Requests | None,
         near: NearKeys | None,
         is_selected: bool,
         shard: HeadShard | None,
@@ -217,7 +222,7 @@ class MoHLlamaAttention(LlamaAttention):
                 return ComputedHeads(used, band.early, unused)
         return ComputedHeads(used)
 
-    def _is_fixed(self, computed: ComputedHeads, band: Band | Requests | None, near: NearKeys | None) -> bool:
+    def _is_fixed(self, computed: ComputedHeads, band: Band | Shown | Requests | None, near: NearKeys | None) -> bool:
         """Whether heads with a fallback are off after `band.lead`, and the others are on, in inference."""
         if computed.ids is None or near is not None or torch.is_grad_enabled():
             return False
@@ -251,7 +256,7 @@ class MoHLlamaAttention(LlamaAttention):
         hidden_states: torch.Tensor,
         own_values: torch.Tensor,
         document_starts: tuple[torch.Tensor, torch.Tensor] | None,
-        band: Band | Requests | None,
+        band: Band | Shown | Requests | None,
         shard: HeadShard | None,
     ) -> torch.Tensor:
         """Head outputs `[B, T, H, D]` times the gate, plus value fallbacks, which are exact zeros where it is 1."""
@@ -273,7 +278,7 @@ class MoHLlamaAttention(LlamaAttention):
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        band: Band | Requests,
+        band: Band | Shown | Requests,
         dropout: float,
         near: NearKeys | None,
         shard: HeadShard | None,

@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from .configuration_moh_llama import MoHLlamaConfig
 
+DROPPED = "a MoHCache dropped tokens that attention_mask shows now; use a DynamicCache"
 _MORE = 64  # tokens beyond the window that are kept at least, so that as many can be cropped
 _STEPS = 256  # tokens after which older ones are dropped, and for which room is made, all at once
 
@@ -37,6 +38,30 @@ def select(tensor: torch.Tensor, dim: int, ids: torch.Tensor) -> torch.Tensor:
     """`tensor.index_select(dim, ids)` for increasing ids, without a copy where they are a slice."""
     found = slice_of(ids)
     return tensor.index_select(dim, ids) if found is None else tensor[(slice(None),) * dim + (found,)]
+
+
+class Kept(NamedTuple):
+    """Which tokens of groups that are never on a pass reads, and which ones later passes do.
+
+    Attributes:
+        sinks: index of each row's first visible tokens `[B or 1, sinks]`; any for those still to come.
+        first: index of the first token of the first query's window, `[B or 1, 1]`.
+        recent: index of the first of the last tokens that may be read later, `[B or 1, 1]`; None: rows have no holes,
+            so that their number says it.
+        late: index of the token from which on a row has heads off, `[B or 1, 1]`.
+        is_masked: whether a mask has said so: another mask may say otherwise.
+    """
+
+    sinks: torch.Tensor
+    first: torch.Tensor
+    recent: torch.Tensor | None
+    late: torch.Tensor
+    is_masked: bool
+
+
+def least_recent(window: int, sinks: int) -> int:
+    """How many visible tokens of a row are kept at least."""
+    return max(window - 1, sinks) + _MORE
 
 
 class NearKeys(NamedTuple):
@@ -84,6 +109,8 @@ class MoHCacheLayer(DynamicLayer):
         self.begin = 0  # index of the first recent token
         self.late = 0  # index of the token from which on no row has all heads on, when tokens were dropped last
         self._near: NearKeys | None = None
+        self.sinks: torch.Tensor | None = None  # index of the first tokens `[B or 1, num_sinks]`
+        self.is_masked = False  # see `Kept`
 
     @property
     def recent(self) -> list[torch.Tensor]:
@@ -99,22 +126,25 @@ class MoHCacheLayer(DynamicLayer):
 
         Args:
             key_states, value_states: of the new tokens.
-            cache_kwargs: `starts`, the first token of each row's document, `[B or 1, T]`, and `all`, whether all groups
-                are asked for, as some of the new tokens have all heads on.
+            cache_kwargs: `kept`, a `Kept`, and `all`, whether all groups are asked for, as some of the new tokens have
+                all heads on.
         """
         states = key_states, value_states
         if self.local_groups:
             kept_groups = torch.tensor(self.kept_groups, dtype=torch.long, device=key_states.device)
-            self._append_near([tensor[:, self._local] for tensor in states], cache_kwargs["starts"][:, -1:])
+            kept: Kept = cache_kwargs["kept"]
+            self._append_near([tensor[:, self._local] for tensor in states], kept)
             if cache_kwargs["all"] and self.begin:
-                raise ValueError("tokens were dropped before it was known where a row begins; use a DynamicCache")
+                raise ValueError(DROPPED)
             if not cache_kwargs["all"]:
                 near = [tensor[:, :, : self.num_sinks + self.num_recent] for tensor in self._near_room]
                 self._near = NearKeys(*near, self.begin, kept_groups)
             recent = self.recent
-            extra = self.num_recent - (max(self.window - 1, self.num_sinks) + _MORE)
+            extra = self.num_recent - least_recent(self.window, self.num_sinks)
+            if extra > _STEPS and kept.recent is not None:
+                extra = min(extra, int(kept.recent.min()) - self.begin)
             if extra > _STEPS and self.all_heads_until > self.window + self.num_sinks:
-                self.late = int(cache_kwargs["starts"][:, -1].max()) + self.all_heads_until
+                self.late = int(kept.late.max())
             if extra > _STEPS and self.begin + self.num_recent >= self.late:
                 self._set_near([tensor[:, :, : self.num_sinks] for tensor in self._near_room], recent, extra)
                 self.begin += extra
@@ -154,8 +184,8 @@ class MoHCacheLayer(DynamicLayer):
             room[-1][:, :, self.num_sinks : end] = tensor[:, :, drop:]
         self._near_room = room
 
-    def _append_near(self, new: Sequence[torch.Tensor], starts: torch.Tensor) -> None:
-        """Add keys and values of the groups that are never on to the recent ones; `starts` `[B or 1, 1]` as above."""
+    def _append_near(self, new: Sequence[torch.Tensor], kept: Kept) -> None:
+        """Add keys and values of the groups that are never on to the recent ones."""
         count = new[0].shape[2]
         if not self._near_room:
             empty = [tensor[:, :, :0] for tensor in new]
@@ -167,10 +197,11 @@ class MoHCacheLayer(DynamicLayer):
         for room, tensor in zip(self._near_room, new, strict=True):
             room[:, :, end : end + count] = tensor
         self.num_recent += count
-        if starts.device.type == "cpu" and int(starts.max()) + self.num_sinks <= self.begin:
+        self.sinks, self.is_masked = kept.sinks, kept.is_masked
+        if not self.num_sinks or (self.sinks.device.type == "cpu" and int(self.sinks.max()) < self.begin):
             return
         # First tokens that are no longer recent stay; entries for tokens still to come are arbitrary.
-        index = (starts + torch.arange(self.num_sinks, device=starts.device) - self.begin)[:, None, :, None]
+        index = (kept.sinks - self.begin)[:, None, :, None]
         for room, tensor in zip(self._near_room, self.recent, strict=True):
             first = room[:, :, : self.num_sinks]
             there = index.clamp(0, self.num_recent - 1).expand(*tensor.shape[:2], -1, tensor.shape[3])
@@ -214,6 +245,8 @@ class MoHCacheLayer(DynamicLayer):
 
     def _each(self, change: Any) -> None:
         if self.is_initialized:
+            if self.sinks is not None and len(self.sinks) == len(self.keys):  # else it is the same for all rows
+                self.sinks = change(self.sinks)
             self.keys, self.values = change(self.keys), change(self.values)
             self._near_room = [*map(change, self._near_room)]
             self._room = []
@@ -243,3 +276,15 @@ class MoHCache(Cache):
 
     def __init__(self, config: MoHLlamaConfig):
         super().__init__(layers=[MoHCacheLayer(config, index) for index in range(config.num_hidden_layers)])
+
+    def check(self, kept: Kept) -> None:
+        """Raise ValueError where tokens were dropped that the next pass reads: its mask is not that of earlier ones.
+
+        Without masks nothing is read from the device.
+        """
+        layer = next((layer for layer in self.layers if layer.local_groups), None)
+        if layer is None or not layer.begin or not (kept.is_masked or layer.is_masked):
+            return
+        is_there = (kept.sinks == layer.sinks.to(kept.sinks.device)) | (kept.sinks >= layer.begin)
+        if not bool(is_there.all() & (kept.first >= layer.begin).all()):
+            raise ValueError(DROPPED)

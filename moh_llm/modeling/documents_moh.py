@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .cache_moh import can_be_read
+from .masks_moh import keys_of_ranks, ranks_of, visible_keys
 
 _BLOCK = 128  # queries of a block at most: fewer read fewer keys that they do not see, but copy each key more often
 _MULTIPLE = 16  # keys of a block are a multiple of this: with others AMX and masks of bfloat16 take 1.4 times as long
@@ -33,10 +34,11 @@ def document_starts(
     its position. Where padding is, the start may be any, since nothing reads it.
 
     - A mask `[B, S]` of all keys: the first token of a row that is no padding. Documents are not distinguished.
-    - A mask `[B, 1 or H, T, S]` (boolean, or added to the scores): the first key that a query sees.
+    - A mask `[B, 1 or H, T, S]` (boolean, or added to the scores): the first key that a query sees. A query that sees
+      later tokens is not the first one of a document: where it would be, the start is the key before it.
     - No mask and no cache: the first token of a row, and where positions do not go on by one. With a
       cache the first token of a row only.
-    - Flash attention distinguishes documents in a batch of one row, with a cache, too, and in no other.
+    - Flash attention distinguishes documents in a batch of one row without padding, with a cache, too, and in no other.
     - Attention that keeps keys itself (serving engines, `paged` caches, masks that are no tensors): position 0.
 
     `inputs` are ids or embeddings `[B, T, ...]`, `use_cache` says whether the call makes a cache where there is none.
@@ -52,10 +54,10 @@ def document_starts(
     if paged and position_ids is not None:  # its mask counts the keys of all requests
         return positions, positions - position_ids
     if is_tensor and attention_mask.dim() == 4:
-        visible = attention_mask != 0
-        if attention_mask.is_floating_point():
-            visible = attention_mask > torch.finfo(attention_mask.dtype).min / 2
-        return positions, visible.any(1).int().argmax(-1).to(inputs.device)
+        visible = visible_keys(attention_mask).any(1).to(inputs.device)
+        places = torch.arange(visible.shape[-1], device=inputs.device)
+        starts, sees_later = visible.int().argmax(-1), (visible & (places > positions[..., None])).any(-1)
+        return positions, torch.where(sees_later & (starts == positions), positions - 1, starts)
     # As create_causal_mask has it: there is no mask for an attention that has registered no way to make one.
     keeps_keys = implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
     masked = attention_mask is not None
@@ -68,6 +70,8 @@ def document_starts(
     tells_apart = inputs.shape[0] == 1 if is_flash else not (masked or use_cache or past_key_values is not None)
     if tells_apart and position_ids is not None:
         restarts = pad(position_ids.diff(dim=-1) != 1, (1, 0))
+        if is_tensor:
+            restarts &= (attention_mask != 0).all().to(inputs.device)
         starts = torch.maximum(starts, torch.where(restarts, positions, 0)).cummax(-1).values
     return positions, starts
 
@@ -89,8 +93,9 @@ class Band(NamedTuple):
     It leaves out `lead` queries of each row, so that T' = T - lead are left.
 
     Attributes:
-        index: keys of each block, the document's first ones and those of the band, `[B or 1, N, K]`. Indices below 0 or
-            beyond the last key are not visible. The last key of a block never is.
+        index: keys of each block, the document's first ones and those of the band, `[B or 1, N, K]`. Where a mask hides
+            keys, these are the ones that it shows. Indices below 0 or beyond the last key are not visible. The last key
+            of a block never is.
         visible: whether a query sees a key of its block and, last, the distant token, `[B or 1, N, block, K + 1]`.
         hidden: how many keys of causal attention a query does not see, zero or less where none, `[B or 1, T']`.
         all_on: whether a query has all heads on, which its document's first ones have, `[B or 1, T]`.
@@ -113,9 +118,17 @@ class Band(NamedTuple):
 
     @classmethod
     def of(
-        cls, positions: torch.Tensor, starts: torch.Tensor, window: int, sinks: int, all_on_until: int = 0
+        cls,
+        positions: torch.Tensor,
+        starts: torch.Tensor,
+        window: int,
+        sinks: int,
+        all_on_until: int = 0,
+        counts: torch.Tensor | None = None,
     ) -> "Band | None":
         """The band of queries at p: keys j with s <= j <= p and (j > p - window or j < s + sinks).
+
+        With `counts` these are numbers among the visible keys: the band is that of the text without the others.
 
         Args:
             positions: index of each query among the keys, consecutive numbers `[1, T]`.
@@ -124,10 +137,12 @@ class Band(NamedTuple):
             window: how many tokens a query sees up to itself.
             sinks: how many first tokens of its document it sees.
             all_on_until: how many first tokens of a document have all heads on; those that see every key have, too.
+            counts: what `visible_counts` gives.
 
         Returns:
             None where all queries are such first tokens.
         """
+        positions, starts = ranks_of(positions, starts, counts)
         all_on = positions - starts < max(all_on_until, window + sinks)
         early, lead = None, 0
         if can_be_read(all_on):
@@ -141,11 +156,6 @@ class Band(NamedTuple):
         positions, starts = positions[:, lead:], starts[:, lead:]
         hidden = out_of_sight(positions, starts, window, sinks)
         length = positions.shape[1]
-        step = None
-        if length == 1 and positions.device.type == "cpu" and can_be_read(positions):
-            first, last = int(starts[0, 0]), int(positions[0, 0])
-            if last - first >= window + sinks and bool((starts == first).all()):
-                step = slice(first, first + sinks), slice(last - window + 1, last + 1)
         block, width = block_shape(length, window, sinks)
         count, missing = -(-length // block), -length % block
         starts = torch.minimum(starts, positions)
@@ -154,12 +164,12 @@ class Band(NamedTuple):
             starts = torch.cat([starts, starts[:, -1:].expand(-1, missing)], dim=1)
 
         # Keys of a block: the document's first ones where they lie before the band, then the band.
-        first = positions.view(1, count, block)[:, :, :1]  # [1, N, 1]
+        first = positions.view(-1, count, block)[:, :, :1]  # [B or 1, N, 1]
         steps = torch.arange(width - sinks, device=positions.device)
         band = first - window + 1 + steps
         begin = starts.view(-1, count, block)[:, :, :1]
         sink = begin + torch.arange(sinks, device=positions.device)
-        index = torch.cat([sink, band.expand(begin.shape[0], -1, -1)], dim=-1)
+        index = torch.cat([sink, band.expand(sink.shape[0], -1, -1)], dim=-1)
 
         p, s = (tensor.view(-1, count, block, 1) for tensor in (positions, starts))
         j = index.unsqueeze(-2)
@@ -167,7 +177,11 @@ class Band(NamedTuple):
         # In the band a sink is seen there. A document that begins before the band is that of the block's first query.
         is_sink = torch.arange(index.shape[-1], device=positions.device) < sinks
         visible &= ~is_sink | (j < band[..., :1].unsqueeze(-2))
-        return cls(index, torch.cat([visible, p - s >= window + sinks], dim=-1), hidden, all_on, early, lead, step, {})
+        visible = torch.cat([visible, p - s >= window + sinks], dim=-1)
+        index, step = keys_of_ranks(index, counts), None
+        if length == 1 and index.device.type == "cpu" and can_be_read(index) and int(hidden.min()) > 0:
+            step = _slices(index[:, 0, : sinks + window], sinks)
+        return cls(index, visible, hidden, all_on, early, lead, step, {})
 
     def near(self, begin: int, sinks: int) -> "Band":
         """The band of keys that are the documents' first ones, `sinks`, and then those from the index `begin` on."""
@@ -229,6 +243,16 @@ class Band(NamedTuple):
             taken = by_token.gather(1, index[:, :, None, None].expand(-1, -1, *by_token.shape[2:]))
         taken = taken.unflatten(1, (count, width)).transpose(2, 3)
         return taken if groups is None else taken.index_select(2, groups)
+
+
+def _slices(index: torch.Tensor, sinks: int) -> tuple[slice, slice] | None:
+    """Keys `[B, K]`, the first `sinks` of them and the others, as slices; None where they are not, or rows differ."""
+    parts = tuple(
+        slice(int(part[0]), int(part[-1]) + 1) if len(part) else slice(0, 0)
+        for part in (index[0, :sinks], index[0, sinks:])
+    )
+    is_whole = sum(part.stop - part.start for part in parts) == index.shape[1]
+    return parts if is_whole and bool((index == index[0]).all()) else None
 
 
 class Requests(NamedTuple):

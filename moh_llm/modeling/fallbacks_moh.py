@@ -13,6 +13,7 @@ from .cache_moh import NearKeys, as_slice, select, slice_of
 from .configuration_moh_llama import MoHLlamaConfig
 from .documents_moh import Band, Requests
 from .local_attention_moh import local_attention
+from .masks_moh import Shown
 from .routing_moh import HeadShard, IndexedModule, MoHLinear
 
 
@@ -59,7 +60,7 @@ class MoHLocalFallback(IndexedModule):
         keys: torch.Tensor,
         values: torch.Tensor,
         hidden_states: torch.Tensor,
-        band: Band | Requests,
+        band: Band | Shown | Requests,
         scaling: float,
         dropout: float,
         near: NearKeys | None = None,
@@ -81,6 +82,13 @@ class MoHLocalFallback(IndexedModule):
                 out[:, tokens] = local if isinstance(tokens, slice) else local.transpose(0, 1)
             return out
         scores = self.distant_score(hidden_states).transpose(1, 2)
+        if isinstance(band, Shown):
+            places, heads = self.order.index, self.ordered_heads.index
+            if shard is not None:
+                places, heads = places[shard.has(heads)], shard.own(heads)
+            keys, values = (states.index_select(1, heads // self.num_key_value_groups) for states in (keys, values))
+            distant = scores.index_select(1, places), self.distant_value.index_select(0, places)
+            return band.attention(queries.index_select(1, heads), keys, values, heads, scaling, dropout, distant)
         if len(self.kinds) == 1 and len(self.index) == self.num_heads and near is None and shard is None:
             return local_attention(queries, keys, values, band, scaling, dropout, (scores, self.distant_value))
         places, counts = self.order.index, [number for _, number in self.kinds]

@@ -11,6 +11,7 @@ Shapes: B batch, T queries, S keys (of the cache and of this pass), H query head
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from .cache_moh import Kept, can_be_read, least_recent
 from .documents_moh import Band
 from .flash_attention_moh import (
     attention_and_distant,
@@ -19,6 +20,7 @@ from .flash_attention_moh import (
     has_flash_attention,
     has_flash_kernel,
 )
+from .masks_moh import Shown, keys_of_ranks, ranks_of, visible_keys
 
 _WIDER = 8  # entries that the distant token adds to queries, keys and values: kernels want multiples of 8
 
@@ -107,3 +109,63 @@ def _of_step(
         weights = torch.sigmoid(scores - sums).to(out.dtype)
         out = out.lerp(distant[1].to(out.dtype).view(count, -1, size), weights.unsqueeze(-1))
     return out.reshape(batch, 1, heads, size)
+
+
+def band_of(
+    mask: object,
+    positions: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor | None,
+    window: int,
+    sinks: int,
+    all_on_until: int,
+) -> Band | Shown | None:
+    """Which keys local attention shows under a mask; arguments but the mask are those of `Band.of`.
+
+    None where all queries are known to have all heads on.
+    """
+    if counts is None and isinstance(mask, torch.Tensor) and mask.dim() == 4:
+        starts = starts.expand(-1, positions.shape[1]).cummax(-1).values
+        if not _is_of_documents(mask, positions, starts):
+            return Shown.of(mask.to(positions.device), positions, window, sinks, all_on_until)
+    return Band.of(positions, starts, window, sinks, all_on_until, counts)
+
+
+def _is_of_documents(mask: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor) -> bool:
+    """Whether a mask `[B, 1 or H, T, S]` shows each query its document up to itself, or nothing.
+
+    Documents begin at `starts` `[B, T]`. Where that cannot be read it is not known.
+    """
+    if not can_be_read(mask):
+        return False
+    index, visible = torch.arange(mask.shape[-1], device=mask.device), visible_keys(mask)
+    first, last = (tensor.to(mask.device)[:, None, :, None] for tensor in (starts, positions))
+    shown = mask == 0 if mask.is_floating_point() else visible
+    is_right = torch.where((index >= first) & (index <= last), shown, ~visible) | ~visible.any(-1, keepdim=True)
+    begins = (starts[:, 1:] == starts[:, :-1]) | (starts[:, 1:] == positions[:, 1:])
+    return bool(is_right.all() & begins.all())
+
+
+def kept_tokens(
+    mask: object,
+    band: Band | Shown | None,
+    positions: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor | None,
+    window: int,
+    sinks: int,
+    all_on_until: int,
+) -> Kept:
+    """What a `MoHCache` keeps after queries at `positions`, whose band is `band`; other arguments are `band_of`'s."""
+    positions, starts = ranks_of(positions, starts, counts)
+    last, start = positions[:, -1:], starts[:, -1:]
+    first = keys_of_ranks(torch.maximum(positions[:, :1] - window + 1, starts[:, :1]), counts)
+    late = keys_of_ranks(start + all_on_until - 1, counts) + 1
+    recent = None
+    if counts is not None:
+        recent = keys_of_ranks(last + 1 - least_recent(window, sinks), counts)
+        late = late.masked_fill(last < start + all_on_until - 1, torch.iinfo(late.dtype).max)
+    elif mask is not None and not isinstance(band, Band):  # nothing is dropped
+        recent = torch.zeros_like(start)
+    numbers = torch.arange(sinks, device=start.device)
+    return Kept(keys_of_ranks(start + numbers, counts), first, recent, late, mask is not None)

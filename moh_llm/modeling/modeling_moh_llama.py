@@ -27,13 +27,14 @@ from .attention_moh import HEAD_SPARSE, MoHLlamaAttention
 from .cache_moh import MoHCache
 from .computed_heads_moh import ComputedHeads  # noqa: F401 (transformers 5.2 copies the files that this one imports)
 from .configuration_moh_llama import MoHLlamaConfig
-from .documents_moh import Band, Requests, document_starts
+from .documents_moh import Requests, document_starts
 from .experts_moh import expert_balancing_loss
 from .fallbacks_moh import MoHFallback, MoHLocalFallback
 from .flash_attention_moh import has_flash_attention  # noqa: F401 (as above)
-from .local_attention_moh import local_attention  # noqa: F401 (as above)
+from .local_attention_moh import band_of, kept_tokens
+from .masks_moh import visible_counts
 from .routing_moh import IndexedModule, MoHLinear, MoHRouter, load_balancing_loss
-from .selected_attention_moh import may_select
+from .selected_attention_moh import may_select, shows_whole_documents
 
 GATE_GRADIENTS = ("exact", "selected")
 
@@ -205,9 +206,9 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         """Arguments of attention layers beside LLaMA's; empty where no layer reads them."""
         implementation, fallback = self.config._attn_implementation, self.config.head_fallback
         # With all heads on, dense attention gives the base's bits.
-        whole_documents = may_select(implementation, attention_mask)
-        whole_documents = whole_documents and any(router.num_active < router.num_heads for router in self.routers)
-        if fallback == "none" and implementation != HEAD_SPARSE and not whole_documents:
+        selects = may_select(implementation, inputs)
+        selects = selects and any(router.num_active < router.num_heads for router in self.routers)
+        if fallback == "none" and implementation != HEAD_SPARSE and not selects:
             return {}
         paged = kwargs.get("cache") is not None
         needs_band = fallback == "local" and kwargs.get("band") is None
@@ -216,13 +217,19 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         starts = document_starts(
             inputs, attention_mask, position_ids, past_key_values, use_cache, implementation, paged
         )
-        found = {"document_starts": starts, "whole_documents": whole_documents}
+        found = {"document_starts": starts}
+        found["whole_documents"] = selects and shows_whole_documents(attention_mask, starts[0])
         seen = self.config.local_window, self.config.local_sinks, self.config.local_start
         if needs_band and paged:
             edges = kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"]["full_attention"].tolist()
             found["band"] = Requests.of(position_ids, *edges, *seen)
-        elif needs_band and not self._all_heads_on(inputs.shape[1], past_key_values):
-            found["band"] = Band.of(*starts, *seen)
+        elif needs_band:
+            counts = visible_counts(attention_mask, inputs)
+            if not self._all_heads_on(inputs.shape[1], past_key_values):
+                found["band"] = band_of(attention_mask, *starts, counts, *seen)
+            if isinstance(past_key_values, MoHCache):
+                found["kept"] = kept_tokens(attention_mask, found.get("band"), *starts, counts, *seen)
+                past_key_values.check(found["kept"])
         return found
 
     def _check_keys_are_readable(self, paged: bool, block_table: torch.Tensor | None) -> None:

@@ -68,7 +68,7 @@ def load_balancing_loss(
         selected = select_top_k(logits, k)
         mask = torch.ones_like(logits[..., :1])
         if attention_mask is not None and attention_mask.dim() == 2:
-            mask = attention_mask[:, -logits.shape[1] :, None].to(mask)
+            mask = (attention_mask[:, -logits.shape[1] :, None] != 0).to(mask)
         tokens = mask.sum(1, keepdim=True)
         share = mask / tokens.clamp_min(1)
         rows = ((scores * share).sum(1) * (selected * share).sum(1)).sum(-1)

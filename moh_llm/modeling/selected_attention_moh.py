@@ -13,6 +13,7 @@ import itertools
 
 import torch
 
+from .cache_moh import can_be_read
 from .flash_attention_moh import flash_attention, has_flash_attention, merge
 
 _BLOCK = 256  # tokens between which a mask is used: fewer waste fewer scores, more leave larger products
@@ -23,11 +24,20 @@ _OVERHEAD, _OVERHEAD_AMX = 400, 3300
 _PARTS = 8  # of the keys of a decoding step, at most
 
 
-def may_select(implementation: str, attention_mask: object) -> bool:
-    """Whether `selected_attention` may take the place of this attention: SDPA without gradients, with no mask or one of
-    padding `[B, S]`."""
-    padding_only = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2)
-    return implementation == "sdpa" and padding_only and not torch.is_grad_enabled()
+def may_select(implementation: str, inputs: torch.Tensor) -> bool:
+    """Whether `selected_attention` may take the place of this attention: SDPA without gradients on a CPU."""
+    return implementation == "sdpa" and inputs.device.type == "cpu" and not torch.is_grad_enabled()
+
+
+def shows_whole_documents(mask: object, positions: torch.Tensor) -> bool:
+    """Whether queries at `positions` `[1, T]` see all of their document: with no mask, or padding before all tokens."""
+    if mask is None:
+        return True
+    is_readable = isinstance(mask, torch.Tensor) and can_be_read(mask) and can_be_read(positions)
+    if not is_readable or mask.dim() != 2 or mask.shape[1] <= (last := int(positions[0, -1])):
+        return False
+    shown = mask[:, : last + 1] != 0
+    return not bool((shown[:, :-1] & ~shown[:, 1:]).any())
 
 
 def is_faster(gate: torch.Tensor, keys: torch.Tensor) -> bool:

@@ -63,8 +63,15 @@ class Heads(NamedTuple):
     outputs: np.ndarray
 
 
-def heads_of(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, positions=None) -> Heads:
-    """The heads of one layer on one row: input [T, C] after the norm; documents begin where positions are 0."""
+def heads_of(
+    config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, positions=None, visible=None, bias=None
+) -> Heads:
+    """The heads of one layer on one row: input [T, C] after the norm.
+
+    `visible` says which keys each query of a head sees, [H, T, T] or [T, T]; without, documents begin where positions
+    are 0. `bias` is added to the scores. Windows, sinks and first tokens are counted among keys that are visible, up to
+    the query itself; later ones, where visible, are seen by every head.
+    """
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     prefix = f"model.layers.{layer}.self_attn."
     q, k, v = (
@@ -74,6 +81,11 @@ def heads_of(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, 
     theta = config.rope_parameters["rope_theta"]
     routed = [head for head in range(heads) if head not in config.shared_heads_per_layer[layer]]
     positions = range(len(x)) if positions is None else positions
+    if visible is None:
+        visible = [[t - positions[t] <= s <= t for s in range(len(x))] for t in range(len(x))]
+    visible = np.broadcast_to(np.asarray(visible), (heads, len(x), len(x)))
+    bias = np.zeros((1, 1, 1)) if bias is None else bias
+    bias = np.broadcast_to(bias, (heads, len(x), len(x)))
 
     def rotate(vector: np.ndarray, position: int) -> np.ndarray:
         half = size // 2
@@ -84,19 +96,25 @@ def heads_of(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, 
     found = [route(config, weights, layer, x[t], q[t]) for t in range(len(x))]
     gates, scores = np.stack([gate for gate, _ in found]), [scores for _, scores in found]
     if config.head_fallback == "local":
-        for t, position in enumerate(positions):
-            if position < max(config.local_start, config.local_window + config.local_sinks):
+        for t in range(len(x)):
+            if visible[:, t, : t + 1].any(0).sum() <= max(config.local_start, config.local_window + config.local_sinks):
                 gates[t] = 1
     patterns, outputs = np.zeros((len(x), heads, len(x))), np.zeros((len(x), heads, size))
     for t, position in enumerate(positions):
-        document = range(t - position, t + 1)
         for head in range(heads):
+            document = [s for s in range(len(x)) if visible[head, t, s]]
+            if not document:  # padding, which nothing reads
+                continue
             group, query = head // (heads // kv_heads), rotate(q[t, head], position)
-            products = [query @ rotate(k[s, group], positions[s]) / math.sqrt(size) for s in document]
-            patterns[t, head, list(document)] = softmax(np.array(products))
+            products = [
+                query @ rotate(k[s, group], positions[s]) / math.sqrt(size) + bias[head, t, s] for s in document
+            ]
+            patterns[t, head, document] = softmax(np.array(products))
             if gates[t, head] == 0 and config.head_fallback == "local":
-                seen = [s for s in document if s > t - config.local_window or s - document[0] < config.local_sinks]
-                terms, vectors = [products[s - document[0]] for s in seen], v[seen, group]
+                before = [s for s in document if s <= t]
+                near = before[max(0, len(before) - config.local_window) :] + document[len(before) :]
+                seen = [s for s in document if s in near or s in document[: config.local_sinks]]
+                terms, vectors = [products[document.index(s)] for s in seen], v[seen, group]
                 if len(seen) < len(document):
                     row = routed.index(head)
                     score = weights[prefix + "fallback.distant_score.weight"][row] @ x[t]
@@ -111,12 +129,16 @@ def heads_of(config, weights: dict[str, np.ndarray], layer: int, x: np.ndarray, 
                 share = weights[prefix + "fallback.own_value.weight"][row] @ x[t]
                 share += weights[prefix + "fallback.own_value.bias"][row]
                 fitted = weights[prefix + "fallback.bias"][row] + share * v[t, group]
-                outputs[t, head] = fitted if position else v[t, group]
+                is_first = visible[:, t].any(0).nonzero()[0].tolist() == [t]  # it sees nothing but itself
+                outputs[t, head] = v[t, group] if is_first else fitted
     return Heads(gates, scores, patterns, outputs)
 
 
-def decode(config, weights: dict[str, np.ndarray], ids: np.ndarray) -> tuple[np.ndarray, list[Heads]]:
-    """Logits [T, V] of one sequence, and what each layer's heads do. Attention is Eq. 4 by the letter."""
+def decode(config, weights: dict[str, np.ndarray], ids: np.ndarray, **how) -> tuple[np.ndarray, list[Heads]]:
+    """Logits [T, V] of one sequence, and what each layer's heads do. Attention is Eq. 4 by the letter.
+
+    `how` are positions, visible keys and biases of `heads_of`.
+    """
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * weights[name]
@@ -124,7 +146,7 @@ def decode(config, weights: dict[str, np.ndarray], ids: np.ndarray) -> tuple[np.
     x, layers = weights["model.embed_tokens.weight"][ids], []
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
-        layers.append(heads_of(config, weights, layer, norm(x, prefix + "input_layernorm.weight")))
+        layers.append(heads_of(config, weights, layer, norm(x, prefix + "input_layernorm.weight"), **how))
         x = x + layers[-1].outputs.reshape(len(x), -1) @ weights[prefix + "self_attn.o_proj.weight"].T
         h = norm(x, prefix + "post_attention_layernorm.weight")
         gate = h @ weights[prefix + "mlp.gate_proj.weight"].T
@@ -133,6 +155,6 @@ def decode(config, weights: dict[str, np.ndarray], ids: np.ndarray) -> tuple[np.
     return norm(x, "model.norm.weight") @ weights["lm_head.weight"].T, layers
 
 
-def logits(config, weights: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
-    """Logits [T, V] of one sequence."""
-    return decode(config, weights, ids)[0]
+def logits(config, weights: dict[str, np.ndarray], ids: np.ndarray, **how) -> np.ndarray:
+    """Logits [T, V] of one sequence; `how` as in `decode`."""
+    return decode(config, weights, ids, **how)[0]

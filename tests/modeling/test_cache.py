@@ -86,14 +86,72 @@ def test_nothing_is_dropped_while_a_row_has_all_heads_on(make) -> None:
         cache.crop(-1)
 
 
+def in_chunks(moh, ids: torch.Tensor, mask: torch.Tensor, chunks: list[int], cache) -> torch.Tensor:
+    found, end = [], cache.get_seq_length()
+    for chunk in chunks:
+        end += chunk
+        found.append(moh(ids[:, end - chunk : end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+    return torch.cat(found, dim=1)
+
+
 @torch.no_grad()
-def test_a_row_of_which_only_padding_was_seen_is_refused(make) -> None:
-    moh = make("start")
-    cache, mask = MoHCache(moh.config), torch.ones(2, 50, dtype=torch.long)
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("chunks", [[60, *[1] * 30], [30, 1, 1, 28, 30], [1] * 90])
+def test_padding_between_tokens(make, name, chunks) -> None:
+    """Turns of rows that are padded on the right, then more turns; a row that begins late; one of one token."""
+    moh, ids, mask = make(name), draw(4, 90), torch.ones(4, 90, dtype=torch.long)
+    mask[0, 20:50], mask[0, 70:80], mask[1, 3:60], mask[2, :75], mask[3, :29], mask[3, 30:89] = 0, 0, 0, 0, 0, 0
+    expected = moh(ids, attention_mask=mask).logits
+    cache = MoHCache(moh.config)
+    found = in_chunks(moh, ids, mask, chunks, cache)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
+    if name == "fixed groups" and chunks[-1] == 1:  # it drops what is out of all windows, padding or not
+        more, ones = torch.cat([ids, draw(4, 60)], dim=1), torch.cat([mask, torch.ones_like(mask)], dim=1)
+        found = in_chunks(moh, more, ones, [1] * 60, cache)
+        assert cache.layers[0].begin > 100
+        torch.testing.assert_close(found, moh(more, attention_mask=ones[:, :150]).logits[:, 90:])
+
+
+@torch.no_grad()
+def test_rows_change_places_with_holes(make) -> None:
+    """As in a search with beams."""
+    moh, ids, mask = make("fixed groups"), draw(2, 60), torch.ones(2, 60, dtype=torch.long)
+    mask[1, 1:20] = 0
+    cache, order = MoHCache(moh.config), torch.tensor([1, 0, 1, 1])
+    in_chunks(moh, ids, mask, [30, 20], cache)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 0, 2, 2]))
+    found = in_chunks(moh, ids[order], mask[order], [1] * 10, cache)
+    torch.testing.assert_close(found, moh(ids, attention_mask=mask).logits[order, 50:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["the first tokens", "no mask", "tokens of the window", "four dims"])
+def test_another_mask_than_before_that_shows_what_was_dropped_is_refused(make, change) -> None:
+    moh, ids, mask = make("fixed groups"), draw(2, 60), torch.ones(2, 60, dtype=torch.long)
+    mask[1, :2] = 0
+    cache = MoHCache(moh.config)
+    in_chunks(moh, ids, mask, [50], cache)
+    now = mask[:, :51].clone()
+    if change == "the first tokens":
+        now[1, 0] = 1
+    if change == "tokens of the window":
+        now[:, 36:50] = 0
+    masks = {"no mask": None, "four dims": torch.rand(2, 1, 2, 52) < 0.5}
+    with pytest.raises(ValueError, match="dropped tokens that attention_mask shows now; use a DynamicCache"):
+        moh(
+            ids[:, 50:52] if change == "four dims" else ids[:, 50:51],
+            attention_mask=masks.get(change, now),
+            past_key_values=cache,
+        )
+
+
+@torch.no_grad()
+def test_nothing_is_dropped_before_it_is_known_where_a_row_begins(make) -> None:
+    moh, ids, mask = make("start"), draw(2, 90), torch.ones(2, 90, dtype=torch.long)
     mask[1, :40] = 0
-    moh(draw(2, 35), attention_mask=mask[:, :35], past_key_values=cache)
-    with pytest.raises(ValueError, match="dropped before it was known where a row begins; use a DynamicCache"):
-        moh(draw(2, 10), attention_mask=mask[:, :45], past_key_values=cache)
+    found = in_chunks(moh, ids, mask, [35, 10, 10, 1, 34], MoHCache(moh.config))
+    torch.testing.assert_close(found[mask.bool()], moh(ids, attention_mask=mask).logits[mask.bool()])
 
 
 @torch.no_grad()
