@@ -183,8 +183,15 @@ def _slope(slow: TimedPlan, fast: TimedPlan) -> float:
 
 
 def _threshold(logits: torch.Tensor, drops: int) -> torch.Tensor:
-    """The logit `[N, U]` up to which groups are off, so that tokens drop `drops` of them on the mean."""
-    return logits.flatten().kthvalue(drops * len(logits)).values if drops else logits.min() - 1
+    """The logit up to which groups are off, given those of tokens `[N, U]`, so that they drop `drops` on the mean.
+
+    It is no token's own, but between two: else rounding would decide whether that one has a group on.
+    """
+    logits, last = logits.flatten(), drops * len(logits)
+    if not drops:
+        return logits.min() - 1
+    off, on = (logits.kthvalue(k).values for k in (last, min(last + 1, len(logits))))
+    return off + (on - off) / 2
 
 
 def _spread(low: int, high: int) -> list[int]:

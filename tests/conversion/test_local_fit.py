@@ -126,6 +126,8 @@ def test_a_threshold_drops_as_many_on_the_mean(dropped):
     logits = sample.inputs @ fit.tensors["router.routed.weight"].T + fit.tensors["router.routed.bias"]
     off = (logits <= 0).sum(1).float()
     assert off.mean() == pytest.approx(dropped, abs=0.02) and off.std() > 0.3
+    least, most = logits[logits > 0].min().item(), logits[logits <= 0].max().item()
+    assert least == pytest.approx(-most, rel=0.1)  # no token is on the edge
     top_k = LocalFitter(sample, "linear", []).fit(dropped)
     torch.testing.assert_close(fit.tensors["router.routed.weight"], top_k.tensors["router.routed.weight"])
 

@@ -15,6 +15,7 @@ class Patch:
 
 
 SELECTED = "tests/modeling/test_selected_attention.py"
+MASKS = "tests/modeling/test_masks.py"
 FALLBACKS = "tests/training/test_fallbacks.py"
 NETWORKS = "tests/training/test_networks.py"
 PATCHES = (
@@ -175,15 +176,15 @@ PATCHES = (
     Patch(
         "the cache keeps first tokens of padding",
         "moh_llm/modeling/cache_moh.py",
-        "int(starts.max()) + self.num_sinks <= self.begin",
+        "int(self.sinks.max()) < self.begin",
         "self.begin",
         ("tests/modeling/test_cache.py",),
     ),
     Patch(
         "the cache drops tokens that the window reads",
         "moh_llm/modeling/cache_moh.py",
-        "max(self.window - 1, self.num_sinks) + _MORE",
-        "max(self.window - 1, self.num_sinks) - 1",
+        "max(window - 1, sinks) + _MORE",
+        "max(window - 1, sinks) - 1",
         ("tests/modeling/test_cache.py",),
     ),
     Patch(
@@ -224,9 +225,44 @@ PATCHES = (
     Patch(
         "the threshold leaves one group too many on",
         "moh_llm/conversion/local_fit.py",
-        "kthvalue(drops * len(logits))",
-        "kthvalue((drops - 1) * len(logits) + 1)",
+        "logits.flatten(), drops * len(logits)",
+        "logits.flatten(), (drops - 1) * len(logits) + 1",
         ("tests/conversion/test_local_fit.py",),
+    ),
+    Patch(
+        "the threshold is a token's own score",
+        "moh_llm/conversion/local_fit.py",
+        "return off + (on - off) / 2",
+        "return off",
+        ("tests/conversion/test_local_fit.py",),
+    ),
+    Patch(
+        "windows count padding",
+        "moh_llm/modeling/local_attention_moh.py",
+        "return Band.of(positions, starts, window, sinks, all_on_until, counts)",
+        "return Band.of(positions, starts, window, sinks, all_on_until)",
+        (MASKS,),
+    ),
+    Patch(
+        "selected queries see padding between tokens",
+        "moh_llm/modeling/selected_attention_moh.py",
+        "return not bool((shown[:, :-1] & ~shown[:, 1:]).any())",
+        "return True",
+        (MASKS,),
+    ),
+    Patch(
+        "a mask of one's own is one of documents",
+        "moh_llm/modeling/local_attention_moh.py",
+        "return bool(is_right.all() & begins.all())",
+        "return True",
+        (MASKS,),
+    ),
+    Patch(
+        "the cache drops tokens before padding",
+        "moh_llm/modeling/cache_moh.py",
+        "extra = min(extra, int(kept.recent.min()) - self.begin)",
+        "pass",
+        ("tests/modeling/test_cache.py",),
     ),
     Patch(
         "the lowest scores win",
