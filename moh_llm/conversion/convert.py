@@ -36,9 +36,10 @@ from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.conversion import Conversion, Plan
+from moh_llm.records.folder import FolderRecords, read_records
 from moh_llm.records.identity import hash_model, hash_weights
 from moh_llm.records.lineage import NAME as LINEAGE
-from moh_llm.records.lineage import ConversionEntry, read_chain
+from moh_llm.records.lineage import ConversionEntry
 from moh_llm.records.model import read_config
 from moh_llm.records.seal import write_seal
 
@@ -100,7 +101,7 @@ def convert(options: ConversionOptions) -> Conversion:
     read = [options.base, *texts, *([options.tokenizer] if options.tokenizer else [])]
     check_output_folder(options.output, options.overwrite, reads=read)
     base = open_base(options.base, options.revision, paper_preset=options.plan.preset == "paper")
-    _show_notes(base)
+    records = _read_records(base)
     length = min(options.context, base.config.max_position_embeddings)
     plan = dataclasses.replace(options.plan, context=length)
     shared_and_active(plan, base.config)  # impossible counts fail before anything runs
@@ -123,7 +124,7 @@ def convert(options: ConversionOptions) -> Conversion:
     with lock_folder(options.output), new_folder(options.output, options.overwrite) as folder:
         identity = base.identity()
         identity.dense_sha256 = hash_weights(base.folder, base.weight_map).dense
-        chain = read_chain(base.folder)  # the base may be a tuned model itself, whose lineage then goes on
+        chain = records.chain  # the base may be a tuned model itself, whose lineage then goes on
         if widening is not None:
             base = widen(base, widening, folder / WIDENED)  # what is converted, and compared with, from here on
         dtype, device = options.dtype or base.dtype, choose_device()
@@ -219,7 +220,7 @@ def restore_dense(
     started = time.perf_counter()
     check_output_folder(output, overwrite, reads=[name])
     base = open_base(name, revision)
-    _show_notes(base)
+    records = _read_records(base)
     config = base.config
     if not base.is_moh:
         raise UserError(f"{name} is no MoH model (model_type {config.model_type!r}): it is dense already")
@@ -228,16 +229,19 @@ def restore_dense(
     with lock_folder(output), new_folder(output, overwrite) as folder:
         config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
         weight_map = write_weights(folder, base, {}, link=link)
-        if (chain := read_chain(base.folder)).runs:
-            chain.write(folder / LINEAGE)
+        if records.chain.runs:
+            records.chain.write(folder / LINEAGE)
         write_description(folder, base, config, weight_map, remote_code=False)
         write_seal(folder, hash_model(folder))
     return Restored(config.model_type, len(base.routing_tensors), round(time.perf_counter() - started, 1))
 
 
-def _show_notes(base: BaseCheckpoint) -> None:
-    for note in base.notes:
-        print(f"warning: {note}", file=sys.stderr, flush=True)
+def _read_records(base: BaseCheckpoint) -> FolderRecords:
+    """The records in the base's folder; prints what its user should know of it."""
+    records = read_records(base.folder)
+    for line in (*(f"warning: {note}" for note in base.notes), *records.lines(base.name)):
+        print(line, file=sys.stderr, flush=True)
+    return records
 
 
 def peak_memory_mib() -> int:
