@@ -18,6 +18,8 @@ SELECTED = "tests/modeling/test_selected_attention.py"
 MASKS = "tests/modeling/test_masks.py"
 FALLBACKS = "tests/training/test_fallbacks.py"
 NETWORKS = "tests/training/test_networks.py"
+CONVERTED = "tests/recount/test_recount.py::test_the_record_of_the_conversion"
+LOG = "tests/recount/test_recount.py::test_the_log_of_the_run"
 PATCHES = (
     Patch(
         "LoRA freezes the fallbacks",
@@ -391,5 +393,40 @@ PATCHES = (
         '    if device.type == "mps":\n        return torch.device("cpu")\n',
         "",
         ("tests/test_any_accelerator.py",),
+    ),
+    Patch(
+        "the heads that were read in training are those that were asked for",
+        "moh_llm/training/log.py",
+        "heads_read=round(losses.heads_read, 6)",
+        "heads_read=sum(heads) / len(heads)",
+        (f"{LOG}[local]",),
+    ),
+    Patch(
+        "tokens with other heads are of all tokens, also of those that have all heads on",
+        "moh_llm/training/scoring.py",
+        "any(-1) & free).sum()",
+        "any(-1)).sum()",
+        (f"{LOG}[local]",),
+    ),
+    Patch(
+        "shares of calibration are the mixture's weights",
+        "moh_llm/conversion/description.py",
+        "sources={name: round(count / sum(read.values()), 6) for name, count in read.items()}",
+        "sources={name: round(share, 6) for name, share in zip(names, shares, strict=True)}",
+        (f"{CONVERTED}[value]",),
+    ),
+    Patch(
+        "weights of fallbacks are told as those of routers",
+        "moh_llm/conversion/description.py",
+        "    routers = sum(tensor.numel() for tensor in routing.values()) - fallbacks\n",
+        "    routers, fallbacks = sum(tensor.numel() for tensor in routing.values()), 0\n",
+        (f"{CONVERTED}[value]",),
+    ),
+    Patch(
+        "costs are not stated at the conversion's context",
+        "moh_llm/flops.py",
+        "return sorted({*usual, *([context] if context else [])})",
+        "return sorted(usual)",
+        (f"{CONVERTED}[value]",),
     ),
 )

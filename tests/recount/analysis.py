@@ -17,6 +17,7 @@ from recount.text import Split, Window
 
 ROW, OF_A_TEXT, COSTLY = 512, 1024, 2048  # tokens: of a row, read of a text, and of all texts for similarity
 SENTENCE = "When the rain stopped, Anna counted 12 boats on the river and asked why none of them had moved."
+LENGTHS = (128, 256, 512, 1024)  # tokens, that costs are stated at
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 Config = dict[str, Any]
 
@@ -64,7 +65,7 @@ def expected(tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, Any]
         "token_heads": _token_heads(model, tokenizer, last),
         "similarity": _similarity(folder, streams),
         "feature_rank": _ranks(config, everything),
-        "flops": [_flops(config, length) for length in (128, 256, 512, 1024)],
+        "flops": [_flops(config, length) for length in LENGTHS],
         "seconds": TIME,
     }
 
@@ -108,8 +109,8 @@ def _scores(config: Config, passes: list[network.Pass], layer: int) -> dict[str,
     heads = costs.routed(config, layer)
     if not heads:
         return dict.fromkeys(("shared", "routed", "selected"))
-    logits = torch.cat([one.scores[layer] for one in passes]).double()
-    scores = logits.sigmoid() if config["router_type"] == "threshold" else logits.softmax(-1)
+    logits = torch.cat([one.scores[layer] for one in passes])  # float32: one token's score is the threshold
+    scores = (logits.sigmoid() if config["router_type"] == "threshold" else logits.softmax(-1)).double()
     on = torch.cat([one.gates[layer] for one in passes])[:, heads]
     return {"shared": None, "routed": _distribution(scores.flatten()), "selected": _distribution(scores[on])}
 

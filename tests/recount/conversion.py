@@ -102,6 +102,7 @@ def expected_conversion(recount: Recount) -> dict[str, Any]:
             "assumes": Exempt("a sentence; the figures above are by it"),
         },
         "verification": _verification(recount),
+        "made": hashes.model_hashes(model.converted),
         "seconds": TIME,
         "peak_memory_mib": Exempt("memory"),
     }
@@ -120,7 +121,7 @@ def _plan(recount: Recount) -> dict[str, Any]:
         "routing_granularity": "head",
         "head_fallback": options.get("fallback", "none"),
         "shared": "importance" if is_local else "first",
-        "budgets": "even" if "preset" in options else "uneven",
+        "budgets": "even" if "preset" in options else options.get("budgets", "uneven"),
         "num_attention_heads": 8,
         "shared_heads": costs.shared_heads(config),
         "active_heads": active,
@@ -215,7 +216,7 @@ def expected_lineage(recount: Recount) -> dict[str, Any]:
         "revision": None,
         "fingerprint": hashes.fingerprint(base),
         "dense_sha256": hashes.hash_tensors(base, lambda name: True),
-        "made": hashes.weight_hashes(made),
+        "made": hashes.model_hashes(made),
     }
     return {"entries": [entry]}
 

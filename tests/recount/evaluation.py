@@ -138,6 +138,7 @@ def _base(evaluation: Evaluation) -> dict[str, Any]:
     return {
         "model": str(folder),
         "model_type": "llama",
+        "plan_sha256": None,
         "records": [],
         "weights_sha256": hashes.weights_sha256(folder),
         "compared": False,
@@ -153,6 +154,7 @@ def _model(evaluation: Evaluation) -> dict[str, Any]:
     return {
         "model": str(folder),
         "model_type": "moh_llama",
+        "plan_sha256": hashes.plan_sha256(folder),
         "heads": {name: config[name] for name in names},
         "records": [str(path) for path in records],
         "weights_sha256": hashes.weights_sha256(folder),

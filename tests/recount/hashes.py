@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from recount import costs
+
 
 def tensors_of(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
     """Dtype, shape and bytes of each tensor of a folder's safetensors files."""
@@ -39,6 +41,40 @@ def weight_hashes(folder: Path) -> dict[str, str]:
         "dense": hash_tensors(folder, lambda name: not is_of_routing(name)),
         "routing": hash_tensors(folder, is_of_routing),
     }
+
+
+def model_hashes(folder: Path) -> dict[str, str]:
+    """Of its weights and of its head plan, by which records name a model."""
+    return {**weight_hashes(folder), "plan": plan_sha256(folder)}
+
+
+def plan_sha256(folder: Path) -> str:
+    """Of the fields of its config that decide what a layer computes from given weights."""
+    config = json.loads((folder / "config.json").read_text())
+    fields = {
+        "shared_heads_per_layer": costs.shared_heads(config),
+        "active_heads_per_layer": costs.per_layer(config, "num_active_heads"),
+        "local_heads_per_layer": config["local_heads"] or [[]] * config["num_hidden_layers"],
+    }
+    names = ("router_type", "router_score", "routing_granularity", "head_fallback", "local_window", "local_sinks")
+    names += ("local_start", "query_key_norm", "num_experts_per_tok", "num_attention_heads", "num_key_value_heads")
+    names += ("head_dim", "num_hidden_layers", "hidden_act", "rms_norm_eps", "rope_parameters")
+    content = json.dumps(fields | {name: config[name] for name in names}, sort_keys=True)
+    return hashlib.sha256(f"{content}\n".encode()).hexdigest()
+
+
+def files_of(folder: Path) -> dict[str, dict[str, object]]:
+    """Size and hash of the files of a folder, but for its seal, by name."""
+    found = {}
+    for file in (path for path in sorted(folder.iterdir()) if path.is_file() and path.name != "seal.json"):
+        content = file.read_bytes()
+        found[file.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return found
+
+
+def expected_seal(folder: Path) -> dict[str, object]:
+    """The whole of a folder's `seal.json`."""
+    return {"files": files_of(folder), "model": model_hashes(folder)}
 
 
 def weights_sha256(folder: Path) -> str:

@@ -1,7 +1,6 @@
 """What `run.json` of a finished run, and the lineage of the model that it made, should hold."""
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 from recount import conversion, hashes, training
@@ -33,7 +32,8 @@ def expected_run(run: Run) -> dict[str, Any]:
         "balance_coefficient": training.BETAS[run.kind],
         "versions": PLACE,
         "evaluation": run.saved,
-        "model_files": {name: file for name, file in files_of(model.tuned).items() if name != "README.md"},
+        "made": hashes.model_hashes(model.tuned),
+        "model_files": {name: file for name, file in hashes.files_of(model.tuned).items() if name != "README.md"},
     }
 
 
@@ -81,8 +81,8 @@ def expected_lineage(run: Run) -> dict[str, Any]:
         "teacher": "base" if objective == "distillation" else None,
         "lora_rank": None,
         "freeze_base": recipe.get("freeze_base", False),
-        "began_with": hashes.weight_hashes(model.converted),
-        "made": hashes.weight_hashes(model.tuned),
+        "began_with": hashes.model_hashes(model.converted),
+        "made": hashes.model_hashes(model.tuned),
     }
     return {"entries": [*conversion.expected_lineage(run.recount)["entries"], entry]}
 
@@ -103,12 +103,3 @@ def _data(source: Source) -> dict[str, Any]:
         "held_out_tokens": len(source.held_out),
         "sha256": hashlib.sha256("".join(shard.hexdigest() for shard in shards).encode()).hexdigest(),
     }
-
-
-def files_of(folder: Path) -> dict[str, Any]:
-    """Size and hash of the files of a folder, by name."""
-    found = {}
-    for file in (path for path in sorted(folder.iterdir()) if path.is_file()):
-        content = file.read_bytes()
-        found[file.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    return found

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from recount import conversion, evaluation, run_record
+from recount import conversion, evaluation, hashes, run_record
 from recount.leaves import Exempt, Near, differences
 from recount.models import KINDS
 
@@ -31,6 +31,7 @@ def test_the_record_of_the_conversion(kind, run_of):
     check(found, expected, "conversion")
     found, expected = recount.model.read("moh", "lineage.json"), conversion.expected_lineage(recount)
     check(found, expected, "lineage")
+    check(recount.model.read("moh", "seal.json"), hashes.expected_seal(recount.model.converted), "seal")
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -47,6 +48,7 @@ def test_the_record_of_the_run(kind, run_of):
     check(model.read("run", "run.json"), run_record.expected_run(run), "run")
     found, expected = model.read("run", "model", "lineage.json"), run_record.expected_lineage(run)
     check(found, expected, "lineage")
+    check(model.read("run", "model", "seal.json"), hashes.expected_seal(model.tuned), "seal")
 
 
 @pytest.mark.parametrize("kind", REPORTS)
