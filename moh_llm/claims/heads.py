@@ -6,6 +6,7 @@ from typing import Any
 from moh_llm.claims.claim import Claim
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import Verification
+from moh_llm.records.run import LogLine
 
 
 def heads_asked(config: MoHLlamaConfig) -> Claim:
@@ -39,6 +40,17 @@ def heads_read_on_prompts(analysis: Mapping[str, Any], heads: int) -> Claim | No
         f"Tokens of the benchmarks' prompts had {read:.4g} of {heads} heads on ({read / heads:.1%}), mean over layers."
     )
     return Claim("heads_read_on_prompts", {"evaluation.analysis.head_load.load": read}, text)
+
+
+def heads_read_in_training(log: Sequence[LogLine], heads: int) -> Claim | None:
+    """Heads per token on the held-out text of a training run when it was last scored, mean over layers and tokens."""
+    line = next((line for line in reversed(log) if line.routing and line.routing.heads_read is not None), None)
+    if line is None or line.routing is None or line.routing.heads_read is None:
+        return None
+    read = line.routing.heads_read
+    text = f"In training, after step {line.step:,}, tokens of held-out text had {read:.4g} of {heads} heads on "
+    text += f"({read / heads:.1%}), mean over layers."
+    return Claim("heads_read_in_training", {"log.step": line.step, "log.routing.heads_read": read}, text)
 
 
 def mean_heads_on(loads: Sequence[Sequence[float]]) -> float:

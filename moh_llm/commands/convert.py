@@ -169,12 +169,15 @@ def print_conversion(record: "Conversion", output: Path) -> None:
     """Print the head plan, the cost and the verification."""
     from rich.console import Console
 
+    from moh_llm.claims.conversion import attention_time_asked, calibration_text, conversion_took, parameters_added
+    from moh_llm.claims.heads import heads_read
+
     plan = record.plan
-    heads, active = plan.num_attention_heads, sum(plan.active_heads) / len(plan.active_heads)
+    heads, asked = plan.num_attention_heads, sum(plan.active_heads) / len(plan.active_heads)
     shared = sum(map(len, plan.shared_heads)) / len(plan.shared_heads)
     console = Console(soft_wrap=True, highlight=False)  # so that paths stay whole
     console.print(
-        f"{record.base.name}: {len(plan.active_heads)} layers of {heads} heads -> {active:.4g} active, "
+        f"{record.base.name}: {len(plan.active_heads)} layers of {heads} heads -> {asked:.4g} asked for, "
         f"{shared:g} shared ({plan.shared})\n"
         f"router {plan.router_type}, fallback {plan.head_fallback}"
         + (", by whole key-value groups" if plan.routing_granularity == "kv_group" else "")
@@ -184,26 +187,20 @@ def print_conversion(record: "Conversion", output: Path) -> None:
             f"{added.new_tokens} new tokens, rows by {added.new_embeddings}: {added.base_rows} -> {added.rows} rows"
         )
     if plan.budgets == "uneven":
-        console.print(f"active heads by layer: {' '.join(map(str, plan.active_heads))}")
-    if plan.attention_time is not None:
-        console.print(
-            f"attention at {plan.context} tokens takes {plan.attention_time:.3f} of the base's time, as timed here"
-        )
-    if calibration := record.calibration:
-        console.print(f"calibrated on {calibration.tokens} tokens of {', '.join(calibration.sources)}")
+        console.print(f"heads asked for by layer: {' '.join(map(str, plan.active_heads))}")
+    claims = (attention_time_asked(plan), calibration_text(record), heads_read(record.verification, heads))
+    for claim in claims:
+        if claim is not None:
+            console.print(claim.text)
     cost = record.arithmetic
     ratios = ", ".join(f"{flops.ratio:.3f} at {length}" for length, flops in cost.forward_flops.items())
-    added = cost.parameters.moh / cost.parameters.dense - 1
-    console.print(f"{added:+.2%} parameters; in theory {ratios} tokens of the base's FLOPs")
+    console.print(f"parameters: {parameters_added(cost.parameters).text}")
+    console.print(f"in theory, with the heads asked for, {ratios} tokens of the base's FLOPs")
     if record.verification:
         _print_proof(console, record.verification)
     else:
         console.print("nothing was verified (--verify none)")
-    console.print(
-        f"written to {output} in {record.seconds:.0f} s on {record.device}, in {record.compute_dtype}, "
-        f"{record.peak_memory_mib} MiB at most; its record:\n"
-        f"{output / 'conversion.json'}"
-    )
+    console.print(f"written to {output} in {conversion_took(record).text}; its record:\n{output / 'conversion.json'}")
 
 
 def _print_proof(console: Any, proof: "Verification") -> None:

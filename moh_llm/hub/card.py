@@ -1,5 +1,6 @@
 """A model's card, from the records of its conversion, training and evaluation and nothing else."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,8 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from moh_llm.claims.evaluation import verdict, warnings
+from moh_llm.claims import ModelRecords, claims_of
+from moh_llm.claims.evaluation import warnings
 from moh_llm.errors import UserError
 from moh_llm.files import write_text
 from moh_llm.hub import sections
@@ -15,10 +17,7 @@ from moh_llm.hub.checks import CARD, scrub
 from moh_llm.hub.evaluated import Evaluated, eval_results, find_evaluated
 from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licence, lacks_text, recorded_licences
 from moh_llm.hub.lineage import Lineage, is_hub_id, read_lineage
-from moh_llm.intervals import show_documents, show_interval, show_number
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.records.conversion import Calibration, distinct_ends, last_component
-from moh_llm.records.lineage import REFERENCES, in_words, mixture_name
 from moh_llm.records.model import read_moh_config
 from moh_llm.records.seal import add_to_seal
 from moh_llm.reporting.benchmarks import benchmark_blocks
@@ -31,6 +30,7 @@ from moh_llm.reporting.training import held_out, receipt, recipe
 TAGS = ["mixture-of-head", "moh"]
 # Rows of a table of sources, and of one of scores; the records hold all of them.
 _SOURCES, _SCORES = 40, 12
+_LIMITS = ("faults_of_the_base", "untuned", "other_text_may_differ", "no_benchmark", "longest_text")  # claims
 
 
 def build_card(
@@ -70,6 +70,7 @@ def build_card(
         check_name(repo_id, licences[0].id)
     evaluated = find_evaluated(evaluation, folder) if evaluation else None
     metadata = _metadata(name, lineage, licences, evaluated)
+    claims = claims_of(model_records(config, lineage, evaluated))
     template = _environment().get_template("card.md")
     body = template.render(
         repo_id=Safe(repo_id) if repo_id else None,
@@ -79,7 +80,8 @@ def build_card(
         **_about(config, lineage),
         licence=_licence(licences),
         evaluated=_shown(evaluated) if evaluated else None,
-        limits=_limits(config, lineage, evaluated),
+        claims=defaultdict(str, {name: claim.text for name, claim in claims.items()}),
+        limits=[claims[name].text for name in _LIMITS if name in claims],
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n{body.strip()}\n"
 
@@ -125,7 +127,7 @@ def _metadata(name: str, lineage: Lineage, licences: list[Licence], evaluated: E
 
 
 def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
-    """Values of the template from the records, without licence and evaluation."""
+    """Values of the template from the records, without licence, evaluation and claims."""
     conversion, run = lineage.conversion, lineage.run
     versions = {"MoH-LLM": conversion.moh_llm, **(conversion.versions or {})} if conversion else {}
     if run and run.record.versions:
@@ -133,10 +135,8 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
         versions = {"MoH-LLM": made_with.get("moh_llm")} | {k: v for k, v in made_with.items() if k != "moh_llm"}
     files = [code(file.name) for file in sorted(lineage.folder.glob("*.py"))]
     proof = conversion and conversion.verification
+    context = conversion and conversion.plan and conversion.plan.context
     return {
-        "active": f"{sections.share_active(config) * config.num_attention_heads:.4g}",
-        "heads": config.num_attention_heads,
-        "share": f"{sections.share_active(config):.2%}",
         "base": {
             "id": lineage.base_id,
             "label": lineage.base_label,
@@ -144,49 +144,36 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
             "commit": lineage.base_commit,
             "fingerprint": conversion and conversion.base.fingerprint,
         },
-        "headline": _headline(lineage),
         "from_scratch": lineage.from_scratch,
-        "changed": lineage.changed,
         "plan": [sections.head_plan(config, conversion)],
         "proof": proof,
         "proof_table": [sections.proof(proof)] if proof else [],
-        "context": conversion and conversion.plan and conversion.plan.context,
+        "context": context,
         "long_context": long_context_tables(proof.by_position, proof.retrieval) if proof else [],
-        "tuned": lineage.tuned,
         "runs": len(lineage.chain.runs),
         "history": sections.history(lineage),
-        "calibration": _calibration(conversion and conversion.calibration),
         "training": None if run is None else _training(run),
-        "costs": [sections.costs(config)],
+        "costs": [sections.costs(config, context)],
         "local": config.head_fallback == "local",
         "files": Safe(f" ({', '.join(files)})" if files else ""),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
     }
 
 
-def _headline(lineage: Lineage) -> str | None:
-    """How far the model is from its base, or from what it began with, in a sentence; None where it was not measured."""
-    run, conversion, runs = lineage.run, lineage.conversion, len(lineage.chain.runs)
-    if run is not None:
-        saved = run.saved_score or {}
-        ratio, bounds, documents = (saved.get(key) for key in ("ratio", "ratio_interval", "held_out_documents"))
-        tokens = lineage.chain.tokens or run.tokens
-        made = f"Tuned on {tokens:,} tokens{f' in {runs} runs' if runs > 1 else ''}, it"
-        other = "its base" if run.reference == "base" else REFERENCES["start"]
-    else:
-        verification = None if lineage.tuned or conversion is None else conversion.verification
-        if verification is None:
-            return None
-        ratio, bounds = verification.converted.perplexity_ratio, verification.converted.ratio_interval
-        documents, made, other = verification.held_out_documents, "As converted it", "its base"
-    if not ratio:
-        return None
-    measured = "held-out text"
-    if documents:
-        measured += f", {show_documents(documents)}"
-    if bounds:
-        measured += f" (95 % interval {show_interval(bounds, '.4f')})"
-    return f"{made} has {ratio:.4f} times the perplexity of {other}, on {measured}."
+def model_records(config: MoHLlamaConfig, lineage: Lineage, evaluated: Evaluated | None = None) -> ModelRecords:
+    """The records that a model's claims are made of."""
+    run = lineage.run
+    return ModelRecords(
+        config=config,
+        conversion=lineage.conversion,
+        chain=lineage.chain,
+        run=run and run.record,
+        log=run.lines if run else (),
+        recipe=run.recipe if run else {},
+        evaluation=evaluated and evaluated.record,
+        label=evaluated.label if evaluated else "",
+        changed=lineage.changed,
+    )
 
 
 def _base_link(lineage: Lineage) -> Safe | None:
@@ -217,22 +204,9 @@ def _licence_label(licence: Licence) -> Safe:
     return Safe(f"[{label}]({link})") if link else label
 
 
-def _calibration(calibration: Calibration | None) -> Record | None:
-    if calibration is None:
-        return None
-    sources = list(zip(distinct_ends(list(calibration.sources)), calibration.sources.values(), strict=True))
-    return {"tokens": calibration.tokens, "mixture": last_component(calibration.mixture), "sources": sources}
-
-
 def _training(run: TrainingRun) -> Record:
-    saved, read = run.saved_score, receipt(run, most=_SOURCES)
+    read = receipt(run, most=_SOURCES)
     return {
-        "reference": in_words([run.reference])[0],
-        "saved": saved,
-        "finished": run.record.status == "finished",
-        "tokens": run.tokens,
-        "mixture": mixture_name(run.recipe["data"]["mixture"]),
-        "sequence": run.recipe["data"]["sequence_length"],
         "recipe": [facts(recipe(run))],
         "receipt": [read] if read else [],
         "held_out": held_out(run, most=_SCORES),
@@ -245,29 +219,10 @@ def _shown(evaluated: Evaluated) -> Record:
     names = {label: "this model"} | ({base: "base"} if base else {})
     seconds = sections.measured_costs(record.analysis.get(label, {}))
     return {
-        "verdict": verdict(record, label).text,
         "warnings": [Caution(claim.text) for claim in warnings(record)],
-        "limited": record.limit is not None,
         "scores": benchmark_blocks(record, names),
         "seconds": [seconds] if seconds else [],
-        "hardware": record.models[label].hardware or record.models[label].device,
-        "dtype": record.models[label].dtype,
     }
-
-
-def _limits(config: MoHLlamaConfig, lineage: Lineage, evaluated: Evaluated | None) -> list[str]:
-    limits = ["Its cache of keys and values is as large as with every head on. Short texts are no faster."]
-    if lineage.base_label:
-        limits.append("What its base gets wrong, and what its base must not be used for, holds for this model, too.")
-    if lineage.base_label and not lineage.tuned:
-        limits.append("No tuning is on record: it may lack what tuning gives back.")
-    if lineage.run is not None:
-        limits.append("Recovery is measured on text like the training text; other text and languages may fare worse.")
-    if evaluated is None:
-        limits.append("No benchmark was run.")
-    limits.append("Nothing here says anything on safety, bias or use in a conversation: none of that was measured.")
-    limits.append(f"It was made for up to {config.max_position_embeddings:,} tokens; longer text was not tried.")
-    return limits
 
 
 def _environment() -> Environment:
@@ -281,10 +236,6 @@ def _environment() -> Environment:
     )
     templates.filters |= {
         "code": code,
-        "count": lambda value: Safe(f"{value:,}"),
-        "digits": lambda value, places: Safe(show_number(value, f"#.{places}g")),
-        "documents": show_documents,
-        "percent": lambda value: Safe(f"{value:.2%}"),
         "markdown": lambda blocks: render_blocks(blocks, plain),
     }
     return templates

@@ -1,11 +1,13 @@
 """An evaluation as a model's card shows it: the column of this model and of its base, and Hub metadata."""
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import EvalResult
 
+from moh_llm.claims.limits import is_result
 from moh_llm.errors import UserError
 from moh_llm.records.evaluation import EvaluationRecord, Row, read_evaluation
 from moh_llm.records.identity import identify
@@ -63,13 +65,10 @@ def find_evaluated(evaluation: Path, folder: Path) -> Evaluated:
 def eval_results(evaluated: Evaluated) -> list[EvalResult]:
     """The scores as the Hub's `model-index` holds them, in percent as in ``report.json``, unrounded.
 
-    A score on only some of a benchmark's items is no result: with ``--limit`` there are none, and benchmarks
-    whose data was partial are left out.
+    A score on only some of a benchmark's items, or on few, is no result and left out (`is_result`).
     """
     record = evaluated.record
-    if record.limit is not None:
-        return []
-    rows = [row for row in record.benchmarks if evaluated.label in row.scores and row.name not in record.partial_data]
+    rows = [row for row in record.benchmarks if evaluated.label in row.scores and is_result(row, record)]
     results = [_result(row, evaluated.label) for row in rows]
     benchmarks = Counter(result.unique_identifier for result in results)
     for result in results:
@@ -83,14 +82,19 @@ def _result(row: Row, label: str) -> EvalResult:
     return EvalResult(
         task_type="text-generation",
         task_name="Text Generation",
-        dataset_type=plain(row.dataset),
-        dataset_name=plain(row.name),
-        dataset_config=None if row.dataset_config is None else plain(row.dataset_config),
-        dataset_split=row.eval_split,
+        dataset_type=_label(row.dataset),
+        dataset_name=_label(row.name),
+        dataset_config=None if row.dataset_config is None else _label(row.dataset_config),
+        dataset_split=_label(row.eval_split),
         dataset_revision=row.revision,
         # "exact_match (strict-match)": the metric and the filter before it.
-        metric_type=plain(row.metric).split(" (")[0],
-        metric_name=plain(f"{row.metric}, {row.shots}-shot"),
+        metric_type=_label(row.metric).split(" (")[0],
+        metric_name=_label(f"{row.metric}, {row.shots}-shot"),
         metric_value=row.scores[label].value,
         verified=False,
     )
+
+
+def _label(value: str) -> str:
+    """A name as a page that shows it unescaped can hold it: letters, digits, and what names of data sets have."""
+    return " ".join(re.sub(r"[^\w .,:;()+/@=%-]", " ", plain(value)).split())[:100] or "-"

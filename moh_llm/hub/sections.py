@@ -6,19 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moh_llm.claims.conversion import parameters_added
+from moh_llm.claims.training import entry_names, weights_changed
 from moh_llm.errors import UserError
-from moh_llm.flops import forward_flops
+from moh_llm.flops import forward_flops, stated_lengths
 from moh_llm.hub.lineage import Lineage, is_hub_id
 from moh_llm.intervals import show_figure, show_number
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import Conversion, Verification
 from moh_llm.records.lineage import ConversionEntry
 from moh_llm.records.tokens import TokensRecord
-from moh_llm.reporting.document import Block, Code, Inline, Paragraph, Table, facts
+from moh_llm.reporting.document import Block, Code, Inline, Table, facts
 from moh_llm.reporting.runs import TrainingRun
 from moh_llm.reporting.training import objective
 
-_LENGTHS = (512, 2048, 8192)
 _ROUTERS = {
     "query_norm": "by the l2 norm of the heads' queries, without weights",
     "linear": "by a linear map of the layer's input",
@@ -49,8 +50,8 @@ def head_plan(config: MoHLlamaConfig, conversion: Conversion | None) -> Table:
         ("layers", str(layers)),
         ("query heads per layer", f"{heads} ({config.num_key_value_heads} of keys and values)"),
         ("shared heads (always on)", _shared(config)),
-        ("active heads per token, mean over layers", f"{_mean_active(config):.4g} ({share_active(config):.1%})"),
-        ("active heads by layer", "the same in each" if len(set(active)) == 1 else _by_layer(active)),
+        ("heads asked for per token, mean over layers", f"{_mean_active(config):.4g} ({share_active(config):.1%})"),
+        ("heads asked for by layer", "the same in each" if len(set(active)) == 1 else _by_layer(active)),
         ("router", _named(_ROUTERS, config.router_type)),
         ("routing granularity", _named(_UNITS, config.routing_granularity)),
         ("score", _named(_SCORE_WORDS, config.router_score)),
@@ -61,24 +62,25 @@ def head_plan(config: MoHLlamaConfig, conversion: Conversion | None) -> Table:
     if conversion and (added := conversion.vocabulary):
         pairs.append(("tokens", f"{added.new_tokens:,} added to those of the base, by tokenizer {added.tokenizer}"))
     if conversion and conversion.arithmetic:
-        parameters = conversion.arithmetic.parameters
-        added = parameters.moh - parameters.dense
-        pairs.append(("parameters", f"{parameters.dense:,} of the base and {added:,} for routing"))
+        pairs.append(("parameters", parameters_added(conversion.arithmetic.parameters).text))
     return facts(pairs)
 
 
 def share_active(config: MoHLlamaConfig) -> float:
-    """Share of the heads that a token uses, mean over layers."""
+    """Share of the heads that the plan asks for, mean over layers."""
     return _mean_active(config) / config.num_attention_heads
 
 
-def costs(config: MoHLlamaConfig) -> Table:
-    """Theoretical FLOPs of a forward pass by length: with every head on, and as MoH."""
+def costs(config: MoHLlamaConfig, context: int | None) -> Table:
+    """Theoretical FLOPs of a forward pass by length: with every head on, and with those that the plan asks for.
+
+    ``context``: the conversion's.
+    """
     rows = []
-    for length in _LENGTHS:
+    for length in stated_lengths(config, context):
         dense, moh = forward_flops(config, length, dense=True), forward_flops(config, length)
         rows.append([f"{length:,}", f"{dense:.3e}", f"{moh:.3e}", f"{moh / dense:#.4g}"])
-    return Table(["tokens", "every head on", "as planned", "ratio"], rows, text=0)
+    return Table(["tokens", "every head on", "heads asked for", "ratio"], rows, text=0)
 
 
 def measured_costs(analysis: Mapping[str, Any]) -> Table | None:
@@ -87,7 +89,7 @@ def measured_costs(analysis: Mapping[str, Any]) -> Table | None:
         [f"{cost['length']:,}", f"{cost['dense']:.3g} s", f"{cost['moh']:.3g} s", f"{cost['moh'] / cost['dense']:.3f}"]
         for cost in analysis.get("seconds", [])
     ]
-    return Table(["tokens", "every head on", "as planned", "ratio"], rows, text=0) if rows else None
+    return Table(["tokens", "every head on", "heads as routed", "ratio"], rows, text=0) if rows else None
 
 
 def proof(found: Verification) -> Table:
@@ -104,30 +106,17 @@ def proof(found: Verification) -> Table:
 
 
 def history(lineage: Lineage) -> list[Block]:
-    """History of the weights, oldest first, runs numbered; and its gaps."""
+    """History of the weights, oldest first, runs numbered."""
     rows: list[list[Inline]] = []
-    unrecorded: list[str] = []
-    gaps, number = lineage.chain.unrecorded(), 0
-    for position, entry in enumerate(lineage.chain.entries):
-        missing = position in gaps
+    for name, entry in zip(entry_names(lineage.chain), lineage.chain.entries, strict=True):
         if isinstance(entry, ConversionEntry):
             added = f", {entry.new_tokens:,} tokens added" if entry.new_tokens else ""
-            rows.append(["conversion", f"of {entry.base}{added}", "-", "-", "", ""])
+            rows.append([name, f"of {entry.base}{added}", "-", "-", "", ""])
         else:
-            number += 1
-            # A chain that begins with a run is that of a model from scratch, or lacks what came before.
-            missing |= position == 0 and lineage.conversion is not None
-            weights = "routers and fallbacks" if entry.freeze_base else "all weights"
-            weights = weights if entry.lora_rank is None else f"LoRA of rank {entry.lora_rank}"
-            how = f"{objective(entry.objective, entry.teacher or 'start')}; {weights}"
+            how = f"{objective(entry.objective, entry.teacher or 'start')}; {weights_changed(entry).text}"
             size = [f"{entry.tokens:,}", f"{entry.steps:,}", Code(entry.mixture), str(entry.seed)]
-            rows.append([f"run {number}", how, *size])
-        if missing:
-            what = rows[-1][0]
-            unrecorded.append(f"What was done to the weights before {what} is not on record in full.")
-    table = Table(["", "how", "tokens", "steps", "mixture", "seed"], rows, text=2)
-    tokens = Paragraph(f"{lineage.chain.tokens:,} training tokens in all.")
-    return [table, tokens, *(Paragraph(line, strong=True) for line in unrecorded)]
+            rows.append([name, how, *size])
+    return [Table(["", "how", "tokens", "steps", "mixture", "seed"], rows, text=2)]
 
 
 def hub_datasets(run: TrainingRun | None) -> list[str]:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from moh_llm.claims.training import floor_of_kl, saved_model, scored_text, weights_trained
 from moh_llm.intervals import show_error, show_figure, show_number
 from moh_llm.records.lineage import REFERENCES, ReferenceKind, in_words
 from moh_llm.reporting.document import Block, Caution, Code, Details, Inline, Paragraph, Table, facts
@@ -84,17 +85,18 @@ def recipe(run: TrainingRun) -> Pairs:
     batch = f"{data['batch_size']} sequences of {data['sequence_length']:,} tokens"
     warmup = "1 step" if schedule["warmup_steps"] == 1 else f"{schedule['warmup_steps']:,} steps"
     router_rate = optimizer["router_learning_rate"] or optimizer["learning_rate"]
-    lora, beta, betas = given["lora"], goal["balance_coefficient"], optimizer["betas"]
-    base = f" on weights in {given['quantization']}" if given.get("quantization") else ""
-    trained = "routers and fallbacks" if given.get("freeze_base") else "all"
-    if lora is not None:
-        trained = f"LoRA of rank {lora['rank']}{base}, merged, and the routers"
+    betas = optimizer["betas"]
+    parameters = run.record.parameters or {}
+    trained = {kind: parameters.get(f"trained_{kind}", 1) for kind in ("base", "adapters", "routers", "fallbacks")}
+    routing = [kind for kind in ("routers", "fallbacks") if trained[kind]]
+    rates = [f"{optimizer['learning_rate']:g}"] if trained["base"] or trained["adapters"] else []
+    rates += [f"{router_rate:g} of {' and '.join(routing)}"] if routing else []
     pairs: Pairs = [
         ("objective", objective(goal["kind"], run.reference)),
         ("tokens", f"{run.tokens:,}"),
         ("steps", f"{last.step:,} of {given['max_steps']:,}, each {batch}"),
-        ("weights trained", trained),
-        ("highest learning rate", f"{optimizer['learning_rate']:g}, of the routers {router_rate:g}"),
+        ("weights trained", weights_trained(run.record.parameters, given).text),
+        ("highest learning rate", ", ".join(rates)),
         ("schedule", f"{warmup} of warm-up, then cosine to {schedule['final_learning_rate']:g}"),
         ("AdamW", f"betas {betas[0]:g} and {betas[1]:g}, weight decay {optimizer['weight_decay']:g}"),
     ]
@@ -104,8 +106,8 @@ def recipe(run: TrainingRun) -> Pairs:
         layer = goal["layer_coefficient"]
         extra = f", layers' distance weighed {layer:g}" if layer else ""
         pairs.append(("distillation", f"temperature {goal['temperature']:g}{extra}"))
-    model_beta = ("the model's ", Code("head_balance_coef"))
-    pairs.append(("load-balance weight", model_beta if beta is None else f"{beta:g}"))
+    if (beta := run.record.balance_coefficient) is not None:
+        pairs.append(("load-balance weight", f"{beta:g}"))
     if schedule["anneal_steps"]:
         pairs.append(("heads switched off over", f"{schedule['anneal_steps']:,} steps"))
     if learned := given.get("shared_heads"):
@@ -190,27 +192,19 @@ def held_out(run: TrainingRun, most: int | None = None) -> list[Block]:
         )
     routers = ["dead heads", "lowest routing entropy", "tokens with other heads %"]
     table = Table(["tokens", "documents", *figures, "same top-1 %", *routers], rows, text=0)
-    return [table.without_empty_columns(), Paragraph(_held_out_note(run, scores[-1]))]
+    return [table.without_empty_columns(), Paragraph(_held_out_note(run))]
 
 
-def _held_out_note(run: TrainingRun, last: Record) -> str:
-    tokens, saved = last["held_out_tokens"], run.saved_score
-    size = "" if tokens is None else f"{tokens:,} tokens of "
-    notes = [f"Scored on {size}text that the same mixture holds out, with the head budget of the step."]
+def _held_out_note(run: TrainingRun) -> str:
+    lines, saved = [line.validation for line in run.lines if line.validation], run.record.evaluation
+    last = saved or lines[-1]
+    notes = [scored_text(last).text]
     if run.compares:
         notes.append(f"Ratio of perplexities and KL (nats per token): to {in_words([run.reference])[0]}.")
-    if last["kl_interval"] or last["ratio_interval"]:
-        notes.append("In brackets: 95 % intervals by bootstrap over the documents.")
-    if run.floor is not None:
-        notes.append(
-            f"Floor: before the first step, with every head on, KL was {show_number(run.floor, '#.2g')}, which the "
-            "precisions of student and teacher alone leave."
-        )
-    if run.compares and saved and saved["dtype"]:
-        notes.append(f"The saved model and what it is compared with were scored in {saved['dtype']}.")
-    if saved and saved["all_heads_kl"] is not None:
-        notes.append(f"With every head on, the saved model has KL {show_number(saved['all_heads_kl'], '#.3g')}.")
-    return " ".join(notes)
+    if last.kl_interval or last.ratio_interval:
+        notes.append("In brackets: 95 % intervals over the documents.")
+    claims = (floor_of_kl(run.floor), saved_model(saved, run.reference))
+    return " ".join([*notes, *(claim.text for claim in claims if claim is not None)])
 
 
 def _spread(found: Record | None, form: str, bounds: Sequence[float] | None = None, factor: float = 1) -> str:

@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from moh_llm.claims.training import held_out_scores
 from moh_llm.errors import UserError
-from moh_llm.intervals import show_documents, show_figure
-from moh_llm.records.lineage import REFERENCES
-from moh_llm.records.run import LogLine, Routing, Scores, Timing
+from moh_llm.records.run import LogLine, Routing, Timing
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import StepLosses
 
@@ -69,21 +68,6 @@ def step_line(
     if peak_rate is not None:
         line.timing.mfu = round(rate / peak_rate, 4)
     return line
-
-
-def show_scores(scores: Scores) -> str:
-    """Scores on held-out text, as a clause."""
-    text = (
-        f"perplexity {scores.perplexity:.3f} on {scores.tokens} held-out tokens of {show_documents(scores.documents)}"
-    )
-    if scores.reference is not None:
-        kl = show_figure(scores.kl, scores.kl_interval, ".4f")
-        text += f"; {REFERENCES[scores.reference]}: {scores.reference_perplexity:.3f}, KL to it {kl}"
-    if scores.all_heads is not None:
-        text += f", with all heads on {scores.all_heads.kl:.4f}"
-    if scores.floor is not None:
-        text += f", floor {scores.floor:.2g}"
-    return text
 
 
 def _show_health(routing: Routing) -> str:
@@ -150,7 +134,7 @@ class ProgressLine:
         if line.dropped is not None:
             self._say(f"step {step} was dropped: {line.dropped}")
         if line.validation is not None and line.routing is not None:
-            self._say(f"step {step}: {show_scores(line.validation)}{_show_health(line.routing)}")
+            self._say(f"step {step}: {held_out_scores(line.validation).text}{_show_health(line.routing)}")
         if line.timing is None:
             return
         numbers = line.content()

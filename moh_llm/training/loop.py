@@ -15,6 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from moh_llm.claims.training import held_out_scores
 from moh_llm.data.shards import TokenizedSource, tokens_for
 from moh_llm.data.stream import SequenceStream, StepBatches, make_receipt, step_loader
 from moh_llm.data.windows import validation_batches
@@ -31,7 +32,7 @@ from moh_llm.training import networks
 from moh_llm.training.checkpoint_writer import CheckpointWriter
 from moh_llm.training.checkpoints import checkpoint_folder, is_to_be_finished_anew, load_checkpoint, newest_checkpoint
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.log import ProgressLine, check_trackers, show_scores, start_trackers, step_line, track
+from moh_llm.training.log import ProgressLine, check_trackers, start_trackers, step_line, track
 from moh_llm.training.milestones import is_milestone, keep_milestone
 from moh_llm.training.optimizer import annealed_heads, set_learning_rates
 from moh_llm.training.parallel import (
@@ -338,7 +339,7 @@ class _Training:
             scores = score_saved(config, run.model, accelerator.device, self.held_out, self.reference)
             if self.floor is not None:
                 scores.floor = self.floor
-            self.say(f"{run.model}: {show_scores(scores)}")
+            self.say(f"{run.model}: {held_out_scores(scores).text}")
             self.say(f"{config.max_steps} steps, {tokens:,} tokens, {self.seconds:.0f} s of training")
         facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(self.seconds, 3), "data_read": receipt}
         run.finish(files, **facts, made=made, evaluation=scores)

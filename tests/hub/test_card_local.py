@@ -53,7 +53,7 @@ def test_a_conversion_leaves_its_card(conversion: Path) -> None:
     assert f"\n# moh_3\n\n{NOTE}" in card and "somebody else" not in card
     proof = json.loads((conversion / "conversion.json").read_text())["verification"]
     assert f"{proof['held_out_tokens']:,} tokens of held-out text" in sections["Conversion proof"]
-    assert "inherited from the base, according to LICENSE of the base" in sections["Base model and licence"]
+    assert "according to LICENSE of the base" in sections["Base model and licence"]
     assert 'folder = "path/to/this/folder"' in sections["How to load"] and "revision=" not in sections["How to load"]
     assert str(conversion.parent) not in card
 
@@ -129,13 +129,13 @@ def test_a_base_of_the_hub_brings_licence_and_language(
     sections, data = read(tmp_path / "moh")
     assert (data["license"], data["language"], data["base_model"]) == ("apache-2.0", ["en", "fr"], "org/base")
     assert "according to the model card of the base" in sections["Base model and licence"]
-    assert "**Not proven**" in sections["Conversion proof"] and not (tmp_path / "moh" / "pytorch_model.bin").exists()
+    assert "Not proven" in sections["Conversion proof"] and not (tmp_path / "moh" / "pytorch_model.bin").exists()
 
 
 def test_an_unknown_licence_is_said_and_left_out(bare: Path) -> None:
     write_local_card(bare)
     sections, data = read(bare)
-    assert "Licence: **not on record**: no `README.md` of the model names" in sections["Base model and licence"]
+    assert "Licence: **not on record**: no `README.md` that lies here names" in sections["Base model and licence"]
     assert not [key for key in data if key.startswith("license")]
     with pytest.raises(UserError, match="the base's licence is not known"):
         build_card(bare, "me/toy")

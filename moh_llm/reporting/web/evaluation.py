@@ -6,6 +6,7 @@ Needs matplotlib.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moh_llm.claims.heads import mean_heads_on
 from moh_llm.evaluation.margin import NORMAL_95
 from moh_llm.records.evaluation import EvaluationRecord, Value
 from moh_llm.reporting.document import Chart, Table
@@ -35,14 +36,16 @@ def score_charts(report: EvaluationRecord) -> list[Chart]:
 
 
 def head_table(analyses: Mapping[str, Record]) -> Table:
-    """Per model: its name, heads on per layer, their mean share, measured device and dtype."""
+    """Per model: heads per token that are asked for and that were read on the prompts, device and dtype of times."""
     rows = []
     for label, found in analyses.items():
-        on, heads = found["num_active"], found["heads"]
-        spread = str(on[0]) if len(set(on)) == 1 else f"{min(on)} to {max(on)}"
-        share = sum(on) / (heads * len(on))
-        rows.append([label, f"{spread} of {heads}", f"{share:.1%}", f"{found['device']}, {found['dtype']}"])
-    return Table(["model", "heads on per layer", "of all", "measured on"], rows, text=4)
+        asked, heads, read = found["num_active"], found["heads"], mean_heads_on(found["head_load"]["load"])
+        spread = str(asked[0]) if len(set(asked)) == 1 else f"{min(asked)} to {max(asked)}"
+        share = sum(asked) / (heads * len(asked))
+        figures = [f"{spread} of {heads}", f"{share:.1%}", f"{read:.4g}", f"{read / heads:.1%}"]
+        rows.append([label, *figures, f"{found['device']}, {found['dtype']}"])
+    head = ["model", "heads asked for per layer", "of all", "heads read on the prompts", "of all", "timed on"]
+    return Table(head, rows, text=6)
 
 
 def cost_charts(analyses: Mapping[str, Record], order: Sequence[str]) -> list[Chart]:
