@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import change, check_card, weights_of, write_evaluation, write_run
+from cards import change, check_card, write_evaluation, write_run
 from huggingface_hub import ModelCard
 from records import make_record
 
@@ -17,6 +17,7 @@ from moh_llm.claims.training import weights_changed, weights_trained
 from moh_llm.hub.card import build_card
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import read_conversion
+from moh_llm.records.identity import identify
 from moh_llm.records.lineage import Chain, RunEntry, read_chain
 from moh_llm.records.run import RunRecord
 
@@ -56,7 +57,7 @@ def test_heads_are_asked_for_and_read(folder: Path, tmp_path: Path) -> None:
     layers = json.loads((folder / "conversion.json").read_text())["verification"]["layers"]
     read = sum(sum(layer["head_load"]) for layer in layers) / len(layers)
     asked = sum(config.active_heads_per_layer) / len(layers)
-    record = make_record({"model": (weights_of(folder), 0.9)}).content()
+    record = make_record({"model": (identify(str(folder)), 0.9)}).content()
     record["analysis"] = {"model": {"head_load": {"load": [[0.5] * 8, [1.0] * 8]}, "seconds": []}}
     found = write_evaluation(tmp_path / "report", record)
     claims = claims_of(records_of(folder))
@@ -84,8 +85,8 @@ def test_a_tuned_model_that_is_converted_again(folder: Path) -> None:
     """Training came before: tokens are on record, and nothing was trained since."""
     chain = read_chain(folder)
     before = entry_of(chain, "dense")
-    again = chain.entries[0].model_copy(update={"dense_sha256": "dense", "made": before.made})
-    Chain(entries=[*chain.entries, before, again]).write(folder / "lineage.json")
+    again = chain.entries[0].model_copy(update={"dense_sha256": "dense"})
+    change(folder / "lineage.json", **Chain(entries=[*chain.entries, before, again]).content())
     sections = check_card(build_card(folder, None))
     assert "61,440 tokens in all" in sections["Text it was trained on"]
     assert "No training run is on record" not in sections["Text it was trained on"]
@@ -128,7 +129,7 @@ def test_a_licence_is_of_the_base_only_where_the_base_has_one(folder: Path) -> N
 
 def test_times_are_those_that_were_measured(folder: Path, tmp_path: Path) -> None:
     """And without any nothing is said of speed."""
-    record = make_record({"model": (weights_of(folder), 0.9)}).content()
+    record = make_record({"model": (identify(str(folder)), 0.9)}).content()
     seconds = [{"length": 128, "moh": 2.23, "dense": 1.0}, {"length": 512, "moh": 1.23, "dense": 1.0}]
     record["analysis"] = {"model": {"seconds": seconds}}
     card = build_card(folder, None, evaluation=write_evaluation(tmp_path / "report", record))
@@ -141,7 +142,7 @@ def test_times_are_those_that_were_measured(folder: Path, tmp_path: Path) -> Non
 
 
 def test_few_items_are_no_result(folder: Path, tmp_path: Path) -> None:
-    record = make_record({"model": (weights_of(folder), 0.9)}).content()
+    record = make_record({"model": (identify(str(folder)), 0.9)}).content()
     record["benchmarks"][0]["items_in_full"] = 30
     card = build_card(folder, None, evaluation=write_evaluation(tmp_path / "report", record))
     names = [result.dataset_name for result in ModelCard(card).data.eval_results]
@@ -149,7 +150,7 @@ def test_few_items_are_no_result(folder: Path, tmp_path: Path) -> None:
 
 
 def test_names_in_the_metadata_are_plain(folder: Path, tmp_path: Path) -> None:
-    record = make_record({"model": (weights_of(folder), 0.9)}).content()
+    record = make_record({"model": (identify(str(folder)), 0.9)}).content()
     record["benchmarks"][0] |= {"name": "[A](http://x) <b>`c`</b>\n**d**", "metric": "acc|<i>", "eval_split": "te<st"}
     card = build_card(folder, None, evaluation=write_evaluation(tmp_path / "report", record))
     (first, *_) = ModelCard(card).data.to_dict()["model-index"][0]["results"]
