@@ -150,7 +150,8 @@ def _analyse(
     say(f"analysis of {label}: loading {model}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        network = MoHLlamaForCausalLM.from_pretrained(model, dtype=dtype, use_safetensors=True).to(device)
-    except (OSError, ValueError) as error:
+        loading = {"dtype": dtype, "use_safetensors": True, "return_dict": True}
+        network = MoHLlamaForCausalLM.from_pretrained(model, **loading).to(device)
+    except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{model} cannot be loaded: {one_line(error)}") from error
     return analyse(network, tokenizer, texts)

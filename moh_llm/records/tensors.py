@@ -1,5 +1,6 @@
 """The tensors of a model's folder beside those that its architecture has: which are loaded, in which dtypes."""
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.initialization import no_init_weights
 
+    config = copy.deepcopy(config)
+    config._attn_implementation = None  # a saved one may not be installed here
     try:
         # The class itself: `from_config` under DeepSpeed's ZeRO-3 partitions the weights, which have no shape then.
         with torch.device("meta"), no_init_weights():

@@ -30,14 +30,24 @@ from moh_llm.training.reference import Reference, StartingPoint
 from moh_llm.training.shared_heads import fix_shared_heads, learn_shared_heads
 
 
+def read_network_config(folder: Path) -> MoHLlamaConfig:
+    """The config of a converted model, without settings of a session that it may have been saved with."""
+    config = MoHLlamaConfig.from_pretrained(folder)
+    config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
+    config._attn_implementation = None  # the default
+    return config
+
+
 def check_network(folder: Path, config: MoHLlamaConfig | None = None) -> Tensors:
     """The tensors of a model's folder that are loaded; their numbers are not read.
 
     Raises:
-        UserError: weights are missing, or an adapter would be loaded on top.
+        UserError: weights are missing, an adapter would be loaded on top, or a text of the licence, which is copied
+            beside what is tuned, is a link out of the folder.
     """
+    licence_texts(Path(folder))
     weight_map = read_weight_map(Path(folder))[1]
-    return check_tensors(str(folder), Path(folder), weight_map, config or MoHLlamaConfig.from_pretrained(folder))
+    return check_tensors(str(folder), Path(folder), weight_map, config or read_network_config(folder))
 
 
 def load_network(
@@ -51,10 +61,7 @@ def load_network(
     Raises:
         UserError: the weights cannot be read, some are missing, or transformers would load an adapter on top.
     """
-    config = config or MoHLlamaConfig.from_pretrained(folder)
-    # Settings of a session that it may have been saved with.
-    config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
-    config._attn_implementation = None  # the default
+    config = config or read_network_config(folder)
     if empty:
         config.tie_word_embeddings = is_tied(folder, read_weight_map(folder)[1], config.tie_word_embeddings)
         with init_empty_weights(include_buffers=False), no_init_weights():

@@ -38,6 +38,7 @@ from moh_llm.records.tensors import check_tensors
 from moh_llm.training.attention import check_attention
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.memory import Memory, Sizes, estimate_memory
+from moh_llm.training.networks import read_network_config
 from moh_llm.training.parallel import check_experts, check_strategy, count_micro_batches
 from moh_llm.training.precision import decide_precision, slow_precision
 from moh_llm.training.preflight_data import Finding, check_data
@@ -286,7 +287,7 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
     folder = Path(config.model)
     check_converted(folder)
     try:
-        model = MoHLlamaConfig.from_pretrained(folder)
+        model = read_network_config(folder)
     except (ValueError, TypeError) as error:
         raise UserError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}") from error
     if config.objective.has_teacher and set(model.active_heads_per_layer) == {model.num_attention_heads}:
