@@ -30,8 +30,9 @@ from moh_llm.commands import (
     train,
 )
 from moh_llm.commands.recipe_flags import expand_recipe
-from moh_llm.errors import UserError, without_passwords
+from moh_llm.errors import UserError, in_unicode, printable, without_passwords
 from moh_llm.reading import expand_home
+from moh_llm.terminal import say_aside, speak_utf8
 
 COMMANDS = {
     "quickstart": (quickstart, "convert, tune and score a small real model in one go"),
@@ -52,11 +53,11 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors hold no password; its subcommands' parsers are of this class, too."""
+    """A parser whose errors hold no password and no control character, as those of its subcommands' parsers."""
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message, and exit with status 2."""
-        super().error(without_passwords(message))
+        super().error(printable(without_passwords(message)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:  # as a program
         sys.excepthook = _print_traceback
+        speak_utf8()
     parser = _Parser(prog="moh-llm", description="Turn a pretrained LLM into a Mixture-of-Head model.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -83,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(_with_homes(_with_recipe(_with_homes(argv), parsers)))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_aside(f"error: {error}")
         return 2
     args.command_line = without_passwords(shlex.join(["moh-llm", *argv]))  # for the records that a command writes
     # Progress of our own steps is shown; the libraries' bars for loading weights only add noise.
@@ -99,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_aside(f"error: {error}")
         return 2
     except BrokenPipeError:  # the reader of the output, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -107,10 +109,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        print(f"error: {str(error.filename)[:60]}...: the name is too long for a file", file=sys.stderr)
+        say_aside(f"error: {str(error.filename)[:60]}...: the name is too long for a file")
+        return 2
+    except UnicodeEncodeError as error:
+        if in_unicode(str(error.object)) == error.object:
+            raise
+        say_aside(f"error: {error.object}: a library takes no name that is not UTF-8; rename it")
         return 2
     except KeyboardInterrupt:
-        print("interrupted; nothing half-written was left in place of a result", file=sys.stderr)
+        say_aside("interrupted; nothing half-written was left in place of a result")
         return 130
 
 

@@ -8,6 +8,9 @@ import re
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+_SURROGATE = re.compile("([\udc80-\udcff])|[\ud800-\udfff]")
+# C0 and C1, the marks that turn the direction of text or join its parts unseen, and the other ends of a line.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 _ADDRESS = re.compile(r"\w+://[^\s'\"<>]+")
 # One slash, too: a path that is made absolute or normalised loses the other.
 _SCHEME = r"\b([A-Za-z][A-Za-z0-9+.-]{1,20}:/{1,2})"
@@ -19,7 +22,7 @@ _PASSWORD = re.compile(rf"{_SCHEME}[^\s/?#@:\[\]]*:(?!\d{{1,5}}(?![\w%+-]))[^\n@
 
 def shown(path: str) -> str:
     """A path as it may be shown and recorded: an address without user, password and query."""
-    path = without_passwords(path)
+    path = without_passwords(in_unicode(path))
     if "://" not in path:
         return path
     try:
@@ -57,13 +60,29 @@ def without_passwords_in(value: Any) -> Any:
     return value
 
 
+def in_unicode(text: str) -> str:
+    """A name with its bytes that are not UTF-8, which Python keeps as surrogates, written as ``\\xNN``."""
+    if text.isascii() or not _SURROGATE.search(text):
+        return text
+    return _SURROGATE.sub(lambda match: f"\\x{ord(match[0]) - 0xDC00:02x}" if match[1] else repr(match[0])[1:-1], text)
+
+
+def printable(text: str) -> str:
+    """A line as it may be shown: characters that control a terminal, or turn the direction of text, as escapes.
+
+    Among them are newlines, and bytes of file names that are not UTF-8 (`in_unicode`).
+    """
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], in_unicode(text))
+
+
 class UserError(Exception):
     """Something the user gave cannot be used.
 
     The message is one line that says what is wrong, where, and how to fix it. Commands print it as
     ``error: ...`` and exit with status 2, without a traceback; any other exception is a bug and
-    keeps its traceback. User and password of an address in it are taken out.
+    keeps its traceback. User and password of an address in it are taken out, and characters that are no text of one
+    line (`printable`) are escaped.
     """
 
     def __init__(self, message: str):
-        super().__init__(without_passwords(message))
+        super().__init__(printable(without_passwords(message)))

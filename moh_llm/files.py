@@ -24,10 +24,13 @@ _CACHED = re.compile(r"(models|datasets|spaces)--.")  # how the folders of a Hub
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` in one step: to a temporary name beside it, then rename."""
+    """Write ``text`` to ``path`` in one step: to a temporary name beside it, then rename.
+
+    A surrogate, which stands for a byte of a name that is not UTF-8, is written as JSON escapes it, ``\\udcNN``.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from moh_llm.terminal import say
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -18,5 +20,5 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.training.milestones import export_checkpoint
 
     record = export_checkpoint(args.checkpoint, args.output, args.overwrite)
-    print(f"{args.output} holds the model after step {record.step}")
+    say(f"{args.output} holds the model after step {record.step}")
     return 0

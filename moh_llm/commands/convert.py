@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moh_llm.terminal import console, say
+
 if TYPE_CHECKING:
     from moh_llm.records.conversion import Conversion, Verification
 
@@ -139,7 +141,7 @@ def restore(args: argparse.Namespace) -> int:
     restored = moh_llm.to_dense(
         args.base, args.output, link=args.link, revision=args.revision, overwrite=args.overwrite
     )
-    print(
+    say(
         f"{args.base}: {restored.dropped_tensors} routing tensors dropped, the dense model's byte for byte; "
         f"a {restored.model_type} model in {args.output}, {restored.seconds:.1f} s"
     )
@@ -167,48 +169,43 @@ def check_push(args: argparse.Namespace) -> None:
 
 def print_conversion(record: "Conversion", output: Path) -> None:
     """Print the head plan, the cost and the verification."""
-    from rich.console import Console
-
     from moh_llm.claims.conversion import attention_time_asked, calibration_text, conversion_took, parameters_added
     from moh_llm.claims.heads import heads_read
 
     plan = record.plan
     heads, asked = plan.num_attention_heads, sum(plan.active_heads) / len(plan.active_heads)
     shared = sum(map(len, plan.shared_heads)) / len(plan.shared_heads)
-    console = Console(soft_wrap=True, highlight=False)  # so that paths stay whole
-    console.print(
+    say(
         f"{record.base.name}: {len(plan.active_heads)} layers of {heads} heads -> {asked:.4g} asked for, "
-        f"{shared:g} shared ({plan.shared})\n"
+        f"{shared:g} shared ({plan.shared})",
         f"router {plan.router_type}, fallback {plan.head_fallback}"
-        + (", by whole key-value groups" if plan.routing_granularity == "kv_group" else "")
+        + (", by whole key-value groups" if plan.routing_granularity == "kv_group" else ""),
     )
     if added := record.vocabulary:
-        console.print(
-            f"{added.new_tokens} new tokens, rows by {added.new_embeddings}: {added.base_rows} -> {added.rows} rows"
-        )
+        say(f"{added.new_tokens} new tokens, rows by {added.new_embeddings}: {added.base_rows} -> {added.rows} rows")
     if plan.budgets == "uneven":
-        console.print(f"heads asked for by layer: {' '.join(map(str, plan.active_heads))}")
+        say(f"heads asked for by layer: {' '.join(map(str, plan.active_heads))}")
     claims = (attention_time_asked(plan), calibration_text(record), heads_read(record.verification, heads))
     for claim in claims:
         if claim is not None:
-            console.print(claim.text)
+            say(claim.text)
     cost = record.arithmetic
     ratios = ", ".join(f"{flops.ratio:.3f} at {length}" for length, flops in cost.forward_flops.items())
-    console.print(f"parameters: {parameters_added(cost.parameters).text}")
-    console.print(f"in theory, with the heads asked for, {ratios} tokens of the base's FLOPs")
+    say(f"parameters: {parameters_added(cost.parameters).text}")
+    say(f"in theory, with the heads asked for, {ratios} tokens of the base's FLOPs")
     if record.verification:
-        _print_proof(console, record.verification)
+        _print_proof(record.verification)
     else:
-        console.print("nothing was verified (--verify none)")
-    console.print(f"written to {output} in {conversion_took(record).text}; its record:\n{output / 'conversion.json'}")
+        say("nothing was verified (--verify none)")
+    say(f"written to {output} in {conversion_took(record).text}; its record:", output / "conversion.json")
 
 
-def _print_proof(console: Any, proof: "Verification") -> None:
+def _print_proof(proof: "Verification") -> None:
     from rich.table import Table
 
     from moh_llm.intervals import show_documents, show_figure
 
-    console.print(f"all heads on: every layer equals the base's, bit for bit ({proof.dtype})")
+    say(f"all heads on: every layer equals the base's, bit for bit ({proof.dtype})")
     documents = show_documents(proof.held_out_documents)
     table = Table(title=f"held-out text, {proof.held_out_tokens} tokens of {documents}")
     for column in ("model", "perplexity", "x base (95 %)", "KL to base (95 %)", "same top-1"):
@@ -222,13 +219,11 @@ def _print_proof(console: Any, proof: "Verification") -> None:
         show_figure(own.kl, own.kl_interval, ".4f", "\n"),
         f"{100 * own.top1_agreement:.1f} %",
     )
-    console.print(table, soft_wrap=False)
+    console().print(table)
     for part in proof.by_position:
-        console.print(
+        say(
             f"converted, from position {part.start} of a document on: x {part.perplexity_ratio:.4f}, "
             f"KL {part.kl:.4f} ({part.tokens} tokens)"
         )
     for found in proof.retrieval:
-        console.print(
-            f"{found.task} of what is out of sight: {found.converted} of {found.asked} right, the base {found.base}"
-        )
+        say(f"{found.task} of what is out of sight: {found.converted} of {found.asked} right, the base {found.base}")

@@ -1,8 +1,9 @@
 """``moh-llm data fetch-benchmarks DIR``: download the data of a suite, for evaluation on machines without a network."""
 
 import argparse
-import sys
 from pathlib import Path
+
+from moh_llm.terminal import say, say_aside
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +28,10 @@ def run(args: argparse.Namespace) -> int:
     require_lm_eval()  # its extra brings `datasets`
     check_place(args.folder, "folder")
     with lock_folder(args.folder):
-        problems = fetch(suite, args.folder, say=lambda line: print(line, flush=True))
+        problems = fetch(suite, args.folder, say=say)
     for problem in problems:
-        print(problem, file=sys.stderr)
+        say_aside(problem)
     if problems:
         return 1
-    print(f"{args.folder} holds suite {suite.name}; {MANIFEST} lists them and their origin. Use it with --data-dir")
+    say(f"{args.folder} holds suite {suite.name}; {MANIFEST} lists them and their origin. Use it with --data-dir")
     return 0

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from moh_llm.errors import UserError
+from moh_llm.terminal import say
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.recipe import load_config
 
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     diagnosis = diagnose(config, args.strategy, args.processes, args.gpu)
     diagnosis.findings.extend(_check_hub(config))
     for line in describe(diagnosis):
-        print(line)
+        say(line)
     if args.json is not None:
         given = {"recipe": args.recipe, "strategy": args.strategy, "processes": args.processes, "gpu": args.gpu}
         write_json(Path(os.path.realpath(args.json)), given | diagnosis.record())

@@ -9,6 +9,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moh_llm.terminal import say
+
 if TYPE_CHECKING:
     from moh_llm.reporting.evaluate import Evaluation
 
@@ -76,14 +78,14 @@ def print_evaluation(evaluation: "Evaluation") -> None:
         return
     record = evaluation.record
     for claim in (*warnings(record), *(verdict(record, label) for label in record.models)):
-        print(claim.text)
-    print("report.html, report.md and report.json:")
-    print(evaluation.folder / "report.html")
+        say(claim.text)
+    say("report.html, report.md and report.json:")
+    say(evaluation.folder / "report.html")
     for label, error in evaluation.failed_analyses.items():
-        print(f"the analysis of {label} failed, its scores stand: {error}")
+        say(f"the analysis of {label} failed, its scores stand: {error}")
     if evaluation.partial is not None:
         again = ", ".join(evaluation.failed_benchmarks)
-        print(
+        say(
             f"finished benchmarks are kept in {evaluation.partial}: the same command with --overwrite "
             + (f"scores only {again} again" if again else "repeats the analysis only")
         )

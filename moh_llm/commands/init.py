@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from moh_llm.terminal import say
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -35,17 +37,17 @@ def run(args: argparse.Namespace) -> int:
     config = made.config
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     active, shared = sum(config.active_heads_per_layer), sum(map(len, config.shared_heads_per_layer))
-    print(
+    say(
         f"{args.architecture.stem}: {made.total:,} parameters ({made.total / 1e6:.0f}M), "
         f"{made.embedding:,} of them in embeddings and {made.routing:,} in routers"
     )
     if shared == heads * layers:
-        print(f"{layers} layers of {heads} heads, all of them always on: a dense LLaMA")
+        say(f"{layers} layers of {heads} heads, all of them always on: a dense LLaMA")
     else:
-        print(
+        say(
             f"{layers} layers of {heads} heads -> {active / layers:.4g} active, {shared / layers:.4g} shared, "
             f"router {config.router_type}, scores {config.router_score}, "
             f"routing granularity {config.routing_granularity}"
         )
-    print(f"written to {args.output} in {args.dtype}, seed {args.seed}")
+    say(f"written to {args.output} in {args.dtype}, seed {args.seed}")
     return 0

@@ -3,7 +3,8 @@
 import argparse
 import re
 
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, printable
+from moh_llm.terminal import console, say
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -23,7 +24,6 @@ def run(args: argparse.Namespace) -> int:
     """Print the table. Returns the exit status; raises `UserError` for bad input."""
     from pathlib import Path
 
-    from rich.console import Console
     from rich.table import Table
 
     from moh_llm.data.mixture import load_mixture
@@ -36,11 +36,11 @@ def run(args: argparse.Namespace) -> int:
         available = {source.name: (len(source.train), True) for source in sources}
     else:
         mixture = load_mixture(args.mixture)
-        print(mixture.describe())
+        say(mixture.describe())
         sources = list(mixture.sources)
         available, notes = _estimates(mixture, args.tokenizer)
 
-    print(f"tokens of each source for a budget of {budget:,}, and those for training:")
+    say(f"tokens of each source for a budget of {budget:,}, and those for training:")
     table = Table("source", box=None)
     for header in ("share", "budget", "available", "epochs", "max epochs"):
         table.add_column(header, justify="right")
@@ -54,16 +54,16 @@ def run(args: argparse.Namespace) -> int:
                 f"{source.name}: the budget exceeds max_epochs={source.max_epochs:g}; training would refuse it"
             )
         table.add_row(
-            source.name,
+            printable(source.name),
             f"{source.weight:.2%}",
             f"{wanted:,.0f}",
             "?" if tokens is None else f"{'' if exact else '~'}{tokens:,}",
             epochs,
             "" if source.max_epochs is None else f"{source.max_epochs:g}",
         )
-    Console().print(table)
+    console().print(table)
     for note in notes:
-        print(note)
+        say(note)
     return 0
 
 

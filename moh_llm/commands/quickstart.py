@@ -5,6 +5,8 @@ import shutil
 import time
 from pathlib import Path
 
+from moh_llm.terminal import console, say
+
 MADE = ("base", "moh", "recovery", "report", "recipe.yaml", "quickstart.json")
 
 
@@ -53,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, started: float) -> int:
-    from rich.console import Console
     from rich.table import Table
 
     from moh_llm.intervals import show_documents, show_figure
@@ -62,10 +63,9 @@ def _run(args: argparse.Namespace, started: float) -> int:
     record = quickstart(args.output, args.base, args.minutes, started, command=args.main)
     rows, context = record["held_out"], record["amounts"]["context"]
     documents = show_documents(rows[0]["documents"])
-    console = Console(highlight=False)
-    console.print(f"\nThe prompt ends with:\n{record['prompt']}", markup=False)
+    say("", "The prompt ends with:", *record["prompt"].split("\n"))
     for name, text in record["continued"].items():
-        console.print(f"\n{name} goes on:\n{text}", markup=False)
+        say("", f"{name} goes on:", *text.split("\n"))
     table = Table(title=f"{rows[0]['tokens']} held-out tokens of {documents}, sequences of {context} tokens")
     table.add_column("model")
     for column in ("keys read", "perplexity", "x base (95 %)", "KL to base (95 %)"):
@@ -75,8 +75,8 @@ def _run(args: argparse.Namespace, started: float) -> int:
         ratio = show_figure(row["perplexity_ratio"], row["ratio_interval"], ".3f", "\n")
         kl = show_figure(row["kl"], row["kl_interval"], ".4f", "\n")
         table.add_row(row["model"], f"{100 * record['keys_read']:.0f} %", f"{row['perplexity']:.2f}", ratio, kl)
-    print()
-    console.print(table)
-    print(f"tuned on {record['amounts']['tuning']:,} tokens; {record['seconds']:.0f} s in all")
-    print(f"report: {Path(record['report']).resolve().as_uri()}")
+    say("")
+    console().print(table)
+    say(f"tuned on {record['amounts']['tuning']:,} tokens; {record['seconds']:.0f} s in all")
+    say(f"report: {Path(record['report']).resolve().as_uri()}")
     return 0

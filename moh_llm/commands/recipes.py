@@ -13,6 +13,7 @@ from pathlib import Path
 
 import moh_llm
 from moh_llm.errors import UserError
+from moh_llm.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +28,12 @@ def run(args: argparse.Namespace) -> int:
     """List or copy. Returns the exit status; raises `UserError` for bad input."""
     if args.action == "copy":
         for path in copy_files(args.names, args.output):
-            print(path)
+            say(path)
         return 0
     files = shipped_files()
     width = max(map(len, files))
     for name, path in files.items():
-        print(f"{name:{width}}  {summary(path)}")
+        say(f"{name:{width}}  {summary(path)}")
     return 0
 
 

@@ -1,11 +1,11 @@
 """`moh-llm report FOLDER ...`: evaluations and training runs on one page, and a check against a baseline."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
+from moh_llm.terminal import say, say_aside
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         if args.baseline is not None:
             allowed = 0.5 if args.max_drop is None else args.max_drop
             drops = check_regression(record, read_evaluation(args.baseline), allowed)
-    runs = read_runs(folders, behind, lambda line: print(line, file=sys.stderr))
+    runs = read_runs(folders, behind, say_aside)
     output = args.output or args.folders[0] / "report"
     # A run that goes on gets many reports in its own folder.
     overwrite = args.overwrite or (args.output is None and _is_ours(output))
@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
 
     with lock_folder(output), new_folder(output, overwrite) as folder:
         write_report(folder, runs, args.command_line, record)
-    print(f"report: {output / 'report.html'}, report.md, report.json")
+    say(f"report: {output / 'report.html'}, report.md, report.json")
     for drop in drops:
-        print(f"WORSE than {args.baseline}: {drop}")
+        say(f"WORSE than {args.baseline}: {drop}")
     return 1 if drops else 0
 
 

@@ -3,7 +3,8 @@
 import argparse
 
 from moh_llm.devices import check_workers
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, printable
+from moh_llm.terminal import console, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     executor_args = dict(_pair(argument) for argument in args.executor_args)
     mixture = load_mixture(args.mixture)
     tokenizer = TextTokenizer.load(args.tokenizer)
-    print(mixture.describe())
+    say(mixture.describe())
     if args.dry_run:
         _dry_run(mixture, tokenizer, Path(args.output).resolve(), args)
         return 0
@@ -64,24 +65,23 @@ def run(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
     )
     if record is None:
-        print(f"submitted to Slurm; the last job writes {args.output}/mixture.json")
+        say(f"submitted to Slurm; the last job writes {args.output}/mixture.json")
         return 0
     for name, source in record.sources.items():
         left_out = "".join(f", {count:,} {kind}" for kind in ("filtered", "bad") if (count := getattr(source, kind)))
         if (targets := source.loss_tokens) is not None:
             left_out = f", loss on {targets:,} tokens{left_out}"
-        print(
+        say(
             f"{name}: {source.tokens:,} tokens of {source.documents:,} documents, "
             f"{source.tokens_per_byte:.3f} tokens per byte{left_out}"
         )
         for example in source.bad_examples:
-            print(f"  left out: {example}")
-    print(f"{args.output}: {record.tokens:,} tokens in {record.seconds:.1f} s")
+            say(f"  left out: {example}")
+    say(f"{args.output}: {record.tokens:,} tokens in {record.seconds:.1f} s")
     return 0
 
 
 def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from moh_llm.data.sample import estimate_source, with_progress
@@ -101,18 +101,20 @@ def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
         size = "?" if None in sizes else f"{sum(s or 0 for s in sizes) / 1e6:,.1f}"
         done = sum(is_done(task) for task in own)
         tokens = "unknown" if found.tokens is None else f"{found.tokens:,}"
-        table.add_row(source.name, str(sum(len(t.files) for t in own)), size, str(len(own)), str(done), tokens)
+        table.add_row(
+            printable(source.name), str(sum(len(t.files) for t in own)), size, str(len(own)), str(done), tokens
+        )
         total += found.tokens or 0
         seconds += (found.seconds or 0) * (len(own) - done) / len(own)
-    Console().print(table)
+    console().print(table)
     left = [task for task in tasks if not is_done(task)]
     workers = count_workers(left, args.workers, args.executor, {})[0] if left else 0
-    print(
+    say(
         f"would tokenise {len(left)} of {len(tasks)} tasks into {args.output} with {tokenizer.name} "
-        f"({tokenizer.dtype.name}), executor {args.executor}\n"
+        f"({tokenizer.dtype.name}), executor {args.executor}",
         f"about {total:,.0f} tokens, "
         f"{total * tokenizer.dtype.itemsize / 1e6:,.0f} MB, {seconds:,.0f} s of tokenising on all cores of this machine"
-        + (f", {workers} at once" if workers > 0 else "")
+        + (f", {workers} at once" if workers > 0 else ""),
     )
 
 

@@ -42,6 +42,7 @@ from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.lineage import ConversionEntry
 from moh_llm.records.model import read_config
 from moh_llm.records.seal import write_seal
+from moh_llm.terminal import say_aside
 
 _BATCH_TOKENS = 2048
 QUICK_TOKENS = 2048  # what `--verify quick` reads
@@ -239,8 +240,7 @@ def restore_dense(
 def _read_records(base: BaseCheckpoint) -> FolderRecords:
     """The records in the base's folder; prints what its user should know of it."""
     records = read_records(base.folder)
-    for line in (*(f"warning: {note}" for note in base.notes), *records.lines(base.name)):
-        print(line, file=sys.stderr, flush=True)
+    say_aside(*(f"warning: {note}" for note in base.notes), *records.lines(base.name))
     return records
 
 

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from moh_llm.data.notes import note
-from moh_llm.errors import UserError, shown, shown_in, without_passwords
+from moh_llm.errors import UserError, in_unicode, shown, shown_in, without_passwords
 from moh_llm.reading import check_path, expand_home, read_yaml
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -79,8 +79,14 @@ def _check_date(text: str) -> str:
         raise ValueError("a date must be written as 2024-07-26") from error
 
 
+def _bytes_too(path: Any, check: Callable[[Any], Any]) -> Any:
+    """A path may hold bytes that are not UTF-8, which no other text may."""
+    return path if isinstance(path, str) and in_unicode(path) != path else check(path)
+
+
 _Text = Annotated[str, Field(min_length=1)]
 _Texts = Annotated[tuple[_Text, ...], BeforeValidator(_listed)]
+_Paths = Annotated[tuple[Annotated[_Text, WrapValidator(_bytes_too)], ...], BeforeValidator(_listed)]
 _Address = Annotated[_Text, AfterValidator(_check_address)]
 
 
@@ -105,7 +111,7 @@ class Source:
 
     name: str
     weight: Annotated[float, Field(gt=0, lt=1e100)]
-    files: _Texts = ()
+    files: _Paths = ()
     hub: _Text | None = None
     data_files: _Texts = ()
     revision: _Text | None = None
@@ -187,7 +193,7 @@ def mixture_from_files(files: Sequence[str], validation_share: float = Mixture.v
     sources: dict[str, Source] = {}
     for file in files:
         path = _expanded(file, Path(), f"text file {file}")
-        source = Source(file, 1.0, (path,))
+        source = Source(in_unicode(file), 1.0, (path,))
         if (known := sources.setdefault(os.path.realpath(path), source)) is not source:
             note(f"text file {file} is {known.name}, which is given, too; it is read once")
     return _normalised("files", list(sources.values()), validation_share)

@@ -1,9 +1,9 @@
 """Lines to the user about the text that is read, on standard error: each once in a process."""
 
 import os
-import sys
 
 from moh_llm.errors import without_passwords
+from moh_llm.terminal import say_aside
 
 _said: set[str] = set()
 
@@ -13,4 +13,4 @@ def note(line: str) -> None:
     line = without_passwords(line)
     if line not in _said and os.environ.get("RANK", "0") == "0":
         _said.add(line)
-        print(line, file=sys.stderr, flush=True)
+        say_aside(line)

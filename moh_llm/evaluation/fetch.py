@@ -29,6 +29,7 @@ from moh_llm.evaluation.tasks import one_line, quiet_data
 from moh_llm.files import sha256
 from moh_llm.reading import read_yaml
 from moh_llm.records.base import Record
+from moh_llm.terminal import say
 
 MANIFEST = "MANIFEST.json"
 Rows = Iterable[dict[str, Any]]
@@ -66,7 +67,7 @@ class _Refused(Exception):
     """A dataset cannot be fetched; the others are still tried."""
 
 
-def fetch(suite: Suite, folder: Path, say: Callable[[str], None] = print) -> list[str]:
+def fetch(suite: Suite, folder: Path, say: Callable[[str], None] = say) -> list[str]:
     """Download what ``suite`` reads and ``folder`` lacks; returns what could not be fetched, one line each.
 
     Each file is written in one step, and one whose bytes and commit are those of the manifest is kept. Raises

@@ -7,7 +7,6 @@ loses only itself, and the numbers are those of lm-eval's own command.
 """
 
 import gc
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import Loaded, load_tasks, require_lm_eval
 from moh_llm.records.folder import FolderRecords, read_records
 from moh_llm.records.identity import Identity, identify
+from moh_llm.terminal import say_aside
 
 
 @dataclass
@@ -73,7 +73,7 @@ def score(
     batch_size: int | str = 8,
     compute_dtype: str = "auto",
     device: str | None = None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    say: Callable[[str], None] = say_aside,
     cache: ResultCache | None = None,
     log_samples: bool = False,
     share_prefixes: bool = False,

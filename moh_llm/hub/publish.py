@@ -27,6 +27,7 @@ from moh_llm.records.identity import hash_model
 from moh_llm.records.model import read_moh_config
 from moh_llm.records.seal import NAME as SEAL
 from moh_llm.records.seal import write_seal
+from moh_llm.terminal import say
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def check_publishable(repo_id: str, lineage: Lineage, licence: str | None = None
     check_name(repo_id, find_licence(lineage, licence).id)
 
 
-def publish(options: PublishOptions, say: Callable[[str], None] = print) -> Publication:
+def publish(options: PublishOptions, say: Callable[[str], None] = say) -> Publication:
     """Check a model's folder, load it in a clean process, and upload it with its card. The folder is not changed.
 
     Code that is not this version's own is not run unless `allow_other_code` is set; without it the proof is skipped.

@@ -16,6 +16,7 @@ from moh_llm.hub.checks import CARD
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.publish import PublishOptions, check_publishable, publish
 from moh_llm.hub.secrets import redact
+from moh_llm.terminal import say
 from moh_llm.training.config import HubConfig, TrainConfig
 from moh_llm.training.runs import check_converted
 
@@ -45,7 +46,7 @@ def write_run_card(config: TrainConfig) -> None:
         try:
             card.write_local_card(model)
         except UserError as error:
-            print(f"{model / CARD} was not written: {error}")
+            say(f"{model / CARD} was not written: {error}")
 
 
 def run_options(hub: HubConfig, run: Path, revision: str | None = None) -> PublishOptions:
@@ -73,7 +74,7 @@ class MilestonePushes:
         say: prints one line.
     """
 
-    def __init__(self, hub: HubConfig, say: Callable[[str], None] = print):
+    def __init__(self, hub: HubConfig, say: Callable[[str], None] = say):
         self._hub, self._say = hub, say
         self._added: set[Path] = set()
         self._waiting: list[Path] = []

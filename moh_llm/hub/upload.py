@@ -14,6 +14,7 @@ from moh_llm.hub.checks import CARD, RECORDS, scrub_json
 from moh_llm.hub.secrets import redact
 from moh_llm.locking import lock_folder
 from moh_llm.reading import read_json
+from moh_llm.terminal import say
 
 # Files of an earlier upload that would be loaded beside, or instead of, the new ones.
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
@@ -117,7 +118,7 @@ def push(
     token: str,
     private: bool = False,
     revision: str | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = say,
 ) -> tuple[str, str]:
     """Upload a folder in one commit; create repository and branch if absent.
 

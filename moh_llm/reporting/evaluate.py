@@ -6,7 +6,6 @@ This module is above `moh_llm.evaluation`, which scores, because it also writes 
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from moh_llm.reporting.evaluations import models_of, runs_behind
 from moh_llm.reporting.libraries import require_matplotlib
 from moh_llm.reporting.report import write_report
 from moh_llm.reporting.runs import read_runs
+from moh_llm.terminal import say_aside
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,7 @@ class Evaluation:
         return {label: found["error"] for label, found in self.record.analysis.items() if "error" in found}
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def evaluate(options: EvaluationOptions, say: Callable[[str], None] = _say) -> Evaluation:
+def evaluate(options: EvaluationOptions, say: Callable[[str], None] = say_aside) -> Evaluation:
     """Score models on a suite, analyse their heads, and write the report.
 
     A benchmark or an analysis that fails is part of the result. Finished benchmarks are kept in OUTPUT.partial until

@@ -13,6 +13,7 @@ from moh_llm.reading import parse_json
 from moh_llm.records.lineage import REFERENCES, ReferenceKind
 from moh_llm.records.run import LogLine, Routing, RunRecord, Scores
 from moh_llm.reporting.evaluations import names_of
+from moh_llm.terminal import say
 from moh_llm.training.config import TrainConfig
 
 Record = dict[str, Any]
@@ -117,7 +118,7 @@ class TrainingRun:
 
 
 def read_runs(
-    folders: Sequence[Path], behind: Sequence[Path] = (), say: Callable[[str], None] = print
+    folders: Sequence[Path], behind: Sequence[Path] = (), say: Callable[[str], None] = say
 ) -> list[TrainingRun]:
     """Read the runs of some folders. Each is named by the end of its path that sets it apart.
 

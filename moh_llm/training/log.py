@@ -13,13 +13,13 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from moh_llm.claims.training import held_out_scores
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, printable
 from moh_llm.records.run import LogLine, Routing, Timing
+from moh_llm.terminal import console
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import StepLosses
 
@@ -104,7 +104,7 @@ class ProgressLine:
     """
 
     def __init__(self, done: int, total: int):
-        self._console = Console(highlight=False)
+        self._console = console()
         self._console.soft_wrap = not self._console.is_terminal  # in a file a line stays one
         # Step and time left are always whole; of the rate and the numbers, the first ones that fit are shown.
         rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -113,7 +113,7 @@ class ProgressLine:
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             BarColumn(bar_width=10),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
-            TextColumn("{task.fields[state]}", table_column=rest),
+            TextColumn("{task.fields[state]}", markup=False, table_column=rest),
             console=self._console,
             expand=True,
             disable=not self._console.is_terminal,
@@ -154,7 +154,7 @@ class ProgressLine:
         self._say(f"step {step}/{self._total}  {state}  {left:.0f} s left")
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(printable(text))
 
 
 PROJECT = "moh-llm"

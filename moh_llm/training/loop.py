@@ -28,6 +28,7 @@ from moh_llm.records.identity import hash_model
 from moh_llm.records.run import CheckpointRecord, LogLine, RunRecord, Scores
 from moh_llm.records.seal import NAME as SEAL
 from moh_llm.records.seal import mark_files
+from moh_llm.terminal import say
 from moh_llm.training import networks
 from moh_llm.training.checkpoint_writer import CheckpointWriter
 from moh_llm.training.checkpoints import checkpoint_folder, is_to_be_finished_anew, load_checkpoint, newest_checkpoint
@@ -59,7 +60,7 @@ from moh_llm.training.step import DivergenceWatch, accumulate_gradients
 def train(
     config: TrainConfig,
     overwrite: bool = False,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = say,
     on_milestone: Callable[[Path], None] = lambda folder: None,
     on_finish: Callable[[RunRecord], None] = lambda record: None,
 ) -> RunRecord:
