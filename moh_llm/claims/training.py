@@ -74,10 +74,10 @@ def weights_changed(entry: RunEntry) -> Claim:
         for when in ("began_with", "made")
         for part in ("dense", "routing")
     }
-    parts = {"dense": "dense weights", "routing": "routers or fallbacks"}
+    by_lora = f" (by LoRA of rank {entry.lora_rank})" if entry.lora_rank is not None else ""
+    parts = {"dense": f"dense weights{by_lora}", "routing": "routers or fallbacks"}
     changed = [name for part, name in parts.items() if getattr(entry.began_with, part) != getattr(entry.made, part)]
-    how = f", by LoRA of rank {entry.lora_rank}" if entry.lora_rank is not None else ""
-    return Claim("weights_changed", figures, f"changed: {' and '.join(changed) or 'nothing'}{how}")
+    return Claim("weights_changed", figures, f"changed: {' and '.join(changed) or 'nothing'}")
 
 
 def weights_trained(parameters: Mapping[str, int] | None, recipe: Mapping[str, Any]) -> Claim:

@@ -90,12 +90,14 @@ def check_full_card(output):
     assert parts | {"Benchmarks", "Head plan", "Base model and licence", "Efficiency"} <= set(sections)
     assert not re.search(r"\b(None|nan|inf)\b|[Nn]ot (on record|proven|measured|finished)|No benchmark", card)
     data = ModelCard(card).data
-    assert (data.license, data.language, data.model_name) == ("apache-2.0", ["en"], "toy")
+    assert (data.license, data.language) == ("apache-2.0", ["en"])
+    # Its thirty items are no benchmark, so the Hub gets no result.
+    assert data.eval_results is None and "Not in the card's model-index" in sections["Benchmarks"]
     rows = json.loads((output / "report" / "report.json").read_text())["benchmarks"]
-    assert {(r.dataset_config, r.dataset_split): r.metric_value for r in data.eval_results} == {
-        (row["dataset_config"], row["eval_split"]): row["scores"]["model"]["value"] for row in rows
-    }
-    assert len(rows) == len(data.eval_results) == 3
+    assert len(rows) == 3
+    for row in rows:
+        assert f"| {row['name']} | {row['shots']} |" in sections["Benchmarks"]
+        assert f"{row['scores']['model']['value']:.1f}" in sections["Benchmarks"]
 
 
 def test_its_own_base_names_licence_and_language():

@@ -21,7 +21,7 @@ def _log_lines(steps: int, every: int, scale: float) -> list[Line]:
             kl = scale / (step + 1)
             line |= {"loss": kl + 0.01, "kl": kl, "cross_entropy": 3 + math.sin(step * scale), "balance_loss": 1.0}
             line |= {"learning_rate": 1e-4 / step, "router_learning_rate": 1e-3 / step, "gradient_norm": 1 + kl}
-            line |= {"tokens": step * TOKENS, "active_heads": 2.0}
+            line |= {"tokens": step * TOKENS, "heads_asked": 2.0, "heads_read": 2.5}
             line["timing"] = {"seconds": 0.25 * step, "tokens_per_second": 100.0 + step}
         if step % every == 0:
             ratio = 1 + scale / (step + 1)

@@ -118,7 +118,11 @@ def card_of(run: Path) -> str:
     return (run / "model" / "README.md").read_text()
 
 
-METHODS = {"": "all weights", "--lora.rank 4": "LoRA of rank 4", "--freeze_base true": "routers and fallbacks"}
+METHODS = {
+    "": "dense weights and routers or fallbacks",
+    "--lora.rank 4": "dense weights (by LoRA of rank 4) and routers or fallbacks",
+    "--freeze_base true": "routers or fallbacks",
+}
 
 
 @pytest.mark.slow
@@ -146,14 +150,14 @@ def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, metho
     sections, card = check_card(card_of(two)), card_of(two)
     assert [line for line in sections["Lineage"].split("\n") if line.startswith("|")][2:] == [
         "| conversion | of llama | - | - |  |  |",
-        "| run 1 | distillation, teacher: the base; all weights | 512 | 4 | `mixture` | 0 |",
-        f"| run 2 | distillation, teacher: the base; {weights} | 256 | 2 | `mixture` | 7 |",
+        f"| run 1 | distillation, teacher: the base; changed: {METHODS['']} | 512 | 4 | `mixture` | 0 |",
+        f"| run 2 | distillation, teacher: the base; changed: {weights} | 256 | 2 | `mixture` | 7 |",
     ]
     assert "768 training tokens in all." in sections["Lineage"] and "not on record" not in sections["Lineage"]
     ratio = found["perplexity"] / found["reference_perplexity"]
     assert f"Tuned on 768 tokens in 2 runs, it has {ratio:.4f} times the perplexity of its base, on held-out" in card
     proof = sections["Conversion proof"]
-    assert "When it was converted, with every head on each layer's output equalled the base's bit for bit" in proof
+    assert "When it was converted, with every head on, each layer's output equalled the base's bit for bit" in proof
     assert f"with every head on, it has KL {found['all_heads']['kl']:#.3g} nats per token to the base" in proof
     assert "equals" not in proof
     assert "Ratio of perplexities and KL (nats per token): to the base." in sections["Recovery"]
@@ -168,7 +172,7 @@ def test_the_first_run_is_against_the_base_that_the_model_is(place: Path, tune: 
     assert read_record(place / "again")["evaluation"] == read_record(place / "run1")["evaluation"]
     # The converted model's own card claims equality of itself, in the present.
     untuned = check_card(build_card(place / "moh", None))
-    assert "With every head on, each layer's output equals the base's bit for bit" in untuned["Conversion proof"]
+    assert "with every head on, each layer's output equalled the base's bit for bit" in untuned["Conversion proof"]
     assert "Lineage" not in untuned
     # Weights that are not as they were converted are not taken for the base's.
     shards = [shard for shard in (place / "moh").glob("*.safetensors") if "model.norm.weight" in load_file(shard)]
@@ -183,7 +187,7 @@ def test_weights_that_were_changed_between_runs_are_told(place: Path, tune: Any)
     save_file(weights | {"model.norm.weight": weights["model.norm.weight"] + 1}, one / "model" / "model.safetensors")
     tune(one / "model", two, "--max_steps", "1", "--objective.kind", "cross_entropy")
     lineage = check_card(card_of(two))["Lineage"]
-    assert "| run 2 | cross-entropy on the text; all weights | 128 | 1 |" in lineage
+    assert f"| run 2 | cross-entropy on the text; changed: {METHODS['']} | 128 | 1 |" in lineage
     assert "**What was done to the weights before run 2 is not on record in full.**" in lineage
 
 
@@ -300,7 +304,7 @@ def test_the_floor_is_what_precision_alone_leaves(place: Path, tune: Any) -> Non
     assert said.count(f", floor {floor:.2g}") == 2  # step 0, and the saved model
     recovery = check_card(card_of(run))["Recovery"]
     assert f"KL was {floor:#.2g}, which the precisions of student and teacher alone leave" in recovery
-    assert "The saved model and what it is compared with were scored in bfloat16" in recovery
+    assert "The saved model and the base were scored in bfloat16" in recovery
 
 
 def test_a_tuned_model_that_is_converted_again_keeps_its_history(

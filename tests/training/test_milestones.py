@@ -57,7 +57,7 @@ def test_a_milestone_reads_as_a_run_that_ended_there(configure):
     assert {tensor.dtype for tensor in weights_of(milestone / "model").values()} == {torch.bfloat16}
     card = build_card(milestone / "model", "org/moh", licence="mit")
     assert "The run has not finished" in card and "| steps | 4 of 6, each 4 sequences of 32 tokens |" in card
-    assert "No tuning is on record" not in card and "saved model" not in card
+    assert "No training since" not in card and "saved model" not in card
 
 
 @pytest.mark.slow
