@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from records import warnings
+from safetensors.torch import load_file, save_file
 
 from moh_llm.conversion.convert import ConversionOptions, convert
 from moh_llm.conversion.plan import PlanOptions
@@ -46,6 +48,40 @@ def test_a_folder_that_is_not_whole(model: Path, files: str, damage: Callable[[P
         damage(file)
     with pytest.raises(UserError, match=message):
         check_model(str(model))
+
+
+def _change(
+    model: Path, tensors: Callable[[dict[str, torch.Tensor]], object] = lambda held: None, **fields: object
+) -> None:
+    held = load_file(model / "model.safetensors")
+    tensors(held)
+    save_file(held, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | fields))
+
+
+def test_weights_that_transformers_would_make_up(model: Path) -> None:
+    _change(model, attention_bias=True)
+    with pytest.raises(UserError, match=r"the weights lack model\.layers\.0\.self_attn\.k_proj\.bias"):
+        check_model(str(model))
+    _change(model, lambda held: held.pop("model.norm.weight"), attention_bias=False)
+    with pytest.raises(UserError, match=r"the weights lack model\.norm\.weight"):
+        check_model(str(model))
+
+
+def test_an_adapter_is_not_scored_as_the_model(model: Path) -> None:
+    (model / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds an adapter"):
+        check_model(str(model))
+    (model / "config.json").unlink()  # and nothing else
+    with pytest.raises(UserError, match=r"holds an adapter"):
+        check_model(str(model))
+
+
+def test_tensors_and_settings_that_transformers_ignores_are_no_reason_to_refuse(model: Path) -> None:
+    extra = {"model.layers.0.self_attn.k_scale": torch.ones(())}
+    _change(model, lambda held: held.update(extra), return_dict=False, _attn_implementation="flash_attention_2")
+    check_model(str(model))
 
 
 def test_neither_folder_nor_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,19 @@ def test_files_that_are_not_part_of_a_model(folder, name, says):
     assert problem.startswith(name.partition("/")[0]) and says in problem
 
 
+def test_an_index_that_nobody_reads(folder):
+    """transformers prefers a single file to an index beside it, other libraries the index."""
+    index = json.loads((folder / INDEX_NAME).read_text())
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    shards = sorted(set(index["weight_map"].values()))
+    assert [problem.partition(":")[0] for problem in _found(folder)] == [*shards, INDEX_NAME]
+    for shard in shards:
+        (folder / shard).unlink()
+    (folder / INDEX_NAME).unlink()
+    assert _found(folder) == []
+
+
 def test_files_that_are_part_of_a_model_or_hidden(folder):
     for name in ("LICENSE", "NOTICE", "USE_POLICY.md", "merges.txt", "tokenizer.model", ".gitattributes"):
         (folder / name).write_text("x")
