@@ -1,11 +1,16 @@
 """The same promises on a CUDA device."""
 
+import importlib
+
 import pytest
 import torch
+from transformers import DynamicCache, StaticCache
+from transformers.utils import is_flash_attn_2_available
 
 from moh_llm.kernels.head_sparse import head_sparse_attention
 from moh_llm.kernels.head_sparse_decoding import head_sparse_decoding
 from moh_llm.kernels.head_sparse_kernels import selected_positions
+from tests.modeling import test_masks as masks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -77,3 +82,94 @@ def test_lists_compile_as_one_graph():
     (rows, counts, before), (_, *expected) = compiled(gate), selected_positions(gate)
     assert torch.equal(counts, expected[0]) and torch.equal(before, expected[1])
     assert rows.shape == before.shape
+
+
+FLASH = pytest.mark.skipif(not is_flash_attn_2_available(), reason="needs flash-attn")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", masks.PLANS)
+@pytest.mark.parametrize(
+    "implementation", ["sdpa", "eager", "moh_sparse", pytest.param("flash_attention_2", marks=FLASH)]
+)
+def test_padding_wherever_it_is_is_not_there(make_pair, name, implementation):
+    if implementation == "moh_sparse":
+        pytest.importorskip("triton")
+        importlib.import_module("moh_llm.kernels")
+    _, moh = make_pair(dtype=torch.float64, **{"num_shared_heads": 1, "num_active_heads": 2} | masks.PLANS[name])
+    mask, ids = masks.padding(), masks.some_ids()
+    given = {"attention_mask": mask, "position_ids": masks.counted(mask)}
+    shown, tolerance = mask.bool(), 1e-3
+    expected = moh(ids, **given).logits[shown].float()
+    moh.cuda().float()
+    if implementation == "flash_attention_2":  # float16 and bfloat16 alone; close calls of routers differ
+        moh.half()
+        tolerance = 0.1 * expected.norm() / expected.numel() ** 0.5
+    moh.set_attn_implementation(implementation)
+    cuda = {key: tensor.cuda() for key, tensor in given.items()}
+
+    def check(found: torch.Tensor) -> None:
+        error = (found.float().cpu()[shown] - expected).abs()
+        assert (error.mean() if implementation == "flash_attention_2" else error.max()) < tolerance
+
+    check(moh(ids.cuda(), **cuda).logits)
+    check(moh(ids.cuda(), **cuda | {"attention_mask": mask}).logits)  # which is on the CPU
+    caches = [DynamicCache(config=moh.config)]
+    if implementation in ("sdpa", "eager"):
+        caches.append(StaticCache(moh.config, max_cache_len=30))
+    if implementation == "sdpa":
+        caches.append(moh.make_cache())
+    for cache in caches:
+        check(masks.in_chunks(moh, ids.cuda(), mask.cuda(), [10, 12, 1, 1], cache))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", masks.FOUR_DIMS)
+@pytest.mark.parametrize("name", ["paper", "value", "local", "start", "fixed groups"])
+def test_masks_of_ones_own(make_pair, name, kind, implementation):
+    dense, moh = make_pair(**{"num_shared_heads": 1, "num_active_heads": 2} | masks.PLANS[name])
+    seen, bias = masks.four_dims(kind, 4)
+    mask = (torch.zeros(seen.shape) if bias is None else bias).masked_fill(~seen, -1e9)
+    ids, sees = masks.some_ids(), seen.any(-1).all(1)
+    expected = moh(ids, attention_mask=mask, use_cache=False).logits
+    for model in (dense.cuda(), moh.cuda()):
+        model.set_attn_implementation(implementation)
+    given = {"input_ids": ids.cuda(), "attention_mask": mask.cuda(), "use_cache": False}
+    found = moh(**given).logits.cpu()
+    torch.testing.assert_close(found[sees], expected[sees], atol=1e-3, rtol=1e-3)
+    with moh.all_heads_active():
+        assert torch.equal(moh(**given).logits, dense(**given).logits)
+
+
+@pytest.mark.parametrize("name", ["paper", "value", "local", "start", "fixed groups"])
+def test_gradients_with_holes(make_pair, name):
+    _, moh = make_pair(**{"num_shared_heads": 1, "num_active_heads": 2} | masks.PLANS[name])
+    mask, ids = masks.padding(), masks.some_ids()
+    labels = ids.masked_fill(mask == 0, -100)
+    found = []
+    for device in ("cpu", "cuda"):
+        moh.to(device).zero_grad()
+        given = {"attention_mask": mask, "position_ids": masks.counted(mask), "input_ids": ids, "labels": labels}
+        moh(**{key: tensor.to(device) for key, tensor in given.items()}, use_cache=False).loss.backward()
+        grads = {name: weight.grad for name, weight in moh.named_parameters() if weight.grad is not None}
+        found.append({name: grad.to("cpu", copy=True) for name, grad in grads.items()})
+    assert found[0].keys() == found[1].keys()
+    for key, gradient in found[0].items():
+        assert (found[1][key] - gradient).norm() <= 1e-2 * gradient.norm() + 1e-6, key
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}, {"moh": True}], ids=str)
+@pytest.mark.parametrize("name", ["value", "local"])
+def test_generation_after_turns_of_different_lengths(make_pair, name, settings):
+    """With a static cache transformers compiles the steps."""
+    _, moh = make_pair(**{"num_shared_heads": 1, "num_active_heads": 2} | masks.PLANS[name])
+    common = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    rows = [0, 1, 4, 5, 7]  # whose last token is no padding
+    mask, ids = masks.padding()[rows].cuda(), masks.some_ids()[rows].cuda()
+    moh, settings = moh.cuda(), dict(settings)
+    more = {"past_key_values": moh.make_cache()} if settings.pop("moh", False) else {}
+    together = moh.generate(ids, attention_mask=mask, **common, **settings, **more)[:, -6:]
+    for row in range(len(rows)):
+        alone = moh.generate(ids[row, mask[row].bool()][None], **common)[0, -6:]
+        assert torch.equal(together[row], alone)

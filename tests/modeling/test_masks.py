@@ -63,9 +63,13 @@ def make(make_pair) -> Callable:
     return make
 
 
+def some_ids() -> torch.Tensor:
+    return torch.randint(1, 257, (len(ROWS), LENGTH), generator=torch.Generator().manual_seed(0))
+
+
 @pytest.fixture
 def ids() -> torch.Tensor:
-    return torch.randint(1, 257, (len(ROWS), LENGTH), generator=torch.Generator().manual_seed(0))
+    return some_ids()
 
 
 def loop(moh, ids: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, bias=None) -> torch.Tensor:
