@@ -88,7 +88,7 @@ def calibration_part(
         UserError: a source has too little text.
     """
     wanted = (seed + 1) * (tokens + len(mixture.sources) * length) if seed else tokens
-    sources = sample_mixture(mixture, tokenizer, wanted, DEFAULT.heldout_tokens, length if length >= LONG else None)
+    sources = sample_mixture(mixture, tokenizer, wanted, 1, length if length >= LONG else None)
     for number, source in enumerate(sources if seed else []):
         width = max(1, round(tokens * source.weight / length)) * length  # as `calibration_batches` counts
         if (seed + 1) * width > len(source.train):

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
     if steps < 2:
         raise UserError(f"--tokens {args.tokens} make {steps} steps of {args.context * args.batch} tokens; raise it")
     # All that a run may read, whatever methods are named: the order of the sequences depends on how many there are.
-    sources = sample_mixture(mixture, tokenizer, 2 * args.tokens, args.held_out_tokens)
+    sources = sample_mixture(mixture, tokenizer, 2 * args.tokens, args.held_out_tokens, window=args.context)
     batches = validation_batches(sources, args.context, args.held_out_tokens, args.batch)
     record = opened(args, text_tokenizer, batches, sources)
     for name in names:

@@ -70,7 +70,7 @@ def convert(
     calibration: PathLike | Sequence[PathLike] | None = None,
     context: int = 8192,
     calibration_tokens: int = 24576,
-    heldout_tokens: int = 8192,
+    heldout_tokens: int | None = None,
     verify: Literal["full", "quick", "none"] = "full",
     tokenizer: PathLike | None = None,
     new_embeddings: Literal["mean", "pieces"] | None = None,
@@ -107,7 +107,7 @@ def convert(
         calibration: text files, or one mixture (.yaml), to fit and verify on (default: what Python itself ships).
         context: tokens in a sequence of the text, at most what the base was made for.
         calibration_tokens: tokens to fit on.
-        heldout_tokens: tokens to verify on.
+        heldout_tokens: tokens to verify on, the first ones of each document (default: those of 64 documents).
         verify: "quick" reads 2,048 held-out tokens, "none" verifies nothing.
         tokenizer: folder or Hub id of a tokenizer that has the base's tokens, with their ids, and new ones (default:
             the base's own).
@@ -142,7 +142,7 @@ def convert(
 
     counts = {"context": context, "calibration-tokens": calibration_tokens, "heldout-tokens": heldout_tokens}
     for name, tokens in counts.items():
-        if tokens < 1:
+        if tokens is not None and tokens < 1:
             raise UserError(f"--{name} {tokens} must be at least 1")
     if dtype and link:
         raise UserError("--link keeps the base's bytes and --dtype changes them; drop one")

@@ -68,12 +68,12 @@ class Comparison:
 
     @cached_property
     def ratio_interval(self) -> Interval | None:
-        """95 % interval of `perplexity_ratio`; None with fewer than two documents."""
+        """95 % interval of `perplexity_ratio`; None with too few documents (`moh_llm.intervals.LEAST`)."""
         return interval([self.sums], perplexity_ratios)
 
     @cached_property
     def kl_interval(self) -> Interval | None:
-        """95 % interval of `kl`; None with fewer than two documents."""
+        """95 % interval of `kl`; None with too few documents (`moh_llm.intervals.LEAST`)."""
         return interval([self.sums], kls)
 
     @cached_property

@@ -53,7 +53,7 @@ def test_figures_are_their_definitions():
     # Document 2 has one token, at a window's beginning, which nothing predicts.
     assert model.documents == 4
     np.testing.assert_allclose(model.sums, by_document[[0, 1, 3, 4]], rtol=1e-5)
-    assert same.ratio_interval == [1, 1] and same.kl_interval == [0, 0]
+    assert same.ratio_interval is None  # too few documents
 
 
 def drawn(documents: int, tokens: int = 50, seed: int = 0) -> Comparison:

@@ -76,7 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context", type=int, default=8192, metavar="N", help="tokens in a sequence, or the base's (default: 8192)"
     )
     text.add_argument("--calibration-tokens", type=int, default=24576, metavar="N", help="tokens to fit on")
-    text.add_argument("--heldout-tokens", type=int, default=8192, metavar="N", help="held-out tokens to verify on")
+    text.add_argument(
+        "--heldout-tokens",
+        type=int,
+        metavar="N",
+        help="held-out tokens to verify on, the first ones of each document (default: those of 64 documents)",
+    )
     text.add_argument(
         "--verify", choices=["full", "quick", "none"], default="full", help="quick: on 2,048 tokens; none: no proof"
     )

@@ -27,7 +27,7 @@ from moh_llm.data.mixture import EMBEDDED, Mixture
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.tokenizer import open_tokenizer
-from moh_llm.data.windows import fixed_batches, validation_batches
+from moh_llm.data.windows import fixed_batches, held_out_tokens, validation_batches
 from moh_llm.devices import check_disk, check_memory, choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
@@ -60,7 +60,8 @@ class ConversionOptions:
         plan: which heads, which router.
         calibration: text to fit the router on and, its held-out part, to verify on.
         context: tokens in a sequence of calibration and verification, at most what the base was made for.
-        calibration_tokens, heldout_tokens: how much of it.
+        calibration_tokens, heldout_tokens: how much of it; of held-out text None is windows of 64 documents
+            (`held_out_tokens`).
         verify: "full" reads all held-out tokens, "quick" the first 2,048, "none" proves nothing.
         tokenizer: folder or Hub id of a tokenizer with more tokens than the base's (`plan_widening`); None: the base's.
         new_embeddings: "mean" or "pieces", how rows of new tokens are made.
@@ -78,7 +79,7 @@ class ConversionOptions:
     calibration: Mixture = EMBEDDED
     context: int = LONGEST
     calibration_tokens: int = 24576
-    heldout_tokens: int = 8192
+    heldout_tokens: int | None = None
     verify: str = "full"
     tokenizer: str | None = None
     new_embeddings: str = "pieces"
@@ -106,7 +107,10 @@ def convert(options: ConversionOptions) -> Conversion:
     length = min(options.context, base.config.max_position_embeddings)
     plan = dataclasses.replace(options.plan, context=length)
     shared_and_active(plan, base.config)  # impossible counts fail before anything runs
-    _check_machine(options, base)
+    wanted = options.heldout_tokens or held_out_tokens(length)
+    if options.verify == "quick":
+        wanted = min(wanted, QUICK_TOKENS)
+    _check_machine(options, base, 0 if options.verify == "none" else wanted)
     widening = None
     if options.tokenizer is not None:
         widening = plan_widening(base, options.tokenizer, options.new_embeddings, options.pad_to_multiple_of)
@@ -114,12 +118,9 @@ def convert(options: ConversionOptions) -> Conversion:
     if reads_text:
         tokenizer = widening.tokenizer if widening else open_tokenizer(base.folder, base.config.vocab_size)
         long = length if length >= LONG else None
-        sources = sample_mixture(
-            options.calibration, tokenizer, options.calibration_tokens, options.heldout_tokens, long
-        )
+        sources = sample_mixture(options.calibration, tokenizer, options.calibration_tokens, wanted, long, length)
     held_out: list[Batch] = []
     if options.verify != "none":
-        wanted = min(options.heldout_tokens, QUICK_TOKENS) if options.verify == "quick" else options.heldout_tokens
         held_out = validation_batches(sources, length, wanted, rows_of(length))
 
     with lock_folder(options.output), new_folder(options.output, options.overwrite) as folder:
@@ -255,19 +256,19 @@ def rows_of(length: int) -> int:
     return max(1, _BATCH_TOKENS // length)
 
 
-def _check_machine(options: ConversionOptions, base: BaseCheckpoint) -> None:
+def _check_machine(options: ConversionOptions, base: BaseCheckpoint, heldout_tokens: int) -> None:
     """Raise UserError where one layer's activations do not fit into memory, or all hidden states onto the disk."""
     calibration = options.calibration_tokens if options.plan.needs_calibration else 0
-    heldout = 0 if options.verify == "none" else options.heldout_tokens
-    tokens, what, flag = max(
-        (calibration, "calibration", "--calibration-tokens"), (heldout, "verification", "--heldout-tokens")
-    )
-    if not tokens:
-        return
-    what, way_out = f"{what} on {tokens:,} tokens", f"take fewer ({flag})"
-    states = 4 * base.config.hidden_size * tokens
-    check_memory(2 * states, what, way_out)  # hidden states and their gradients
-    check_disk(states * base.config.num_hidden_layers // 2, options.output, what, way_out)
+    state = 4 * base.config.hidden_size  # bytes of a token
+    if heldout_tokens:  # hidden states of both models
+        check_memory(
+            2 * state * heldout_tokens, f"verification on {heldout_tokens:,} tokens", "take fewer (--heldout-tokens)"
+        )
+    if calibration:
+        what, way_out = f"calibration on {calibration:,} tokens", "take fewer (--calibration-tokens)"
+        check_memory(2 * state * calibration, what, way_out)  # hidden states and their gradients
+        layers = base.config.num_hidden_layers
+        check_disk(state * calibration * layers // 2, options.output, what, way_out)
 
 
 def calibration_batches(sources: Sequence[TokenizedSource], length: int, tokens: int) -> list[Batch]:

@@ -15,9 +15,11 @@ from moh_llm.data.mixture import Mixture, Source
 from moh_llm.data.records import check_filters, source_documents
 from moh_llm.data.shards import Shard, TokenizedSource, TokenStream, split_tail
 from moh_llm.data.tokenizer import TextTokenizer, is_held_out
+from moh_llm.data.windows import SHORTER, whole_windows
 
 _SLACK = 1024  # tokens more than a share, so that a share rounded up to full windows is there, too
 _SEARCHED = 32  # times what is asked for, how many tokens are read to find long documents
+_PASSED = 1 << 28  # characters of text for training that are passed over, at most, in search of held-out documents
 _SAMPLE = 2 << 20  # bytes of text that an estimate tokenises
 
 # A document's token ids, and which of them the loss is taken on; None: all.
@@ -30,6 +32,7 @@ def sample_mixture(
     train_tokens: int | None = None,
     validation_tokens: int | None = None,
     long: int | None = None,
+    window: int | None = None,
 ) -> list[TokenizedSource]:
     """Tokenise the beginning of each of a mixture's sources.
 
@@ -40,48 +43,87 @@ def sample_mixture(
     Args:
         mixture: the sources and their weights.
         tokenizer: a Hugging Face tokenizer.
-        train_tokens, validation_tokens: stop reading a source once it has its weight's share of
-            both; by default everything is read.
+        train_tokens, validation_tokens: stop reading a source once it has its weight's share of both, and more of the
+            second where other sources have less; by default everything is read.
         long: take the first `long` tokens of documents that have as many, and others after these only. The
             beginning of a source is searched for them, some 32 times what is asked for.
+        window: how many tokens of a held-out document count for `validation_tokens` (`validation_batches`); None: all.
+            Text for training that is no longer asked for is passed over meanwhile, up to 2^28 characters.
 
     Raises:
         UserError: unreadable text, or a source without any.
     """
-    text_tokenizer = TextTokenizer.of(tokenizer)
-    sources = []
+    text_tokenizer, found = TextTokenizer.of(tokenizer), []
+    wanted = math.inf if validation_tokens is None else validation_tokens
+
+    def sample(source: Source, held_out: float) -> tuple[TokenizedSource, int]:
+        train = math.inf if train_tokens is None else train_tokens * source.weight + _SLACK
+        whole = math.inf if validation_tokens is None else whole_windows(long or 0, validation_tokens)
+        long_held_out = min(held_out, (long or 0) * whole * source.weight + _SLACK) if long else 0.0
+        limits = _Limits(train, held_out, long_held_out, long, min(window, SHORTER) if window else None)
+        return _sample_source(source, text_tokenizer, mixture.validation_share, limits)
+
     for source in mixture.sources:
-        limits = [math.inf if n is None else n * source.weight + _SLACK for n in (train_tokens, validation_tokens)]
-        sources.append(_sample_source(source, text_tokenizer, mixture.validation_share, *limits, long))
-    return sources
+        found.append(sample(source, wanted * source.weight + _SLACK))
+    if sum(tokens for _, tokens in found) < wanted < math.inf:  # some sources end early: others make up for them
+        for number, source in enumerate(mixture.sources):
+            if found[number][1] >= wanted * source.weight + _SLACK:
+                found[number] = sample(source, wanted)
+    return [source for source, _ in found]
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """When to stop reading a source.
+
+    Attributes:
+        train, held_out: tokens of each side; of training only those of long documents count, where some are wanted.
+        long_held_out: held-out tokens of long documents.
+        long: tokens of a long document; None: documents are all alike.
+        window: how many tokens of a held-out document count; None: all.
+    """
+
+    train: float
+    held_out: float
+    long_held_out: float
+    long: int | None
+    window: int | None
 
 
 def _sample_source(
-    source: Source,
-    tokenizer: TextTokenizer,
-    validation_share: float,
-    train_limit: float,
-    validation_limit: float,
-    long: int | None,
-) -> TokenizedSource:
+    source: Source, tokenizer: TextTokenizer, validation_share: float, limits: _Limits
+) -> tuple[TokenizedSource, int]:
+    """A source's beginning, and how many of its held-out tokens count."""
     pieces: dict[bool, list[_Piece]] = {False: [], True: []}  # by whether the document is held out
     short: dict[bool, list[_Piece]] = {False: [], True: []}  # likewise, of documents that are not long
-    lengths, searched = {False: 0, True: 0}, 0
+    long, lengths, searched, held_out_tokens = limits.long, {False: 0, True: 0}, 0, 0
     reading = Reading(advice="correct it, or leave the file out")
-    documents = source_documents(source, reading=reading, template=tokenizer.chat)
+
+    def wanted() -> Iterator[tuple[str, str]]:
+        """All documents; once there is enough for training, the held-out ones, after the first of these."""
+        passed = 0
+        for group, text in source_documents(source, reading=reading, template=tokenizer.chat):
+            if lengths[False] < limits.train or not held_out_tokens or is_held_out(group, validation_share):
+                yield group, text
+            elif (passed := passed + len(text)) > _PASSED:
+                return
+
     with tqdm(desc=f"tokenize {source.name[-40:]}", unit="token", unit_scale=True, leave=False) as bar:
-        for group, ids, targets in tokenizer.encode_grouped(documents):
+        for group, ids, targets in tokenizer.encode_grouped(wanted()):
             held_out = is_held_out(group, validation_share)
             bar.update(len(ids))
             searched += len(ids)
+            if held_out:
+                held_out_tokens += len(ids[: limits.window])
             if long and len(ids) < long:
                 short[held_out].append((ids, targets))
             else:
                 pieces[held_out].append((ids[:long], None if targets is None else targets[:long]))
                 lengths[held_out] += len(ids[:long])
-            if lengths[False] >= train_limit and lengths[True] >= validation_limit:
+            enough = held_out_tokens >= limits.held_out and lengths[True] >= limits.long_held_out
+            if lengths[False] >= limits.train and enough:
                 break
-            if long and searched >= _SEARCHED * (train_limit + validation_limit):
+            if long and searched >= _SEARCHED * (limits.train + limits.long_held_out):
                 break
         else:
             check_filters(source, reading, empty=not searched)
@@ -89,7 +131,7 @@ def _sample_source(
     train, validation = (TokenStream.of([_shard(pieces[side])]) for side in (False, True))
     if not len(train) or not len(validation):
         train, validation = split_tail(train if len(train) else validation, validation_share)
-    return TokenizedSource(source.name, source.weight, train, validation, source.max_epochs)
+    return TokenizedSource(source.name, source.weight, train, validation, source.max_epochs), held_out_tokens
 
 
 def _shard(pieces: Sequence[_Piece]) -> Shard:

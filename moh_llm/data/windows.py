@@ -1,12 +1,20 @@
 """Windows of tokens as batches: input ids, positions and labels that keep documents apart."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from moh_llm.data.shards import TokenizedSource, TokenStream
 from moh_llm.errors import UserError
+
+DOCUMENTS = 64  # that held-out text has at least, where there are as many
+SHORTER, WHOLE = 2048, 8  # of longer contexts: tokens of most windows, and how many have the whole context
+_IGNORED = -100  # label of a token that the loss is not taken on
+_BLOCK = 1 << 16  # tokens that are read at once in search of documents
+
+Window = tuple[np.ndarray, np.ndarray, np.ndarray]  # of `window`: ids, positions within documents, labels
 
 
 def window(stream: TokenStream, start: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -20,9 +28,9 @@ def window(stream: TokenStream, start: int, length: int) -> tuple[np.ndarray, np
     origin[begins] = begins
     positions = np.arange(length) - np.maximum.accumulate(origin)
     labels = ids.copy()
-    labels[begins] = -100
+    labels[begins] = _IGNORED
     if (targets := stream.targets(start, length)) is not None:
-        labels[~targets] = -100
+        labels[~targets] = _IGNORED
     return ids, positions, labels
 
 
@@ -69,25 +77,117 @@ def fixed_batches(
     ]
 
 
+def held_out_tokens(length: int) -> int:
+    """How much held-out text is scored by default, in tokens: windows of `DOCUMENTS` documents.
+
+    Up to `SHORTER` tokens of context every window has the whole context. Beyond, `WHOLE` of them do, and the others
+    `SHORTER` tokens: 64 windows of 8,192 tokens would take several times as long as calibration.
+    """
+    shorter = min(length, SHORTER)
+    return DOCUMENTS * shorter + WHOLE * (length - shorter)
+
+
+def whole_windows(length: int, tokens: int) -> float:
+    """How many windows of held-out text may have the whole length, where there are so many tokens in all."""
+    if length <= SHORTER or tokens < held_out_tokens(length):
+        return math.inf
+    return (tokens - DOCUMENTS * SHORTER) // (length - SHORTER)
+
+
 def validation_batches(
-    sources: Sequence[TokenizedSource], sequence_length: int, max_tokens: int, batch_size: int
+    sources: Sequence[TokenizedSource], sequence_length: int, max_tokens: int | None, batch_size: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Held-out windows of all sources by weight, `max_tokens` in all: the same ones in every run.
+    """Held-out windows of all sources by weight, each of another document: the same ones in every run.
+
+    A window is a document's first tokens, `sequence_length` at most. Tokens of one document resemble each other, so
+    that a second window of it would say little. The next window is of the source that is furthest below its weight's
+    share, and each source gives one at least. Windows shorter than a row stand several in one, kept apart by their
+    positions; one that does not fit in what is left of a row is cut to that.
+
+    Args:
+        sources: whose held-out text is taken.
+        sequence_length: tokens in a row.
+        max_tokens: of all windows together; None: `held_out_tokens`. Below that, all windows may have the whole length.
+        batch_size: rows in a batch.
+
+    Returns:
+        Batches as of `fixed_batches`, those of the longest documents first; tokens that fill no row are one shorter row
+        in a batch of its own.
 
     Raises:
         UserError: no source has held-out text for one window.
     """
-    batches = fixed_batches(
-        [s.validation for s in sources], [s.weight for s in sources], sequence_length, max_tokens, batch_size
-    )
-    if not batches:
-        held_out = sum(len(source.validation) for source in sources)
+    held_out = sum(len(source.validation) for source in sources)
+    if held_out < sequence_length:
         raise UserError(
             f"the held-out text has {held_out} tokens, fewer than one window of {sequence_length}; give more text"
         )
-    if not any((batch["labels"][:, 1:] != -100).any() for batch in batches):
+    tokens = held_out_tokens(sequence_length) if max_tokens is None else max_tokens
+    rows = _pack(_document_windows(sources, sequence_length, tokens), sequence_length)
+    if not rows:
         raise UserError(
             "the loss is taken on none of the held-out tokens: what the assistant says is not among them; "
-            "give more text, or raise evaluation.max_tokens"
+            "give more text, or longer sequences"
         )
-    return batches
+    full = [row for row in rows if len(row[0]) == sequence_length]
+    groups = [full[first : first + batch_size] for first in range(0, len(full), batch_size)]
+    groups += [[row] for row in rows[len(full) :]]
+    return [
+        stack([row[:3] for row in group], len(group[0][0]))
+        | {"documents": torch.from_numpy(np.stack([row[3] for row in group]))}
+        for group in groups
+    ]
+
+
+def _document_windows(sources: Sequence[TokenizedSource], length: int, tokens: int) -> list[Window]:
+    """The first tokens of documents of all sources, `tokens` in all, those that the loss is taken on none of left out.
+
+    More only where it takes more for a window of every source, or for one row.
+    """
+    shorter, whole = min(length, SHORTER), whole_windows(length, tokens)
+    documents = [_documents(source.validation) for source in sources]
+    taken, found, ended = [0] * len(sources), [], set()
+    while len(ended) < len(sources):
+        number = min(set(range(len(sources))) - ended, key=lambda n: taken[n] / sources[n].weight)
+        start, size = next(documents[number], (0, 0))
+        size = min(size, length if whole else shorter)
+        if whole < math.inf and sum(taken) + size > tokens:
+            size = min(size, shorter)
+        enough = sum(taken) + size > tokens and sum(taken) >= length and taken[number]
+        if not size or enough:
+            ended.add(number)
+            continue
+        ids, positions, labels = window(sources[number].validation, start, size)
+        labels[0] = _IGNORED  # where a stream opens inside a document, too
+        if (labels == _IGNORED).all():
+            continue
+        found.append((ids, positions, labels))
+        taken[number] += size
+        whole -= size > shorter
+    return found
+
+
+def _documents(stream: TokenStream) -> Iterator[tuple[int, int]]:
+    """Start and length, in tokens, of each document of a stream; it may open and end inside one."""
+    start = 0
+    for first in range(0, len(stream), _BLOCK):
+        _, begins = stream.read(first, min(_BLOCK, len(stream) - first))
+        for begin in (first + begins).tolist():
+            if begin > start:
+                yield start, begin - start
+                start = begin
+    if start < len(stream):
+        yield start, len(stream) - start
+
+
+def _pack(windows: Sequence[Window], length: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """Rows of `length` tokens, the last may be shorter: ids, positions, labels, each token's window by number."""
+    parts: list[tuple[np.ndarray, ...]] = []
+    filled = 0
+    # Full rows first; the sort keeps the others in their order.
+    for number, window in enumerate(sorted(windows, key=lambda w: len(w[0]) < length), start=1):
+        left = length - filled % length
+        parts.append(tuple(values[:left] for values in (*window, np.full(len(window[0]), number))))
+        filled += len(parts[-1][0])
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    return [tuple(c[first : first + length] for c in columns) for first in range(0, filled, length)]

@@ -9,13 +9,8 @@ carries no information on what is kept, and stays out of the average.
 from collections.abc import Sequence
 
 from moh_llm.evaluation import statistics
+from moh_llm.intervals import mover_mean
 from moh_llm.records.evaluation import Figures, MarginAverage, Row, Share, Value
-
-# Standard errors to either side that hold 95 % of a normal distribution.
-NORMAL_95 = 1.96
-# The delta method holds for a ratio whose denominator is this many standard errors from 0: there its 95 % intervals
-# contain the truth in 94 to 97 % of draws; at 2 standard errors in as few as 83 %.
-STEADY = 5.0
 
 # What reports and cards say below their tables.
 CHANCE = (
@@ -25,33 +20,33 @@ CHANCE = (
 MARGIN = (
     "The margin is the score less chance. A base whose 95 % interval includes chance, or lies below it, is at chance: "
     "the benchmark tells nothing of what is kept, and the average of the margins leaves it out. "
-    f"† The base lies fewer than {STEADY:g} standard errors above 0 or chance: too near for an interval of that "
-    "share."
+    "† The base's score or margin is not clear of 0: that share has no interval."
 )
 
 
 def kept_share(model: Value, base: Value, delta: Value) -> Share:
     """``model`` / ``base`` in percent with its interval; ``delta`` is their difference on the same items.
 
-    Without an interval where the base lies fewer than `STEADY` standard errors above 0.
+    Without an interval where the base is not clear of 0, since the share may then be anything.
     """
     if base.value <= 0:
         return Share(share=None)
     share = 100 * model.value / base.value
-    error = statistics.recovery_error(model.value, base.value, model.stderr, base.stderr, delta.stderr)
-    if error is None or base.stderr is None:
+    if None in (model.interval, base.interval, delta.interval):
         return Share(share=share)
-    if base.value < STEADY * base.stderr:
-        return Share(share=share, base_errors=base.value / base.stderr)
-    return Share(share=share, interval=[share - NORMAL_95 * error, share + NORMAL_95 * error])
+    halves = [(value.interval[1] - value.interval[0]) / 2 for value in (model, base, delta)]
+    found = statistics.ratio_interval(model.value, base.value, *halves)
+    if found is None:
+        return Share(share=share, base_errors=base.value / base.stderr if base.stderr else None)
+    return Share(share=share, interval=[100 * end for end in found])
 
 
 def is_at_chance(margin: Value) -> bool:
     """Whether a model's score may be that of guessing: the 95 % interval of its margin is not all above 0.
 
-    A margin without a standard error (a single item) may be.
+    A margin without an interval (a single item) may be.
     """
-    return margin.stderr is None or margin.value - NORMAL_95 * margin.stderr <= 0
+    return margin.interval is None or margin.interval[0] <= 0
 
 
 def compare_with_base(model: Figures, base: Figures) -> None:
@@ -99,10 +94,13 @@ def margin_left(pairs: Sequence[tuple[Figures, Figures]]) -> str:
 
 
 def plain_mean(values: Sequence[Value]) -> Value:
-    """Mean in which every benchmark counts the same."""
+    """Mean in which every benchmark counts the same; its interval is that of independent benchmarks."""
+    intervals = [value.interval for value in values if value.interval is not None]
+    numbers = [value.value for value in values]
     return Value(
-        value=statistics.plain_mean([value.value for value in values]),
+        value=statistics.plain_mean(numbers),
         stderr=statistics.plain_mean_error([value.stderr for value in values]),
+        interval=mover_mean(numbers, intervals) if len(intervals) == len(numbers) else None,
     )
 
 

@@ -100,7 +100,7 @@ def average_rows(rows: Sequence[Row], compared: dict[str, bool], columns: Sequen
     if complete:
         for label in compared:
             mean = plain_mean([row.scores[label] for row in complete])
-            scores[label] = AverageFigures(value=mean.value, stderr=mean.stderr)
+            scores[label] = AverageFigures(**mean.content())
         for label in (label for label, has_base in compared.items() if has_base):
             delta = plain_mean([row.scores[label].delta for row in complete])
             scores[label].delta, scores[label].recovery = delta, kept_share(scores[label], scores["base"], delta)
@@ -141,29 +141,34 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
     )
     for label, figures in row.scores.items():
         if label != "base" and "base" in found:
-            figures.delta = _value(statistics.difference(found[label].strata, found["base"].strata))
+            figures.delta = as_value(statistics.difference(found[label].strata, found["base"].strata), -1, 1)
             compare_with_base(figures, row.scores["base"])
     return row
 
 
 def _figures(result: Score, chances: statistics.Strata | None) -> Figures:
-    mean = _value(result.strata)
+    chance = 0.0 if chances is None else statistics.mean(chances)
+    margins = None if chances is None else statistics.difference(result.strata, chances)
     return Figures(
-        value=mean.value,
-        stderr=mean.stderr,
+        **as_value(result.strata, 0, 1).content(),
         items=result.items,
         seconds=round(result.seconds, 2),
         items_per_second=_rate(result.items, result.seconds),
         batch_size=result.batch_size,
         truncated=result.truncated,
         tasks={task: {"value": 100 * value, "items": items} for task, (value, items) in result.tasks.items()},
-        margin=None if chances is None else _value(statistics.difference(result.strata, chances)),
+        margin=None if margins is None else as_value(margins, -chance, 1 - chance),
     )
 
 
-def _value(strata: statistics.Strata) -> Value:
-    error = statistics.standard_error(strata)
-    return Value(value=100 * statistics.mean(strata), stderr=None if error is None else 100 * error)
+def as_value(strata: statistics.Strata, low: float, high: float) -> Value:
+    """The mean of scores or differences between two bounds, in percent."""
+    error, interval = statistics.standard_error(strata), statistics.mean_interval(strata, low, high)
+    return Value(
+        value=100 * statistics.mean(strata),
+        stderr=None if error is None else 100 * error,
+        interval=interval and [100 * end for end in interval],
+    )
 
 
 def _rate(items: int, seconds: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Means and standard errors, in the same terms as lm-eval, from the items' own scores.
+"""Means, standard errors in the same terms as lm-eval, and 95 % intervals, from the items' own scores.
 
 A benchmark's scores are kept as strata: one list of item scores (0 to 1) for each lm-eval task. Kept
 apart like this they give lm-eval's group figures, and, because base and model answer the same items,
@@ -7,6 +7,8 @@ the standard error of their difference without the part that both share.
 
 import math
 from collections.abc import Sequence
+
+from moh_llm.intervals import Interval, student_quantile
 
 Strata = list[list[float]]
 
@@ -31,6 +33,25 @@ def standard_error(strata: Strata) -> float | None:
     total = sum(len(values) for values in strata)
     pooled = sum(_squares(values) for values in strata) / (total - len(strata))
     return math.sqrt(pooled / total)
+
+
+def mean_interval(strata: Strata, low: float, high: float) -> Interval | None:
+    """95 % interval of `mean`, of scores or differences that lie between two bounds; None as in `standard_error`.
+
+    Student's t, with one item more at each bound: for a difference of paired proportions the adjusted Wald interval of
+    Bonett and Price (2012), for a proportion that of Agresti and Coull with two items. Where no item differs it is not
+    of width zero, and it holds for scores that are no proportions, too. Newcombe's interval holds the truth in 89 % of
+    draws where 2 % of 100 items differ, all to one side; see docs/results/coverage.md.
+    """
+    if standard_error(strata) is None:
+        return None
+    items, raw = sum(len(values) for values in strata), mean(strata)
+    centre = (items * raw + low + high) / (items + 2)
+    squares = sum(_squares(values) for values in strata) + items * (raw - centre) ** 2
+    squares += (low - centre) ** 2 + (high - centre) ** 2
+    freedom = items - len(strata)
+    half = student_quantile(0.95, freedom) * math.sqrt(squares / (freedom + 2) / (items + 2))
+    return [centre - half, centre + half]
 
 
 def average_readings(strata: Strata) -> Strata:
@@ -58,26 +79,24 @@ def plain_mean_error(errors: Sequence[float | None]) -> float | None:
     return math.sqrt(sum(error**2 for error in known)) / len(known)
 
 
-def recovery_error(
-    model: float, base: float, model_error: float | None, base_error: float | None, difference_error: float | None
-) -> float | None:
-    """Standard error in percent of the recovery 100 m/b, for scores of the same items, by the delta method.
+def ratio_interval(model: float, base: float, model_half: float, base_half: float, half: float) -> Interval | None:
+    """95 % interval of model / base, for scores of the same items, by Fieller's method; None where it has no end.
 
-    With r = m/b and the standard errors s_m, s_b of the two scores and s_d of their paired difference:
+    Args:
+        model, base: the two scores, or means of scores.
+        model_half, base_half, half: half the widths of the intervals of both and of their difference, which tell how
+            far the two vary together:
 
-        cov(m, b) = (s_m^2 + s_b^2 - s_d^2) / 2
-        var(m/b)  ~ (s_m^2 + r^2 s_b^2 - 2 r cov(m, b)) / b^2
-
-    All five in one unit, whichever. It holds for plain means over independent benchmarks, too. None where an error
-    is unknown or ``base`` is not above 0.
+                cov(m, b) = (h_m^2 + h_b^2 - h^2) / 2
+                (m - r b)^2 <= h_m^2 - 2 r cov(m, b) + r^2 h_b^2        holds between the two ends r
     """
-    if model_error is None or base_error is None or difference_error is None or base <= 0:
+    covariance = (model_half**2 + base_half**2 - half**2) / 2
+    squared, middle = base**2 - base_half**2, model * base - covariance
+    if base <= base_half:
         return None
-    ratio = model / base
-    covariance = (model_error**2 + base_error**2 - difference_error**2) / 2
-    variance = (model_error**2 + ratio**2 * base_error**2 - 2 * ratio * covariance) / base**2
     # Rounding may leave a little less than nothing.
-    return 100 * math.sqrt(max(variance, 0.0))
+    root = math.sqrt(max(middle**2 - squared * (model**2 - model_half**2), 0.0))
+    return [(middle - root) / squared, (middle + root) / squared]
 
 
 def _squares(values: list[float]) -> float:

@@ -13,10 +13,11 @@ import torch
 from moh_llm.conversion.layers import LayerwiseModel, run_layer
 from moh_llm.data.mixture import EMBEDDED
 from moh_llm.devices import synchronize
+from moh_llm.intervals import LEAST as DOCUMENTS
 
 CONTEXTS = (8192, 4096, 2048, 1024, 512, 256)  # tokens in a sequence; the longest is taken that the time allows
 SEQUENCES = 2  # in a step of tuning
-LEAST = {"calibration": 1536, "heldout": 768, "tuning": 1024}  # tokens of the smallest run, or 3, 3 and 4 sequences
+LEAST = {"calibration": 1536, "heldout": 1280, "tuning": 1024}  # tokens of the smallest run, or 3, 5 and 4 sequences
 _MOST = 24576  # tokens of calibration and of held-out text; what time is left goes to tuning
 SOURCES = len(EMBEDDED.sources)  # each gives a sequence at least
 BENCHMARKS = (14, 10, 6)  # items of those of the suite `smoke`
@@ -103,6 +104,7 @@ def fit_rest(amounts: Amounts, speed: Speed, seconds: float) -> Amounts:
         return _total(tried, speed) - tried.seconds(speed)["convert"] <= _SLACK * seconds
 
     least, step = _least(amounts.context), SEQUENCES * amounts.context
+    least = replace(least, heldout=min(least.heldout, SOURCES * amounts.context))  # an interval is worth no delay
     while not fits(amounts) and amounts.tuning > least.tuning:
         amounts = replace(amounts, tuning=max(least.tuning, amounts.tuning - step))
     while not fits(amounts) and amounts.heldout > least.heldout:
@@ -148,7 +150,7 @@ def measure_speed(base: LayerwiseModel, tokens: int | None = None) -> Speed:
 
 
 def _least(context: int) -> Amounts:
-    counts = {"calibration": SOURCES, "heldout": SOURCES, "tuning": 2 * SEQUENCES}
+    counts = {"calibration": SOURCES, "heldout": DOCUMENTS, "tuning": 2 * SEQUENCES}
     return Amounts(context, **{name: max(LEAST[name], counts[name] * context) for name in counts})
 
 

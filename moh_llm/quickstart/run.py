@@ -175,8 +175,8 @@ def compare(
     """
     base, moh, moh_tuned = _load(base_name), _load(converted), _load(tuned)
     tokenizer = AutoTokenizer.from_pretrained(base_name, trust_remote_code=False)
-    sources = sample_mixture(EMBEDDED, tokenizer, 0, tokens)
     length = min(context, base.config.max_position_embeddings)
+    sources = sample_mixture(EMBEDDED, tokenizer, 0, tokens, window=length)
     batches = validation_batches(sources, length, tokens, rows_of(length))
     with TextProgress("compare", sum(batch["input_ids"].numel() for batch in batches), {"held-out text": 1.0}) as bar:
 
@@ -204,7 +204,7 @@ def continue_prompt(base_name: str, tuned: str | Path, context: int) -> tuple[st
     The prompt is almost as long as the context: its first tokens have all heads on, so that a short one tells nothing.
     """
     tokenizer = AutoTokenizer.from_pretrained(base_name, trust_remote_code=False)
-    batch = validation_batches(sample_mixture(EMBEDDED, tokenizer, 0, context), context, context, 1)[0]
+    batch = validation_batches(sample_mixture(EMBEDDED, tokenizer, 0, context, window=context), context, context, 1)[0]
     ids = batch["input_ids"][:1, : context - CONTINUED]
     settings = {"max_new_tokens": CONTINUED, "do_sample": False, "pad_token_id": 0}
     continued = {}

@@ -113,7 +113,7 @@ class AllHeadsActive(Record):
 
 
 class Figures(Record):
-    """A model against the base on held-out text; KL in nats per token; 95 % intervals, None for one document."""
+    """A model against the base on held-out text; KL in nats per token; 95 % intervals, None below 5 documents."""
 
     perplexity: float
     perplexity_ratio: float

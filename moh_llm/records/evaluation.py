@@ -14,10 +14,14 @@ VERSION = 2
 
 
 class Value(Record):
-    """A mean over items and its standard error, None for a single item."""
+    """A mean over items, its standard error as of lm-eval, and its 95 % interval, both None for a single item.
+
+    The error is 0 where no item differs; the interval never is of width 0 (`statistics.mean_interval`).
+    """
 
     value: float
     stderr: float | None
+    interval: list[float] | None = None
 
 
 class Share(Record):
@@ -25,7 +29,7 @@ class Share(Record):
 
     Attributes:
         share: None where the base's figure is not above 0.
-        interval: None where an error is unknown, or the base's figure too near to 0.
+        interval: None where that of a figure is unknown, or the base's figure is not clear of 0.
         base_errors: in the latter case, how many standard errors the base's figure lies above 0.
     """
 

@@ -41,7 +41,7 @@ class Scores(Record):
         perplexity, reference_perplexity: the model's and the reference's.
         reference: which model the reference is.
         kl: KL to the reference in nats per token.
-        ratio_interval, kl_interval: 95 % intervals over documents; None for one document.
+        ratio_interval, kl_interval: 95 % intervals over documents (`moh_llm.intervals`); None for fewer than 5.
         top1_agreement: share of tokens whose most likely prediction is the reference's.
         floor: KL of the untrained model with all heads on.
         dtype: that both were scored in, of the saved model.

@@ -51,8 +51,8 @@ def benchmark_blocks(report: EvaluationRecord, names: Mapping[str, str] | None =
     note += f"; {named}." if named else "."
     if any(compared.values()):
         note += (
-            " The intervals of both shares are 1.96 standard errors to either side, by the delta method from the "
-            "errors of both averages and of their difference: they stand for the choice of items, not of benchmarks. "
+            " The 95 % intervals of both shares are by Fieller's method, from those of both averages and of their "
+            "difference on the same items: they stand for the choice of items, not of benchmarks. "
             f"{CHANCE} {MARGIN}"
         )
     blocks: list[Block] = [

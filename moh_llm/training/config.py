@@ -135,7 +135,9 @@ class EvaluationConfig(Keys, group="evaluation"):
     eval_steps: int = key(
         "score before the first step and every this many steps; 0: only the saved model", 10, at_least=0
     )
-    max_tokens: int = key("held-out tokens to score", 8192, at_least=1)
+    max_tokens: int | None = key(
+        "held-out tokens to score, the first ones of each document; null: those of 64 documents", None, at_least=1
+    )
     batch_size: int = key("sequences per forward pass", 2, at_least=1)
 
 

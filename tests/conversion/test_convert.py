@@ -124,9 +124,11 @@ def test_whole_groups(make_llama, convert, tmp_path, capsys, flags):
 
 
 def test_how_much_is_verified(make_llama, convert, tmp_path):
-    base = make_llama()
+    base, text = make_llama(), tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"Story {n} of a river. " * 20}) + "\n" for n in range(500)))
     for kind in ("none", "quick", "full"):
-        assert convert(base, tmp_path / kind, "--verify", kind, "--heldout-tokens", "4096") == 0
+        flags = ["--calibration", str(text), "--verify", kind, "--heldout-tokens", "4096"]
+        assert convert(base, tmp_path / kind, *flags) == 0
     assert "verification" not in record_of(tmp_path / "none")
     quick, full = (record_of(tmp_path / kind)["verification"] for kind in ("quick", "full"))
     assert quick["held_out_tokens"] <= 2048 < full["held_out_tokens"] <= 4096

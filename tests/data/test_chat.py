@@ -267,7 +267,7 @@ def test_shards_say_which_tokens_count(words, chats, tmp_path, monkeypatch):
     )
     assert record.sources["b"].loss_tokens is None and not list((tmp_path / "out" / "b").glob("*.loss"))
     # Windows take them over: a label is missing where a document begins or nothing counts.
-    batches = validation_batches(stored, 16, 10_000, 4)
+    batches = validation_batches(stored, 64, 10_000, 4)
     labels = np.concatenate([batch["labels"].numpy().ravel() for batch in batches])
     assert 0.3 < (labels == -100).mean() < 0.9
     documents = {int(number) for batch in batches for number in batch["documents"].ravel()}

@@ -197,3 +197,28 @@ def test_tokenizers_that_cannot_be_used(tmp_path):
     with pytest.raises(UserError, match=f"{tmp_path} has no tokenizer that loads ") as error:
         TextTokenizer.load(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_held_out_documents_count_by_their_windows(tmp_path, tokenizer):
+    """As many documents are found as windows are asked for, of texts whose first held-out document has more tokens."""
+    texts = [f"{number} " + "letters " * 200 for number in range(3000)]
+    mixture = mixture_from_files([write(tmp_path / "a.jsonl", texts)], 0.05)
+    (source,) = sample_mixture(mixture, tokenizer, 5000, 64 * 64, window=64)
+    assert len(texts_of(source.validation, tokenizer)) >= 64
+    found = [text for text in texts if is_held_out(text, 0.05)]
+    assert texts_of(source.validation, tokenizer) == found[: len(texts_of(source.validation, tokenizer))]
+    (short,) = sample_mixture(mixture, tokenizer, 5000, 64 * 64)
+    assert len(texts_of(short.validation, tokenizer)) < 10
+    # Text for training is what it is without.
+    assert ids_of(source.train)[:5000] == ids_of(short.train)[:5000]
+
+
+def test_other_sources_make_up_for_one_of_few_documents(tmp_path, tokenizer):
+    files = [
+        write(tmp_path / f"{n}.jsonl", [f"{n} {i} " * 20 for i in range(count)]) for n, count in ((1, 10), (2, 3000))
+    ]
+    sources = tuple(
+        Source(str(n), weight, (file,)) for n, (weight, file) in enumerate(zip((0.9, 0.1), files, strict=True))
+    )
+    few, many = sample_mixture(Mixture("m", sources, 0.3), tokenizer, 1000, 64 * 32, window=32)
+    assert len(few.validation) < 1000 and len(texts_of(many.validation, tokenizer)) >= 60

@@ -15,6 +15,7 @@ from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
 from moh_llm.hub.card import build_card
+from moh_llm.intervals import show_documents
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import read_conversion
 from moh_llm.records.identity import identify
@@ -52,8 +53,10 @@ def test_a_converted_model(converted: Path) -> None:
     sections = check_card(card)
     record = json.loads((converted / "conversion.json").read_text())
     proof, found = record["verification"], sections["Conversion proof"]
+    documents = show_documents(proof["held_out_documents"])
+    assert documents.endswith("no interval") and "95 % interval" not in found
     assert f"bit for bit: all layers, {proof['all_heads_active']['tokens']:,} tokens" in found
-    assert f"{proof['held_out_tokens']:,} tokens of held-out text (1 document, no interval); the base's" in found
+    assert f"{proof['held_out_tokens']:,} tokens of held-out text ({documents}); the base's" in found
     ratio, kl = proof["converted"]["perplexity_ratio"], proof["converted"]["kl"]
     assert f"| {ratio:#.5g} | {kl:#.3g} |" in found.split("the converted model |")[1]
     assert "licensed" not in card and "`mit`, according to LICENSE.txt of the base" in card

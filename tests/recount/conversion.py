@@ -48,11 +48,33 @@ class Recount:
 
 
 def held_out_windows(sources: list[Source], length: int, tokens: int) -> list[tuple[str, Window]]:
-    """The first windows of each source's held-out text, as many as its share of ``tokens``."""
+    """Rows of the first tokens of held-out documents, each document's once, of the source that has the least so far.
+
+    For lengths of 2,048 and fewer, and documents that the loss is taken on all tokens of.
+    """
+    waiting = {source.name: list(source.held_out.documents) for source in sources}
+    taken, pieces = dict.fromkeys(waiting, 0), []
+    while waiting:
+        name = min(waiting, key=lambda n: taken[n] / next(s.share for s in sources if s.name == n))
+        piece = waiting[name].pop(0)[:length] if waiting[name] else None
+        total = sum(taken.values())
+        if piece is None or (taken[name] and total >= length and total + len(piece) > tokens):
+            del waiting[name]
+        elif len(piece) > 1:
+            pieces.append((name, piece))
+            taken[name] += len(piece)
+    pieces.sort(key=lambda piece: len(piece[1]) < length)
+    rows: list[list[tuple[int, np.ndarray]]] = [[]]
+    for number, (_, piece) in enumerate(pieces):
+        left = length - sum(len(ids) for _, ids in rows[-1])
+        if not left:
+            rows.append([])
+            left = length
+        rows[-1].append((number, piece[:left]))
     found = []
-    for source in sources:
-        count = min(max(1, round(tokens * source.share / length)), len(source.held_out) // length)
-        found += [(source.name, source.held_out.window(number * length, length)) for number in range(count)]
+    for row in rows:
+        numbers = np.concatenate([np.full(len(ids), number) for number, ids in row])
+        found.append((pieces[row[0][0]][0], Window(np.concatenate([ids for _, ids in row]), numbers)))
     return found
 
 

@@ -77,32 +77,32 @@ def _write(model: nn.Module, prompt: list[int], stop: int, most: int = 6) -> lis
     return ids[len(prompt) :]
 
 
-def value(scores: np.ndarray) -> dict[str, float]:
-    """Mean and standard error in percent."""
-    return {"value": 100 * float(scores.mean()), "stderr": 100 * float(scores.std(ddof=1)) / math.sqrt(len(scores))}
+def value(scores: np.ndarray, low: float, high: float) -> dict[str, Any]:
+    """Mean, standard error and interval in percent, of items that lie between two bounds."""
+    mean, error = 100 * float(scores.mean()), 100 * float(scores.std(ddof=1)) / math.sqrt(len(scores))
+    return {"value": mean, "stderr": error, "interval": [100 * end for end in intervals.of_items(scores, low, high)]}
 
 
 def _figures(name: str, scores: dict[str, np.ndarray]) -> dict[str, Any]:
     chance, task = ABOUT[name][4:]
     found: dict[str, Any] = {}
     for label, own in scores.items():
-        figures = value(own) | {
+        figures = value(own, 0, 1) | {
             "items": len(own),
             "seconds": TIME,
             "items_per_second": TIME,
             "batch_size": 8,
             "truncated": False,
             "tasks": {task: {"value": 100 * float(own.mean()), "items": len(own)}},
-            "margin": value(own - chance),
+            "margin": value(own - chance, -chance, 1 - chance),
             "samples": f"samples/{label}/{name}.jsonl",
         }
         if label != "base":
-            base = scores["base"]
-            at_chance = intervals.is_at_chance(base - chance)
-            figures |= {"delta": value(own - base), "at_chance": at_chance}
-            figures |= {"recovery": intervals.share_kept(own, base, own - base)}
-            if not at_chance:
-                figures["margin_kept"] = intervals.share_kept(own - chance, base - chance, own - base)
+            delta, margin = value(own - scores["base"], -1, 1), value(scores["base"] - chance, -chance, 1 - chance)
+            figures |= {"delta": delta, "at_chance": margin["interval"][0] <= 0}
+            figures |= {"recovery": intervals.kept(figures, value(scores["base"], 0, 1), delta)}
+            if not figures["at_chance"]:
+                figures["margin_kept"] = intervals.kept(figures["margin"], margin, delta)
         found[label] = figures
     return found
 
@@ -200,35 +200,28 @@ def _row(evaluation: Evaluation, name: str) -> dict[str, Any]:
 
 
 def _average(evaluation: Evaluation) -> dict[str, Any]:
-    rows = evaluation.rows.values()
-
-    def mean(pick: Any) -> dict[str, float]:
-        values = [pick(row) for row in rows]
-        error = math.sqrt(sum(one["stderr"] ** 2 for one in values)) / len(values)
-        return {"value": sum(one["value"] for one in values) / len(values), "stderr": error}
-
-    figures = {label: mean(lambda row, label=label: row[label]) for label in LABELS}
-    delta = mean(lambda row: row["model"]["delta"])
-    above = [name for name, row in evaluation.rows.items() if not row["model"]["at_chance"]]
-    figures["model"] |= {
-        "delta": delta,
-        "recovery": intervals.average_kept(evaluation.scores, dict.fromkeys(ABOUT, 0.0)),
-        "margin_kept": _margin_kept(evaluation, above),
-    }
+    rows = list(evaluation.rows.values())
+    figures = {label: _mean([row[label] for row in rows]) for label in LABELS}
+    delta = _mean([row["model"]["delta"] for row in rows])
+    recovery = intervals.kept(figures["model"], figures["base"], delta)
+    figures["model"] |= {"delta": delta, "recovery": recovery, "margin_kept": _margin_kept(evaluation)}
     return {"over": len(ABOUT), "total": len(ABOUT), "published": {}, "scores": figures}
 
 
-def _margin_kept(evaluation: Evaluation, above: list[str]) -> dict[str, Any]:
+def _mean(values: list[dict[str, Any]]) -> dict[str, Any]:
+    means = [one["value"] for one in values]
+    error = math.sqrt(sum(one["stderr"] ** 2 for one in values)) / len(values)
+    interval = intervals.of_mean(means, [one["interval"] for one in values])
+    return {"value": sum(means) / len(means), "stderr": error, "interval": interval}
+
+
+def _margin_kept(evaluation: Evaluation) -> dict[str, Any]:
+    above = [name for name, row in evaluation.rows.items() if not row["model"]["at_chance"]]
     left_out = {"at_chance": [name for name in ABOUT if name not in above], "unknown": []}
     if not above:
         return {"share": None, "model": None, "base": None, "over": 0, "total": len(ABOUT), **left_out}
-    scores, chances = ({name: part[name] for name in above} for part in (evaluation.scores, CHANCES))
-    means = {
-        label: 100 * float(np.mean([(scores[name][label] - chances[name]).mean() for name in above]))
-        for label in LABELS
-    }
-    kept = intervals.average_kept(scores, chances)
+    rows = [evaluation.rows[name] for name in above]
+    margins = {label: _mean([row[label]["margin"] for row in rows]) for label in LABELS}
+    kept = intervals.kept(margins["model"], margins["base"], _mean([row["model"]["delta"] for row in rows]))
+    means = {label: margins[label]["value"] for label in LABELS}
     return {**kept, **means, "over": len(above), "total": len(ABOUT), **left_out}
-
-
-CHANCES = {name: about[4] for name, about in ABOUT.items()}

@@ -1,16 +1,37 @@
-"""95 % intervals over documents and of shares, as docs/evaluation.md and moh_llm's records define them."""
+"""95 % intervals over documents and items, as docs/evaluation.md and moh_llm's records define them, written anew."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 
+def student(share: float, freedom: float) -> float:
+    """What Student's t lies within, to both sides, in that share: by its density on a fine grid."""
+    grid = np.linspace(0, 400, 2_000_001)
+    density = (1 + grid**2 / freedom) ** (-(freedom + 1) / 2)
+    integral = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    tail = np.sqrt(freedom) ** (freedom + 1) * 400**-freedom / freedom / (grid[1] - grid[0])  # beyond the grid
+    return float(np.interp(share * (integral[-1] + tail), integral, grid))
+
+
 def of_documents(sums: np.ndarray, figure: Callable[[np.ndarray], float]) -> list[float] | None:
-    """Bootstrap over documents."""
-    if len(sums) < 2:
+    """Student's t of the figure's log by leaving out a document at a time, wider to the side of the longer tail."""
+    n, weights, value = len(sums), sums[:, 0], figure(sums.sum(0))
+    if n < 5:
         return None
-    draws = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), 2000)
-    return np.percentile([figure(counts @ sums) for counts in draws.astype(float)], [2.5, 97.5]).tolist()
+    if value == 0:
+        return [0.0, 0.0]
+    changes = np.array([np.log(value / figure(np.delete(sums, i, axis=0).sum(0))) for i in range(n)])
+    variance = float(changes @ changes)
+    if figure is kl:
+        variance = (3 * 0.4**2 / n + (n - 1) * variance) / (n + 2)
+    if variance == 0:
+        return [value, value]
+    skewness = np.mean(changes**3) / np.mean(changes**2) ** 1.5
+    quantile = student(0.95 + 0.02 * min(1, 20 / n), max(1, weights.sum() ** 2 / (weights @ weights) - 1))
+    more = 3 * abs(skewness) / np.sqrt(n)
+    low, high = (np.sqrt(variance) * (quantile + more * longer) for longer in (skewness < 0, skewness > 0))
+    return [float(value * np.exp(-low)), float(value * np.exp(high))]
 
 
 def ratio(sums: np.ndarray) -> float:
@@ -23,40 +44,28 @@ def kl(sums: np.ndarray) -> float:
     return float(sums[3] / sums[0])
 
 
-def is_at_chance(margins: np.ndarray) -> bool:
-    """Whether the base's margins may be those of guessing."""
-    error = margins.std(ddof=1) / np.sqrt(len(margins))
-    return bool(margins.mean() - 1.96 * error <= 0)
+def of_items(values: np.ndarray, low: float, high: float) -> list[float]:
+    """Student's t of a mean, with an item more at each of its bounds."""
+    more = np.concatenate([values, [low, high]])
+    half = student(0.95, len(values) - 1) * np.sqrt(more.var(ddof=1) / len(more))
+    return [float(more.mean() - half), float(more.mean() + half)]
 
 
-def share_kept(own: np.ndarray, base: np.ndarray, delta: np.ndarray) -> dict[str, object]:
-    """Share of the base's mean that a model keeps, in percent, by the delta method."""
-    errors = [values.std(ddof=1) / np.sqrt(len(values)) for values in (own, base, delta)]
-    return _kept(float(own.mean()), float(base.mean()), *map(float, errors))
+def of_mean(values: Sequence[float], intervals: Sequence[Sequence[float]]) -> list[float]:
+    """Of the mean of independent values, by the squares of the distances to their ends."""
+    distances = [[(end - value) ** 2 for end in ends] for value, ends in zip(values, intervals, strict=True)]
+    mean, (low, high) = float(np.mean(values)), np.sqrt(np.sum(distances, axis=0)) / len(values)
+    return [mean - float(low), mean + float(high)]
 
 
-def average_kept(scores: dict[str, dict[str, np.ndarray]], chances: dict[str, float]) -> dict[str, object]:
-    """The same of plain means over benchmarks."""
-    means, errors = [], []
-    for pick in (
-        lambda name: scores[name]["model"] - chances[name],
-        lambda name: scores[name]["base"] - chances[name],
-        lambda name: scores[name]["model"] - scores[name]["base"],
-    ):
-        values = [pick(name) for name in scores]
-        means.append(float(np.mean([value.mean() for value in values])))
-        squares = [value.var(ddof=1) / len(value) for value in values]
-        errors.append(float(np.sqrt(sum(squares)) / len(values)))
-    return _kept(means[0], means[1], *errors)
-
-
-def _kept(own: float, base: float, own_error: float, base_error: float, error: float) -> dict[str, object]:
-    if base <= 0:
+def kept(own: dict, base: dict, delta: dict) -> dict[str, object]:
+    """Share in percent of the base's figure, with the ends r where own - r base is as far from 0 as its interval."""
+    if base["value"] <= 0:
         return {"share": None}
-    ratio = own / base
-    if base < 5 * base_error:
-        return {"share": 100 * ratio, "base_errors": base / base_error}
-    both = (own_error**2 + base_error**2 - error**2) / 2
-    variance = max((own_error**2 + ratio**2 * base_error**2 - 2 * ratio * both) / base**2, 0.0)
-    half = 196 * variance**0.5
-    return {"share": 100 * ratio, "interval": [100 * ratio - half, 100 * ratio + half]}
+    m, b = own["value"], base["value"]
+    vm, vb, vd = (((one["interval"][1] - one["interval"][0]) / 2) ** 2 for one in (own, base, delta))
+    both = (vm + vb - vd) / 2
+    if b * b <= vb:
+        return {"share": 100 * m / b, "base_errors": b / base["stderr"] if base["stderr"] else None}
+    ends = np.roots([b * b - vb, -2 * (m * b - both), m * m - vm])
+    return {"share": 100 * m / b, "interval": sorted(100 * float(end.real) for end in ends)}

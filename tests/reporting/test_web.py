@@ -68,8 +68,8 @@ def test_the_page_says_what_the_record_says(evaluation: Record) -> None:
     for cells, row in zip(rows, evaluation["benchmarks"], strict=True):
         limits = []
         for label in ("one", "two"):
-            value, error = row["scores"][label]["delta"]["value"], row["scores"][label]["delta"]["stderr"]
-            limits += [value, value - 1.96 * error, value + 1.96 * error]
+            delta = row["scores"][label]["delta"]
+            limits += [delta["value"], *delta["interval"]]
         assert [float(cell) for cell in cells[1:]] == limits
     assert evaluation["command"] in text and "moh-llm report a" in text
     assert "NOT ANALYSED: what the heads of two did (out of <memory>)." in text

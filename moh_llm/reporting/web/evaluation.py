@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_llm.claims.heads import mean_heads_on
-from moh_llm.evaluation.margin import NORMAL_95
 from moh_llm.records.evaluation import EvaluationRecord, Value
 from moh_llm.reporting.document import Chart, Table
 from moh_llm.reporting.web.charts import Axis, Interval, interval_chart, line_chart
@@ -87,5 +86,4 @@ def _interval(found: Value | None) -> Interval | None:
     """A score with its 95 % interval."""
     if found is None:
         return None
-    value, error = found.value, found.stderr
-    return (value, None, None) if error is None else (value, value - NORMAL_95 * error, value + NORMAL_95 * error)
+    return (found.value, *(found.interval or (None, None)))

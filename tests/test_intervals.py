@@ -1,0 +1,74 @@
+"""Intervals over documents hold the truth at any number of documents that has one."""
+
+import math
+
+import numpy as np
+import pytest
+from simulated import covers
+
+from moh_llm.intervals import LEAST, interval, kls, mover_mean, perplexity_ratios, student_quantile
+
+
+@pytest.fixture(scope="module")
+def population() -> np.ndarray:
+    """Sums of 3,000 documents of 20 to 500 tokens; KL has a long tail, and is larger in long documents."""
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(20, 500, 3000).astype(float)
+    kl = 0.05 * (1 + tokens / 500) * draw.lognormal(0, 0.6, 3000)
+    change = kl / 3 + draw.normal(0, 0.3, 3000) * np.sqrt(kl / tokens * 30)
+    return np.stack([tokens, tokens * (3 + change), tokens * 3, tokens * kl, 0 * tokens], 1)
+
+
+def by_percentiles(sums: np.ndarray, figure) -> list[float]:
+    """A percentile bootstrap over documents, which is too narrow for few of them."""
+    drawn = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), 500)
+    return np.percentile(figure(drawn @ sums), (2.5, 97.5)).tolist()
+
+
+@pytest.mark.parametrize("number", [5, 9, 30])
+@pytest.mark.parametrize("figure", [perplexity_ratios, kls])
+def test_the_truth_is_held(population, figure, number):
+    truth, draw = figure(population.sum(0)[None])[0], np.random.default_rng(number)
+    drawn = population[draw.integers(0, len(population), (400, number))]
+    held = np.mean([covers(interval([sums], figure), truth) for sums in drawn])
+    assert held >= 0.93
+    if number < 30:  # what it was before
+        assert np.mean([covers(by_percentiles(sums, figure), truth) for sums in drawn[:200]]) < 0.9
+
+
+def test_documents_weigh_by_their_tokens(population):
+    """One long document among short ones is hardly more than one document."""
+    alike, uneven = population[:20].copy(), population[:20].copy()
+    uneven[0] *= 1000
+    assert np.ptp(interval([uneven], kls)) > 3 * np.ptp(interval([alike], kls))
+
+
+def test_no_interval_of_fewer_documents(population):
+    for figure in (perplexity_ratios, kls):
+        assert interval([population[: LEAST - 1]], figure) is None
+        assert interval([population[:50], population[: LEAST - 1]], figure) is None
+        low, high = interval([population[:LEAST]], figure)
+        assert 0 < low < figure(population[:LEAST].sum(0)[None])[0] < high
+    assert LEAST == 5
+
+
+def test_intervals_of_many_documents_are_95_percent(population):
+    """Where documents are many, 1.96 standard errors of the log, by the delta method."""
+    sums = np.concatenate([population, population[::-1] * 1.5])
+    tokens, value = sums[:, 0], kls(sums.sum(0)[None])[0]
+    error = math.sqrt(np.sum((sums[:, 3] - value * tokens) ** 2)) / tokens.sum() / value
+    low, high = np.log(interval([sums], kls))
+    assert (high - low) / 2 == pytest.approx(1.96 * error, rel=0.05)
+
+
+def test_a_model_that_is_its_reference_is_so(population):
+    same = population.copy()
+    same[:, 1], same[:, 3] = same[:, 2], 0
+    assert interval([same[:9]], perplexity_ratios) == [1, 1] and interval([same[:9]], kls) == [0, 0]
+
+
+def test_quantiles_of_student_and_means():
+    """Of printed tables."""
+    known = {(0.95, 1): 12.706, (0.95, 4): 2.776, (0.95, 29): 2.045, (0.99, 10): 3.169, (0.95, 1e6): 1.960}
+    assert all(student_quantile(*key) == pytest.approx(value, abs=1.5e-3) for key, value in known.items())
+    assert mover_mean([1.0, 3.0], [[0.7, 1.6], [2.6, 3.8]]) == pytest.approx([2 - 0.25, 2 + 0.5])
