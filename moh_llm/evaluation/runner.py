@@ -111,13 +111,14 @@ def score(
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
         if cache is not None:
             say(f"finished benchmarks are kept in {cache.folder} until the report is written")
+        identified = team.share(lambda: {label: _identify(label, model, say) for label, model in models.items()})
         say(f"reading the data of {len(suite.benchmarks)} benchmarks")
         loaded = team.agree(lambda: load_tasks(suite, Path(folder), data_dir, limit))
         progress = Progress(list(models), {item.benchmark.name: item.items(limit) for item in loaded})
         run = _Run(loaded, limit, batch_size, cache, log_samples, share_prefixes, team, progress, say)
         results = {}
         for label, model in models.items():
-            identity, records = team.share(lambda label=label, model=model: _identify(label, model, say))
+            identity, records = identified[label]
             result = ModelScores(model, identity, precision.dtype, device, records=records)
             result.stored_dtype = precision.stored[label]
             _score_model(label, result, run)
