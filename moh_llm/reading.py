@@ -32,7 +32,7 @@ def read_text(path: Path, limit: int = JSON_BYTES) -> str:
             raise UserError(f"{path} is no regular file; name a file")
         if found.st_size > limit:
             raise UserError(f"{path} has {found.st_size:,} bytes, more than the {limit:,} that are read of such a file")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors put a mark of the byte order in front
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist") from error
     except (OSError, ValueError) as error:
@@ -47,7 +47,7 @@ def read_json(path: Path) -> Any:
 def parse_json(text: str | bytes, where: str) -> Any:
     """Read JSON from a text. Raises UserError, which names ``where``, when it is not JSON or nested too deep."""
     try:
-        return json.loads(text)
+        return json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
     except RecursionError as error:
         raise UserError(f"{where} cannot be read as JSON: it is nested too deep") from error
     except ValueError as error:

@@ -3,6 +3,7 @@
 import json
 import os
 import pwd
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -243,3 +244,25 @@ def test_a_disk_that_cannot_be_written_is_told_as_such(tmp_path, monkeypatch):
 def test_a_conversion_that_reads_no_text_asks_for_no_disk_of_it(make_llama, tmp_path, monkeypatch):
     monkeypatch.setattr("moh_llm.conversion.convert.check_disk", lambda *_: pytest.fail("nothing is calibrated"))
     assert main(["convert", str(make_llama()), *PLAIN, "--output", str(tmp_path / "moh")]) == 0
+
+
+# ---- configs that transformers refuses
+
+
+@pytest.mark.parametrize("command", ["convert", "dense", "train", "doctor", "evaluate", "publish"])
+def test_a_config_that_transformers_refuses_ends_in_one_line(command, made, tmp_path, capsys):
+    if command == "evaluate":
+        pytest.importorskip("lm_eval")
+    for name in ("base", "moh"):
+        shutil.copytree(made / name, tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"initializer_range": 1.02}))
+        (tmp_path / name / "seal.json").unlink(missing_ok=True)  # which would tell that it was edited
+    if command == "publish":
+        words = ["publish", str(tmp_path / "moh"), "--repo-id", "org/moh", "--licence", "mit", "--dry-run"]
+    else:
+        words = call("train" if command == "doctor" else command, tmp_path, tmp_path, tmp_path / "out")
+    assert main(["doctor", *words[1:]] if command == "doctor" else words) == (1 if command == "doctor" else 2)
+    told = capsys.readouterr()
+    (line,) = [line for line in (told.out + told.err).splitlines() if "initializer_range" in line]
+    assert "config.json" in line

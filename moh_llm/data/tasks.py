@@ -199,7 +199,8 @@ def write_task(task: Task, tokenizer: TextTokenizer, validation_share: float, sk
     try:
         _write(task, tokenizer, validation_share, skip_bad)
     except UserError as error:
-        write_text(task.error, str(error))
+        with contextlib.suppress(UserError):  # a full disk has no room for it
+            write_text(task.error, str(error))
         raise
     finally:
         task.progress.unlink(missing_ok=True)

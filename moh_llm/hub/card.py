@@ -1,5 +1,7 @@
 """A model's card, from the records of its conversion, training and evaluation and nothing else."""
 
+import json
+import shlex
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +25,7 @@ from moh_llm.records.seal import add_to_seal
 from moh_llm.reporting.benchmarks import benchmark_blocks
 from moh_llm.reporting.document import Caution, facts
 from moh_llm.reporting.long_context import long_context_tables
-from moh_llm.reporting.markdown import Safe, address, code, plain, render_blocks, text
+from moh_llm.reporting.markdown import Safe, address, code, plain, render_blocks, text, visible
 from moh_llm.reporting.runs import Record, TrainingRun
 from moh_llm.reporting.training import held_out, receipt, recipe
 
@@ -236,6 +238,9 @@ def _environment() -> Environment:
     )
     templates.filters |= {
         "code": code,
+        # Commands and Python are copied as they stand, so nothing in them is escaped as Markdown's.
+        "shell": lambda value: Safe(shlex.quote(visible(value))),
+        "string_literal": lambda value: Safe(json.dumps(visible(value), ensure_ascii=False)),
         "markdown": lambda blocks: render_blocks(blocks, plain),
     }
     return templates

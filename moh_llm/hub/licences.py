@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moh_llm.errors import UserError
+from moh_llm.files import check_links
 from moh_llm.hub.lineage import Lineage, front_matter
 
 _LISTED = "https://huggingface.co/docs/hub/repositories-licenses"
@@ -247,12 +248,14 @@ def _found_in(place: Path, whose: str) -> list[Licence]:
 
 
 def _texts(place: Path) -> list[Path]:
-    return sorted(file for file in place.glob("LICEN[CS]E*") if file.is_file())
+    texts = sorted(file for file in place.glob("LICEN[CS]E*") if file.is_file())
+    check_links(place, texts)  # what they lead to would be published
+    return texts
 
 
 def _recognise(file: Path) -> str | None:
     """The licence whose title a file begins with."""
-    top = " ".join(file.read_text(encoding="utf-8", errors="replace")[:400].replace("*", " ").split())
+    top = " ".join(file.read_text(encoding="utf-8-sig", errors="replace")[:400].replace("*", " ").split())
     if llama := re.search(r"\bLLAMA (\d(?:\.\d)?) COMMUNITY LICENSE", top, re.IGNORECASE):
         name = f"llama{llama[1]}"
         return name if name in LLAMA else None

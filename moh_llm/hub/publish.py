@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moh_llm.errors import UserError
-from moh_llm.files import write_json, write_text
+from moh_llm.files import check_links, write_json, write_text
 from moh_llm.hub.card import build_card
 from moh_llm.hub.checks import (
     CARD,
@@ -107,6 +107,7 @@ def publish(options: PublishOptions, say: Callable[[str], None] = say) -> Public
     _check_model(options.folder)
     token = None if options.dry_run else find_token()
     files, unlisted = list_files(options.folder)
+    check_links(options.folder, [options.folder / name for name in files])
     # Also in the card and in the paths that the copy below does not have.
     secrets = check_secrets(options.folder, files)
     lineage = read_lineage(options.folder, options.run)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
@@ -31,8 +32,16 @@ from moh_llm.training.shared_heads import fix_shared_heads, learn_shared_heads
 
 
 def read_network_config(folder: Path) -> MoHLlamaConfig:
-    """The config of a converted model, without settings of a session that it may have been saved with."""
-    config = MoHLlamaConfig.from_pretrained(folder)
+    """The config of a converted model, without settings of a session that it may have been saved with.
+
+    Raises:
+        UserError: transformers refuses it.
+    """
+    try:
+        config = MoHLlamaConfig.from_pretrained(folder)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{Path(folder) / 'config.json'} cannot be used: {reason}") from error
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     config._attn_implementation = None  # the default
     return config

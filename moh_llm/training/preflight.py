@@ -286,10 +286,7 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
     """
     folder = Path(config.model)
     check_converted(folder)
-    try:
-        model = read_network_config(folder)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{folder / 'config.json'} cannot be used: {' '.join(str(error).split())}") from error
+    model = read_network_config(folder)
     if config.objective.has_teacher and set(model.active_heads_per_layer) == {model.num_attention_heads}:
         raise UserError(
             f"model={folder} has every head on: there is nothing for distillation to recover; "

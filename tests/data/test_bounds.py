@@ -16,6 +16,7 @@ import pytest
 
 from moh_llm.cli import main
 from moh_llm.data import formats, locate
+from moh_llm.errors import UserError
 
 zstandard = pytest.importorskip("zstandard")
 pa = pytest.importorskip("pyarrow")
@@ -227,3 +228,20 @@ def test_what_may_not_be_removed_is_reported(tmp_path, monkeypatch, tokenize, re
     monkeypatch.setattr("moh_llm.data.tasks.shutil.rmtree", refuse)
     told = refusal("files: a.jsonl, text_field: text", "--overwrite")
     assert told == f"cannot remove {tmp_path}/out/web: Permission denied; name another --output"
+
+
+def test_a_full_disk_is_named_and_not_the_file_of_the_error(tmp_path, tokenize, refusal, monkeypatch):
+    """There is no room for that file either."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(path: Path, _: str) -> None:
+        raise UserError(f"cannot write {path}: {os.strerror(errno.ENOSPC)}")
+
+    (tmp_path / "a.jsonl").write_bytes(_lines(SHORT))
+    monkeypatch.setattr("datatrove.pipeline.tokens.tokenizer.TokenizedFile.write_bytes", full)
+    monkeypatch.setattr("moh_llm.data.tasks.write_text", refuse)
+    told = refusal("files: a.jsonl")
+    assert told.startswith(f"cannot write {tmp_path / 'out'}") and "No space left on device; free some space" in told
+    assert ".error" not in told

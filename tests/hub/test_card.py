@@ -1,7 +1,10 @@
 """The text of model cards: what each kind of model's says, and what no record can do to it."""
 
+import argparse
+import ast
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -328,3 +331,31 @@ def test_values_as_markdown() -> None:
     assert plain("a\u202eb\x00c\n d") == "abc d"
     assert text("_a_ snake_case <b> *c* # | -") == r"\_a\_ snake_case &lt;b&gt; \*c\* \# \| -"
     assert text("- a") == r"\- a" and code("a`b|c") == r"`a'b\|c`" and code("") == "`-`"
+
+
+@pytest.mark.parametrize("fallback", ["value", "local"])
+@pytest.mark.parametrize("revision", [None, "step-1", "a'b;c"])
+def test_what_a_card_tells_to_run_is_as_it_is_typed(fallback, revision, folder):
+    """No word of a command is Markdown's escape of one; the Python is Python."""
+    if fallback == "local":
+        change(folder / "config.json", head_fallback="local", router_type="threshold", num_shared_heads=1)
+    for repo_id in ("org/my_model_1", None):
+        card = build_card(folder, repo_id, revision=revision if repo_id else None, licence="apache-2.0")
+        blocks = re.findall(r"```(\w+)\n(.*?)```", card, re.DOTALL)
+        commands = [line for kind, block in blocks if kind == "bash" for line in block.splitlines() if line]
+        assert len(commands) == 1 and "\\" not in commands[0]
+        vllm = argparse.ArgumentParser(exit_on_error=False)
+        vllm.add_argument("call", nargs=2)
+        vllm.add_argument("model")
+        for flag in ("--enforce-eager", "--trust-remote-code"):
+            vllm.add_argument(flag, action="store_true")
+        vllm.add_argument("--model-impl", choices=["transformers"])
+        vllm.add_argument("--revision")
+        found = vllm.parse_args(shlex.split(commands[0]))
+        assert (found.call, found.model) == (["vllm", "serve"], repo_id or "path/to/this/folder")
+        assert found.enforce_eager == (fallback == "local") and found.revision == (revision if repo_id else None)
+        assert {kind for kind, _ in blocks} <= {"bash", "python", "bibtex"}
+        (python,) = [block for kind, block in blocks if kind == "python"]
+        calls = [node for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Call)]
+        revisions = {ast.literal_eval(word.value) for call in calls for word in call.keywords if word.arg == "revision"}
+        assert revisions == ({revision} if repo_id and revision else set())

@@ -165,3 +165,19 @@ def test_the_card_names_a_llamas_conditions(bare: Path) -> None:
     (bare / "LICENSE").write_text(LLAMA_32)
     later = duties(find_licence(read_lineage(bare)))
     assert not any("1.b.v" in duty for duty in later) and any("www.llama.com/llama3_2" in duty for duty in later)
+
+
+def test_a_mark_of_the_byte_order_hides_no_licence(bare: Path) -> None:
+    (bare / "README.md").write_text("\ufeff---\nlicense: mit\nlanguage: en\n---\n", encoding="utf-8")
+    assert licence_of(bare) == ("mit", "the model card of the model")
+    assert read_lineage(bare, None).languages == ["en"]
+    (bare / "README.md").unlink()
+    (bare / "LICENSE").write_text("\ufeffMIT License\n", encoding="utf-8")
+    assert licence_of(bare) == ("mit", "LICENSE of the model")
+
+
+def test_a_licence_that_lies_elsewhere_is_not_read(bare: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text("MIT License\n")
+    (bare / "LICENSE").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"LICENSE is a link to .*elsewhere, outside its folder"):
+        licence_of(bare)

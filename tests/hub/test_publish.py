@@ -223,3 +223,24 @@ def test_a_temporary_folder_of_the_proof_that_is_removed_is_reported(folder, fak
     assert _publish(folder) == 2
     assert "error: the proof cannot use its temporary folder in " in capsys.readouterr().err
     assert not fake_hub.requests
+
+
+@pytest.mark.parametrize("name", ["LICENSE.txt", "NOTICE", "tokenizer.json", "README.md", "other.py"])
+def test_a_link_to_a_file_elsewhere_is_not_followed(name, folder, tmp_path, capsys, fake_hub):
+    (tmp_path / "private").write_text("not to be sent\n")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "private")
+    assert _publish(folder, "--force") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{name} is a link to {tmp_path / 'private'}, outside its folder" in error
+    assert not fake_hub.branches
+
+
+def test_links_inside_the_folder_and_folders_that_are_no_part_of_the_model(folder, fake_hub, proven):
+    (folder / "LICENSE").write_text("Apache License, Version 2.0\n")
+    (folder / "NOTICE").symlink_to("LICENSE")
+    shutil.copytree(folder, folder / "inner", ignore=lambda *_: {"inner"})
+    assert _publish(folder) == 2  # a folder that is no part of a model is named
+    assert _publish(folder, "--force") == 0
+    sent = fake_hub.branches["org/moh"]["main"]
+    assert sent["NOTICE"] == sent["LICENSE"] and not [name for name in sent if name.startswith("inner")]
