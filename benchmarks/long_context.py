@@ -4,7 +4,7 @@
     python benchmarks/long_context.py out/half --also out/third out/fixed --base BASE --json half.json *.jsonl
 
 Reads the first `--context` tokens of the first documents that have as many, in turn from each text. By position in the
-document: perplexity / base perplexity and KL(base || model) in nats per token, with 95 % intervals by bootstrap over
+document: perplexity / base perplexity and KL(base || model) in nats per token, with 95 % intervals over
 documents. Keys read: the share of the base's keys that attention needs, from the heads that are on in this text; a
 local fallback reads its window and sinks. FLOPs are those of a forward pass in theory (`moh_llm.flops`). Retrieval, in
 the documents' text: tokens copied of random strings, and whole answers to passkeys and key-value pairs, by distance, as

@@ -6,7 +6,7 @@
 
 Each text is read whole, or in the documents that the flags choose, in windows of 512 tokens with
 documents isolated. Figures are ratios to the base on the same windows: perplexity / base
-perplexity, and KL(base || model) in nats per token, each with its 95 % interval by bootstrap over
+perplexity, and KL(base || model) in nats per token, each with its 95 % interval over
 documents. Overlap is the share of a text's 13-grams of tokens that the named text holds, too. The paper's layer has the
 first model's mean number of active heads.
 """

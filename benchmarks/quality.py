@@ -6,8 +6,8 @@
 The base is calibrated once for each routing granularity and way of choosing shared heads; every plan is cut
 from that, and one that splits key-value groups where these are routed is left out. Each row is a
 model, each text a column: perplexity / base perplexity on windows of 512 tokens with documents
-isolated, and the mean KL(base || model) in nats per token over all texts, with 95 % intervals by
-bootstrap over documents. Beside each text stands the share of its 13-grams of tokens that the
+isolated, and the mean KL(base || model) in nats per token over all texts, with 95 % intervals
+over documents. Beside each text stands the share of its 13-grams of tokens that the
 calibration text holds, too; `--documents N --last` takes documents of the calibration's own files
 that it did not read. The oracle rows drop, with
 the same budgets and fallbacks, the heads or groups whose true contribution is least: what a perfect

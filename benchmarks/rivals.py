@@ -15,7 +15,7 @@ is the mean number of active heads. Each method's heads, router and fallbacks ar
 - "oracle": ours, but each token keeps the heads whose fallbacks would change the layer's output most.
 
 Heads is the share that is on; KL(base || model), in nats per token, and perplexity / base perplexity are means over
-texts and seeds, with 95 % intervals by bootstrap over documents; "seeds" is the least and the most KL of a seed, and
+texts and seeds, with 95 % intervals over documents; "seeds" is the least and the most KL of a seed, and
 "less ours" the difference to the KL of "ours" on the same documents.
 --output holds what was fitted and the figures of each batch: the same command goes on where it stopped.
 """

@@ -1,0 +1,39 @@
+"""The coverage that is published is of the intervals that are printed."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moh_llm.intervals import kls
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+# By its path: a package of the same name measures tests.
+_spec = importlib.util.spec_from_file_location("interval_coverage", Path(sys.path[-1]) / "coverage.py")
+coverage = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(coverage)
+
+
+def test_intervals_of_items_beside_others():
+    args = argparse.Namespace(draws=150, seed=0)
+    found = coverage.cover_scores(30, 0.7, 0.02, 1.0, args)
+    assert found["difference: printed"] > 0.93 and found["share: printed"] > 0.93 > 0.7 > found["difference: errors"]
+    assert (0.3, 1.0) in list(coverage.settings(0.3)) and (0.9, 0.5) not in list(coverage.settings(0.3))
+
+
+def test_newcombes_interval_is_as_published():
+    """Newcombe (1998), table II, data of 36, 12, 2 and 0 pairs: -0.2 (0.0569 to 0.3404), method 10."""
+    model = np.repeat([1.0, 1.0, 0.0], [36, 12, 2])
+    base = np.repeat([1.0, 0.0, 1.0], [36, 12, 2])
+    assert coverage.newcombe(model, base) == pytest.approx((0.0569, 0.3404), abs=1e-4)
+
+
+def test_a_population_of_documents():
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(50, 500, 300).astype(float)
+    sums = np.stack([tokens, tokens * 3, tokens * 3, tokens * draw.lognormal(-3, 0.5, 300), tokens], 1)
+    found = coverage.cover_population(sums, kls, 100, 0)
+    assert found["printed"][5] > 0.93 > found["bootstrap"][5] and set(found["printed"]) == set(coverage.NUMBERS)
