@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from moh_llm.data.mixture import load_mixture
-    from moh_llm.data.tokenizer import TextTokenizer
+    from moh_llm.data.tokenizer import TextTokenizer, rows_beside
 
     if args.workers is not None and args.workers < 1:
         raise UserError(f"--workers {args.workers} must be at least 1")
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         check_workers(args.workers, "--workers")
     executor_args = dict(_pair(argument) for argument in args.executor_args)
     mixture = load_mixture(args.mixture)
-    tokenizer = TextTokenizer.load(args.tokenizer)
+    tokenizer = TextTokenizer.load(args.tokenizer, rows_beside(args.tokenizer))
     say(mixture.describe())
     if args.dry_run:
         _dry_run(mixture, tokenizer, Path(args.output).resolve(), args)

@@ -118,7 +118,8 @@ def convert(options: ConversionOptions) -> Conversion:
     if reads_text:
         tokenizer = widening.tokenizer if widening else open_tokenizer(base.folder, base.config.vocab_size)
         long = length if length >= LONG else None
-        sources = sample_mixture(options.calibration, tokenizer, options.calibration_tokens, wanted, long, length)
+        rows = widening.rows if widening else base.config.vocab_size
+        sources = sample_mixture(options.calibration, tokenizer, options.calibration_tokens, wanted, long, length, rows)
     held_out: list[Batch] = []
     if options.verify != "none":
         held_out = validation_batches(sources, length, wanted, rows_of(length))

@@ -25,9 +25,11 @@ from moh_llm.errors import UserError
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(path: str, written: int, end: int | None, name: str, chat: ChatTemplate | None) -> TextTokenizer:
+def _tokenizer(
+    path: str, written: int, end: int | None, name: str, chat: ChatTemplate | None, rows: int | None
+) -> TextTokenizer:
     """Read once for all tasks of a process, and again when the file changes."""
-    return TextTokenizer(Tokenizer.from_file(path), end, name, chat)
+    return TextTokenizer(Tokenizer.from_file(path), end, name, chat, rows)
 
 
 class WriteShards(PipelineStep):
@@ -35,7 +37,7 @@ class WriteShards(PipelineStep):
 
     Args:
         tasks: those to do.
-        tokenizer: file of the tokenizer; `end`, `tokenizer_name` and `chat` go with it (see `TextTokenizer`).
+        tokenizer: file of the tokenizer; `end`, `tokenizer_name`, `chat` and `rows` go with it (see `TextTokenizer`).
         validation_share: share of held-out documents.
         skip_bad: whether bad records are left out and counted.
         threads: of the tokenizer in each process; None: this process's own setting.
@@ -50,13 +52,14 @@ class WriteShards(PipelineStep):
         end: int | None,
         tokenizer_name: str,
         chat: ChatTemplate | None,
+        rows: int | None,
         validation_share: float,
         skip_bad: bool,
         threads: int | None,
     ):
         super().__init__()
         self.tasks, self.tokenizer, self.end, self.tokenizer_name = list(tasks), tokenizer, end, tokenizer_name
-        self.chat = chat
+        self.chat, self.rows = chat, rows
         self.validation_share, self.skip_bad, self.threads = validation_share, skip_bad, threads
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
@@ -65,7 +68,7 @@ class WriteShards(PipelineStep):
             # Even for one: without its thread pool the library is a fifth slower.
             os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(self.threads)}
         written = self.tokenizer.stat().st_mtime_ns
-        tokenizer = _tokenizer(str(self.tokenizer), written, self.end, self.tokenizer_name, self.chat)
+        tokenizer = _tokenizer(str(self.tokenizer), written, self.end, self.tokenizer_name, self.chat, self.rows)
         write_task(self.tasks[rank], tokenizer, self.validation_share, self.skip_bad)
 
 

@@ -33,6 +33,7 @@ def sample_mixture(
     validation_tokens: int | None = None,
     long: int | None = None,
     window: int | None = None,
+    rows: int | None = None,
 ) -> list[TokenizedSource]:
     """Tokenise the beginning of each of a mixture's sources.
 
@@ -49,11 +50,12 @@ def sample_mixture(
             beginning of a source is searched for them, some 32 times what is asked for.
         window: how many tokens of a held-out document count for `validation_tokens` (`validation_batches`); None: all.
             Text for training that is no longer asked for is passed over meanwhile, up to 2^28 characters.
+        rows: of the embedding of the model that the tokens are for; None: not known.
 
     Raises:
-        UserError: unreadable text, or a source without any.
+        UserError: unreadable text, a source without any, or a token without a row.
     """
-    text_tokenizer, found = TextTokenizer.of(tokenizer), []
+    text_tokenizer, found = TextTokenizer.of(tokenizer, rows), []
     wanted = math.inf if validation_tokens is None else validation_tokens
 
     def sample(source: Source, held_out: float) -> tuple[TokenizedSource, int]:
@@ -97,11 +99,11 @@ def _sample_source(
     pieces: dict[bool, list[_Piece]] = {False: [], True: []}  # by whether the document is held out
     short: dict[bool, list[_Piece]] = {False: [], True: []}  # likewise, of documents that are not long
     long, lengths, searched, held_out_tokens = limits.long, {False: 0, True: 0}, 0, 0
-    reading = Reading(advice="correct it, or leave the file out")
+    reading, passed = Reading(advice="correct it, or leave the file out"), 0
 
     def wanted() -> Iterator[tuple[str, str]]:
         """All documents; once there is enough for training, the held-out ones, after the first of these."""
-        passed = 0
+        nonlocal passed
         for group, text in source_documents(source, reading=reading, template=tokenizer.chat):
             if lengths[False] < limits.train or not held_out_tokens or is_held_out(group, validation_share):
                 yield group, text
@@ -126,7 +128,8 @@ def _sample_source(
             if long and searched >= _SEARCHED * (limits.train + limits.long_held_out):
                 break
         else:
-            check_filters(source, reading, empty=not searched)
+            if passed <= _PASSED:  # it was read to its end
+                check_filters(source, reading, empty=not searched)
     pieces = {side: pieces[side] + short[side] for side in pieces}
     train, validation = (TokenStream.of([_shard(pieces[side])]) for side in (False, True))
     if not len(train) or not len(validation):

@@ -83,6 +83,11 @@ class Shard:
             begins = np.concatenate([[0], begins])
         return tokens[start:stop], begins
 
+    def largest(self) -> int:
+        """The largest id; -1 where there is none. All tokens are read."""
+        tokens = (self.read(at, min(at + (1 << 22), self.length))[0] for at in range(0, self.length, 1 << 22))
+        return max((int(part.max()) for part in tokens), default=-1)
+
     def targets(self, start: int, stop: int) -> np.ndarray:
         """On which of the tokens `start` to `stop` the loss is taken, bool."""
         if not self.masked:
@@ -182,7 +187,7 @@ class Tokens(NamedTuple):
     sources: list[TokenizedSource]
 
 
-def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None]) -> Tokens:
+def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None], rows: int | None = None) -> Tokens:
     """The tokens of what a recipe's ``data.mixture`` names.
 
     Args:
@@ -190,11 +195,12 @@ def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None]) -> Toke
             then tokenised into the cache, if it is not there yet.
         tokenizer: the model's Hugging Face tokenizer.
         say: prints one line.
+        rows: of the model's embedding.
 
     Raises:
-        UserError: the tokens are of another tokenizer, or the text cannot be read or is too much.
+        UserError: the tokens are of another tokenizer or without a row, or the text cannot be read or is too much.
     """
-    wanted = TextTokenizer.of(tokenizer)
+    wanted = TextTokenizer.of(tokenizer, rows)
     if Path(mixture).is_dir() and mixture != EMBEDDED.name:
         sources = open_tokens(Path(mixture), tokenizer=wanted)
         return Tokens(TokensRecord.of_folder(Path(mixture)).name, mixture, sources)
@@ -223,7 +229,7 @@ def open_tokens(
     Args:
         folder: the folder.
         mixture: gives weights and bounds of epochs; None: the recorded ones.
-        tokenizer: which one the tokens must be of; None: any.
+        tokenizer: which one the tokens must be of, and which ids they may hold; None: any.
 
     Raises:
         UserError: the folder is not finished, a shard is missing or cut short, or the tokens are
@@ -252,7 +258,11 @@ def open_tokens(
     shares = {name: (entry.weight, entry.max_epochs) for name, entry in record.sources.items()}
     if mixture is not None:
         shares = {source.name: (source.weight, source.max_epochs) for source in mixture.sources}
-    return [_open_source(folder, name, weight, epochs, record) for name, (weight, epochs) in shares.items()]
+    sources = [_open_source(folder, name, weight, epochs, record) for name, (weight, epochs) in shares.items()]
+    if tokenizer is not None and tokenizer.rows is not None:  # the only ones whose shards may hold an id without a row
+        for shard in {shard for s in sources for stream in (s.train, s.validation) for shard in stream.shards}:
+            tokenizer.check_rows(shard.largest(), f"token shard {shard.path}")
+    return sources
 
 
 def cache_folder(mixture: Mixture, tokenizer: TextTokenizer) -> Path:

@@ -90,8 +90,8 @@ def tokenize_mixture(
         if left := sorted((task for task in tasks if not is_done(task)), key=lambda task: -task.work):
             write_json(output / RECORD, {"status": "running"})
             workers, threads = count_workers(left, workers, executor, executor_args)
-            settings = (tokenizer.end, tokenizer.name, tokenizer.chat, mixture.validation_share, skip_bad, threads)
-            step = WriteShards(left, output / TOKENIZER, *settings)
+            own = (tokenizer.end, tokenizer.name, tokenizer.chat, tokenizer.rows)
+            step = WriteShards(left, output / TOKENIZER, *own, mixture.validation_share, skip_bad, threads)
             logs = new_log_folder(output)
             if executor == "slurm":
                 submit_slurm(step, finish, workers, logs, executor_args)

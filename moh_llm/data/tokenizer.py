@@ -52,6 +52,24 @@ def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "
     return tokenizer
 
 
+def rows_beside(name_or_path: str | Path) -> int | None:
+    """Rows of the embedding of the model in a folder or of a Hub id; None where there is none, or it says no number."""
+    from transformers import PreTrainedConfig
+
+    try:
+        rows = PreTrainedConfig.get_config_dict(name_or_path)[0].get("vocab_size")
+    # Nothing there, no network, no JSON: each an error of its own kind.
+    except Exception:
+        return None
+    return rows if isinstance(rows, int) and rows > 0 else None
+
+
+def tokens_without_rows(tokenizer: Any, rows: int) -> list[str]:
+    """The tokens of a tokenizer, of whichever library, with ids from `rows` on, in the order of their ids."""
+    beyond = [(number, token) for token, number in tokenizer.get_vocab().items() if number >= rows]
+    return [token for _, token in sorted(beyond)]
+
+
 def _check_ids(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, name: str) -> None:
     """Refuse ids beyond the embedding, but for a few tokens that were added and that plain text does not hold.
 
@@ -74,9 +92,21 @@ class TextTokenizer:
         end: id of the end-of-sequence token that closes each document; None: documents are not closed.
         name: what to call it in records.
         chat: its chat template; None where it has none.
+        rows: of the embedding of the model that the tokens are for: text with an id from there on is refused; None: not
+            known.
+
+    Raises:
+        UserError: a token that every document has is without a row.
     """
 
-    def __init__(self, backend: Tokenizer, end: int | None, name: str, chat: ChatTemplate | None = None):
+    def __init__(
+        self,
+        backend: Tokenizer,
+        end: int | None,
+        name: str,
+        chat: ChatTemplate | None = None,
+        rows: int | None = None,
+    ):
         # A copy, since the original may cut and pad for other uses.
         self.backend = Tokenizer.from_str(backend.to_str())
         self.backend.no_truncation()
@@ -85,20 +115,32 @@ class TextTokenizer:
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=0)
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+        self.rows = rows if rows is not None and rows < self.vocab_size else None
+        self.check_rows(max([*self.backend.encode("").ids, -1 if end is None else end], default=-1), "every text")
 
     @classmethod
-    def of(cls, tokenizer: Any) -> "TextTokenizer":
+    def of(cls, tokenizer: Any, rows: int | None = None) -> "TextTokenizer":
         """That of a Hugging Face tokenizer. Raises UserError where it is not a fast one."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         if backend is None:
             raise UserError(f"tokenizer {name} is not a fast one (it has no tokenizer.json); convert it first")
-        return cls(backend, tokenizer.eos_token_id, name, ChatTemplate.of(tokenizer))
+        return cls(backend, tokenizer.eos_token_id, name, ChatTemplate.of(tokenizer), rows)
 
     @classmethod
-    def load(cls, name_or_path: str) -> "TextTokenizer":
+    def load(cls, name_or_path: str, rows: int | None = None) -> "TextTokenizer":
         """From a folder or a Hub id. Raises UserError where there is none."""
-        return cls.of(open_tokenizer(name_or_path))
+        return cls.of(open_tokenizer(name_or_path, rows), rows)
+
+    def check_rows(self, largest: int, what: str) -> None:
+        """Raise UserError, which says of ``what``, where a largest id has no row in the embedding."""
+        if self.rows is not None and largest >= self.rows:
+            token = self.backend.id_to_token(largest) or ""
+            raise UserError(
+                f"{what} holds the token {token[:40]!r} (id {largest}) of {self.name}, and the model embeds ids below "
+                f"vocab_size={self.rows}; remove the token from text or tokenizer, or give it a row: moh-llm convert "
+                "BASE --tokenizer FOLDER"
+            )
 
     @property
     def sha256(self) -> str:
@@ -178,6 +220,8 @@ class TextTokenizer:
             closed = self.end is not None and ids[-1:] != [self.end] and not (chat and text.templated)
             if closed:
                 ids.append(self.end)
+            if self.rows is not None:
+                self.check_rows(max(ids, default=-1), f"the text {' '.join(text[:40].split())!r}...")
             targets = text.targets(encoding.offsets, closed) if chat else None
             yield text, np.array(ids, dtype=self.dtype), targets
 

@@ -11,6 +11,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedConfig
 
+from moh_llm.data.notes import note
+from moh_llm.data.tokenizer import tokens_without_rows
 from moh_llm.devices import empty_cache
 from moh_llm.errors import UserError
 from moh_llm.evaluation.models import register_moh
@@ -46,11 +48,43 @@ class LanguageModel(HFLM):
         super().__init__(model, "causal", batch_size=1 if self.finds_batch_size else batch_size, **arguments)
         if share_prefixes:
             check_cache(self.model)
+        without = [t for t in tokens_without_rows(self.tokenizer, self.rows) if t != self.tokenizer.pad_token]
+        if without:
+            more = f" and {len(without) - 1:,} more tokens" if len(without) > 1 else ""
+            what = f"its embedding has no row for the token {without[0][:40]!r}{more} of its tokenizer"
+            note(f"{model}: {what}; a benchmark whose text holds one fails")
+        if (self.tokenizer.pad_token_id or 0) >= self.rows:  # a mask covers padding, whichever token it is
+            self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(0)
         # `scoring` distributes the items: lm-eval would do so only with several GPUs on one machine.
         self._rank, self._world_size = 0, 1
         if team.rank > 0:  # one process draws the bars
             self.loglikelihood = functools.partial(self.loglikelihood, disable_tqdm=True)
             self.generate_until = functools.partial(self.generate_until, disable_tqdm=True)
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Rows of the embedding."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    def tok_encode(self, string: str, *arguments: Any, **options: Any) -> list[int]:
+        ids = super().tok_encode(string, *arguments, **options)
+        self._check_rows(ids)
+        return ids
+
+    def tok_batch_encode(self, strings: list[str], *arguments: Any, **options: Any) -> Any:
+        ids, mask = super().tok_batch_encode(strings, *arguments, **options)
+        self._check_rows(ids.flatten().tolist())
+        return ids, mask
+
+    def _check_rows(self, ids: list[int]) -> None:
+        """Raise UserError for an id without a row in the embedding, which would end in an IndexError."""
+        if (largest := max(ids, default=-1)) >= self.rows:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise UserError(
+                f"a text holds the token {token!r} (id {largest}), and the model embeds ids below vocab_size="
+                f"{self.rows}; remove the token from its tokenizer, or give it a row: moh-llm convert BASE --tokenizer "
+                "FOLDER"
+            )
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None

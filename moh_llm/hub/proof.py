@@ -138,7 +138,7 @@ def _compare(seen: Path, local: Path) -> str | None:
     finally:
         if bars:
             logging.enable_progress_bar()
-    batch = encode(tokenizer, model.config.max_position_embeddings)
+    batch = encode(tokenizer, model.config)
     ours = observe(model, batch, tokenizer.pad_token_id) | _observe_base(model.model, batch)
     with safe_open(seen, framework="pt") as file:
         for name, here in ours.items():
@@ -159,12 +159,12 @@ def _form(tensor: Any) -> str:
 # ---- what both processes compute
 
 
-def encode(tokenizer: Any, max_position_embeddings: int) -> dict[str, Any]:
+def encode(tokenizer: Any, config: Any) -> dict[str, Any]:
     """The texts as one batch padded on the left: `input_ids` and `attention_mask`, each `[texts, tokens]`."""
-    if tokenizer.pad_token is None:
+    if tokenizer.pad_token is None or tokenizer.pad_token_id >= config.vocab_size:  # none with a row in the embedding
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side, tokenizer.truncation_side = "left", "right"
-    length = max(1, min(MAX_TOKENS, max_position_embeddings - NEW_TOKENS))
+    length = max(1, min(MAX_TOKENS, config.max_position_embeddings - NEW_TOKENS))
     batch = tokenizer(list(TEXTS), padding=True, truncation=True, max_length=length, return_tensors="pt")
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
@@ -219,7 +219,7 @@ def main(request: dict[str, Any]) -> None:
     folder, options = request["folder"], {"trust_remote_code": True}
     config = AutoConfig.from_pretrained(folder, **options)
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    batch = encode(tokenizer, config.max_position_embeddings)
+    batch = encode(tokenizer, config)
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
     tensors = observe(model, batch, tokenizer.pad_token_id)
     record = {

@@ -180,8 +180,9 @@ class _Training:
     def open_data(self) -> None:
         """Open the recipe's text as tokens, the text of the run where there is one."""
         self.tokenizer = networks.load_tokenizer(Path(self.config.model))
+        rows = networks.embedding_rows(Path(self.config.model))
         with self.accelerator.main_process_first():
-            _, self.token_folder, self.sources = tokens_for(self.config.data.mixture, self.tokenizer, self.say)
+            _, self.token_folder, self.sources = tokens_for(self.config.data.mixture, self.tokenizer, self.say, rows)
         self.run.check_data(describe_data(self.sources))
 
     def make_stream(self) -> None:

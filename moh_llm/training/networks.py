@@ -87,7 +87,12 @@ def load_network(
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder. Raises UserError where there is none, or one with ids beyond the embedding."""
-    return open_tokenizer(folder, read_config(Path(folder)).get("vocab_size"))
+    return open_tokenizer(folder, embedding_rows(folder))
+
+
+def embedding_rows(folder: Path) -> int | None:
+    """Rows of the embedding of a model folder, by its config. Raises UserError for a config that cannot be read."""
+    return read_config(Path(folder)).get("vocab_size")
 
 
 def make_student(config: TrainConfig, device: torch.device | None = None, empty: bool = False) -> torch.nn.Module:

@@ -13,10 +13,10 @@ from moh_llm.data.mixture import EMBEDDED, Mixture, Source, load_mixture
 from moh_llm.data.sample import estimate_source
 from moh_llm.data.shards import TokenizedSource, cache_folder, open_tokens
 from moh_llm.data.stream import SequenceStream, make_receipt
-from moh_llm.data.tokenizer import TextTokenizer
+from moh_llm.data.tokenizer import TextTokenizer, tokens_without_rows
 from moh_llm.errors import UserError
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.networks import load_tokenizer
+from moh_llm.training.networks import embedding_rows, load_tokenizer
 
 # Error of an estimated number of tokens: within it of a bound, the finding is a warning.
 _DOUBT = 0.1
@@ -36,11 +36,17 @@ def check_data(config: TrainConfig) -> Iterator[Finding]:
     """Whether tokenizer and text can be read, and how many epochs of each source the job takes."""
     name = config.data.mixture
     try:
-        tokenizer = TextTokenizer.of(load_tokenizer(Path(config.model)))
+        rows = embedding_rows(Path(config.model))
+        tokenizer = TextTokenizer.of(load_tokenizer(Path(config.model)), rows)
     except UserError as error:
         yield Finding("fault", "tokenizer", str(error))
         return
     yield Finding("ok", "tokenizer", f"{tokenizer.vocab_size:,} tokens, {tokenizer.sha256[:12]}")
+    if tokenizer.rows is not None:
+        without = tokens_without_rows(tokenizer.backend, tokenizer.rows)
+        more = f" and {len(without) - 1:,} more tokens" if len(without) > 1 else ""
+        text = f"the embedding has no row for the token {without[0][:40]!r}{more}; text that holds one stops the run"
+        yield Finding("warning", "tokenizer", text)
     try:
         if Path(name).is_dir() and name != EMBEDDED.name:
             yield from _check_tokens(config, open_tokens(Path(name), tokenizer=tokenizer))

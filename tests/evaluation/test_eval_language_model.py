@@ -1,12 +1,15 @@
 """The batch size from the longest request and the free memory, halved when memory runs out; and the time left."""
 
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moh_llm.errors import UserError
+from moh_llm.evaluation.processes import Team
 from moh_llm.evaluation.runner import Progress, score, spell_seconds
 from moh_llm.evaluation.suite import load_suite
 
@@ -98,6 +101,27 @@ def test_other_errors_and_single_sequences_are_not_tried_again(
     monkeypatch.setattr(HFLM, "_model_call", call)
     found = score({"model": str(tiny_llama)}, load_suite("smoke"), limit=1, batch_size="auto", device="cpu")["model"]
     assert found.errors["Facts"] == "OutOfMemoryError: CUDA out of memory"
+
+
+def test_tokens_without_a_row(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Padding is another token, and text that holds one is refused in words."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder, rows = shutil.copytree(tiny_llama, tmp_path / "model"), AutoConfig.from_pretrained(tiny_llama).vocab_size
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    size = len(tokenizer)
+    assert size <= rows
+    tokenizer.add_tokens([f"<{number}>" for number in range(size, rows)])
+    tokenizer.add_special_tokens({"pad_token": "<pad>", "additional_special_tokens": ["<|user|>"]})
+    tokenizer.save_pretrained(folder)
+    lm = language_model.load_model(str(folder), 2, "float32", "cpu", Team(), None)
+    assert tokenizer.pad_token_id >= rows > lm.tokenizer.pad_token_id
+    assert "'<|user|>'" in capsys.readouterr().err
+    ids, _ = lm.tok_batch_encode(["a river", "a"])
+    assert int(ids.max()) < rows
+    for encode, text in ((lm.tok_encode, "a <|user|>"), (lm.tok_batch_encode, ["a", "<|user|>"])):
+        with pytest.raises(UserError, match=r"'<\|user\|>'"):
+            encode(text)
 
 
 def test_time_left_follows_items_and_other_models() -> None:

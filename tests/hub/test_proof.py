@@ -66,7 +66,7 @@ def test_what_is_observed_shows_every_matrix_of_the_default_layer(moh_model, mon
     """And not what moves no bit of it: a router by too little to switch a head, a token that no text holds."""
     monkeypatch.setattr("moh_llm.hub.proof.NEW_TOKENS", 2)  # the most of an observation's time; logits show the weights
     model, tokenizer = MoHLlamaForCausalLM.from_pretrained(moh_model), AutoTokenizer.from_pretrained(moh_model)
-    batch = encode(tokenizer, model.config.max_position_embeddings)
+    batch = encode(tokenizer, model.config)
     before = observe(model, batch, tokenizer.pad_token_id)
     unused = next(token for token in range(model.config.vocab_size) if not (before["generated"] == token).any())
     unseen = ["router.routed.weight", "router.routed.bias", "embed_tokens"]

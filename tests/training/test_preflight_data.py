@@ -237,3 +237,19 @@ def test_the_output_is_judged_as_training_would(make, tmp_path):
     shutil.rmtree(run)
     run.write_text("")
     assert refusal() == f"output_dir={run} is a file; name a folder"
+
+
+def test_tokens_without_a_row_are_found_before_the_first_step(make, model_copy, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_copy)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    tokenizer.save_pretrained(model_copy)
+    warned = [finding for finding in check_data(make(model=model_copy)) if finding.state == "warning"]
+    assert len(warned) == 1 and "<|user|>" in warned[0].text
+    (tmp_path / "a.jsonl").write_text('{"text": "a bright cold day <|user|>"}\n' * 200)
+    (tmp_path / "m.yaml").write_text("sources: {a: {weight: 1, files: a.jsonl}}")
+    config = make(model=model_copy, **{"data.mixture": tmp_path / "m.yaml"})
+    assert "'<|user|>' (id 257)" in the_fault(check_data(config))
+    with pytest.raises(UserError, match=r"'<\|user\|>' \(id 257\)"):
+        train(config)

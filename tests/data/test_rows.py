@@ -1,0 +1,110 @@
+"""Tokens without a row in the model's embedding are found before anything is computed."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from moh_llm.cli import main
+from moh_llm.data.mixture import mixture_from_files
+from moh_llm.data.sample import sample_mixture
+from moh_llm.data.shards import open_tokens
+from moh_llm.data.tokenizer import TextTokenizer, rows_beside
+from moh_llm.errors import UserError
+
+
+def add(folder: Path, **special: str) -> None:
+    """Add tokens to a folder's tokenizer and no rows to its model."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens(special or {"additional_special_tokens": ["<|user|>"]})
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture
+def base(make_llama: Callable[..., Path], tmp_path: Path) -> Path:
+    """A LLaMA whose tokenizer has "<|user|>", id 257, and whose embedding has 257 rows."""
+    folder = shutil.copytree(make_llama(), tmp_path / "base")
+    add(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Callable[..., Path]:
+    """`text(token)`: a file of text that holds the token once."""
+
+    def write(token: str) -> Path:
+        lines = [f"{number} the river was high that spring {token if number == 150 else ''}" for number in range(300)]
+        (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        return tmp_path / "text.jsonl"
+
+    return write
+
+
+def tokenize(tokenizer: Path, text: Path, *flags: str) -> int:
+    path = text.with_name("m.yaml")
+    path.write_text(f"sources: {{a: {{weight: 1, files: {text.name}}}}}")
+    return main(["tokenize", str(path), "--tokenizer", str(tokenizer), "--output", str(text.with_name("out")), *flags])
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+
+
+def test_convert_and_tokenize_refuse_text_that_holds_one(base, text, convert, tmp_path, capsys):
+    path = str(text("<|user|>"))
+    # The last --calibration counts.
+    more = ["--calibration", path, "--calibration-tokens", "6000", "--heldout-tokens", "3000"]
+    assert convert(base, tmp_path / "moh", *more) == 2
+    assert "'<|user|>' (id 257)" in error_of(capsys) and not (tmp_path / "moh").exists()
+    assert tokenize(base, Path(path)) == 2
+    assert "'<|user|>' (id 257)" in error_of(capsys)
+
+
+def test_text_without_them_is_taken(base, text, convert, tmp_path):
+    add(base, pad_token="<pad>")
+    path = text("")
+    assert convert(base, tmp_path / "moh", "--calibration", str(path)) == 0
+    assert tokenize(base, path) == 0
+    tokenizer = TextTokenizer.load(str(base), rows_beside(base))
+    assert tokenizer.rows == 257 and open_tokens(tmp_path / "out", tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_several_processes_find_them(base, text, capsys, monkeypatch, workers):
+    monkeypatch.setattr("moh_llm.data.tokenize._BYTES_PER_WORKER", 100)
+    path = text("<|user|>")
+    shutil.copy(path, path.with_name("text2.jsonl"))
+    assert tokenize(base, path.with_name("text*.jsonl"), "--workers", workers) == 2
+    assert "<|user|>" in capsys.readouterr().err
+
+
+def test_shards_that_hold_one_are_refused(base, text, tmp_path):
+    alone = tmp_path / "tokenizer"
+    AutoTokenizer.from_pretrained(base).save_pretrained(alone)  # of no model
+    assert rows_beside(alone) is None and tokenize(alone, text("<|user|>")) == 0
+    with pytest.raises(UserError, match=r"token shard .* holds the token '<\|user\|>' \(id 257\)"):
+        open_tokens(tmp_path / "out", tokenizer=TextTokenizer.load(str(base), rows_beside(base)))
+
+
+@pytest.mark.parametrize("token", ["eos_token", "bos_token"])
+def test_a_token_that_every_text_has_is_refused_at_once(base, text, token):
+    add(base, **{token: "<none>"})
+    if token == "bos_token":
+        path = base / "tokenizer.json"
+        content = json.loads(path.read_text())
+        pieces = [{"SpecialToken": {"id": "<none>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        special = {"<none>": {"id": "<none>", "ids": [258], "tokens": ["<none>"]}}
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": pieces,
+            "pair": [],
+            "special_tokens": special,
+        }
+        path.write_text(json.dumps(content))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    with pytest.raises(UserError, match=r"every text holds the token '<none>' \(id 258\)"):
+        TextTokenizer.of(tokenizer, 257)
+    assert sample_mixture(mixture_from_files([str(text(""))]), tokenizer, rows=259)
