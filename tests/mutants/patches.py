@@ -23,7 +23,7 @@ LOG = "tests/recount/test_recount.py::test_the_log_of_the_run"
 PATCHES = (
     Patch(
         "LoRA freezes the fallbacks",
-        "moh_llm/training/networks.py",
+        "moh_llm/training/adapters.py",
         "if is_routing_weight(name) and w.requires_grad]\n",
         'if is_routing_weight(name) and ".fallback." not in name]\n',
         (NETWORKS, FALLBACKS),
