@@ -64,7 +64,7 @@ def faults_of_the_base(base: str | None) -> Claim | None:
     """That the base's faults are the model's."""
     if base is None:
         return None
-    text = f"What {base} gets wrong, and what it must not be used for, holds for this model, too."
+    text = f"What its base, {base}, gets wrong, and what that must not be used for, holds for this model, too."
     return Claim("faults_of_the_base", {"conversion.base.name": base}, text)
 
 

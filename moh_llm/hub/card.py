@@ -32,6 +32,7 @@ from moh_llm.reporting.training import held_out, receipt, recipe
 TAGS = ["mixture-of-head", "moh"]
 # Rows of a table of sources, and of one of scores; the records hold all of them.
 _SOURCES, _SCORES = 40, 12
+_LEAD = ("origin", "heads_asked", "heads_read", "heads_read_in_training", "heads_read_on_prompts")  # claims
 _LIMITS = ("faults_of_the_base", "untuned", "other_text_may_differ", "no_benchmark", "longest_text")  # claims
 
 
@@ -83,6 +84,7 @@ def build_card(
         licence=_licence(licences),
         evaluated=_shown(evaluated) if evaluated else None,
         claims=defaultdict(str, {name: claim.text for name, claim in claims.items()}),
+        lead=" ".join(claims[name].text for name in _LEAD if name in claims),
         limits=[claims[name].text for name in _LIMITS if name in claims],
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n{body.strip()}\n"
