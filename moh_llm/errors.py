@@ -61,10 +61,10 @@ def without_passwords_in(value: Any) -> Any:
 
 
 def in_unicode(text: str) -> str:
-    """A name with its bytes that are not UTF-8, which Python keeps as surrogates, written as ``\\xNN``."""
+    """A name with its bytes that are not UTF-8, which Python keeps as surrogates, written as in addresses, ``%NN``."""
     if text.isascii() or not _SURROGATE.search(text):
         return text
-    return _SURROGATE.sub(lambda match: f"\\x{ord(match[0]) - 0xDC00:02x}" if match[1] else repr(match[0])[1:-1], text)
+    return _SURROGATE.sub(lambda match: f"%{ord(match[0]) - 0xDC00:02X}" if match[1] else repr(match[0])[1:-1], text)
 
 
 def printable(text: str) -> str:
