@@ -47,8 +47,9 @@ from moh_llm.training.parallel import (
     seed_step,
     sum_over_processes,
 )
+from moh_llm.training.positions import check_positions
 from moh_llm.training.precision import check_agreement, decide_precision, slow_precision
-from moh_llm.training.preflight import check_machine
+from moh_llm.training.preflight import check_machine, read_model_config
 from moh_llm.training.reference import Reference, StartingPoint, agreed_starting_point, expected_reference
 from moh_llm.training.runs import Run, describe_data, mark_model
 from moh_llm.training.scoring import RoutingCounts, evaluate, measure_floor, score_saved
@@ -121,6 +122,8 @@ def _train(
             say(f"warning: {warning.text}")
         if main and (slow := slow_precision(config, accelerator.device)):
             say(f"warning: {slow}")
+        if main and (beyond := check_positions(config, read_model_config(config))):
+            say(f"warning: {beyond.text}")
         training.find_starting_point()
         training.open_data()
         training.make_stream()

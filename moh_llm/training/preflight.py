@@ -40,6 +40,7 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.memory import Memory, Sizes, estimate_memory
 from moh_llm.training.networks import read_network_config
 from moh_llm.training.parallel import check_experts, check_strategy, count_micro_batches
+from moh_llm.training.positions import check_positions
 from moh_llm.training.precision import decide_precision, slow_precision
 from moh_llm.training.preflight_data import Finding, check_data
 from moh_llm.training.preflight_rates import check_router_rate
@@ -134,6 +135,7 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
     check("strategy", check_experts, config, model, strategy in ("zero3", "fsdp2"))
     check("model", check_model, config, model)
     check("rates", check_router_rate, config, model)
+    check("positions", check_positions, config, model)
     check("teacher", check_teacher, config)
     findings += check_data(config)
     check("disk", check_disk, config, model, sizes)

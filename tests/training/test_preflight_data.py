@@ -14,7 +14,8 @@ from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.loop import train
-from moh_llm.training.preflight import check_model, check_output, read_model_config
+from moh_llm.training.positions import check_positions
+from moh_llm.training.preflight import check_model, check_output, diagnose, read_model_config
 from moh_llm.training.preflight_data import Finding, check_data
 
 
@@ -253,3 +254,35 @@ def test_tokens_without_a_row_are_found_before_the_first_step(make, model_copy, 
     assert "'<|user|>' (id 257)" in the_fault(check_data(config))
     with pytest.raises(UserError, match=r"'<\|user\|>' \(id 257\)"):
         train(config)
+
+
+@pytest.mark.parametrize(
+    ("rope", "length", "factor"),
+    [
+        (None, 64, None),
+        (None, 65, "1.016"),
+        (None, 256, "4"),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, None),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 128, "4"),
+        ({"rope_type": "linear", "factor": 2.0}, 128, None),
+        ({"rope_type": "dynamic", "factor": 2.0}, 129, "2.016"),
+    ],
+)
+def test_sequences_beyond_the_positions_are_warned_of(make, model_copy, rope, length, factor):
+    path = model_copy / "config.json"
+    content = json.loads(path.read_text())
+    if rope is not None:
+        content["rope_parameters"] = rope | {"rope_theta": 10000.0}
+    path.write_text(json.dumps(content))
+    config = make(model=model_copy, **{"data.sequence_length": length})
+    found = check_positions(config, read_model_config(config))
+    assert (found is None) == (factor is None)
+    assert found is None or (found.state == "warning" and f'"factor": {factor} ' in found.text)
+
+
+def test_training_and_doctor_warn_of_positions(make, model_copy):
+    lines = []
+    config = make(model=model_copy, max_steps=1, **{"data.sequence_length": 80})
+    train(config, say=lines.append)
+    assert any(line.startswith("warning: data.sequence_length=80") for line in lines)
+    assert any(finding.check == "positions" for finding in diagnose(config).findings)
