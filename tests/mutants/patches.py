@@ -20,6 +20,9 @@ FALLBACKS = "tests/training/test_fallbacks.py"
 NETWORKS = "tests/training/test_networks.py"
 CONVERTED = "tests/recount/test_recount.py::test_the_record_of_the_conversion"
 LOG = "tests/recount/test_recount.py::test_the_log_of_the_run"
+RUN = "tests/recount/test_recount.py::test_the_record_of_the_run"
+REPORT = "tests/recount/test_recount.py::test_the_report_of_the_evaluation"
+CLAIMS = "tests/recount/test_recount_claims.py"
 PATCHES = (
     Patch(
         "LoRA freezes the fallbacks",
@@ -427,6 +430,76 @@ PATCHES = (
         "moh_llm/flops.py",
         "return sorted({*usual, *([context] if context else [])})",
         "return sorted(usual)",
+        (f"{CONVERTED}[value]",),
+    ),
+    Patch(
+        "a plan is claimed as what prompts read",
+        "moh_llm/claims/heads.py",
+        'read = mean_heads_on(analysis["head_load"]["load"])',
+        'read = mean(analysis["num_active"])',
+        (f"{CLAIMS}::test_claims_state_what_is_so[local-True]",),
+    ),
+    Patch(
+        "a frozen base is said to have changed",
+        "moh_llm/claims/conversion.py",
+        "    if records.dense_kept:\n",
+        "    if records.run is None:\n",
+        (f"{CLAIMS}::test_claims_state_what_is_so[local-True]",),
+    ),
+    Patch(
+        "no training is on record of a tuned model that is converted again",
+        "moh_llm/claims/training.py",
+        "    if chain.runs:\n",
+        "    if chain.runs and records.run:\n",
+        (CLAIMS,),
+    ),
+    Patch(
+        "scores of few items are results",
+        "moh_llm/claims/limits.py",
+        "FEWEST_ITEMS = 100",
+        "FEWEST_ITEMS = 1",
+        (f"{CLAIMS}::test_claims_state_what_is_so[local-True]",),
+    ),
+    Patch(
+        "a card says that every length was compared with the base",
+        "moh_llm/claims/limits.py",
+        'figures["conversion.plan.context"] = max(compared)',
+        'figures["conversion.plan.context"] = longest',
+        (f"{CLAIMS}::test_claims_state_what_is_so[value-False]",),
+    ),
+    Patch(
+        "rates are logged of weights that are not trained",
+        "moh_llm/training/optimizer.py",
+        "return {name: rates[kind] for kind, name in names.items() if kind in trained}",
+        "return {name: rates[kind] for kind, name in names.items()}",
+        (f"{LOG}[local]",),
+    ),
+    Patch(
+        "threshold routers are said to have a load-balance loss",
+        "moh_llm/training/loop.py",
+        "self.balance_coefficient = beta if has_loss else None",
+        "self.balance_coefficient = beta",
+        (f"{LOG}[local]", f"{RUN}[local]"),
+    ),
+    Patch(
+        "all weights are said to be trained",
+        "moh_llm/training/networks.py",
+        '        kinds[f"trained_{kind}"] += full_shape(weight).numel()\n',
+        '        kinds["trained_base"] += full_shape(weight).numel()\n',
+        (f"{RUN}[local]",),
+    ),
+    Patch(
+        "an evaluation does not name the plan that it is of",
+        "moh_llm/evaluation/report.py",
+        "plan_sha256=result.identity.plan",
+        "plan_sha256=None",
+        (f"{REPORT}[local]",),
+    ),
+    Patch(
+        "how many heads are on is no part of what a model is known by",
+        "moh_llm/records/identity.py",
+        '*("shared_heads_per_layer", "active_heads_per_layer", "local_heads_per_layer"),',
+        '*("shared_heads_per_layer", "local_heads_per_layer"),',
         (f"{CONVERTED}[value]",),
     ),
 )

@@ -2,6 +2,7 @@
 
 import pytest
 
+import moh_llm
 from moh_llm.claims import claims_of
 from moh_llm.hub.card import model_records
 from moh_llm.hub.evaluated import find_evaluated
@@ -10,6 +11,7 @@ from moh_llm.modeling import MoHLlamaConfig
 from recount.claims import OF_A_CARD, ON_THEIR_OWN, Facts, makers
 from recount.evaluation import Evaluation
 from recount.leaves import differences
+from recount.models import SEQUENCE, STEPS
 
 QUICK = (("value", False), ("local", True))
 STAGES = [
@@ -42,6 +44,17 @@ def test_claims_state_what_is_so(records, facts):
     expected |= {name: check(facts) for name, (_, check) in ON_THEIR_OWN.items()}
     wrong = [*differences(stated, {name: figures for name, figures in expected.items() if figures is not None}, "")]
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_tuned_model_that_is_converted_again_keeps_its_training(model_of, tmp_path):
+    model = model_of("local")
+    moh_llm.convert(model.tuned, output=tmp_path / "again", preset="paper", verify="none")
+    config, lineage = MoHLlamaConfig.from_pretrained(tmp_path / "again"), read_lineage(tmp_path / "again")
+    tokens = {"chain.tokens": STEPS * model.recipe["data"]["batch_size"] * SEQUENCE}
+    expected = {"text_of_training": tokens, "trained_tokens": tokens, "untuned": {"chain.runs": 1}}
+    expected |= {"not_proven": {"conversion": True}, "unrecorded_changes": None}
+    stated = {name: claim.figures for name, claim in claims_of(model_records(config, lineage)).items()}
+    assert {name: stated.get(name) for name in expected} == expected
 
 
 def test_every_claim_has_a_checker():
