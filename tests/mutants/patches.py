@@ -407,8 +407,8 @@ PATCHES = (
     Patch(
         "tokens with other heads are of all tokens, also of those that have all heads on",
         "moh_llm/training/scoring.py",
-        "any(-1) & free).sum()",
-        "any(-1)).sum()",
+        "dtype=torch.float64, device=device)) / choosing",
+        "dtype=torch.float64, device=device)) / tokens",
         (f"{LOG}[local]",),
     ),
     Patch(
