@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from moh_llm.intervals import RESAMPLES, Interval, show_interval
+from moh_llm.intervals import Interval, show_interval
 
+RESAMPLES = 2000
 LINE = "{:<30}{:>12}{:>14}{:>12}{:>10}{:>10}  {:<20}{:>8}{:>9}"
 
 
