@@ -41,9 +41,10 @@ from moh_llm.evaluation.runner import ModelScores, score, spell_seconds
 from moh_llm.evaluation.suite import Benchmark, Suite, load_suite
 from moh_llm.evaluation.tasks import Loaded, load_tasks
 from moh_llm.files import write_json
-from moh_llm.intervals import RESAMPLES, show_figure
+from moh_llm.intervals import show_figure
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
+RESAMPLES = 2000
 SUITE = Path(__file__).with_suffix(".yaml")
 PROMPTS = 4  # of each benchmark, in which the keys that are read are counted
 FORMS = (" cloze", " letters")
