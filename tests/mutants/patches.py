@@ -316,7 +316,7 @@ PATCHES = (
     Patch(
         "the first token of a document is predicted from the one before",
         "moh_llm/data/windows.py",
-        "    labels[begins] = -100\n",
+        "    labels[begins] = _IGNORED\n",
         "",
         ("tests/data/test_windows.py",),
     ),
@@ -501,5 +501,19 @@ PATCHES = (
         '*("shared_heads_per_layer", "active_heads_per_layer", "local_heads_per_layer"),',
         '*("shared_heads_per_layer", "local_heads_per_layer"),',
         (f"{CONVERTED}[value]",),
+    ),
+    Patch(
+        "an interval over documents is that of the normal distribution",
+        "moh_llm/intervals.py",
+        "quantile = student_quantile(_CONFIDENCE + _MORE * min(1, _FEW / count), max(freedom, 1))",
+        "quantile = 1.96",
+        (f"{CONVERTED}[value]",),
+    ),
+    Patch(
+        "an interval over items has no width where no item differs",
+        "moh_llm/evaluation/statistics.py",
+        "    squares += (low - centre) ** 2 + (high - centre) ** 2\n",
+        "    squares += 0.0\n",
+        (f"{REPORT}[local]",),
     ),
 )
