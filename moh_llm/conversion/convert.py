@@ -105,6 +105,8 @@ def convert(options: ConversionOptions) -> Conversion:
     base = open_base(options.base, options.revision, paper_preset=options.plan.preset == "paper")
     records = _read_records(base)
     length = min(options.context, base.config.max_position_embeddings)
+    if length < options.context != LONGEST:
+        say_aside(f"--context {options.context} is above the {length} positions of {options.base}: {length} are used")
     plan = dataclasses.replace(options.plan, context=length)
     shared_and_active(plan, base.config)  # impossible counts fail before anything runs
     wanted = options.heldout_tokens or held_out_tokens(length)

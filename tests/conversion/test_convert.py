@@ -314,3 +314,11 @@ def test_stories_reproduce_the_golden_logits(shared, tmp_path):
         with torch.no_grad():
             got = moh(torch.from_numpy(golden["input_ids"])).logits.numpy()
         np.testing.assert_allclose(got, golden["logits"], atol=1e-4)
+
+
+def test_a_context_beyond_the_bases_positions_is_told(make_llama, convert, tmp_path, capsys):
+    base = make_llama(max_position_embeddings=64)
+    for asked, told in {"128": 1, "64": 0}.items():
+        assert convert(base, tmp_path / asked, "--context", asked, "--preset", "paper", "--verify", "none") == 0
+        assert capsys.readouterr().err.count("is above the 64 positions") == told
+    assert record_of(tmp_path / "128")["plan"]["context"] == 64
