@@ -69,7 +69,7 @@ def counted_flops(config: MoHLlamaConfig, teacher: bool, recompute: bool, frozen
     step = TrainingStep(student, base, ObjectiveConfig(kind="distillation" if teacher else "cross_entropy")).train()
     ids, positions = torch.randint(100, (1, LENGTH)), torch.arange(LENGTH)[None]
     with FlopCounterMode(display=False) as counter:
-        task, _, balance, _, experts = step(ids, positions, ids)
+        task, _, balance, _, experts, _ = step(ids, positions, ids)
         (task + balance + experts).backward()
     return counter.get_total_flops()
 

@@ -95,7 +95,7 @@ def test_the_budget_is_a_time(base, convert, tmp_path, monkeypatch, capsys, rout
     record = json.loads((tmp_path / "moh" / "conversion.json").read_text())
     assert record["plan"]["attention_time"] == pytest.approx(sum(shares) / len(shares), abs=1e-4)
     assert 0.1 <= record["plan"]["attention_time"] <= 0.6
-    said = f"attention at 2048 tokens takes {record['plan']['attention_time']:.3f} of the base's time"
+    said = f"Attention at 2048 tokens is asked to take {record['plan']['attention_time']:.3f} of the base's time"
     assert said in " ".join(capsys.readouterr().out.split())
     costs = record["calibration"]["estimated_kl_by_drops"]
     assert len(costs) == 2 and costs[0]["0"] == 0.0

@@ -54,7 +54,8 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
         "step 4/10  ",
         "s left",
         "step 4 was dropped: the loss is not finite",
-        "perplexity 2.000 on 9 held-out tokens of 2 documents, 3 dead heads, 37.5 % of tokens with other heads",
+        "perplexity 2.000 on 9 held-out tokens of 2 documents, no interval, 3 dead heads, "
+        "37.5 % of tokens with other heads",
     ):
         assert part in said, part
 
@@ -76,7 +77,7 @@ def test_a_terminal_shows_step_and_time_left_at_any_width(configure, capsys, mon
     assert last in shown and len(shown) <= columns
     scored = said[said.rindex("step 1240: perplexity") :].split("with other")[0]
     assert all(len(text.rstrip()) <= columns for text in scored.splitlines())  # no word is broken
-    assert " ".join(scored.split()).endswith("documents, 3 dead heads, 37.5 % of tokens")
+    assert " ".join(scored.split()).endswith("documents, no interval, 3 dead heads, 37.5 % of tokens")
 
 
 def test_the_peak_rate_is_the_devices_over_a_tokens_flops(configure, monkeypatch: pytest.MonkeyPatch) -> None:

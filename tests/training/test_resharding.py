@@ -20,10 +20,10 @@ from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.records.run import CheckpointRecord
+from moh_llm.records.seal import mark_files
 from moh_llm.training.loop import train
 from moh_llm.training.milestones import export_checkpoint
 from moh_llm.training.recipe import load_config
-from moh_llm.training.runs import mark_files
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 RESAVE = """
