@@ -127,6 +127,7 @@ def test_a_folder_whose_name_is_not_utf8_ends_in_one_line_at_worst(make_llama, t
         assert "caf%E9" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "locale",
     [

@@ -127,6 +127,7 @@ def test_an_old_folder_beside_a_finished_swap_goes(tmp_path, dead_process):
         assert (output / "name.txt").read_text() == "moh"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

@@ -18,7 +18,7 @@ def figures_of(model: np.ndarray, base: np.ndarray, chance: float = 0.0) -> Figu
     return make_report(scores, full=len(model), chances={"A": chance}).benchmarks[0].scores["model"]
 
 
-def share_held(items: int, base: float, differing: float, lost: float, draws: int = 300) -> dict[str, float]:
+def share_held(items: int, base: float, differing: float, lost: float, draws: int = 150) -> dict[str, float]:
     """In which share of the draws the interval of a figure, and 1.96 standard errors, hold the truth."""
     draw = np.random.default_rng(0)
     held = {"difference": 0.0, "share": 0.0, "1.96 errors": 0.0}

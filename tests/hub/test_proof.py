@@ -51,6 +51,7 @@ def _move(tensor: torch.Tensor, place: int) -> None:
     flat[place] = torch.nextafter(flat[place], torch.tensor(torch.inf))
 
 
+@pytest.mark.slow
 def test_one_changed_weight_is_found(folder, moh_model, forked_proof):
     """One element, by one unit in the last place."""
     name = "model.layers.0.self_attn.v_proj.weight"

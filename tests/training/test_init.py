@@ -278,6 +278,7 @@ def test_overwrite_replaces_the_folder(initialise, tmp_path) -> None:
     assert (folder / "model.safetensors").exists() and not (folder / "note").exists()
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_leaves_nothing(tokenizer_folder, tmp_path) -> None:
     content = yaml.safe_load((ARCHITECTURES / "llm_s.yaml").read_text()) | TOY
     (tmp_path / "toy.yaml").write_text(yaml.safe_dump(content))

@@ -67,6 +67,7 @@ def test_no_process_of_fsdp2_holds_a_whole_model(recipe, tmp_path):
         assert each["teacher"] + each["optimized"] == total and each["teacher"] > 0.4 * total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param(DDP, id="ddp"), pytest.param(FSDP, id="fsdp2", marks=pytest.mark.slow)])
 def test_the_weights_are_hashed_once(model_folder, recipe, tmp_path, way):
     first, second = start(way, recipe, tmp_path / "run")
