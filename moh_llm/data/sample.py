@@ -20,6 +20,7 @@ from moh_llm.data.windows import SHORTER, whole_windows
 _SLACK = 1024  # tokens more than a share, so that a share rounded up to full windows is there, too
 _SEARCHED = 32  # times what is asked for, how many tokens are read to find long documents
 _PASSED = 1 << 28  # characters of text for training that are passed over, at most, in search of held-out documents
+_WINDOW = 256  # tokens of a held-out document that count where its windows are not known
 _SAMPLE = 2 << 20  # bytes of text that an estimate tokenises
 
 # A document's token ids, and which of them the loss is taken on; None: all.
@@ -48,7 +49,8 @@ def sample_mixture(
             second where other sources have less; by default everything is read.
         long: take the first `long` tokens of documents that have as many, and others after these only. The
             beginning of a source is searched for them, some 32 times what is asked for.
-        window: how many tokens of a held-out document count for `validation_tokens` (`validation_batches`); None: all.
+        window: how many tokens of a held-out document count for `validation_tokens` (`validation_batches`); None: 256,
+            so that there are documents enough for windows of that length or longer.
             Text for training that is no longer asked for is passed over meanwhile, up to 2^28 characters.
         rows: of the embedding of the model that the tokens are for; None: not known.
 
@@ -62,7 +64,7 @@ def sample_mixture(
         train = math.inf if train_tokens is None else train_tokens * source.weight + _SLACK
         whole = math.inf if validation_tokens is None else whole_windows(long or 0, validation_tokens)
         long_held_out = min(held_out, (long or 0) * whole * source.weight + _SLACK) if long else 0.0
-        limits = _Limits(train, held_out, long_held_out, long, min(window, SHORTER) if window else None)
+        limits = _Limits(train, held_out, long_held_out, long, min(window or _WINDOW, SHORTER))
         return _sample_source(source, text_tokenizer, mixture.validation_share, limits)
 
     for source in mixture.sources:
@@ -82,14 +84,14 @@ class _Limits:
         train, held_out: tokens of each side; of training only those of long documents count, where some are wanted.
         long_held_out: held-out tokens of long documents.
         long: tokens of a long document; None: documents are all alike.
-        window: how many tokens of a held-out document count; None: all.
+        window: how many tokens of a held-out document count.
     """
 
     train: float
     held_out: float
     long_held_out: float
     long: int | None
-    window: int | None
+    window: int
 
 
 def _sample_source(

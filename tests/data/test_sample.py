@@ -207,7 +207,7 @@ def test_held_out_documents_count_by_their_windows(tmp_path, tokenizer):
     assert len(texts_of(source.validation, tokenizer)) >= 64
     found = [text for text in texts if is_held_out(text, 0.05)]
     assert texts_of(source.validation, tokenizer) == found[: len(texts_of(source.validation, tokenizer))]
-    (short,) = sample_mixture(mixture, tokenizer, 5000, 64 * 64)
+    (short,) = sample_mixture(mixture, tokenizer, 5000, 64 * 64, window=2048)
     assert len(texts_of(short.validation, tokenizer)) < 10
     # Text for training is what it is without.
     assert ids_of(source.train)[:5000] == ids_of(short.train)[:5000]
