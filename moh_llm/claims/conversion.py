@@ -2,7 +2,7 @@
 
 from moh_llm.claims.claim import Claim, ModelRecords
 from moh_llm.intervals import show_documents, show_interval
-from moh_llm.records.conversion import Conversion, Parameters, Plan, Verification, distinct_ends, last_component
+from moh_llm.records.conversion import Conversion, Parameters, Plan, Verification, distinct_ends
 from moh_llm.records.lineage import in_words
 
 _PROOF = "conversion.verification"
@@ -22,8 +22,8 @@ def all_heads_on(records: ModelRecords) -> Claim | None:
     if not found.equals_base:
         return Claim("all_heads_on", figures, "With every head on, the model did not equal its base when converted.")
     text = (
-        "When it was converted, with every head on, each layer's output equalled the base's bit for bit: all layers, "
-        f"{found.tokens:,} tokens, computed in {proof.dtype}."
+        "When the model was converted, each layer's output with every head on equalled the base's bit for bit, on "
+        f"{found.tokens:,} tokens, in {proof.dtype}."
     )
     if records.trained_since:
         figures["chain.dense_kept"] = records.dense_kept
@@ -39,12 +39,14 @@ def _after_training(records: ModelRecords, figures: dict[str, object]) -> str:
             "this model, too."
         )
     scores = records.run and records.run.evaluation
-    changed = "Training has changed the dense weights" if records.dense_kept is False else "The model was trained since"
+    changed = "Training has since changed the dense weights"
+    if records.dense_kept is None:
+        changed = "The model has since been trained"
     if not scores or scores.all_heads is None:
         return f"{changed}; how far it is from its base with every head on was not measured."
     figures |= {"run.evaluation.all_heads.kl": scores.all_heads.kl, "run.evaluation.tokens": scores.tokens}
     return (
-        f"{changed}: with every head on, it has KL {scores.all_heads.kl:#.3g} nats per token to "
+        f"{changed}: with every head on, the model now has a KL of {scores.all_heads.kl:#.3g} nats per token to "
         f"{in_words([records.reference])[0]}, on {scores.tokens:,} tokens of held-out text."
     )
 
@@ -117,9 +119,8 @@ def calibration_text(conversion: Conversion | None, changed: str | None = None) 
     else:
         figures["conversion.calibration.tokens_of_source"] = read
         shares = [count / max(1, calibration.tokens) for count in read.values()]
-        parts = [f"{name} {share:.2%}" for name, share in zip(names, shares, strict=True)]
-    mixture = last_component(calibration.mixture)
-    text = f"The conversion was fitted on {calibration.tokens:,} tokens of the mixture {mixture}, as they were read: "
+        parts = [f"{name} ({100 * share:.2f} %)" for name, share in zip(names, shares, strict=True)]
+    text = f"The conversion was fitted on {calibration.tokens:,} tokens, read from: "
     return Claim("calibration_text", figures, f"{text}{', '.join(parts)}.")
 
 

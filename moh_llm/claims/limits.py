@@ -1,6 +1,6 @@
 """What a model costs, and what is not known of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_llm.claims.claim import Claim, ModelRecords
@@ -29,12 +29,19 @@ def measured_time(analysis: Mapping[str, Any], about: ModelRecord | None) -> Cla
         return None
     ratios = {cost["length"]: cost["moh"] / cost["dense"] for cost in costs}
     figures = {f"evaluation.analysis.seconds.{length}": ratio for length, ratio in ratios.items()}
-    listed = ", ".join(f"{ratio:.2f} at {length:,}" for length, ratio in ratios.items())
+    (first, ratio), *others = ratios.items()
+    listed = [f"{ratio:.2f} times as long as with every head on at {first:,} tokens"]
+    listed += [f"{ratio:.2f} at {length:,}" for length, ratio in others]
     text = (
-        f"Measured: a forward pass takes, over the time with every head on, {listed} tokens (random tokens, without a "
-        f"cache, on {about.hardware or about.device}, in {about.dtype})."
+        f"Measured: a forward pass takes {and_last(listed)} (random tokens, without a cache, on "
+        f"{about.hardware or about.device}, in {about.dtype})."
     )
     return Claim("measured_time", figures, text)
+
+
+def and_last(parts: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def untimed(analysis: Mapping[str, Any]) -> Claim | None:
@@ -64,7 +71,7 @@ def faults_of_the_base(base: str | None) -> Claim | None:
     """That the base's faults are the model's."""
     if base is None:
         return None
-    text = f"What its base, {base}, gets wrong, and what that must not be used for, holds for this model, too."
+    text = f"The faults of its base, {base}, and the uses that {base} is not meant for, are this model's, too."
     return Claim("faults_of_the_base", {"conversion.base.name": base}, text)
 
 
@@ -98,7 +105,7 @@ def not_results(evaluation: EvaluationRecord | None, label: str) -> Claim | None
     items = {row.name: row.scores[label].items for row in rows}
     listed = ", ".join(f"{name} ({count:,} items)" for name, count in items.items())
     text = (
-        f"Not in the card's model-index, as they are of only a part of the items or of fewer than {FEWEST_ITEMS}: "
-        f"{listed}."
+        "Left out of the card's model-index, because they cover only part of the items or fewer than "
+        f"{FEWEST_ITEMS} items: {listed}."
     )
     return Claim("not_results", {"evaluation.benchmarks.items": items}, text)

@@ -195,9 +195,9 @@ def print_conversion(record: "Conversion", output: Path) -> None:
         if claim is not None:
             say(claim.text)
     cost = record.arithmetic
-    ratios = ", ".join(f"{flops.ratio:.3f} at {length}" for length, flops in cost.forward_flops.items())
+    ratios = [f"{flops.ratio:.3f} at {int(length):,}" for length, flops in cost.forward_flops.items()]
     say(f"parameters: {parameters_added(cost.parameters).text}")
-    say(f"in theory, with the heads asked for, {ratios} tokens of the base's FLOPs")
+    say(f"FLOPs over the base's, in theory, with as many heads on as the plan asks for: {', '.join(ratios)} tokens")
     if record.verification:
         _print_proof(record.verification)
     else:

@@ -79,8 +79,7 @@ def print_evaluation(evaluation: "Evaluation") -> None:
     record = evaluation.record
     for claim in (*warnings(record), *(verdict(record, label) for label in record.models)):
         say(claim.text)
-    say("report.html, report.md and report.json:")
-    say(evaluation.folder / "report.html")
+    say(f"the report is in {evaluation.folder}: report.html, report.md, report.json")
     for label, error in evaluation.failed_analyses.items():
         say(f"the analysis of {label} failed, its scores stand: {error}")
     if evaluation.partial is not None:

@@ -149,7 +149,7 @@ def _shared(config: MoHLlamaConfig) -> str:
     if not any(ids):
         return "none"
     if all(layer == ids[0] for layer in ids):
-        return f"{len(ids[0])} per layer: head {_spans(ids[0])}"
+        return f"{len(ids[0])} per layer: {'head' if len(ids[0]) == 1 else 'heads'} {_spans(ids[0])}"
     numbers = [len(layer) for layer in ids]
     if len(set(numbers)) == 1:
         return f"{numbers[0]} per layer, others in each (config.json)"

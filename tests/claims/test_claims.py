@@ -133,7 +133,7 @@ def test_times_are_those_that_were_measured(folder: Path, tmp_path: Path) -> Non
     seconds = [{"length": 128, "moh": 2.23, "dense": 1.0}, {"length": 512, "moh": 1.23, "dense": 1.0}]
     record["analysis"] = {"model": {"seconds": seconds}}
     card = build_card(folder, None, evaluation=write_evaluation(tmp_path / "report", record))
-    assert "2.23 at 128, 1.23 at 512 tokens" in card
+    assert "takes 2.23 times as long as with every head on at 128 tokens and 1.23 at 512 (" in card
     for text in (card, build_card(folder, None)):
         assert "no faster. " not in text and "Short texts" not in text and "longer text was not tried" not in text
         assert "SGLang" not in text
@@ -146,7 +146,7 @@ def test_few_items_are_no_result(folder: Path, tmp_path: Path) -> None:
     record["benchmarks"][0]["items_in_full"] = 30
     card = build_card(folder, None, evaluation=write_evaluation(tmp_path / "report", record))
     names = [result.dataset_name for result in ModelCard(card).data.eval_results]
-    assert names == ["B", "C"] and "of fewer than 100: A (200 items)" in card
+    assert names == ["B", "C"] and "fewer than 100 items: A (200 items)" in card
 
 
 def test_names_in_the_metadata_are_plain(folder: Path, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_report_markdown(smoke_report: Path) -> None:
     assert "| Facts | 0 | acc | 14 |" in page
     average = json.loads((smoke_report / "report" / "report.json").read_text())["average"]["scores"]
     summary = (smoke_report / "out.txt").read_text(encoding="utf-8").splitlines()
-    assert len(summary) < 10 and summary[-1].endswith("/report/report.html")
+    assert len(summary) < 10 and summary[-1].endswith("/report: report.html, report.md, report.json")
     figures = f"({average['model']['value']:.1f} of {average['base']['value']:.1f}"
     assert any(line.startswith("model keeps") and figures in line for line in summary)
     assert "[3/3] model: Answers" in (smoke_report / "err.txt").read_text(encoding="utf-8")

@@ -135,7 +135,7 @@ def test_a_base_of_the_hub_brings_licence_and_language(
 def test_an_unknown_licence_is_said_and_left_out(bare: Path) -> None:
     write_local_card(bare)
     sections, data = read(bare)
-    assert "Licence: **not on record**: no `README.md` that lies here names" in sections["Base model and licence"]
+    assert "Licence: **not on record**: no `README.md` found here names" in sections["Base model and licence"]
     assert not [key for key in data if key.startswith("license")]
     with pytest.raises(UserError, match="the base's licence is not known"):
         build_card(bare, "me/toy")
