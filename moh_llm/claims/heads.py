@@ -17,7 +17,7 @@ def heads_asked(config: MoHLlamaConfig) -> Claim:
 
 
 def heads_read(verification: Verification | None, heads: int, tuned: bool = False) -> Claim | None:
-    """Heads per token on the held-out text of the conversion, mean over layers and tokens.
+    """Heads per token on the text that the conversion held out, mean over layers and tokens.
 
     Args:
         verification: what the conversion measured.
@@ -27,7 +27,10 @@ def heads_read(verification: Verification | None, heads: int, tuned: bool = Fals
     if verification is None or (read := verification.heads_read) is None:
         return None
     when = "As converted, before training, tokens" if tuned else "Tokens"
-    text = f"{when} of held-out text had {read:.4g} of {heads} heads on ({read / heads:.1%}), mean over layers."
+    text = (
+        f"{when} of the conversion's held-out text had {read:.4g} of {heads} heads on ({read / heads:.1%}), mean over "
+    )
+    text += "layers."
     return Claim("heads_read", {"conversion.verification.heads_read": read}, text)
 
 
@@ -48,8 +51,10 @@ def heads_read_in_training(log: Sequence[LogLine], heads: int) -> Claim | None:
     if line is None or line.routing is None or line.routing.heads_read is None:
         return None
     read = line.routing.heads_read
-    text = f"In training, after step {line.step:,}, tokens of held-out text had {read:.4g} of {heads} heads on "
-    text += f"({read / heads:.1%}), mean over layers."
+    text = (
+        f"In training, after step {line.step:,}, tokens of the mixture's held-out text had {read:.4g} of {heads} heads "
+    )
+    text += f"on ({read / heads:.1%}), mean over layers."
     return Claim("heads_read_in_training", {"log.step": line.step, "log.routing.heads_read": read}, text)
 
 

@@ -148,8 +148,9 @@ def held_out_scores(scores: Scores) -> Claim:
 
 def scored_text(scores: Scores) -> Claim:
     """The text that a run was scored on."""
-    text = f"Scored on {scores.tokens:,} tokens of text that the same mixture holds out, with the head budget of the "
-    text += "step."
+    text = (
+        f"Scored on {scores.tokens:,} tokens of text that the same mixture holds out, with the plan's numbers of heads."
+    )
     return Claim("scored_text", {"validation.tokens": scores.tokens}, text)
 
 

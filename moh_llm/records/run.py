@@ -63,12 +63,13 @@ class Scores(Record):
 
 
 class Routing(Record):
-    """Router statistics on held-out text, by layer.
+    """Router statistics on all tokens of the held-out text, by layer.
 
     Attributes:
-        load: share of tokens that select each routed head, by its score: tokens that have all heads on, too.
-        entropy: of the mean softmax score, over its maximum; None below two routed groups.
-        dead_heads: how many heads no token selects.
+        load: share of tokens that select each routed head, by its score: tokens that have all heads on, too; empty for
+            a layer in which none chooses, since the same heads are on for all tokens.
+        entropy: of the mean softmax score, over its maximum; None below two routed groups, or where none chooses.
+        dead_heads: how many heads no token selects, of those of `load`.
         changed: share of tokens with other heads than when training began, of those that have not all heads on anyway;
             None for a layer in which none chooses; None before a step was made.
         heads_read: how many heads a token has on, mean over layers; first tokens that have all on are counted.
@@ -82,7 +83,7 @@ class Routing(Record):
 
     @property
     def tokens_with_other_heads(self) -> float | None:
-        """`changed`, mean over the layers that have routed heads."""
+        """`changed`, mean over the layers in which tokens choose."""
         pairs = zip(self.changed or [], self.load, strict=False)
         shares = [share for share, load in pairs if load and share is not None]
         return sum(shares) / len(shares) if shares else None

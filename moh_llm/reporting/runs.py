@@ -174,7 +174,7 @@ def summarise(run: TrainingRun) -> Record:
 
 
 def routing_summary(routing: Routing | None) -> Record | None:
-    """Router health over all layers: dead heads, of how many routed ones, lowest entropy, mean changed share."""
+    """Router health over all layers: dead heads, of how many that tokens choose, lowest entropy, changed share."""
     if not routing:
         return None
     entropy = [value for value in routed(routing, "entropy") if value is not None]
@@ -188,7 +188,7 @@ def routing_summary(routing: Routing | None) -> Record | None:
 
 
 def routed(routing: Routing, key: str) -> list[float | None]:
-    """A list over layers of the log's router health, None for layers that have no routed head; [] where it lacks it."""
+    """A list over layers of the log's router health, None for layers in which none chooses; [] where it lacks it."""
     values = getattr(routing, key) or []
     return [value if load else None for value, load in zip(values, routing.load, strict=False)]
 

@@ -203,6 +203,14 @@ def _held_out_note(run: TrainingRun) -> str:
         notes.append(f"Ratio of perplexities and KL (nats per token): to {in_words([run.reference])[0]}.")
     if last.kl_interval or last.ratio_interval:
         notes.append("In brackets: 95 % intervals over the documents.")
+    health = [score["routing"] for score in run.scores if score["routing"]]
+    if any(found["routed_heads"] for found in health):
+        notes.append("Dead heads: no token selects them, of the heads that tokens choose among.")
+    if any(found["changed"] is not None for found in health):
+        notes.append(
+            "Tokens with other heads: than before the first step, mean over the layers in which tokens choose, without "
+            "the tokens that have all heads on anyway."
+        )
     claims = (floor_of_kl(run.floor), saved_model(saved, run.reference))
     return " ".join([*notes, *(claim.text for claim in claims if claim is not None)])
 

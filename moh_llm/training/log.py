@@ -75,7 +75,7 @@ def _show_health(routing: Routing) -> str:
     if dead := sum(routing.dead_heads):
         text += f", {dead} dead heads"
     if (changed := routing.tokens_with_other_heads) is not None:
-        text += f", {100 * changed:.1f} % of tokens with other heads"
+        text += f", {100 * changed:.1f} % of tokens with other heads than at the start"
     return text
 
 
@@ -92,6 +92,7 @@ _SHOWN = {
     "learning_rate": ("lr", ".1e"),
     "heads_read": ("heads on", ".2f"),
     "gradient_norm": ("norm", ".2f"),
+    "router_learning_rate": ("router lr", ".1e"),
 }
 
 

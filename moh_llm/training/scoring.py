@@ -1,6 +1,8 @@
 """Scores on held-out text during training and of the saved model, and what the routers do on that text.
 
-Shapes: N predicted positions, U routed groups of a layer (heads or key-value groups; 0 where all heads are shared).
+Scores are of the predicted positions, the routers' statistics of all positions, as those of a conversion are.
+
+Shapes: N positions, U routed groups of a layer among which tokens choose (heads or key-value groups).
 """
 
 import math
@@ -13,6 +15,7 @@ from accelerate import Accelerator
 from moh_llm.devices import float64_device, wide
 from moh_llm.intervals import SUMMED
 from moh_llm.metrics import Batch, Comparison
+from moh_llm.modeling import MoHRouter
 from moh_llm.records.run import DenseScores, Routing, Scores
 from moh_llm.training import networks
 from moh_llm.training.config import TrainConfig
@@ -50,7 +53,7 @@ class RoutingCounts:
         """Count a batch.
 
         Args:
-            router_logits: per layer `[N, U]`; U is 0 where no token chooses.
+            router_logits: per layer `[N, U]`; U is 0 where the same heads are on for all tokens.
             choices: per layer which groups each token selects, bool `[N, U]`.
             heads: `heads_on_sum` of the batch.
             all_on: which tokens have all heads on, whatever they select, bool `[N]`.
@@ -98,6 +101,12 @@ def _added(sums: list[torch.Tensor], more: list[torch.Tensor]) -> list[torch.Ten
     return [mine + other for mine, other in zip(sums, more, strict=True)] if sums else more
 
 
+def _choosable(router: MoHRouter) -> int:
+    """Among how many groups tokens choose: all routed ones, or 0 where every token has the same of them on."""
+    chooses = router.router_type == "threshold" or 0 < router.top_k < router.routed_groups
+    return router.routed_groups if router.has_routed_heads and chooses else 0
+
+
 def _entropy(mean_scores: torch.Tensor) -> float | None:
     if len(mean_scores) < 2:
         return None
@@ -134,7 +143,7 @@ def evaluate(
         found, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
         counts = number < len(mine)
         router_logits = [logits if counts else logits[:0] for logits in router_logits]
-        all_on = step.all_heads_on(batch["position_ids"][targets != IGNORED]).to(device)
+        all_on = step.all_heads_on(batch["position_ids"].flatten()).to(device)
         all_on = all_on if counts else all_on[:0]
         if counts:
             own = batch["documents"][targets != IGNORED].to(sums.device)
@@ -143,11 +152,8 @@ def evaluate(
         heads = heads_on_sum(router_logits, routers, all_on)
         pairs = list(zip(router_logits, routers, strict=True))
         # Where the same heads are on for all tokens, none chooses.
-        chosen = [logits.shape[-1] if router.has_routed_heads else 0 for logits, router in pairs]
-        router_logits = [logits[:, :number] for (logits, _), number in zip(pairs, chosen, strict=True)]
-        choices = [
-            router.select(logits).bool()[:, :number] for (logits, router), number in zip(pairs, chosen, strict=True)
-        ]
+        choices = [router.select(logits).bool()[:, : _choosable(router)] for logits, router in pairs]
+        router_logits = [logits[:, : _choosable(router)] for logits, router in pairs]
         routing.add(router_logits, choices, heads, all_on)
     model.train()
     sums = sum_over_processes(accelerator, sums) if accelerator else sums

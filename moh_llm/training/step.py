@@ -96,7 +96,7 @@ class TrainingStep(nn.Module):
             experts (`expert_loss_sum`), and the heads that are on (`heads_on_sum`), `[6]`; all but the second and the
             last carry a gradient. With `compare` the
             values of `comparison_values` per position with a target, `[N, 4]` (without a teacher all but
-            the first are zero), and the router logits of each layer, `[N, U]`.
+            the first are zero), and the router logits of each layer of all positions, `[B * L, U]`.
         """
         counted = targets != IGNORED
         matching = self.objective.layer_coefficient > 0 and not compare
@@ -111,7 +111,7 @@ class TrainingStep(nn.Module):
         output = self.network.model(**inputs, use_cache=False, **recorded)
         hidden, head = output.last_hidden_state[counted], self.network.lm_head.weight
         if compare:
-            router_logits = tuple(logits[counted] for logits in output.router_logits)
+            router_logits = tuple(logits.flatten(0, -2) for logits in output.router_logits)
             return comparison_values(hidden, head, targets[counted], *reference), router_logits
         task, cross_entropy = token_losses(hidden, head, targets[counted], *reference, self.objective.temperature)
         balance = balance_loss_sum(output.router_logits, self.network.routers)

@@ -18,7 +18,7 @@ LENGTH = 40
 @pytest.fixture(scope="module")
 def folders(made_once, base_folder: Path, convert, model_folder: Path, paper_folder: Path) -> dict[str, Path]:
     """Models whose tokens have as many heads on as is asked for, and models whose tokens do not."""
-    found = {"value": model_folder, "paper": paper_folder}
+    found = {"value": model_folder, "paper": paper_folder, "full": model_folder}
     flags = ["--fallback", "local", "--local-window", "6", "--local-sinks", "2", "--context", "64", "--verify", "none"]
     for kind in ("threshold", "none"):
         given = [*flags, "--active-ratio", "0.5", "--router", kind]
@@ -34,10 +34,14 @@ def batch_of(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": labels, "documents": 1 + (ids >= 0).cumsum(-1) // 26}
 
 
-def step_of(folder: Path) -> TrainingStep:
+def step_of(folder: Path, kind: str) -> TrainingStep:
     network = networks.load_network(folder, torch.float32)
-    if network.config.router_type == "threshold":  # the fit may have left no head to choose
+    chosen = {}
+    if kind == "threshold":  # the fit may have left no head to choose
         chosen = {"shared_heads": [[0], [1]], "num_shared_heads": 1, "num_active_heads": 2, "local_heads": None}
+    if kind == "full":  # one layer's budget is all heads
+        chosen = {"num_active_heads": [network.config.num_attention_heads, 2]}
+    if chosen:
         torch.manual_seed(0)
         network = MoHLlamaForCausalLM(MoHLlamaConfig(**network.config.to_dict() | chosen)).eval()
     return TrainingStep(network, None, ObjectiveConfig(kind="cross_entropy"))
@@ -45,7 +49,7 @@ def step_of(folder: Path) -> TrainingStep:
 
 @pytest.mark.parametrize("kind", ["value", "paper", "threshold", "none"])
 def test_a_step_reads_the_heads_of_its_gates(folders, kind: str) -> None:
-    step, batch = step_of(folders[kind]), batch_of(0)
+    step, batch = step_of(folders[kind], kind), batch_of(0)
     found = step(batch["input_ids"], batch["position_ids"], next_token_targets(batch["labels"]))
     on = step.network.token_heads(batch["input_ids"], position_ids=batch["position_ids"]).float()
     assert found[-1].item() == pytest.approx(float(on.sum(-1).mean(1).sum()), rel=1e-6)
@@ -53,33 +57,33 @@ def test_a_step_reads_the_heads_of_its_gates(folders, kind: str) -> None:
     assert (found[-1].item() / (2 * LENGTH) != pytest.approx(asked, rel=0.01)) == (kind in ("threshold", "none"))
 
 
-@pytest.mark.parametrize("kind", ["value", "threshold", "none"])
+@pytest.mark.parametrize("kind", ["value", "full", "threshold", "none"])
 def test_held_out_text_has_the_heads_of_its_gates(folders, kind: str) -> None:
-    """And the tokens with other heads are those of the layers that choose, past the tokens with all heads on."""
+    """Of all its tokens; those with other heads are of the layers that choose, past the tokens with all heads on."""
     batches = [batch_of(1), batch_of(2)]
-    step, other = step_of(folders[kind]), step_of(folders[kind])
+    step, other = step_of(folders[kind], kind), step_of(folders[kind], kind)
     with torch.no_grad():
         for router in other.network.routers:
             for weight in router.parameters():
                 weight.neg_()
     start, now = (evaluate(None, one, batches)[1] for one in (step, other))
     routing = now.health(start, lambda tensor: tensor)
-    counted = [next_token_targets(batch["labels"]) != -100 for batch in batches]
 
     def heads_of(network: MoHLlamaForCausalLM) -> torch.Tensor:
-        """Of each token that is scored, bool `[N, layers, H]`."""
+        """Of each token, bool `[N, layers, H]`."""
         on = [network.token_heads(batch["input_ids"], position_ids=batch["position_ids"]) for batch in batches]
-        return torch.cat([heads.movedim(1, 2)[which] for heads, which in zip(on, counted, strict=True)])
+        return torch.cat([heads.movedim(1, 2).flatten(0, 1) for heads in on])
 
     mine, others = heads_of(other.network), heads_of(step.network)
     assert routing.heads_read == pytest.approx(float(mine.sum(-1).float().mean()), abs=1e-5)
-    free = ~torch.cat([step.all_heads_on(b["position_ids"])[which] for b, which in zip(batches, counted, strict=True)])
+    free = ~torch.cat([step.all_heads_on(batch["position_ids"]).flatten() for batch in batches])
     moved = (mine != others)[free].any(-1).float().mean(0)
-    routed = [router.has_routed_heads for router in step.network.routers]
-    assert [share is not None for share in routing.changed] == routed
-    assert [share for share in routing.changed if share is not None] == pytest.approx(moved[routed].tolist(), abs=1e-5)
-    if any(routed):
-        assert routing.tokens_with_other_heads == pytest.approx(float(moved[routed].mean()), abs=1e-5)
+    choose = (others[free] != others[free][0]).flatten(2).any(-1).any(0).tolist()
+    assert choose == {"value": [True, False], "full": [False, True], "none": [False] * 2}.get(kind, [True] * 2)
+    assert [share is not None for share in routing.changed] == [bool(load) for load in routing.load] == choose
+    assert [share for share in routing.changed if share is not None] == pytest.approx(moved[choose].tolist(), abs=1e-5)
+    if any(choose):
+        assert routing.tokens_with_other_heads == pytest.approx(float(moved[choose].mean()), abs=1e-5)
         assert moved.max() > 0
     else:  # the same heads for all tokens: none of them is dead
         assert sum(routing.dead_heads) == 0 and routing.tokens_with_other_heads is None

@@ -49,6 +49,7 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
     said = capsys.readouterr().out
     for part in (
         "tokens/s  MFU 10.0 %  loss 1.0800  kl 0.5000  ce 3.0000  layers 0.2500  balance 0.800  lr 1.0e-04",
+        "router lr 1.0e-03",
         "heads on 1.75",
         "norm 0.70",
         "step 4/10  ",
@@ -106,7 +107,7 @@ def test_tensorboard_shows_the_log(finished_run) -> None:
         assert found[name] == pytest.approx({line["step"]: line[name] for line in log if name in line})
     held_out = {line["step"]: line["validation"]["kl"] for line in log if "validation" in line}
     assert found["validation/kl"] == pytest.approx(held_out) and set(held_out) == {0, 3, 6}
-    assert found["routing/entropy/01"][6] == pytest.approx(log[-1]["routing"]["entropy"][1])
+    assert found["routing/entropy/00"][6] == pytest.approx(log[-1]["routing"]["entropy"][0])
 
 
 @pytest.mark.slow
