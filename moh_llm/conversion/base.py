@@ -236,7 +236,7 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
     """The dense model's own config from its config.json, or from that of a MoH model.
 
     Raises:
-        UserError: the fields make no model, or its layers attend to a window only.
+        UserError: the fields make no model, or one whose attention MoH layers do not have.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -258,14 +258,32 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
         config = CONFIG_MAPPING[kind](**{key: value for key, value in fields.items() if key not in dropped})
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{name}: its config.json makes no model ({' '.join(str(error).split())})") from error
+    _check_attention(config, kind, name)
+    return config
+
+
+def _check_attention(config: PreTrainedConfig, kind: str, name: str) -> None:
+    """Raise UserError unless all layers of a model are alike, and attend to all earlier tokens and no later one.
+
+    transformers reads these fields in the code that all models share: a config has them where its class has none.
+    """
+    if not getattr(config, "is_causal", True):
+        raise UserError(
+            f"{name}: is_causal={config.is_causal} is not supported, since MoH layers attend to earlier tokens only; "
+            "remove it from config.json if the model was trained to predict the next token"
+        )
+    if getattr(config, "is_heterogeneous", False) or vars(config).get("per_layer_config"):
+        raise UserError(f"{name}: per_layer_config is not supported, since the layers of a MoH model are alike")
     window = getattr(config, "sliding_window", None)
     slides = window and (kind in ("mistral", "mixtral") or getattr(config, "use_sliding_window", False))
-    if slides or "sliding_attention" in (getattr(config, "layer_types", None) or []):
+    types = getattr(config, "layer_types", None) or []
+    if other := next((kind for kind in types if kind not in ("full_attention", "sliding_attention")), None):
+        raise UserError(f"{name}: layer_types has {other!r}, and MoH layers know full_attention only")
+    if slides or "sliding_attention" in types:
         raise UserError(
             f"{name}: sliding_window={window} is not supported, since MoH layers attend to all earlier tokens; "
             "set it to null in config.json to use the model on texts no longer than the window"
         )
-    return config
 
 
 def moh_fields(config: PreTrainedConfig) -> dict[str, Any]:

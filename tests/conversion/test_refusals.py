@@ -130,6 +130,13 @@ BAD_INPUT = {
     "sliding window by default": (OLD_MISTRAL, "sliding_window=4096 is not supported"),
     "sliding window in use": (QWEN2, "sliding_window=64 is not supported"),
     "sliding window with experts": (edit_config(model_type="mixtral", sliding_window=64), "sliding_window=64 is not"),
+    "attention both ways": (edit_config(is_causal=False), "is_causal=False is not supported"),
+    "attention both ways, another family": (
+        edit_config(model_type="mistral", sliding_window=None, is_causal=False),
+        "is_causal=False is not supported",
+    ),
+    "layers of their own kinds": (edit_config(per_layer_config={"0": {}}), "per_layer_config is not supported"),
+    "chunks": (edit_config(layer_types=["full_attention", "chunked_attention"]), "layer_types has 'chunked_attention'"),
     "no experts": (
         edit_config(model_type="mixtral"),
         "the weights lack model.layers.0.block_sparse_moe.experts.0.w1.we",
