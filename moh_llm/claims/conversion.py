@@ -56,9 +56,8 @@ def not_proven(records: ModelRecords) -> Claim | None:
     conversion = records.conversion
     if conversion is not None and conversion.verification is not None:
         return None
-    if records.changed:
-        text = f"Not proven: the model is not what its records describe ({records.changed}), so no figure of theirs is "
-        text += "shown."
+    if why := records.changed or (conversion and conversion.set_aside):
+        text = f"Not proven: the model is not what the records of its conversion describe ({why})."
     elif conversion is not None:
         text = "Not proven: the record of the conversion has no verification, so how near the model is to its base is "
         text += "not on record."
@@ -106,7 +105,7 @@ def held_out_text(verification: Verification | None, trained_since: bool) -> Cla
 
 def calibration_text(conversion: Conversion | None, changed: str | None = None) -> Claim | None:
     """The text that was read to fit the conversion, and the share of each source; ``changed`` as in `ModelRecords`."""
-    if conversion is None or changed:
+    if conversion is None or conversion.set_aside or changed:
         return None
     calibration = conversion.calibration
     if calibration is None:

@@ -128,7 +128,7 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
     if runs and not changed and (made := runs[0].record.made) and (part := made.difference(records.model)):
         changed = f"it has {part} other than the model that the run in {runs[0].folder} made"
     if changed:
-        return Lineage(folder, records.without_figures().conversion, None, changed=changed, note=records.note)
+        return Lineage(folder, records.without_figures(changed).conversion, None, changed=changed, note=records.note)
     return Lineage(folder, records.conversion, runs[0] if runs else None, records.chain, note=records.note)
 
 

@@ -206,6 +206,7 @@ class Conversion(Record):
     Attributes:
         moh_llm: version of this package; ``versions``: of others.
         made: the model that it made, which all figures are of; None in records of earlier versions.
+        set_aside: why all but the base is missing: the model was changed by hand, so that no figure was of it.
         device: that it ran on, by name.
         compute_dtype: that base and converted model were run in, whatever their weights are stored in.
         seconds: how long it took, without the start of Python and its libraries.
@@ -216,6 +217,7 @@ class Conversion(Record):
     versions: dict[str, str] | None = None
     base: Base
     made: WeightHashes | None = None
+    set_aside: str | None = None
     device: str | None = None
     compute_dtype: str | None = None
     vocabulary: Vocabulary | None = None

@@ -35,16 +35,18 @@ class FolderRecords:
     changed: str | None = None
     note: str | None = None
 
-    def without_figures(self) -> "FolderRecords":
-        """The same with no more of the conversion than the base that it names."""
-        kept = self.conversion and Conversion(base=self.conversion.base, vocabulary=self.conversion.vocabulary)
-        return replace(self, conversion=kept)
+    def without_figures(self, changed: str) -> "FolderRecords":
+        """The same with no more of the conversion than the base that it names; ``changed`` says why."""
+        kept = self.conversion and Conversion(
+            base=self.conversion.base, vocabulary=self.conversion.vocabulary, set_aside=changed
+        )
+        return replace(self, conversion=kept, changed=changed)
 
     def lines(self, name: str) -> list[str]:
         """What to tell the user of it, a line each; ``name`` is what the model is called."""
         found = []
         if self.changed:
-            found.append(f"warning: {name}: {self.changed}; nothing is taken from its records")
+            found.append(f"warning: {name}: {self.changed}; of its records only the base's name is used")
         return [*found, f"{name}: {self.note}"] if self.note else found
 
 
@@ -65,12 +67,13 @@ def read_records(folder: Path, licences: bool = False) -> FolderRecords:
     conversion = None if CONVERSION in faults else read_conversion(folder)
     chain = Chain(entries=[]) if LINEAGE in faults else read_chain(folder)
     model = hash_model(folder)
-    changed = in_words(changes, faults) if faults else _find_mismatch(model, conversion, chain)
+    mismatch = _find_mismatch(model, conversion, chain)
+    changed = ", and ".join(filter(None, [in_words(changes, faults) if faults else None, mismatch])) or None
     note = f"edited since it was made: {', '.join(edited)}" if edited else None
     if seal is None and model.plan is not None:
         note = _UNSEALED
     records = FolderRecords(model, conversion, chain, changed, note)
-    return records.without_figures() if changed else records
+    return records.without_figures(changed) if changed else records
 
 
 def _find_mismatch(model: WeightHashes, conversion: Conversion | None, chain: Chain) -> str | None:

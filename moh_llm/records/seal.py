@@ -1,7 +1,7 @@
 """The seal of a model's folder, `seal.json`: what its files were when they were made.
 
     write_seal(folder, hash_model(folder))     whoever made the folder
-    broken = find_changes(folder)              whoever reads it: {"model.safetensors": "has other bytes than when ..."}
+    broken = find_changes(folder)              whoever reads it: {"model.safetensors": "was changed (..."}
 
 A file that changed since, by a damaged disk or by hand, is found before anything is computed from it. Files that people
 edit are marked, too, but a change of them is no fault.
@@ -24,6 +24,7 @@ EDITABLE = ("README.md", "chat_template.jinja", "chat_template.json", "generatio
 _THREADS = min(8, os.cpu_count() or 1)
 # What transformers would read from a folder that did not have it when it was sealed.
 _LOADED = {CONFIG, INDEX_NAME, *TOKENIZERS, "added_tokens.json", "special_tokens_map.json", "adapter_config.json"}
+_LOADED |= set(EDITABLE[1:])
 
 
 class FileMark(Record):
@@ -87,7 +88,7 @@ def read_seal(folder: Path) -> Seal | None:
 
 
 def find_changes(folder: Path, seal: Seal, licences: bool = False) -> dict[str, str]:
-    """Which files are not what was sealed, and how: ``{"config.json": "has other bytes than when it was written"}``.
+    """Which files are not what was sealed, and how: ``{"config.json": "was changed (1,595 bytes instead of 1,596)"}``.
 
     Args:
         folder: the model's.
@@ -127,8 +128,8 @@ def _fault(path: Path, mark: FileMark) -> str | None:
     if not path.is_file():
         return "is missing"
     if (size := path.stat().st_size) != mark.bytes:
-        return f"has {size} bytes, {mark.bytes} were written"
-    return None if _sha256(path) == mark.sha256 else "has other bytes than when it was written"
+        return f"was changed ({size:,} bytes instead of {mark.bytes:,})"
+    return None if _sha256(path) == mark.sha256 else "was changed (other bytes than when it was written)"
 
 
 def _sha256(path: Path) -> str:

@@ -103,7 +103,7 @@ def find_starting_point(config: TrainConfig, recorded: ReferenceKind | None = No
             begun with another reference than can be had now; a record is malformed.
     """
     records = read_records(Path(config.model))
-    reference = _find_reference(config, records.conversion, records.model, recorded)
+    reference = _find_reference(config, records.conversion, records.model, recorded, records.changed)
     if reference is not None and reference.base is not None:
         base, named = reference.base, records.conversion and records.conversion.base.dense_sha256
         if named and hash_weights(base.folder, base.weight_map).dense != named:  # `is_checkpoint` reads samples
@@ -139,13 +139,19 @@ def agreed_starting_point(
 
 
 def _find_reference(
-    config: TrainConfig, conversion: Conversion | None, weights: WeightHashes, recorded: ReferenceKind | None
+    config: TrainConfig,
+    conversion: Conversion | None,
+    weights: WeightHashes,
+    recorded: ReferenceKind | None,
+    changed: str | None = None,
 ) -> Reference | None:
+    """The reference; ``changed`` as in `moh_llm.records.folder.FolderRecords`."""
     weighted = read_json(Path(config.model) / "config.json").get("router_score") == "weighted"
     if conversion is None:
         if config.base is not None:
             raise UserError(
-                f"base={config.base}: model={config.model} holds no record of a conversion that names a base; drop base"
+                f"base={config.base}: model={config.model} holds no record of a conversion that names a base"
+                + (f" ({changed}); restore it" if changed else "; drop base")
             )
         compares = config.objective.has_teacher and not weighted
         return Reference("start", own=True) if compares else None

@@ -134,6 +134,8 @@ def test_without_its_records_it_is_published(folder: Path, edit: str, proven, ca
     out = capsys.readouterr().out
     assert "conversion.json" in out and "lineage.json" not in out
     card = (folder.parent / "moh.card.md").read_text()
+    sealed = json.loads((folder / "conversion.json").read_text())["base"]["name"]
+    assert Path(sealed).name in card and "fitted nothing" not in card
     assert f"{figure:.4f}" not in card and "What was forced" in card and "bit for bit" not in card
 
 
@@ -152,6 +154,7 @@ def test_files_that_people_edit_are_told_and_no_fault(folder: Path, proven, caps
     assert "generation_config.json" in records.note and "README.md" in records.note
     assert publish(folder) == 0
     assert capsys.readouterr().out.count("edited since it was made") == 1
+    assert "chat_template.jinja" in records.note
     (folder / "seal.json").unlink()
     assert read_records(folder).changed is None and "seal.json" in str(read_records(folder).note)
     assert publish(folder) == 0
@@ -189,8 +192,8 @@ def test_a_base_that_changed_is_told(folder: Path, convert: Callable[..., int], 
     capsys.readouterr()
     assert convert(folder, tmp_path / "again", "--preset", "paper", "--verify", "none") == 0
     to_dense(folder, tmp_path / "dense")
-    found = [line for line in capsys.readouterr().err.splitlines() if "nothing is taken from its records" in line]
-    assert len(found) == 2 and all("config.json has" in line for line in found)
+    found = [line for line in capsys.readouterr().err.splitlines() if "of its records only the base" in line]
+    assert len(found) == 2 and all("config.json was changed" in line for line in found)
 
 
 # ---- training
@@ -220,11 +223,12 @@ def conversion_of(folder: Path) -> dict[str, Any]:
 def test_training_takes_nothing_from_records_of_another_model(folder: Path, recipe: Path, capsys) -> None:
     fewer_heads(folder)
     assert main(["train", str(recipe)]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "nothing is taken from its records" in line)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "of its records only the base" in line)
     assert "config.json" in line
     made = recipe.parent / "run" / "model"
     assert read_records(made).changed is None
     kept = conversion_of(made)
+    assert "config.json" in kept["set_aside"] and "fitted nothing" not in build_card_before(made)
     assert kept["base"] == conversion_of(folder)["base"] and not kept.get("verification") and not kept.get("plan")
 
 
@@ -310,8 +314,8 @@ def test_an_evaluation_says_that_a_model_is_not_what_its_records_describe(folder
     flags = ["--suite", "smoke", "--limit", "2", "--no-analysis", "--output", str(tmp_path / "report")]
     assert main(["evaluate", str(folder), *flags]) == 0
     said = capsys.readouterr()
-    (line,) = (line for line in said.err.splitlines() if "nothing is taken from its records" in line)
-    assert "config.json has" in line and "CHANGED: model" in said.out + said.err
+    (line,) = (line for line in said.err.splitlines() if "of its records only the base" in line)
+    assert "config.json was changed" in line and "CHANGED: model" in said.out + said.err
     about = read_evaluation(tmp_path / "report").models["model"]
     assert about.changed and not about.records and about.plan_sha256 == hash_model(folder).plan
     with pytest.raises(UserError, match=rf"scored the weights in {re.escape(str(before))} with another head plan"):
