@@ -52,7 +52,7 @@ class LanguageModel(HFLM):
         if without:
             more = f" and {len(without) - 1:,} more tokens" if len(without) > 1 else ""
             what = f"its embedding has no row for the token {without[0][:40]!r}{more} of its tokenizer"
-            note(f"{model}: {what}; a benchmark whose text holds one fails")
+            note(f"{model}: {what}; text that holds one is refused")
         if (self.tokenizer.pad_token_id or 0) >= self.rows:  # a mask covers padding, whichever token it is
             self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(0)
         # `scoring` distributes the items: lm-eval would do so only with several GPUs on one machine.

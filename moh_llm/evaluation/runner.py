@@ -18,7 +18,7 @@ from moh_llm.evaluation import statistics
 from moh_llm.evaluation.models import choose_dtype
 from moh_llm.evaluation.processes import Team, join
 from moh_llm.evaluation.result_cache import CachedResult, Key, ResultCache, make_key
-from moh_llm.evaluation.scoring import BenchmarkError, Score, run_benchmark
+from moh_llm.evaluation.scoring import BenchmarkError, Score, check_rows, run_benchmark
 from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import Loaded, load_tasks, require_lm_eval
 from moh_llm.records.folder import FolderRecords, read_records
@@ -114,6 +114,7 @@ def score(
         identified = team.share(lambda: {label: _identify(label, model, say) for label, model in models.items()})
         say(f"reading the data of {len(suite.benchmarks)} benchmarks")
         loaded = team.agree(lambda: load_tasks(suite, Path(folder), data_dir, limit))
+        team.share(lambda: [check_rows(model, loaded, limit) for model in models.values()])
         progress = Progress(list(models), {item.benchmark.name: item.items(limit) for item in loaded})
         run = _Run(loaded, limit, batch_size, cache, log_samples, share_prefixes, team, progress, say)
         results = {}

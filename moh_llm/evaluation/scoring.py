@@ -5,10 +5,12 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from moh_llm.data.tokenizer import open_tokenizer, rows_beside, tokens_without_rows
+from moh_llm.errors import UserError
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.processes import Team
 from moh_llm.evaluation.tasks import Loaded, items_of
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 # lm-eval's own defaults, written out so that the report can state them.
 SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
+
+_TEXTS = 1024  # in one call of a tokenizer
 
 Sample = dict[str, Any]
 
@@ -143,6 +147,40 @@ def _own_requests(task: "ConfigurableTask", team: Team) -> Callable[..., None]:
         )
 
     return build_own
+
+
+def check_rows(model: str, benchmarks: Sequence[Loaded], limit: int | None) -> None:
+    """Raise UserError where the text of a benchmark holds a token without a row in the embedding of ``model``.
+
+    Only tokenizers that have such tokens read the text here. A benchmark whose requests cannot be built is left to
+    `run_benchmark`.
+    """
+    if (rows := rows_beside(model)) is None:
+        return
+    tokenizer = open_tokenizer(model)
+    if not set(tokens_without_rows(tokenizer, rows)) - {tokenizer.pad_token}:
+        return
+    for loaded in benchmarks:
+        texts = list(dict.fromkeys(text for task in loaded.tasks for text in _texts(task, limit)))
+        for start in range(0, len(texts), _TEXTS):
+            encoded = tokenizer(texts[start : start + _TEXTS], verbose=False)["input_ids"]
+            if (largest := max((max(ids) for ids in encoded if ids), default=-1)) >= rows:
+                raise UserError(
+                    f"{model}: the text of benchmark {loaded.benchmark.name} holds the token "
+                    f"{tokenizer.convert_ids_to_tokens(largest)[:40]!r} (id {largest}), and the model embeds ids below "
+                    f"vocab_size={rows}; remove the token from its tokenizer, or give it a row: moh-llm convert BASE "
+                    "--tokenizer FOLDER"
+                )
+
+
+def _texts(task: "ConfigurableTask", limit: int | None) -> list[str]:
+    """What is tokenised of each request of a task: its prompt, and prompt and continuation together."""
+    task.set_fewshot_seed(SEEDS["fewshot"])
+    with contextlib.suppress(Exception), _watch_truncation():
+        task.build_all_requests(limit=limit)
+        parts = [[part for part in request.args if isinstance(part, str)] for request in task.instances]
+        return [text for part in parts for text in (part[0], "".join(part))]
+    return []
 
 
 def _put_together(

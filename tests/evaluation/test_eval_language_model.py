@@ -124,6 +124,30 @@ def test_tokens_without_a_row(tiny_llama: Path, tmp_path: Path, capsys: pytest.C
             encode(text)
 
 
+def test_text_with_such_a_token_is_refused_before_any_is_scored(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the second model, and the last benchmark alone holds it."""
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(tiny_llama, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["Question:"])
+    tokenizer.save_pretrained(folder)
+    loads: list[str] = []
+    monkeypatch.setattr(language_model, "load_model", lambda model, *_: loads.append(model))
+    models = {"base": str(tiny_llama), "model": str(folder)}
+    with pytest.raises(UserError, match=r"benchmark Answers holds the token 'Question:'"):
+        score(models, load_suite("smoke"), limit=2, batch_size=4, device="cpu")
+    assert not loads and "Traceback" not in capsys.readouterr().err
+    # Without its text the rest is scored.
+    monkeypatch.undo()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.add_tokens(["no text holds this"])
+    tokenizer.save_pretrained(folder)
+    assert not score({"model": str(folder)}, load_suite("smoke"), limit=1, device="cpu")["model"].errors
+
+
 def test_time_left_follows_items_and_other_models() -> None:
     progress = Progress(["base", "model"], {"A": 10, "B": 30})
     assert progress.seconds_left() is None
