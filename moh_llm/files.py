@@ -151,7 +151,7 @@ def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
 
     Where ``output`` is a link, the folder that it links to is replaced, and the temporary one is beside that. On any
     exception the temporary folder is removed and ``output`` stays as it was. Raises UserError when ``output`` is in
-    the way or the disk refuses.
+    the way, at the beginning or by the end, or the disk refuses.
     """
     output = follow(output)
     _clear_leftovers(output)
@@ -161,9 +161,10 @@ def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
         try:
             yield temporary
             share_files(temporary)
-            if output.exists():
+            _check_free(output, overwrite)  # something else may lie there by now
+            if overwrite and output.exists():
                 os.replace(output, old)
-            os.replace(temporary, output)
+            os.replace(temporary, output)  # or into the place of an empty folder; the kernel refuses any other
             shutil.rmtree(old, ignore_errors=True)
         finally:
             if old.exists() and not output.exists():  # stopped between the two renames

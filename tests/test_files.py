@@ -1,11 +1,11 @@
-"""What belongs to a folder, by links."""
+"""What belongs to a folder, by links; and what a folder that is made replaces."""
 
 from pathlib import Path
 
 import pytest
 
 from moh_llm.errors import UserError
-from moh_llm.files import check_links, check_place, outside
+from moh_llm.files import check_links, check_place, new_folder, outside
 
 
 @pytest.fixture
@@ -67,3 +67,30 @@ def test_nothing_is_written_into_a_hub_cache(tmp_path, monkeypatch):
             check_place(tmp_path / place)
     check_place(tmp_path / "moh")
     check_place(tmp_path / "run" / "model")
+
+
+def test_what_came_into_the_place_of_a_new_folder_meanwhile_stays(tmp_path: Path) -> None:
+    output = tmp_path / "out" / "model"
+    with pytest.raises(UserError, match="exists and is not empty"), new_folder(output) as folder:
+        (folder / "new.txt").write_text("new")
+        output.mkdir()
+        (output / "mine.txt").write_text("mine")
+    assert [path.name for path in output.parent.rglob("*")] == ["model", "mine.txt"]
+    with new_folder(output, overwrite=True) as folder:
+        (folder / "new.txt").write_text("new")
+    assert [path.name for path in output.parent.rglob("*")] == ["model", "new.txt"]
+
+
+def test_a_file_that_came_into_the_place_of_a_new_folder_stays(tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    with pytest.raises(UserError, match="is a file"), new_folder(output, overwrite=True):
+        output.write_text("mine")
+    assert output.read_text() == "mine" and [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    output.mkdir()
+    with new_folder(output) as folder:
+        (folder / "new.txt").write_text("new")
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "new.txt"]
