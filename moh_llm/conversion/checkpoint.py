@@ -37,8 +37,10 @@ REMOTE_CODE = (
     "cache_moh.py",
     "experts_moh.py",
 )
-# Tokenizer, generation settings and licence go along; weights in other formats, records and the card do not.
+# Tokenizer, generation settings and licence go along; weights in other formats, the card and records do not: those of
+# the base's training and evaluations are of another model.
 _REPLACED = {"config.json", CONVERSION, LINEAGE, SEAL, "README.md"}
+_REPLACED |= {"run.json", "evaluation.json", "report.json", "checkpoint.json"}
 
 
 def write_weights(
