@@ -71,6 +71,13 @@ class ModelRecords:
         return "start" if self.run is None or self.run.reference is None else self.run.reference.kind
 
     @property
+    def dense_of_base(self) -> bool:
+        """Whether the dense weights are on record as those of the base that the conversion names, by their SHA-256."""
+        conversion, entries = self.conversion, self.chain.entries
+        made = entries[-1].made if entries else conversion and conversion.made
+        return bool(conversion and made) and conversion.base.dense_sha256 == made.dense
+
+    @property
     def dense_kept(self) -> bool | None:
         """Whether the dense weights are those that the conversion wrote, by their SHA-256; None: not on record."""
         entries = self.chain.entries

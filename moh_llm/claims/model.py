@@ -22,15 +22,14 @@ from moh_llm.claims.training import (
     unfinished,
     unrecorded_changes,
 )
-from moh_llm.records.conversion import last_component
 
 
 def origin(records: ModelRecords) -> Claim:
     """What the model was made of."""
     conversion = records.conversion
     if conversion is not None:
-        name = last_component(conversion.base.label) if conversion.base.revision is None else conversion.base.name
-        return Claim("origin", {"conversion.base.name": name}, f"{name} as a Mixture-of-Head model.")
+        name = conversion.base.label
+        return Claim("origin", {"conversion.base.name": name}, f"A Mixture-of-Head model made from {name}.")
     how = " trained from scratch" if records.from_scratch else ""
     return Claim("origin", {"conversion": None}, f"A Mixture-of-Head model{how}.")
 
@@ -64,7 +63,7 @@ def claims_of(records: ModelRecords) -> dict[str, Claim]:
         theoretical_cost(config),
         measured_time(analysis, about),
         untimed(analysis),
-        faults_of_the_base(conversion and last_component(conversion.base.label)),
+        faults_of_the_base(conversion and conversion.base.label),
         untuned(records),
         other_text_may_differ(records.run),
         no_benchmark(evaluation),

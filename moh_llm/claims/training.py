@@ -118,9 +118,12 @@ def text_of_training(records: ModelRecords) -> Claim:
         )
         return Claim("text_of_training", {"chain.tokens": chain.tokens}, text)
     if records.changed:
-        return Claim("text_of_training", {}, "The records of the model's training are not of this model.")
-    text = "No training run is on record, so nothing is known of any text that weights were trained on after the "
-    return Claim("text_of_training", {"chain.runs": 0}, f"{text}base's own training.")
+        text = "What it was trained on is not known: the records in its folder do not describe this model."
+        return Claim("text_of_training", {}, text)
+    text = "No training run is on record."
+    if records.dense_of_base:
+        text += " The dense weights are those of the base (they have the same SHA-256): none was trained since."
+    return Claim("text_of_training", {"chain.runs": 0, "chain.dense_of_base": records.dense_of_base}, text)
 
 
 def unfinished(run: RunRecord | None) -> Claim | None:

@@ -55,7 +55,7 @@ def build_card(
         repo_id: the repository that it goes to; None: it stays in ``folder``.
         run: the training run that made it; None looks behind ``folder``, at RUN of RUN/model.
         evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
-        forced: failed checks that the user overrode, a sentence each.
+        forced: what the user published it in spite of, a sentence each.
         licence: id of the licence of a published card, where the files of model and base do not name it.
         revision: the branch that it goes to, if not the main one.
 

@@ -12,7 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from moh_llm.errors import UserError
 from moh_llm.reading import YAML_BYTES, expand_home, parse_yaml, read_text
-from moh_llm.records.conversion import Conversion, last_component
+from moh_llm.records.conversion import Conversion, folder_name
 from moh_llm.records.folder import read_records
 from moh_llm.records.identity import identify
 from moh_llm.records.lineage import Chain
@@ -74,8 +74,8 @@ class Lineage:
 
     @property
     def base_label(self) -> str | None:
-        """The base's display name: its id, or the last component of its path; None without a conversion."""
-        return self.conversion and (self.base_id or last_component(self.conversion.base.name))
+        """The base's display name: its id, or the name of its folder; None without a conversion."""
+        return self.conversion and (self.base_id or folder_name(self.conversion.base.name))
 
     @property
     def tuned(self) -> bool:

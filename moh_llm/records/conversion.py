@@ -29,8 +29,8 @@ class Base(Record):
 
     @property
     def label(self) -> str:
-        """Its display name without a local path: its Hub id, or the last component of its path."""
-        return self.name if self.revision else last_component(self.name)
+        """Its display name without a local path: its Hub id, or the name of its folder, RUN/model for a run's."""
+        return self.name if self.revision else folder_name(self.name)
 
 
 class Vocabulary(Record):
@@ -247,6 +247,12 @@ def read_conversion(folder: Path) -> Conversion | None:
 def last_component(name: str) -> str:
     """The last part of a path, of whichever system; a name that is no path as it is."""
     return name.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] or name
+
+
+def folder_name(path: str) -> str:
+    """A model's folder as it is called: the last part of its path, with that before it for RUN/model."""
+    parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    return "/".join(parts[-2:]) if parts[-1:] == ["model"] else last_component(path)
 
 
 def distinct_ends(names: Sequence[str]) -> list[str]:

@@ -93,6 +93,36 @@ def test_a_tuned_model_that_is_converted_again(folder: Path) -> None:
     assert "before it was trained" not in sections["Conversion proof"] and "No training since" in sections["Limits"]
 
 
+def test_nothing_was_trained_where_the_dense_weights_are_the_bases(folder: Path) -> None:
+    records = records_of(folder)
+    claim = claims_of(records)["text_of_training"]
+    assert claim.figures["chain.dense_of_base"] is True and "SHA-256" in claim.text
+    assert records.conversion is not None
+    other = records.conversion.model_copy(update={"base": records.conversion.base.model_copy()})
+    other.base.dense_sha256 = "other"
+    claim = claims_of(ModelRecords(records.config, other, records.chain))["text_of_training"]
+    assert claim.figures["chain.dense_of_base"] is False and "SHA-256" not in claim.text
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("/srv/out/recovery/model", "recovery/model"),
+        ("recovery/model/", "recovery/model"),
+        ("../model", "model"),
+        ("model", "model"),
+        ("/srv/models/base", "base"),
+        ("C:\\runs\\first\\model", "first/model"),
+    ],
+)
+def test_a_model_of_a_run_goes_by_the_run(folder: Path, name: str, shown: str) -> None:
+    record = json.loads((folder / "conversion.json").read_text())
+    change(folder / "conversion.json", base=record["base"] | {"name": name})
+    claims = claims_of(records_of(folder))
+    assert claims["origin"].figures == claims["faults_of_the_base"].figures == {"conversion.base.name": shown}
+    assert f"Base: `{shown}`, a local folder" in build_card(folder, None)
+
+
 def test_a_run_changed_the_weights_whose_hashes_differ(folder: Path) -> None:
     chain = read_chain(folder)
     told = {

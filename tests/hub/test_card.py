@@ -67,7 +67,7 @@ def test_a_converted_model(converted: Path) -> None:
     assert "No training run is on record" in sections["Text it was trained on"]
     assert "The conversion was fitted on 1,024 tokens, read from: " in sections["Text it was converted with"]
     assert "No benchmark was run" in sections["Benchmarks"] and "No benchmark was run" in sections["Limits"]
-    assert not {"Training", "Recovery", "What was forced"} & set(sections)
+    assert not {"Training", "Recovery", "Reservations"} & set(sections)
     config = MoHLlamaConfig.from_pretrained(converted)
     assert "| heads asked for per token, mean over layers | 3 (75.0%) |" in sections["Head plan"]
     lengths = [length for length in (512, 2048, 8192) if length <= config.max_position_embeddings]
@@ -266,8 +266,8 @@ def test_a_malformed_lineage_is_one_line(converted: Path, entries: object, capsy
 
 def test_what_was_forced_stands_at_the_top(converted: Path) -> None:
     card = build_card(converted, NAME, forced=["proof: logits differ by 0.5 in /tmp/x/y", "check: a [b](c) # d"])
-    assert card.index("PUBLISHED BY FORCE") < card.index("## ")
-    found = check_card(card)["What was forced"]
+    assert card.index("PUBLISHED WITH RESERVATIONS") < card.index("## ")
+    found = check_card(card)["Reservations"]
     assert "- proof: logits differ by 0.5 in y\n" in found and r"- check: a \[b\](c) \# d" in found
 
 

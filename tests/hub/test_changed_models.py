@@ -136,7 +136,8 @@ def test_without_its_records_it_is_published(folder: Path, edit: str, proven, ca
     card = (folder.parent / "moh.card.md").read_text()
     sealed = json.loads((folder / "conversion.json").read_text())["base"]["name"]
     assert Path(sealed).name in card and "fitted nothing" not in card
-    assert f"{figure:.4f}" not in card and "What was forced" in card and "bit for bit" not in card
+    assert f"{figure:.4f}" not in card and "Reservations" in card and "bit for bit" not in card
+    assert "--force" not in card and "as a Mixture-of-Head" not in card
 
 
 def build_card_before(folder: Path) -> str:

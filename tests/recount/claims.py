@@ -130,7 +130,9 @@ def _tuned(facts: Facts) -> Figures | None:
 
 def _text_of_training(facts: Facts) -> Figures:
     if not facts.tuned:
-        return {"chain.runs": 0}
+        model = facts.found.model
+        dense = [hashes.weight_hashes(folder)["dense"] for folder in (model.base, model.converted)]
+        return {"chain.runs": 0, "chain.dense_of_base": dense[0] == dense[1]}
     return {"log.tokens": facts.at("run.tokens"), "recipe.data.sequence_length": SEQUENCE}
 
 
