@@ -95,6 +95,11 @@ def student_quantile(share: float, freedom: float) -> float:
     return math.sqrt(freedom) * math.tan(np.interp(share * integral[-1], integral, angles))
 
 
+def within(bounds: Sequence[float], low: float, high: float) -> Interval:
+    """An interval without what lies outside the values that its figure can have."""
+    return [min(max(end, low), high) for end in bounds]
+
+
 def show_number(value: float | None, form: str, factor: float = 1) -> str:
     """A number by a format, times ``factor``; a dash where there is none."""
     return "-" if value is None else f"{value * factor:{form}}".rstrip(".")

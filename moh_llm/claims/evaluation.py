@@ -117,8 +117,8 @@ def without_spread(report: EvaluationRecord) -> Claim | None:
         return None
     listed = ", ".join(f"{name} ({', '.join(labels)})" for name, labels in alike.items())
     text = (
-        f"All items have the same score in {listed}: the standard error of 0 there is no certainty, and the average's "
-        "may be too small."
+        f"All items have the same score in {listed}: a standard error of 0 there does not mean certainty, and that of "
+        "the average may be too small."
     )
     return Claim("without_spread", {"benchmarks.stderr": alike}, text)
 

@@ -19,9 +19,9 @@ CHANCE = (
 )
 MARGIN = (
     "The margin is the score less chance. A base whose 95 % interval includes chance, or lies below it, is at chance: "
-    "the benchmark tells nothing of what is kept, and the average of the margins leaves it out. "
-    "† The base's score or margin is not clear of 0: that share has no interval."
+    "the benchmark tells nothing of what is kept, and the average of the margins leaves it out."
 )
+NOT_CLEAR = "† The base's score or margin is not clear of 0: that share has no interval."
 
 
 def kept_share(model: Value, base: Value, delta: Value) -> Share:

@@ -16,7 +16,8 @@ VERSION = 2
 class Value(Record):
     """A mean over items, its standard error as of lm-eval, and its 95 % interval, both None for a single item.
 
-    The error is 0 where no item differs; the interval never is of width 0 (`statistics.mean_interval`).
+    The error is 0 where no item differs; the interval never is of width 0 (`statistics.mean_interval`), and may reach
+    beyond the values that a mean can have: reports cut it there.
     """
 
     value: float

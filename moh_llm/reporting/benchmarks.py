@@ -4,10 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from moh_llm.claims.evaluation import verdict, warnings
-from moh_llm.evaluation.margin import CHANCE, MARGIN, show_share
-from moh_llm.intervals import show_error, show_number
+from moh_llm.evaluation.margin import CHANCE, MARGIN, NOT_CLEAR, show_share
+from moh_llm.intervals import show_error, show_figure, show_number, within
 from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Figures, ModelRecord, Value
 from moh_llm.reporting.document import Block, Bullets, Caution, Code, Details, Inline, Paragraph, Table
+
+_ALIKE = (
+    "Where all items have the same score, or the same difference, the standard error is 0, which does not mean "
+    "certainty: the 95 % interval stands in brackets in its place, and the average's error may be too small. "
+)
 
 
 def lead(report: EvaluationRecord) -> list[Block]:
@@ -44,6 +49,7 @@ def benchmark_blocks(report: EvaluationRecord, names: Mapping[str, str] | None =
     note = (
         f"{report.suite.title}: in percent; ± is one standard error (none for a single item). The delta is to "
         "the base, its error that of the differences on the same items. The average counts every benchmark alike. "
+        f"{_ALIKE if _any_alike(report) else ''}"
         f"Every model was computed in {report.dtype}"
     )
     stored = {label: about.stored_dtype for label, about in report.models.items() if about.stored_dtype != about.dtype}
@@ -55,6 +61,7 @@ def benchmark_blocks(report: EvaluationRecord, names: Mapping[str, str] | None =
             "difference on the same items: they stand for the choice of items, not of benchmarks. "
             f"{CHANCE} {MARGIN}"
         )
+        note += f" {NOT_CLEAR}" if any("†" in cell for row in rows for cell in row) else ""
     blocks: list[Block] = [
         Table([*head, *(f"paper: {column}" for column in published)], rows, total=True),
         Paragraph(note),
@@ -118,9 +125,20 @@ def _cells(
             cells += ["-"] * 3
         elif has_base:
             margin = "at chance" if getattr(figures, "at_chance", False) else show_share(figures.margin_kept)
-            cells += [_show(figures.delta, "+.1f"), show_share(figures.recovery), margin]
+            cells += [_show(figures.delta, "+.1f", -100), show_share(figures.recovery), margin]
     return cells + [show_number(reported.get(column), ".1f") for column in published]
 
 
-def _show(value: Value | None, form: str = ".1f") -> str:
-    return "-" if value is None else show_error(value.value, value.stderr, form, ".1f")
+def _any_alike(report: EvaluationRecord) -> bool:
+    """Whether the standard error of a score or a difference is 0, as lm-eval has it where no item differs."""
+    found = [figures for row in report.benchmarks for figures in row.scores.values()]
+    return any(value.stderr == 0 for figures in found for value in (figures, figures.delta) if value is not None)
+
+
+def _show(value: Value | None, form: str = ".1f", lowest: float = 0) -> str:
+    """A value with its standard error; with its interval, in the bounds of the value, where that error is 0."""
+    if value is None:
+        return "-"
+    if value.stderr == 0 and value.interval is not None:
+        return show_figure(value.value, within(value.interval, lowest, 100), form)
+    return show_error(value.value, value.stderr, form, ".1f")

@@ -1,6 +1,7 @@
 """The 95 % intervals of scores, differences and shares hold the truth, and are never of width zero."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from simulated import covers, pairs
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.margin import plain_mean
 from moh_llm.records.evaluation import Figures, Value
+from moh_llm.reporting.benchmarks import benchmark_blocks
 
 
 def figures_of(model: np.ndarray, base: np.ndarray, chance: float = 0.0) -> Figures:
@@ -55,6 +57,20 @@ def test_no_item_that_differs_is_no_certainty() -> None:
     report = make_report({label: {"A": [1.0] * 30, "B": [0.0, 1.0] * 15} for label in ("model", "base")}, full=30)
     average = report.average.scores["model"]
     assert all(high - low > 4 for low, high in (average.interval, average.delta.interval, average.recovery.interval))
+
+
+def test_a_table_has_the_interval_where_no_item_differs() -> None:
+    """In place of an error of 0, and within what a score can be; the legend of † only where a cell has it."""
+    same, half = [1.0, 0.0] * 15, [0.0] * 30
+    scores = {"base": {"A": same, "B": same}, "model": {"A": same, "B": half}}
+    report = make_report(scores, full=30)
+    table, note = benchmark_blocks(report)[:2]
+    cells = [row[-4:] for row in table.rows]
+    assert cells[0][1] == "+0.0 (-9.2 to +9.2)" and "±" in cells[0][0]
+    assert re.fullmatch(r"0\.0 \(0\.0 to \d+\.\d\)", cells[1][0]) and "±" in cells[1][1] and "±" in cells[2][1]
+    assert "does not mean certainty" in note.text and "†" not in note.text
+    few = benchmark_blocks(make_report({"base": {"A": [1.0] + [0.0] * 9}, "model": {"A": [1.0] * 10}}, full=10))
+    assert any("†" in cell for row in few[0].rows for cell in row) and "†" in few[1].text
 
 
 def test_intervals_of_scores_that_are_no_proportions() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_llm.claims.heads import mean_heads_on
+from moh_llm.intervals import within
 from moh_llm.records.evaluation import EvaluationRecord, Value
 from moh_llm.reporting.document import Chart, Table
 from moh_llm.reporting.web.charts import Axis, Interval, interval_chart, line_chart
@@ -20,7 +21,7 @@ def score_charts(report: EvaluationRecord) -> list[Chart]:
     names, labels = [row.name for row in rows], list(report.models)
     scores = {label: [_interval(row.scores.get(label)) for row in rows] for label in labels}
     deltas = {
-        label: [_interval(row.scores[label].delta if label in row.scores else None) for row in rows]
+        label: [_interval(row.scores[label].delta if label in row.scores else None, -100) for row in rows]
         for label, about in report.models.items()
         if about.compared
     }
@@ -82,8 +83,8 @@ def cost_charts(analyses: Mapping[str, Record], order: Sequence[str]) -> list[Ch
     return charts
 
 
-def _interval(found: Value | None) -> Interval | None:
-    """A score with its 95 % interval."""
+def _interval(found: Value | None, lowest: float = 0) -> Interval | None:
+    """A score or a difference with what lies of its 95 % interval between `lowest` and 100 %."""
     if found is None:
         return None
-    return (found.value, *(found.interval or (None, None)))
+    return (found.value, *(within(found.interval, lowest, 100) if found.interval else (None, None)))
