@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from moh_llm.errors import UserError
 from moh_llm.files import check_links
@@ -164,7 +165,7 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
 
 def accompanying(folder: Path) -> list[Path]:
     """The files of a checkpoint that are read or copied beside its weights and config."""
-    return sorted(
+    return sorted(folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")) + sorted(
         file
         for file in folder.iterdir()
         if file.is_file()

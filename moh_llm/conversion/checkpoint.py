@@ -98,7 +98,9 @@ def write_description(
             shutil.copyfile(Path(moh_llm.modeling.__file__).with_name(name), folder / name)
     for file in accompanying(base.folder):
         if file.name not in _REPLACED:
-            shutil.copyfile(file, folder / file.name)
+            target = folder / file.relative_to(base.folder)
+            target.parent.mkdir(exist_ok=True)  # of the chat templates beside the default one
+            shutil.copyfile(file, target)
     files = sorted(set(weight_map.values()))
     if files != [SINGLE_NAME]:
         total = sum(_tensor_bytes(folder / name) for name in files)

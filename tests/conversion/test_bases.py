@@ -322,11 +322,16 @@ def test_a_base_whose_files_are_links_into_a_hub_cache(base, convert, tmp_path):
     assert convert(cached / "snapshots" / "c0ffee", tmp_path / "moh", "--verify", "none") == 0
 
 
-@pytest.mark.parametrize("name", ["LICENSE.txt", "README.md", "config.json", "model.safetensors", "tokenizer.json"])
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
+
+
+@pytest.mark.parametrize("name", ["LICENSE.txt", "README.md", "config.json", "model.safetensors", "tokenizer.json", TEMPLATE])
 def test_a_file_that_is_a_link_out_of_the_base_is_refused(base, convert, tmp_path, capsys, name):
     if (base / name).exists():
         (base / name).rename(tmp_path / name)
     else:
+        for folder in (tmp_path, base):
+            (folder / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("of the machine")
     (base / name).symlink_to(tmp_path / name)
     assert convert(base, tmp_path / "moh", "--verify", "none") == 2

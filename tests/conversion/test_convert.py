@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from moh_llm.cli import main
 from moh_llm.conversion.checkpoint import REMOTE_CODE
@@ -292,6 +292,18 @@ def test_files_that_travel(make_llama, convert, tmp_path):
     assert set(re.findall(r"^from \.(\w+) import", modeling, re.MULTILINE)) == {Path(name).stem for name in code} - {
         "modeling_moh_llama"
     }
+
+
+def test_chat_templates_beside_the_default_one_travel(make_llama, convert, tmp_path):
+    base = make_llama()
+    (base / "chat_template.jinja").write_text("{{ 'plain' }}")
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 'tools' }}")
+    assert convert(base, tmp_path / "moh", "--preset", "paper", "--verify", "none") == 0
+    templates = AutoTokenizer.from_pretrained(tmp_path / "moh").chat_template
+    assert templates == {"default": "{{ 'plain' }}", "tool_use": "{{ 'tools' }}"}
+    assert main(["convert", str(tmp_path / "moh"), "--to-dense", "--output", str(tmp_path / "dense")]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "dense").chat_template == templates
 
 
 def test_overwrite_replaces_only_a_finished_conversion(make_llama, convert, tmp_path):
