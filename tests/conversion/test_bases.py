@@ -322,10 +322,11 @@ def test_a_base_whose_files_are_links_into_a_hub_cache(base, convert, tmp_path):
     assert convert(cached / "snapshots" / "c0ffee", tmp_path / "moh", "--verify", "none") == 0
 
 
-TEMPLATE = "additional_chat_templates/tool_use.jinja"
+LINKED = ["LICENSE.txt", "README.md", "config.json", "model.safetensors", "tokenizer.json"]
+LINKED += ["additional_chat_templates/tool_use.jinja"]
 
 
-@pytest.mark.parametrize("name", ["LICENSE.txt", "README.md", "config.json", "model.safetensors", "tokenizer.json", TEMPLATE])
+@pytest.mark.parametrize("name", LINKED)
 def test_a_file_that_is_a_link_out_of_the_base_is_refused(base, convert, tmp_path, capsys, name):
     if (base / name).exists():
         (base / name).rename(tmp_path / name)
