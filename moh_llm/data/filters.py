@@ -86,6 +86,9 @@ def _parts(accepted: Any) -> list[Any]:
 
 
 def _accepts(value: Any, part: Any) -> bool:
+    # To Python true is 1, and false is 0.
+    if isinstance(value, bool) != isinstance(part, bool):
+        return False
     if isinstance(part, dict):
         return isinstance(value, int | float) and part.get("min", value) <= value <= part.get("max", value)
     return bool(value == part)

@@ -46,7 +46,7 @@ def _check_filter(accepted: Any) -> Any:
         if not accepted or not accepted.keys() <= {"min", "max"}:
             raise ValueError("a range has the keys min and max, or one of them")
         low, high = accepted.get("min", -math.inf), accepted.get("max", math.inf)
-        if not all(map(_is_number, accepted.values())) or low > high:
+        if any(isinstance(v, bool) or not _is_number(v) for v in accepted.values()) or low > high:
             raise ValueError("min and max must be finite numbers, the first not above the second")
     elif accepted is None or accepted == []:
         raise ValueError("no value is given, so no record would be kept")

@@ -155,13 +155,13 @@ def _difference(path: Path, wanted: SourceIdentity) -> str | None:
         recorded = SourceIdentity.read(path)
     except UserError as error:
         return str(error)
-    if recorded == wanted:
+    if recorded.model_dump_json() == wanted.model_dump_json():  # to Python 1 is true, which another filter is
         return None
     if recorded.tokenizer != wanted.tokenizer:
         return f"the tokenizer (its hash was {recorded.tokenizer[:12]}, now {wanted.tokenizer[:12]})"
     for name in ("validation_share", "format", "text_field", "filters", "type", "chat_template", "chat_date"):
         before, now = getattr(recorded, name), getattr(wanted, name)
-        if before != now:
+        if repr(before) != repr(now):
             return f"{name} was {before}, now {now}"
     if isinstance(recorded.text, dict) or isinstance(wanted.text, dict):
         return f"the text was {recorded.text}, now {wanted.text}"

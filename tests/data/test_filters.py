@@ -73,3 +73,33 @@ def test_a_filter_of_plain_text_is_refused(tmp_path):
     source = Source("web", 1.0, filters={"lang": "en"})
     with pytest.raises(UserError, match="filters need JSON lines or parquet"):
         list(source_documents(source, [SourceFile(f"{tmp_path}/a.txt")]))
+
+
+@pytest.mark.parametrize(
+    ("accepted", "kept"),
+    [
+        ("true", [True]),
+        ("false", [False]),
+        ("1", [1, 1.0]),
+        ("[0, true]", [0, True]),
+        ("{min: 0.5}", [1, 1.0]),
+        ("{max: 0.5}", [0]),
+    ],
+)
+def test_true_and_false_are_no_numbers(tmp_path, accepted, kept):
+    values = [0, 1, 1.0, False, True, "1", None]
+    lines = [json.dumps({"text": json.dumps(value), "n": value}) + "\n" for value in values]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    (tmp_path / "m.yaml").write_text(f"sources: {{web: {{weight: 1, files: a.jsonl, filters: {{n: {accepted}}}}}}}")
+    (source,) = load_mixture(tmp_path / "m.yaml").sources
+    found = [text for _, text in source_documents(source, [SourceFile(f"{tmp_path}/a.jsonl")])]
+    assert found == [json.dumps(value) for value in kept]
+
+
+def test_shards_of_a_number_are_not_those_of_true(mixture, tmp_path, capsys):
+    command = ["tokenize", str(tmp_path / "m.yaml"), "--tokenizer", str(tmp_path / "tokenizer")]
+    command += ["--output", str(tmp_path / "out")]
+    mixture("{size: [1, 2]}")
+    assert main(command) == 0
+    mixture("{size: [true, 2]}")
+    assert main(command) == 2 and "filters was" in capsys.readouterr().err

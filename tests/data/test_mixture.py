@@ -142,6 +142,7 @@ def test_weights_that_sum_to_one_are_not_mentioned(tmp_path, weights):
         ("{weight: 1, builtin: cpython}", "builtin='cpython': Input should be 'python_topics', "),
         ("{weight: 1, files: x, filters: language}", "filters='language': Input should be a valid dictionary"),
         ("{weight: 1, files: x, filters: {score: {min: x}}}", "filters.score={'min': 'x'}: min and max must be finite"),
+        ("{weight: 1, files: x, filters: {score: {min: true}}}", "min and max must be finite"),
         ("{weight: 1, files: x, filters: {score: {min: 2, max: 1}}}", "the first not above the second"),
         ("{weight: 1, files: x, filters: {score: {}}}", "filters.score={}: a range has the keys min and max"),
         ("{weight: 1, files: x, filters: {score: {mim: 1}}}", "a range has the keys min and max, or one of them"),
