@@ -8,6 +8,8 @@ from moh_llm.intervals import show_documents, show_figure, show_interval
 from moh_llm.records.lineage import REFERENCES, Chain, ConversionEntry, ReferenceKind, RunEntry, in_words, mixture_name
 from moh_llm.records.run import LogLine, RunRecord, Scores
 
+ROUTING = ("routers", "fallbacks")
+
 
 def closeness_tuned(records: ModelRecords) -> Claim | None:
     """The perplexity ratio of a tuned model, as it was saved."""
@@ -67,15 +69,23 @@ def entry_names(chain: Chain) -> list[str]:
     return names
 
 
-def weights_changed(entry: RunEntry) -> Claim:
-    """Which weights a run changed, by their hashes before and after."""
+def weights_changed(entry: RunEntry, parameters: Mapping[str, int] | None = None) -> Claim:
+    """Which weights a run changed, by their hashes before and after.
+
+    Args:
+        entry: of the lineage, whose hashes take routers and fallbacks together.
+        parameters: `RunRecord.parameters` of the run, if it is at hand: what was not trained has not changed.
+    """
     figures = {
         f"chain.entries.{when}.{part}": getattr(getattr(entry, when), part)
         for when in ("began_with", "made")
         for part in ("dense", "routing")
     }
     by_lora = f" (by LoRA of rank {entry.lora_rank})" if entry.lora_rank is not None else ""
-    parts = {"dense": f"dense weights{by_lora}", "routing": "routers or fallbacks"}
+    trained = {kind: count for kind in ROUTING if (count := (parameters or {}).get(f"trained_{kind}")) is not None}
+    figures |= {f"run.parameters.trained_{kind}": count for kind, count in trained.items()}
+    routing = " or ".join(kind for kind in ROUTING if trained.get(kind)) or " or ".join(ROUTING)
+    parts = {"dense": f"dense weights{by_lora}", "routing": routing}
     changed = [name for part, name in parts.items() if getattr(entry.began_with, part) != getattr(entry.made, part)]
     return Claim("weights_changed", figures, f"changed: {' and '.join(changed) or 'nothing'}")
 
@@ -108,7 +118,8 @@ def text_of_training(records: ModelRecords) -> Claim:
         figures: dict[str, object] = {"log.tokens": tokens, "recipe.data.sequence_length": data["sequence_length"]}
         text = (
             f"{'In the last run ' if len(chain.runs) > 1 else ''}{tokens:,} tokens of the mixture "
-            f"{mixture_name(data['mixture'])}, in sequences of {data['sequence_length']:,} tokens of one source."
+            f"{mixture_name(run.mixture, data['mixture'])}, in sequences of {data['sequence_length']:,} tokens of one "
+            "source."
         )
         return Claim("text_of_training", figures, text)
     if chain.runs:

@@ -108,12 +108,14 @@ def proof(found: Verification) -> Table:
 def history(lineage: Lineage) -> list[Block]:
     """History of the weights, oldest first, runs numbered."""
     rows: list[list[Inline]] = []
+    last = lineage.run and lineage.run.record.parameters  # of the last entry's run; those of others are not at hand
     for name, entry in zip(entry_names(lineage.chain), lineage.chain.entries, strict=True):
         if isinstance(entry, ConversionEntry):
             added = f", {entry.new_tokens:,} tokens added" if entry.new_tokens else ""
             rows.append([name, f"of {entry.base}{added}", "-", "-", "", ""])
         else:
-            how = f"{objective(entry.objective, entry.teacher or 'start')}; {weights_changed(entry).text}"
+            changed = weights_changed(entry, last if entry is lineage.chain.entries[-1] else None)
+            how = f"{objective(entry.objective, entry.teacher or 'start')}; {changed.text}"
             size = [f"{entry.tokens:,}", f"{entry.steps:,}", Code(entry.mixture), str(entry.seed)]
             rows.append([name, how, *size])
     return [Table(["", "how", "tokens", "steps", "mixture", "seed"], rows, text=2)]

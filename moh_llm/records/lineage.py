@@ -111,9 +111,9 @@ class Chain(Record):
         return found
 
 
-def mixture_name(mixture: str) -> str:
-    """A mixture as its file or folder is called."""
-    return re.sub(r"\.ya?ml$", "", last_component(mixture))
+def mixture_name(name: str | None, mixture: str) -> str:
+    """A mixture by the ``name`` that it has itself; where that is not on record as its file or folder is called."""
+    return last_component(name) if name else re.sub(r"\.ya?ml$", "", last_component(mixture))
 
 
 def read_chain(folder: Path) -> Chain:

@@ -105,6 +105,7 @@ class RunRecord(Record):
         config: the recipe.
         model: what the run began with.
         data: what identifies the tokens, once they were opened.
+        mixture: the name of their mixture; null in records without it.
         reference: what its figures are against; null where there is nothing.
         steps, tokens, seconds: what was trained, of a finished run.
         data_read: the receipt of what was read, by source.
@@ -122,6 +123,7 @@ class RunRecord(Record):
     config: dict[str, Any]
     model: ModelMark
     data: dict[str, Any] | None = None
+    mixture: str | None = None
     reference: ReferenceMark | None = None
     steps: int | None = None
     tokens: int | None = None

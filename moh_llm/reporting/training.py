@@ -63,7 +63,7 @@ def run_blocks(run: TrainingRun) -> list[Block]:
         ("folder", Code(found["folder"])),
         ("status", status if status == "finished" else f"{status}: not finished, or stopped before its end"),
         ("model", Code(found["model"])),
-        ("mixture", Code(found["mixture"])),
+        ("mixture", (f"{name}, ", Code(found["mixture"])) if (name := run.record.mixture) else Code(found["mixture"])),
         *recipe(run),
         ("seconds of training", f"{found['seconds']:,.1f}"),
     ]
@@ -84,20 +84,26 @@ def recipe(run: TrainingRun) -> Pairs:
     data, goal, optimizer, schedule = (given[key] for key in ("data", "objective", "optimizer", "schedule"))
     batch = f"{data['batch_size']} sequences of {data['sequence_length']:,} tokens"
     warmup = "1 step" if schedule["warmup_steps"] == 1 else f"{schedule['warmup_steps']:,} steps"
-    router_rate = optimizer["router_learning_rate"] or optimizer["learning_rate"]
+    highest = optimizer["learning_rate"]
+    router_rate = optimizer["router_learning_rate"] or highest
     betas = optimizer["betas"]
     parameters = run.record.parameters or {}
     trained = {kind: parameters.get(f"trained_{kind}", 1) for kind in ("base", "adapters", "routers", "fallbacks")}
     routing = [kind for kind in ("routers", "fallbacks") if trained[kind]]
-    rates = [f"{optimizer['learning_rate']:g}"] if trained["base"] or trained["adapters"] else []
-    rates += [f"{router_rate:g} of {' and '.join(routing)}"] if routing else []
+    dense = bool(trained["base"] or trained["adapters"])
+
+    def rates(rate: float) -> str:
+        """A rate of the base's weights, and what it is of routers and fallbacks, whose rates are in one ratio to it."""
+        of_routing = [f"{rate * router_rate / highest:g} of {' and '.join(routing)}"] if routing else []
+        return ", ".join([f"{rate:g}"] * dense + of_routing)
+
     pairs: Pairs = [
         ("objective", objective(goal["kind"], run.reference)),
         ("tokens", f"{run.tokens:,}"),
         ("steps", f"{last.step:,} of {given['max_steps']:,}, each {batch}"),
         ("weights trained", weights_trained(run.record.parameters, given).text),
-        ("highest learning rate", ", ".join(rates)),
-        ("schedule", f"{warmup} of warm-up, then cosine to {schedule['final_learning_rate']:g}"),
+        ("highest learning rate", rates(highest)),
+        ("schedule", f"{warmup} of warm-up, then cosine to {rates(schedule['final_learning_rate'])}"),
         ("AdamW", f"betas {betas[0]:g} and {betas[1]:g}, weight decay {optimizer['weight_decay']:g}"),
     ]
     if optimizer["max_grad_norm"] is not None:

@@ -8,6 +8,7 @@ therefore needs nothing but weights and moments to go on exactly as if it had ne
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,8 @@ class _Training:
         self.tokenizer = networks.load_tokenizer(Path(self.config.model))
         rows = networks.embedding_rows(Path(self.config.model))
         with self.accelerator.main_process_first():
-            _, self.token_folder, self.sources = tokens_for(self.config.data.mixture, self.tokenizer, self.say, rows)
+            found = tokens_for(self.config.data.mixture, self.tokenizer, self.say, rows)
+        self.mixture, self.token_folder, self.sources = found
         self.run.check_data(describe_data(self.sources))
 
     def make_stream(self) -> None:
@@ -209,8 +211,10 @@ class _Training:
         """Write the run's record, score the model before any step, and load the newest checkpoint, if any."""
         config, accelerator, run = self.config, self.accelerator, self.run
         counts = self.networks.counts
+        self.starting_point = replace(self.starting_point, mixture=self.mixture)
         run.begin(
             data=describe_data(self.sources),
+            mixture=self.mixture,
             tokens_in=self.token_folder,
             device=str(accelerator.device),
             device_name=name_device(accelerator.device),

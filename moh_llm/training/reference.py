@@ -58,10 +58,12 @@ class StartingPoint:
         records: the model's hashes, its lineage, and its conversion.
         reference: None where there is nothing to compare with: a model from scratch, or one with weighted scores,
             which with all heads on is not its dense form.
+        mixture: the name of the text's mixture; None: not known, and its file or folder stands for it.
     """
 
     records: FolderRecords
     reference: Reference | None
+    mixture: str | None = None
 
     def check_model(self, config: TrainConfig) -> None:
         """Raise UserError where ``config.model`` is another model by now; what is not trained is read from it again."""
@@ -80,7 +82,7 @@ class StartingPoint:
                 objective=config.objective.kind,
                 tokens=steps * config.tokens_per_step,
                 steps=steps,
-                mixture=mixture_name(config.data.mixture),
+                mixture=mixture_name(self.mixture, config.data.mixture),
                 seed=config.seed,
                 teacher=taught.kind if taught else None,
                 lora_rank=config.lora.rank if config.lora else None,

@@ -193,3 +193,15 @@ def test_weights_of_routers_and_of_fallbacks_are_told_apart(folder: Path) -> Non
     assert f"{parameters['routers']:,} of routers and {parameters['fallbacks']:,} of fallbacks" in build_card(
         folder, None
     )
+
+
+def test_what_was_not_trained_is_not_said_to_have_changed(threshold: Path) -> None:
+    entry = entry_of(read_chain(threshold), routing="9" * 64)
+    for trained, text in (
+        ({"trained_routers": 0, "trained_fallbacks": 7}, "changed: fallbacks"),
+        ({"trained_routers": 7, "trained_fallbacks": 0}, "changed: routers"),
+        ({"trained_routers": 7, "trained_fallbacks": 7}, "changed: routers or fallbacks"),
+        (None, "changed: routers or fallbacks"),
+        ({"trained": 14}, "changed: routers or fallbacks"),
+    ):
+        assert weights_changed(entry, trained).text == text

@@ -234,7 +234,7 @@ def _weights_changed(facts: Facts) -> Figures | None:
         f"chain.entries.{when}.{part}": entry[when][part]
         for when in ("began_with", "made")
         for part in ("dense", "routing")
-    }
+    } | facts.take("run.parameters.trained_routers", "run.parameters.trained_fallbacks")
 
 
 def _saved(facts: Facts) -> Figures | None:
@@ -266,7 +266,7 @@ ON_THEIR_OWN: dict[str, tuple[Maker, Callable[[Facts], Figures | None]]] = {
         ),
     ),
     "weights_changed": (
-        lambda records: trained.weights_changed(records.chain.runs[-1]) if records.chain.runs else None,
+        lambda records: records.run and trained.weights_changed(records.chain.runs[-1], records.run.parameters),
         _weights_changed,
     ),
     "weights_trained": (

@@ -15,6 +15,7 @@ from moh_llm.cli import main
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.run import LogLine
 from moh_llm.reporting.runs import read_runs
+from moh_llm.reporting.training import recipe
 
 MakeRun = Callable[..., Path]
 LogLines = Callable[[int, int, float], list[dict[str, Any]]]
@@ -244,3 +245,21 @@ def test_matplotlib_is_asked_for_by_name(make_run: MakeRun, monkeypatch: pytest.
     assert report(run) == 2
     assert capsys.readouterr().err == 'error: the report needs matplotlib: pip install "moh-llm[report]"\n'
     assert not (run / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("trained", "highest", "final"),
+    [
+        ({"base": 5}, "5e-05", "5e-06"),
+        ({"fallbacks": 5}, "0.001 of fallbacks", "0.0001 of fallbacks"),
+        ({"adapters": 5, "routers": 5, "fallbacks": 5}, "5e-05, 0.001 of routers and", "5e-06, 0.0001 of routers and"),
+    ],
+)
+def test_rates_are_those_of_the_weights_that_are_trained(make_run: MakeRun, trained, highest: str, final: str) -> None:
+    """Of routers and fallbacks also at the end of the schedule, where the log has them in the same ratio."""
+    kinds = dict.fromkeys(("base", "adapters", "routers", "fallbacks"), 0) | trained
+    parameters = {f"trained_{kind}": count for kind, count in kinds.items()}
+    (run,) = read_runs([make_run("run", record={"parameters": parameters})])
+    found = dict(recipe(run))
+    assert found["highest learning rate"].startswith(highest)
+    assert f"then cosine to {final}" in found["schedule"]

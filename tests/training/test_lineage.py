@@ -150,8 +150,8 @@ def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, metho
     sections, card = check_card(card_of(two)), card_of(two)
     assert [line for line in sections["Lineage"].split("\n") if line.startswith("|")][2:] == [
         "| conversion | of llama | - | - |  |  |",
-        f"| run 1 | distillation, teacher: the base; changed: {METHODS['']} | 512 | 4 | `mixture` | 0 |",
-        f"| run 2 | distillation, teacher: the base; changed: {weights} | 256 | 2 | `mixture` | 7 |",
+        f"| run 1 | distillation, teacher: the base; changed: {METHODS['']} | 512 | 4 | `tiny` | 0 |",
+        f"| run 2 | distillation, teacher: the base; changed: {weights} | 256 | 2 | `tiny` | 7 |",
     ]
     assert "768 training tokens in all." in sections["Lineage"] and "not on record" not in sections["Lineage"]
     ratio = found["perplexity"] / found["reference_perplexity"]
