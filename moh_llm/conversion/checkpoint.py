@@ -21,6 +21,7 @@ from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.model import INDEX_NAME, SINGLE_NAME, save_tensors
 from moh_llm.records.seal import NAME as SEAL
+from moh_llm.records.tensors import cast_weight
 
 REMOTE_CODE = (
     "configuration_moh_llama.py",
@@ -57,14 +58,14 @@ def write_weights(
         base: where the dense weights come from; without `dtype` their bytes are copied, and whole files where these
             hold nothing else.
         routing: the routers' and fallbacks' tensors by name; may be empty.
-        dtype: cast floating-point weights to it, one shard at a time.
+        dtype: cast the weights to it, one shard at a time.
         link: hard-link files rather than copy them.
 
     Returns:
         The index: tensor name -> file name. `write_description` writes it, last.
 
     Raises:
-        UserError: the disk refuses.
+        UserError: the disk refuses, or a weight is too large for the dtype.
     """
     count = len(base.shards) + bool(routing)
     names = [SINGLE_NAME] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -119,7 +120,7 @@ def _rewrite_shard(source: Path, target: Path, kept: Collection[str], dtype: tor
     with safe_open(source, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys() if name in kept}  # noqa: SIM118 (not a dict)
     if dtype is not None:
-        tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        tensors = {name: cast_weight(t, dtype, f"{source}: {name}") for name, t in tensors.items()}
     save_tensors(tensors, target)
 
 

@@ -42,6 +42,7 @@ from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.lineage import ConversionEntry
 from moh_llm.records.model import read_config
 from moh_llm.records.seal import write_seal
+from moh_llm.records.tensors import cast_weight
 from moh_llm.terminal import say_aside
 
 _BATCH_TOKENS = 2048
@@ -154,7 +155,7 @@ def convert(options: ConversionOptions) -> Conversion:
             )
         config, fits = plan_layers(plan, base.config, calibrated)
         config.dtype = dtype
-        routing = {name: tensor.to(dtype) for name, tensor in routing_tensors(fits).items()}
+        routing = {name: cast_weight(tensor, dtype, name) for name, tensor in routing_tensors(fits).items()}
         fields = ("router_type", "router_score", "routing_granularity", "head_fallback", "num_attention_heads")
         record.plan = Plan(
             preset=plan.preset,

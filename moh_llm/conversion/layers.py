@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.records.tensors import EMBEDDING, HEAD
+from moh_llm.records.tensors import EMBEDDING, HEAD, cast_weight, is_finite
 
 _NORM = "model.norm.weight"
 
@@ -94,7 +94,7 @@ class LayerwiseModel:
         """Tensors by name, cast and checked.
 
         Raises:
-            UserError: a weight that is not a finite number.
+            UserError: a weight that is not a finite number, or is none in the dtype that it is cast to.
         """
         by_file: dict[str, list[str]] = {}
         for name in names:
@@ -104,10 +104,12 @@ class LayerwiseModel:
             with safe_open(self.folder / file_name, framework="pt") as file:
                 for name in inside:
                     # A copy, since a view of the mapped file would keep all of it mapped.
-                    stored = file.get_tensor(name)
-                    tensor = stored.to(self.rounded or stored.dtype).to(self.device, self.dtype, copy=True)
-                    if not _is_finite(tensor):
-                        raise UserError(f"{self.folder / file_name}: {name} holds NaN or infinity; download it again")
+                    stored, where = file.get_tensor(name), f"{self.folder / file_name}: {name}"
+                    rounded = cast_weight(stored, self.rounded or stored.dtype, where)
+                    cast = cast_weight(rounded, self.dtype, where)
+                    tensor = cast.to(self.device, copy=cast is stored)
+                    if not is_finite(tensor):
+                        raise UserError(f"{where} holds NaN or infinity; download it again")
                     tensors[name] = tensor
         return tensors
 
@@ -133,14 +135,9 @@ def run_layer(layer: nn.Module, hidden_states: torch.Tensor, position_ids: torch
     return layer(inputs_embeds=hidden_states, position_ids=positions, use_cache=False).last_hidden_state
 
 
-def _is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite: least and most are found in one pass without a mask, and NaN is both."""
-    return bool(torch.isfinite(torch.stack(values.aminmax())).all())
-
-
 def check_finite(values: torch.Tensor, layer: int, what: str = "the output of") -> None:
     """Raise UserError where values of a layer are not finite: its weights are finite, but too large for their dtype."""
-    if not _is_finite(values):
+    if not is_finite(values):
         raise UserError(
             f"{what} layer {layer} is not finite in {values.dtype}: the base's weights overflow; download it again, or "
             "pass --compute-dtype float32"

@@ -160,6 +160,31 @@ def matrix_dtype(folder: Path, weight_map: Mapping[str, str]) -> "torch.dtype | 
     return reduce(torch.promote_types, (getattr(torch, name) for name in found)) if found else None
 
 
+def cast_weight(tensor: "torch.Tensor", dtype: "torch.dtype", where: str) -> "torch.Tensor":
+    """A floating-point weight in another dtype.
+
+    Raises:
+        UserError: that dtype has no number for a finite value of it; ``where`` is what the weight is called.
+    """
+    import torch
+
+    cast = tensor.to(dtype)
+    most = torch.finfo(dtype).max
+    if tensor.numel() and most < torch.finfo(tensor.dtype).max and not is_finite(cast) and is_finite(tensor):
+        name, other = str(dtype).removeprefix("torch."), "bfloat16" if dtype == torch.float16 else "float32"
+        largest = float(max(abs(value) for value in tensor.aminmax()))
+        limit = f"{name} cannot hold ({most:.6g} at most); take {other}"
+        raise UserError(f"{where} has a value of {largest:.6g}, which {limit}")
+    return cast
+
+
+def is_finite(values: "torch.Tensor") -> bool:
+    """Whether no value is NaN or infinite: least and most are found in one pass without a mask, and NaN is both."""
+    import torch
+
+    return bool(torch.isfinite(torch.stack(values.aminmax())).all())
+
+
 def read_headers(folder: Path, weight_map: Mapping[str, str]) -> Iterator[tuple[str, str, list[int]]]:
     """Name, dtype as safetensors calls it, and shape of each tensor; their numbers are not read."""
     from safetensors import safe_open

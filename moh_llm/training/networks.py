@@ -24,7 +24,7 @@ from moh_llm.records.identity import hash_model
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.model import licence_texts, read_config, read_weight_map
 from moh_llm.records.seal import write_seal
-from moh_llm.records.tensors import Tensors, check_tensors, is_tied, matrix_dtype, tensor_dtypes
+from moh_llm.records.tensors import Tensors, cast_weight, check_tensors, is_tied, matrix_dtype, tensor_dtypes
 from moh_llm.training.adapters import add_lora
 from moh_llm.training.checkpoints import read_weights
 from moh_llm.training.config import TrainConfig
@@ -293,14 +293,16 @@ def save_network(
 
 
 def _cast(network: torch.nn.Module, folder: Path, save_dtype: str | None) -> torch.dtype:
-    """Cast the weights to ``save_dtype``, or each to the dtype that it has in ``folder``; the dtype of the matrices."""
-    if save_dtype is not None:
-        dtype: torch.dtype = getattr(torch, save_dtype)
-        network.to(dtype)
-        return dtype
+    """Cast the weights to ``save_dtype``, or each to the dtype that it has in ``folder``; the dtype of the matrices.
+
+    Raises:
+        UserError: a weight is too large for its dtype.
+    """
     weight_map = read_weight_map(folder)[1]
     stored, widest = tensor_dtypes(folder, weight_map), matrix_dtype(folder, weight_map) or torch.float32
+    if save_dtype is not None:
+        stored, widest = {}, getattr(torch, save_dtype)
     with torch.no_grad():
         for name, weight in network.named_parameters():
-            weight.data = weight.data.to(stored.get(name, widest))
+            weight.data = cast_weight(weight.data, stored.get(name, widest), name)
     return widest

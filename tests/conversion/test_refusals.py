@@ -51,6 +51,15 @@ def broken_weight(name: str, value: float) -> Callable[[Path, Path], list[str]]:
     return spoil
 
 
+def large_weight(*given: str) -> Callable[[Path, Path], list[str]]:
+    """Has a weight of -100,000 in the base, and flags."""
+
+    def enlarge(base: Path, tmp_path: Path) -> list[str]:
+        return [*broken_weight(Q_PROJ, -1e5)(base, tmp_path), *given]
+
+    return enlarge
+
+
 def _drop_weights(base: Path, tmp_path: Path) -> list[str]:
     (base / "model.safetensors").unlink()
     return []
@@ -114,6 +123,14 @@ BAD_INPUT = {
     "truncated": (_truncate, "model.safetensors is damaged or truncated"),
     "missing tensor": (_drop_tensor, "the weights lack model.layers.1.mlp.up_proj.weight"),
     "NaN": (broken_weight(Q_PROJ, torch.nan), f"model.safetensors: {Q_PROJ} holds NaN or infinity"),
+    "beyond float16": (
+        large_weight("--dtype", "float16"),
+        f"{Q_PROJ} has a value of 100000, which float16 cannot hold",
+    ),
+    "beyond float16, not verified": (
+        large_weight("--dtype", "float16", "--preset", "paper", "--verify", "none"),
+        f"{Q_PROJ} has a value of 100000, which float16 cannot hold (65504 at most); take bfloat16",
+    ),
     "other size": (
         edit_config(intermediate_size=96),
         "mlp.down_proj.weight in model.safetensors has shape [32, 64], config.json asks for [32, 96]",
