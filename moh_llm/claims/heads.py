@@ -10,10 +10,27 @@ from moh_llm.records.run import LogLine
 
 
 def heads_asked(config: MoHLlamaConfig) -> Claim:
-    """Heads per token that the plan asks for, mean over layers."""
+    """Heads per token that the plan asks for, mean over layers, and which tokens it does not ask anything of."""
     asked, heads = mean(config.active_heads_per_layer), config.num_attention_heads
-    text = f"The head plan asks for {asked:.4g} of {heads} heads per token ({asked / heads:.1%}), mean over layers."
-    return Claim("heads_asked", {"config.num_active_heads": asked, "config.num_attention_heads": heads}, text)
+    text = f"The head plan asks for {asked:.4g} of {heads} heads per token ({asked / heads:.1%}), mean over layers"
+    text += (
+        f", after a document's first {start:,} tokens, which have all heads on." if (start := all_on(config)) else "."
+    )
+    return Claim("heads_asked", plan_figures(config), text)
+
+
+def all_on(config: MoHLlamaConfig) -> int:
+    """How many first tokens of a document have all heads on: some with local fallbacks, else none."""
+    return config.all_heads_until if config.head_fallback == "local" else 0
+
+
+def plan_figures(config: MoHLlamaConfig) -> dict[str, object]:
+    """What sentences on the head plan state."""
+    return {
+        "config.num_active_heads": mean(config.active_heads_per_layer),
+        "config.num_attention_heads": config.num_attention_heads,
+        "config.all_heads_until": all_on(config),
+    }
 
 
 def heads_read(verification: Verification | None, heads: int, tuned: bool = False) -> Claim | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_llm.claims.claim import Claim, ModelRecords
-from moh_llm.claims.heads import mean
+from moh_llm.claims.heads import all_on, mean, plan_figures
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.evaluation import EvaluationRecord, ModelRecord, Row
 
@@ -13,13 +13,13 @@ FEWEST_ITEMS = 100  # of a benchmark whose score is a result
 
 def theoretical_cost(config: MoHLlamaConfig) -> Claim:
     """What the table of FLOPs counts."""
-    asked, heads = mean(config.active_heads_per_layer), config.num_attention_heads
+    heads = f"{mean(config.active_heads_per_layer):.4g} of {config.num_attention_heads} heads are on"
     text = (
         "Theoretical FLOPs of one forward pass in which all that can be skipped of heads that are off is skipped; "
-        "keys, values and fallbacks are computed. As many heads are on as the head plan asks for: "
-        f"{asked:.4g} of {heads}."
+        f"keys, values and fallbacks are computed. {heads}, as the head plan asks for"
     )
-    return Claim("theoretical_cost", {"config.num_active_heads": asked, "config.num_attention_heads": heads}, text)
+    text += f"; the first {start:,} tokens read all keys in all heads." if (start := all_on(config)) else "."
+    return Claim("theoretical_cost", plan_figures(config), text)
 
 
 def measured_time(analysis: Mapping[str, Any], about: ModelRecord | None) -> Claim | None:

@@ -179,15 +179,18 @@ def print_conversion(record: "Conversion", output: Path) -> None:
 
     plan = record.plan
     heads, asked = plan.num_attention_heads, sum(plan.active_heads) / len(plan.active_heads)
-    shared = sum(map(len, plan.shared_heads)) / len(plan.shared_heads)
+    shared = [len(layer) for layer in plan.shared_heads]
+    of_layers = f"{shared[0]} shared" if len(set(shared)) == 1 else f"shared by layer: {' '.join(map(str, shared))}"
     say(
         f"{record.base.name}: {len(plan.active_heads)} layers of {heads} heads -> {asked:.4g} asked for, "
-        f"{shared:g} shared ({plan.shared})",
+        f"{of_layers} ({plan.shared})",
         f"router {plan.router_type}, fallback {plan.head_fallback}"
         + (", by whole key-value groups" if plan.routing_granularity == "kv_group" else ""),
     )
     if added := record.vocabulary:
         say(f"{added.new_tokens} new tokens, rows by {added.new_embeddings}: {added.base_rows} -> {added.rows} rows")
+    if None not in (start := (plan.local_start, plan.local_window, plan.local_sinks)):
+        say(f"a document's first {max(start[0], start[1] + start[2]):,} tokens have all heads on")
     if plan.budgets == "uneven":
         say(f"heads asked for by layer: {' '.join(map(str, plan.active_heads))}")
     claims = (attention_time_asked(plan), calibration_text(record), heads_read(record.verification, heads))

@@ -150,6 +150,7 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
         },
         "from_scratch": lineage.from_scratch,
         "plan": [sections.head_plan(config, conversion)],
+        "routes": sections.routes(config),
         "proof": proof,
         "proof_table": [sections.proof(proof)] if proof else [],
         "context": context,

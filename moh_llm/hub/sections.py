@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moh_llm.claims.conversion import parameters_added
+from moh_llm.claims.heads import all_on
 from moh_llm.claims.training import entry_names, weights_changed
 from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops, stated_lengths
@@ -24,7 +25,7 @@ _ROUTERS = {
     "query_norm": "by the l2 norm of the heads' queries, without weights",
     "linear": "by a linear map of the layer's input",
     "threshold": "by a linear map of the layer's input; the heads whose score is above zero, whatever their number",
-    "none": "none: the same heads are on for all tokens",
+    "none": "the shared heads alone are on",
     "two_stage": "the paper's, which also weighs shared against routed heads (Eq. 5 and 6)",
 }
 _SCORE_WORDS = {
@@ -37,7 +38,8 @@ _UNITS = {
 }
 _FALLBACKS = {
     "none": "a head that is off adds nothing",
-    "local": "a head that is off attends to the first and the last tokens only",
+    "local": "a head that is off attends to the document's first {sinks:,} tokens, to the last {window:,}, and to one "
+    "fitted token for all others",
     "value": "a fixed vector and a share of the token's own value in place of a head that is off",
 }
 
@@ -52,11 +54,21 @@ def head_plan(config: MoHLlamaConfig, conversion: Conversion | None) -> Table:
         ("shared heads (always on)", _shared(config)),
         ("heads asked for per token, mean over layers", f"{_mean_active(config):.4g} ({share_active(config):.1%})"),
         ("heads asked for by layer", "the same in each" if len(set(active)) == 1 else _by_layer(active)),
-        ("router", _named(_ROUTERS, config.router_type)),
-        ("routing granularity", _named(_UNITS, config.routing_granularity)),
-        ("score", _named(_SCORE_WORDS, config.router_score)),
-        ("fallbacks", _named(_FALLBACKS, config.head_fallback)),
     ]
+    after = ""
+    if start := all_on(config):
+        pairs.append(("first tokens of a document, with all heads on", f"{start:,}"))
+        after = " after these first tokens"
+    if any(never := _never_on(config)):
+        number = f"{never[0]} per layer" if len(set(never)) == 1 else _by_layer(never)
+        pairs.append((f"heads that are never on{after}", number))
+    router = config.router_type if routes(config) else "none"
+    pairs.append(("router", (Code(config.router_type), f": {_ROUTERS[router]}{after if router == 'none' else ''}")))
+    if routes(config):
+        pairs.append(("routing granularity", _named(_UNITS, config.routing_granularity)))
+        pairs.append(("score", _named(_SCORE_WORDS, config.router_score)))
+    code, meaning = _named(_FALLBACKS, config.head_fallback)
+    pairs.append(("fallbacks", (code, meaning.format(sinks=config.local_sinks, window=config.local_window))))
     if conversion and conversion.plan and conversion.plan.preset:
         pairs.append(("preset", Code(conversion.plan.preset)))
     if conversion and (added := conversion.vocabulary):
@@ -136,7 +148,19 @@ def hub_datasets(run: TrainingRun | None) -> list[str]:
     return list(dict.fromkeys(match[1] for match in found if match and is_hub_id(match[1])))
 
 
-def _named(meanings: dict[str, str], name: str) -> Inline:
+def routes(config: MoHLlamaConfig) -> bool:
+    """Whether some layer has a router that chooses heads."""
+    return config.router_type != "none" and any(map(config.routed_heads, range(config.num_hidden_layers)))
+
+
+def _never_on(config: MoHLlamaConfig) -> list[int]:
+    """Per layer, heads that no token has on, apart from first tokens that have all."""
+    if config.router_type == "none":
+        return [config.num_attention_heads - len(shared) for shared in config.shared_heads_per_layer]
+    return [len(heads) for heads in config.local_heads_per_layer]
+
+
+def _named(meanings: dict[str, str], name: str) -> tuple[Code, str]:
     """An option's value and what it means."""
     return Code(name), f": {meanings[name]}"
 

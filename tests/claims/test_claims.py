@@ -14,6 +14,7 @@ from records import make_record
 
 from moh_llm.claims import ModelRecords, claims_of
 from moh_llm.claims.training import weights_changed, weights_trained
+from moh_llm.commands.convert import print_conversion
 from moh_llm.hub.card import build_card
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import read_conversion
@@ -67,6 +68,32 @@ def test_heads_are_asked_for_and_read(folder: Path, tmp_path: Path) -> None:
     card = build_card(folder, None, evaluation=found)
     assert f"asks for {asked:.4g} of 8" in card and f"held-out text had {read:.4g} of 8" in card
     assert "prompts had 6 of 8 heads on (75.0%)" in card
+
+
+@pytest.mark.parametrize("router", ["threshold", "none"])
+def test_local_fallbacks_have_all_heads_on_at_first(folder: Path, router: str) -> None:
+    """The plan asks nothing of a document's first tokens, nor of heads that are never on."""
+    plan = {"num_shared_heads": 3, "num_active_heads": 3, "shared_heads": None, "local_window": 8, "local_sinks": 4}
+    change(folder / "config.json", router_type=router, local_start=20, local_heads=[[6, 7], [7]], **plan)
+    claims, card = claims_of(records_of(folder)), build_card(folder, None)
+    for name in ("heads_asked", "theoretical_cost"):
+        assert claims[name].figures["config.all_heads_until"] == 20 and "first 20 tokens" in claims[name].text
+    rows = re.findall(r"^\| ([^|]+) \| (.+) \|$", check_card(card)["Head plan"], re.MULTILINE)
+    told = dict(rows)
+    assert told["first tokens of a document, with all heads on"] == "20"
+    never = "5 per layer" if router == "none" else "layer 0: 2; layer 1: 1"
+    assert told["heads that are never on after these first tokens"] == never
+    assert "first 4 tokens" in told["fallbacks"] and "last 8" in told["fallbacks"] and "{" not in told["fallbacks"]
+    assert ("routing granularity" in told) == (router != "none") == ("how this model chooses" in card)
+
+
+@pytest.mark.parametrize(("shared", "told"), [([[0, 5], []], "shared by layer: 2 0 ("), ([[1], [4]], " 1 shared (")])
+def test_shared_heads_are_no_mean_over_layers(folder: Path, shared: list[list[int]], told: str, capsys: Any) -> None:
+    record = read_conversion(folder)
+    assert record is not None and record.plan is not None
+    record.plan.shared_heads = shared
+    print_conversion(record, folder)
+    assert told in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("dense", [None, "other"])

@@ -83,7 +83,8 @@ _PROOF, _SAVED = "conversion.verification", "run.evaluation"
 
 def _asked(facts: Facts) -> Figures:
     active = costs.per_layer(facts.records["config"], "num_active_heads")
-    return {"config.num_active_heads": float(sum(active) / len(active)), "config.num_attention_heads": 8}
+    found = {"config.num_active_heads": float(sum(active) / len(active)), "config.num_attention_heads": 8}
+    return found | {"config.all_heads_until": costs.all_heads_until(facts.records["config"])}
 
 
 def _read(facts: Facts) -> Figures:
