@@ -1,11 +1,8 @@
 """The files of a source: its location -> the files to read, in a fixed order, with what identifies each."""
 
 import fnmatch
-import glob
-import itertools
 import os
 import platform
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -16,13 +13,11 @@ from urllib.parse import quote, urldefrag
 from moh_llm.data.mixture import Source
 from moh_llm.data.notes import note
 from moh_llm.data.opening import SPLIT, special_kind
+from moh_llm.data.patterns import matching
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError, reason, shown, without_passwords_in
 from moh_llm.records.tokens import SourceIdentity, TextRecord
 
-MOST_ENTRIES = 4_000_000  # that a pattern with ** may look through, about ten seconds on a local disk
-_SYSTEM = tuple(map(Path, ("/dev", "/proc", "/sys")))
-_ESCAPED = re.compile(r"\[([*?[])\]")  # what glob.escape writes
 _LIST_CHARACTERS = 1 << 28  # of a list of addresses
 
 
@@ -127,11 +122,7 @@ def source_identity(
 
 
 def _local(pattern: str, where: str) -> list[SourceFile]:
-    # A file whose name holds [ or * is still found by its name.
-    exact = Path(pattern).is_file()
-    if not exact:
-        _check_walk(pattern, where)
-    matches = [pattern] if exact else sorted(glob.glob(pattern, recursive=True))
+    matches = matching(pattern, where)
     for match in matches:
         if os.path.exists(match) and (kind := special_kind(match)):
             raise UserError(f"{where}: {match} is {kind}, which is not read; name files, or take it out of the folder")
@@ -139,30 +130,6 @@ def _local(pattern: str, where: str) -> list[SourceFile]:
     if not files:
         raise UserError(f"{where}: no file at {pattern}")
     return [_described(Path(file)) for file in files]
-
-
-def _check_walk(pattern: str, where: str) -> None:
-    """Raise UserError where ``**`` would list a machine, a home folder, or more than `MOST_ENTRIES`."""
-    parts = Path(pattern).parts
-    if "**" not in parts:
-        return
-    # An escaped bracket or asterisk is no pattern.
-    plain = itertools.takewhile(lambda part: not glob.has_magic(_ESCAPED.sub("", part)), parts)
-    fixed = Path(*(_ESCAPED.sub(r"\1", part) for part in plain)).resolve()
-    home = Path.home().resolve()
-    if fixed in (*_SYSTEM, home, *home.parents) or any(system in fixed.parents for system in _SYSTEM):
-        raise UserError(f"{where}: {pattern} would look through all of {fixed}; name a folder of text in it")
-    seen = 0
-    for root in glob.glob(str(Path(*parts[: parts.index("**")]))):
-        # Links are followed, as the glob does, so that folders that link to each other have no end.
-        for _, folders, files in os.walk(root, followlinks=True):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            seen += len(folders) + len(files)
-            if seen > MOST_ENTRIES:
-                raise UserError(
-                    f"{where}: {pattern} would look through more than {MOST_ENTRIES:,} files and folders; name a "
-                    "folder further down, or remove a link that leads back up"
-                )
 
 
 def _described(path: Path) -> SourceFile:

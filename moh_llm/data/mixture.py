@@ -30,6 +30,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from moh_llm.data.notes import note
+from moh_llm.data.patterns import matching
 from moh_llm.errors import UserError, in_unicode, shown, shown_in, without_passwords
 from moh_llm.reading import check_path, expand_home, read_yaml
 
@@ -189,14 +190,26 @@ def load_mixture(path_or_name: str | Path) -> Mixture:
 
 
 def mixture_from_files(files: Sequence[str], validation_share: float = Mixture.validation_share) -> Mixture:
-    """A mixture of the given text files (paths or globs), each an equal share; one given twice counts once."""
-    sources: dict[str, Source] = {}
+    """A mixture of the given text files (paths or globs), each an equal share; a file given twice is read once."""
+    sources: list[Source] = []
+    read: dict[str, str] = {}
     for file in files:
-        path = _expanded(file, Path(), f"text file {file}")
-        source = Source(in_unicode(file), 1.0, (path,))
-        if (known := sources.setdefault(os.path.realpath(path), source)) is not source:
-            note(f"text file {file} is {known.name}, which is given, too; it is read once")
-    return _normalised("files", list(sources.values()), validation_share)
+        where = f"text file {file}"
+        pattern = _expanded(file, Path(), where)
+        source = Source(in_unicode(file), 1.0, (pattern,))
+        try:
+            paths = [path for path in matching(pattern, where) if not os.path.isdir(path)]
+        except OSError:  # `locate` says which
+            paths = []
+        found = {path: os.path.realpath(path) for path in paths or [pattern]}
+        new = [path for path, real in found.items() if real not in read]
+        if again := [path for path in found if path not in new]:
+            more = f", and {len(again) - 1:,} more like it" if len(again) > 1 else ""
+            note(f"text file {again[0]} is {read[found[again[0]]]}, which is given, too{more}; it is read once")
+        if new:
+            sources.append(replace(source, files=tuple(new)) if again else source)
+        read |= {found[path]: path for path in new}
+    return _normalised("files", sources, validation_share)
 
 
 def mixture_from_arguments(arguments: Sequence[str]) -> Mixture:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from moh_llm.cli import main
-from moh_llm.data import formats, locate
+from moh_llm.data import formats, patterns
 from moh_llm.errors import UserError
 
 zstandard = pytest.importorskip("zstandard")
@@ -154,7 +154,7 @@ def test_memory_stays_bounded(tmp_path):
 def test_a_walk_through_a_whole_machine_or_home_is_refused(tmp_path, monkeypatch, refusal, pattern):
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(locate.glob, "glob", lambda *args, **kwargs: pytest.fail("it was looked through"))
+    monkeypatch.setattr(patterns.glob, "glob", lambda *args, **kwargs: pytest.fail("it was looked through"))
     told = refusal(f"files: '{pattern}'", "--dry-run")
     assert "would look through all of /" in told and told.endswith("; name a folder of text in it")
 
@@ -167,7 +167,7 @@ def test_a_walk_is_bounded(tmp_path, monkeypatch, tokenize, refusal):
         assert tokenize(f"files: '{pattern}'", "--overwrite", "--dry-run") == 0
     for name in ("one", "two"):  # each doubles what is seen at every level
         (tmp_path / "home" / "text" / name).symlink_to(tmp_path / "home" / "text")
-    monkeypatch.setattr(locate, "MOST_ENTRIES", 1000)
+    monkeypatch.setattr(patterns, "MOST_ENTRIES", 1000)
     told = refusal("files: 'home/text/**/*.jsonl'", "--dry-run")
     assert "would look through more than 1,000 files and folders; name a folder further down" in told
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moh_llm.data.locate import locate
 from moh_llm.data.mixture import EMBEDDED, Mixture, Source, load_mixture, mixture_from_arguments, mixture_from_files
 from moh_llm.errors import UserError
 
@@ -261,6 +262,28 @@ def test_a_text_file_that_is_given_twice_is_one_source(tmp_path, capsys):
     mixture = mixture_from_files(names)
     assert [(source.name, source.weight) for source in mixture.sources] == [(names[0], 0.5), (names[1], 0.5)]
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sources"),
+    [
+        (["a*.txt", "ab.txt"], [["aa.txt", "ab.txt"]]),
+        (["ab.txt", "a*.txt"], [["ab.txt"], ["aa.txt"]]),
+        (["a*.txt", "*b.txt"], [["aa.txt", "ab.txt"], ["b.txt"]]),
+        (["**/a?.txt", "../texts/ab.txt", "link.txt"], [["aa.txt", "ab.txt"]]),
+        (["a*.txt", "b.txt"], [["aa.txt", "ab.txt"], ["b.txt"]]),
+    ],
+)
+def test_a_file_that_several_arguments_lead_to_is_read_once(tmp_path, monkeypatch, capsys, arguments, sources):
+    (tmp_path / "texts").mkdir()
+    monkeypatch.chdir(tmp_path / "texts")
+    for name in ("aa.txt", "ab.txt", "b.txt"):
+        Path(name).write_text(name)
+    Path("link.txt").symlink_to("aa.txt")
+    mixture = mixture_from_files(arguments)
+    assert [[Path(file.path).name for file in locate(source)] for source in mixture.sources] == sources
+    assert {source.weight for source in mixture.sources} == {1 / len(sources)}
+    assert bool(capsys.readouterr().err) == (arguments[-1] != "b.txt")
 
 
 def test_names_and_filters_are_what_is_written(tmp_path):
