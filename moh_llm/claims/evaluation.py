@@ -7,11 +7,11 @@ from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Row, Sh
 _NAMED = 3
 
 
-def verdict(report: EvaluationRecord, label: str) -> Claim:
+def verdict(report: EvaluationRecord, label: str, called: str | None = None) -> Claim:
     """One sentence: the share that ``label`` keeps of the base's average and of its margin over chance.
 
     Where it has no base, its average. What must be known before the figures are quoted (too few items, missing
-    benchmarks) is part of the sentence.
+    benchmarks) is part of the sentence, which calls the model ``called`` where that is not its label.
     """
     found, average = report.average, f"average.scores.{label}"
     figures: dict[str, object] = {"average.over": found.over, "average.total": found.total}
@@ -22,7 +22,7 @@ def verdict(report: EvaluationRecord, label: str) -> Claim:
                 figures |= {f"{average}.{name}.{key}": value for key, value in share.content().items()}
     if base := found.scores.get("base"):
         figures["average.scores.base.value"] = base.value
-    return Claim("verdict", figures, f"{_caution(report)}{_sentence(report, label)}.")
+    return Claim("verdict", figures, f"{_caution(report)}{_sentence(report, label, called or label)}.")
 
 
 def warnings(report: EvaluationRecord) -> list[Claim]:
@@ -127,21 +127,22 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:200]
 
 
-def _sentence(report: EvaluationRecord, label: str) -> str:
+def _sentence(report: EvaluationRecord, label: str, name: str) -> str:
     model, base = report.average.scores.get(label), report.average.scores.get("base")
     if model is None:
         every = " on every model" if len(report.models) > 1 else ""
-        return f"{label} has no average: none of {_benchmarks(report.average.total)} was scored{every}"
+        return f"{name} has no average: none of {_benchmarks(report.average.total)} was scored{every}"
     if model.recovery is None or base is None:
         known = "not known" if model.stderr is None else f"{model.stderr:.1f}"
         alone = "" if label == "base" else "; no base was scored with it"
-        return f"{label} averages {model.value:.1f} % (standard error {known}) {_extent(report)}{alone}"
+        return f"{name} averages {model.value:.1f} % (standard error {known}) {_extent(report)}{alone}"
     if model.recovery.share is None:
         return (
-            f"{label} averages {model.value:.1f} % and base {base.value:.1f} % {_extent(report)}; a share is undefined"
+            f"{name} averages {model.value:.1f} % and base {base.value:.1f} % {_extent(report)}; a share is undefined"
         )
+    keeps = "keeps" if model.recovery.share <= 100 else "scores"
     return (
-        f"{label} keeps {model.recovery.share:.1f} % of base's average ({model.value:.1f} of {base.value:.1f}; "
+        f"{name} {keeps} {model.recovery.share:.1f} % of base's average ({model.value:.1f} of {base.value:.1f}; "
         f"{_spread(model.recovery, 'average', '0')}) {_extent(report)}{_margin(model)}"
     )
 

@@ -49,7 +49,7 @@ def claims_of(records: ModelRecords) -> dict[str, Claim]:
         heads_read_on_prompts(analysis, heads),
         closeness_tuned(records),
         closeness_as_converted(verification, since),
-        verdict(evaluation, records.label) if evaluation else None,
+        verdict(evaluation, records.label, "This model") if evaluation else None,
         all_heads_on(records),
         held_out_text(verification, since),
         not_proven(records),

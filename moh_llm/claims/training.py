@@ -156,7 +156,7 @@ def held_out_scores(scores: Scores) -> Claim:
     if scores.all_heads is not None:
         text += f", with all heads on {scores.all_heads.kl:.4f}"
     if scores.floor is not None:
-        text += f", floor {scores.floor:.2g}"
+        text += f", and {scores.floor:.2g} with every head on before training"
     return Claim("held_out_scores", {"validation": scores.content()}, text)
 
 
@@ -172,10 +172,11 @@ def floor_of_kl(floor: float | None) -> Claim | None:
     """The KL before the first step with all heads on."""
     if floor is None:
         return None
-    text = (
-        f"Floor: before the first step, with every head on, KL was {floor:#.2g}, which the precisions of student and "
-        "teacher alone leave."
-    )
+    text = "Before the first step, with every head on, the KL was "
+    if floor == 0:
+        text += "exactly 0."
+    else:
+        text += f"{floor:#.2g}, from the different precisions of the two models; a lower KL cannot be expected."
     return Claim("floor_of_kl", {"validation.floor": floor}, text)
 
 
@@ -184,13 +185,14 @@ def saved_model(scores: Scores | None, reference: ReferenceKind) -> Claim | None
     if scores is None:
         return None
     figures: dict[str, object] = {}
-    lines = []
+    lines, other = [], in_words([reference])[0]
     if scores.kl is not None and scores.dtype:
         figures["run.evaluation.dtype"] = scores.dtype
-        lines.append(f"The saved model and {in_words([reference])[0]} were scored in {scores.dtype}.")
+        lines.append(f"The saved model and {other} were scored in {scores.dtype}.")
     if scores.all_heads is not None:
         figures["run.evaluation.all_heads.kl"] = scores.all_heads.kl
-        lines.append(f"With every head on, the saved model has KL {scores.all_heads.kl:#.3g}.")
+        kl = f"{scores.all_heads.kl:#.3g}" if scores.all_heads.kl else "exactly 0"
+        lines.append(f"With every head on, the saved model has a KL of {kl} to {other}.")
     return Claim("saved_model", figures, " ".join(lines)) if lines else None
 
 
@@ -198,5 +200,6 @@ def other_text_may_differ(run: RunRecord | None) -> Claim | None:
     """That held-out text is of the mixture that was trained on."""
     if run is None or run.evaluation is None:
         return None
-    text = "Held-out text is of the mixture that it was trained on; other text and languages may fare worse."
+    text = "Held-out text is of the mixture that it was trained on; the model may do worse on other text and in other "
+    text += "languages."
     return Claim("other_text_may_differ", {"run.evaluation.tokens": run.evaluation.tokens}, text)

@@ -179,7 +179,7 @@ def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
     assert f"| {row['recovery']['share']:.1f} | {row['margin_kept']['share']:.1f} |" in found
     assert "| at chance |" in found.split("| B |")[1].split("\n")[0] and "base is at chance on B." in card
     assert "Every model was computed in float32" in found and "Chance is what a uniform guess" in found
-    assert f"**model keeps {average['recovery']['share']:.1f} % of base's average" in card
+    assert f"**This model keeps {average['recovery']['share']:.1f} % of base's average" in card
     assert not re.search(r"\bother\b", found) and "no memory" not in card
 
 
@@ -190,7 +190,7 @@ def test_limits_and_partial_data_are_loud(converted: Path, tmp_path: Path) -> No
     found = check_card(card)["Benchmarks"]
     assert "> **NOT COMPARABLE: --limit 2 scored at most 2 item(s)" in found
     assert "Left out of the card's model-index" in found
-    assert "**ONLY 2 ITEMS A TASK (--limit): model averages" in card
+    assert "**ONLY 2 ITEMS A TASK (--limit): This model averages" in card
     write_evaluation(folder, record | {"partial_data": ["B"], "errors": [_error("/Users/me/data is not there")]})
     found = check_card(build_card(converted, NAME, evaluation=folder))["Benchmarks"]
     assert "> **NOT COMPARABLE with published figures" in found

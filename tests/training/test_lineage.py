@@ -157,11 +157,16 @@ def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, metho
     ratio = found["perplexity"] / found["reference_perplexity"]
     assert f"Tuned on 768 tokens in 2 runs, it has {ratio:.4f} times the perplexity of its base, on held-out" in card
     proof = sections["Conversion proof"]
-    assert "When it was converted, with every head on, each layer's output equalled the base's bit for bit" in proof
-    assert f"with every head on, it has KL {found['all_heads']['kl']:#.3g} nats per token to the base" in proof
+    assert "When the model was converted, each layer's output with every head on equalled the base's bit for" in proof
+        "When the model was converted, each layer's output with every head on equalled the base's bit for bit" in proof
+    )
+    assert f"with every head on, the model now has a KL of {found['all_heads']['kl']:#.3g} nats per token to" in proof
     assert "equals" not in proof
     assert "Ratio of perplexities and KL (nats per token): to the base." in sections["Recovery"]
-    assert f"With every head on, the saved model has KL {found['all_heads']['kl']:#.3g}." in sections["Recovery"]
+    assert (
+        f"With every head on, the saved model has a KL of {found['all_heads']['kl']:#.3g} to the base."
+        in sections["Recovery"]
+    )
 
 
 @pytest.mark.slow
@@ -301,7 +306,7 @@ def test_the_floor_is_what_precision_alone_leaves(place: Path, tune: Any) -> Non
     assert floor > 1e-6 and floor == pytest.approx(found["student"].kl, rel=0.05)
     assert log[0]["validation"]["kl"] > 10 * floor
     assert read_record(run)["evaluation"]["floor"] == floor and read_record(run)["evaluation"]["dtype"] == "bfloat16"
-    assert said.count(f", floor {floor:.2g}") == 2  # step 0, and the saved model
+    assert said.count(f", and {floor:.2g} with every head on before training") == 2  # step 0, and the saved model
     recovery = check_card(card_of(run))["Recovery"]
     assert f"KL was {floor:#.2g}, which the precisions of student and teacher alone leave" in recovery
     assert "The saved model and the base were scored in bfloat16" in recovery
