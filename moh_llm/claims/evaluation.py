@@ -1,6 +1,7 @@
 """An evaluation in one sentence for each model, and what a reader must know before quoting a figure."""
 
 from moh_llm.claims.claim import Claim
+from moh_llm.claims.heads import all_heads_on_prompts
 from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Row, Share
 
 # So many benchmarks are named before "and N more".
@@ -32,6 +33,7 @@ def warnings(report: EvaluationRecord) -> list[Claim]:
         part_of_data(report),
         failed(report),
         *(not_analysed(report, label) for label in report.analysis),
+        *(all_heads_on_prompts(found, label) for label, found in report.analysis.items()),
         *(not_what_was_made(report, label) for label in report.models),
         *(not_its_base(report, label) for label in report.models),
         *(cut_prompts(report, label) for label in report.models),

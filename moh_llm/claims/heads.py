@@ -56,10 +56,30 @@ def heads_read_on_prompts(analysis: Mapping[str, Any], heads: int) -> Claim | No
     if "head_load" not in analysis:
         return None
     read = mean_heads_on(analysis["head_load"]["load"])
+    tokens = analysis["head_load"]["tokens"]
     text = (
-        f"Tokens of the benchmarks' prompts had {read:.4g} of {heads} heads on ({read / heads:.1%}), mean over layers."
+        f"{tokens:,} tokens of the benchmarks' first prompts, each with the right choice where there are choices, had "
+        f"{read:.4g} of {heads} heads on ({read / heads:.1%}), mean over layers."
     )
-    return Claim("heads_read_on_prompts", {"evaluation.analysis.head_load.load": read}, text)
+    figures = {"evaluation.analysis.head_load.load": read, "evaluation.analysis.head_load.tokens": tokens}
+    return Claim("heads_read_on_prompts", figures, text)
+
+
+def all_heads_on_prompts(analysis: Mapping[str, Any], label: str) -> Claim | None:
+    """The benchmarks whose prompts are no longer than a document's first tokens, which have all heads on."""
+    start, read = analysis.get("all_heads_until"), analysis.get("head_load_by_text")
+    if not start or read is None:
+        return None
+    names = [name for name, load in read["load"].items() if min(load) == 1]
+    if not names:
+        return None
+    figures = {f"analysis.{label}.all_heads_until": start, f"analysis.{label}.head_load_by_text.load": names}
+    text = (
+        f"In its last layer that chooses, {label} had all heads on for all tokens that were read of "
+        f"{', '.join(names)}: a document's first {start:,} tokens have all on, so scores there say little of the head "
+        "plan."
+    )
+    return Claim("all_heads_on_prompts", figures, text)
 
 
 def heads_read_in_training(log: Sequence[LogLine], heads: int) -> Claim | None:

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from records import make_record
 
 from moh_llm.claims import ModelRecords, claims_of
+from moh_llm.claims.heads import all_heads_on_prompts
 from moh_llm.claims.training import weights_changed, weights_trained
 from moh_llm.commands.convert import print_conversion
 from moh_llm.hub.card import build_card
@@ -59,7 +60,7 @@ def test_heads_are_asked_for_and_read(folder: Path, tmp_path: Path) -> None:
     read = sum(sum(layer["head_load"]) for layer in layers) / len(layers)
     asked = sum(config.active_heads_per_layer) / len(layers)
     record = make_record({"model": (identify(str(folder)), 0.9)}).content()
-    record["analysis"] = {"model": {"head_load": {"load": [[0.5] * 8, [1.0] * 8]}, "seconds": []}}
+    record["analysis"] = {"model": {"head_load": {"load": [[0.5] * 8, [1.0] * 8], "tokens": 1234}, "seconds": []}}
     found = write_evaluation(tmp_path / "report", record)
     claims = claims_of(records_of(folder))
     assert claims["heads_read"].figures == {"conversion.verification.heads_read": pytest.approx(read)}
@@ -67,7 +68,20 @@ def test_heads_are_asked_for_and_read(folder: Path, tmp_path: Path) -> None:
     assert abs(read - asked) > 0.05 and "heads_read_on_prompts" not in claims
     card = build_card(folder, None, evaluation=found)
     assert f"asks for {asked:.4g} of 8" in card and f"held-out text had {read:.4g} of 8" in card
-    assert "prompts had 6 of 8 heads on (75.0%)" in card
+    assert "had 6 of 8 heads on (75.0%)" in card and "1,234 tokens of the benchmarks' first prompts" in card
+
+
+def test_prompts_that_have_all_heads_on_are_told(folder: Path, tmp_path: Path) -> None:
+    """With local fallbacks: prompts that are no longer than a document's first tokens, which have all heads on."""
+    record = make_record({"model": (identify(str(folder)), 0.9)}).content()
+    by_text = {"load": {"A": [1.0] * 8, "B": [1.0] * 7 + [0.9], "C": [1.0] * 8}}
+    told = {64: ["A", "C"], 0: None}
+    for start, names in told.items():
+        record["analysis"] = {"model": {"all_heads_until": start, "head_load_by_text": by_text, "seconds": []}}
+        card = build_card(folder, None, evaluation=write_evaluation(tmp_path / "report", record))
+        claim = all_heads_on_prompts(record["analysis"]["model"], "model")
+        assert (claim and claim.figures["analysis.model.head_load_by_text.load"]) == names
+        assert claim is None or claim.text in card
 
 
 @pytest.mark.parametrize("router", ["threshold", "none"])

@@ -103,8 +103,20 @@ def _read_in_training(facts: Facts) -> Figures | None:
 def _read_on_prompts(facts: Facts) -> Figures | None:
     if not facts.tuned:
         return None
-    loads = facts.at("evaluation.analysis.model.head_load.load")
-    return {"evaluation.analysis.head_load.load": sum(map(sum, loads)) / len(loads)}
+    load = facts.at("evaluation.analysis.model.head_load")
+    read = sum(map(sum, load["load"])) / len(load["load"])
+    return {"evaluation.analysis.head_load.load": read, "evaluation.analysis.head_load.tokens": load["tokens"]}
+
+
+def _on_prompts(facts: Facts) -> Figures | None:
+    """The benchmarks whose texts are all of first tokens that have all heads on."""
+    start = costs.all_heads_until(facts.records["config"])
+    if not facts.tuned or not start:
+        return None
+    load = facts.at("evaluation.analysis.model.head_load_by_text.load")
+    names = [name for name, shares in load.items() if all(share == 1 for share in shares)]
+    figures = {"analysis.model.all_heads_until": start, "analysis.model.head_load_by_text.load": names}
+    return figures if names else None
 
 
 def _all_heads_on(facts: Facts) -> Figures:
@@ -214,6 +226,7 @@ OF_A_CARD: dict[str, Callable[[Facts], Figures | None]] = {
     "unfinished": _never,
     **dict.fromkeys(("limited", "part_of_data", "failed", "not_analysed"), _never),
     **dict.fromkeys(("not_what_was_made", "not_its_base", "cut_prompts"), _never),
+    "all_heads_on_prompts": _on_prompts,
     "without_spread": _without_spread,
     "not_results": _not_results,
     "theoretical_cost": _asked,

@@ -42,10 +42,20 @@ def head_table(analyses: Mapping[str, Record]) -> Table:
         asked, heads, read = found["num_active"], found["heads"], mean_heads_on(found["head_load"]["load"])
         spread = str(asked[0]) if len(set(asked)) == 1 else f"{min(asked)} to {max(asked)}"
         share = sum(asked) / (heads * len(asked))
-        figures = [f"{spread} of {heads}", f"{share:.1%}", f"{read:.4g}", f"{read / heads:.1%}"]
+        start, tokens = found.get("all_heads_until", 0), f"{found['head_load']['tokens']:,}"
+        spread = f"{spread} of {heads}{f' from token {start + 1:,} on' if start else ''}"
+        figures = [spread, f"{share:.1%}", f"{read:.4g}", f"{read / heads:.1%}", tokens]
         rows.append([label, *figures, f"{found['device']}, {found['dtype']}"])
-    head = ["model", "heads asked for per layer", "of all", "heads read on the prompts", "of all", "timed on"]
-    return Table(head, rows, text=6)
+    head = [
+        "model",
+        "heads asked for per layer",
+        "of all",
+        "heads read on the prompts",
+        "of all",
+        "tokens read",
+        "timed on",
+    ]
+    return Table(head, rows, text=7)
 
 
 def cost_charts(analyses: Mapping[str, Record], order: Sequence[str]) -> list[Chart]:
