@@ -158,8 +158,6 @@ def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, metho
     assert f"Tuned on 768 tokens in 2 runs, it has {ratio:.4f} times the perplexity of its base, on held-out" in card
     proof = sections["Conversion proof"]
     assert "When the model was converted, each layer's output with every head on equalled the base's bit for" in proof
-        "When the model was converted, each layer's output with every head on equalled the base's bit for bit" in proof
-    )
     assert f"with every head on, the model now has a KL of {found['all_heads']['kl']:#.3g} nats per token to" in proof
     assert "equals" not in proof
     assert "Ratio of perplexities and KL (nats per token): to the base." in sections["Recovery"]
