@@ -22,23 +22,50 @@ _FORMS = {
         r"(?i)\bwandb_v1_\w{20,}|\bwandb[\w .\"'`:=-]{1,40}?\b(?:local-)?[0-9a-f]{40}\b|\bpassword\s+[0-9a-f]{40}\b"
     ),
     "an API key": re.compile(r"\bsk-(?=[A-Za-z0-9_-]*[0-9])[A-Za-z0-9_-]{20,}"),
-    "a private key": re.compile(r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY"),
-    "an authorization header": re.compile(
-        r"(?i)\bauthorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic)\s+[\w.~+/=-]{8,}"
+    "a service's token": re.compile(
+        r"\b(?:gsk_[A-Za-z0-9]{40,}|nvapi-[\w-]{40,}|r8_[A-Za-z0-9]{30,}|xai-[A-Za-z0-9]{40,}|pplx-[A-Za-z0-9]{40,}"
+        r"|npm_[A-Za-z0-9]{36}\b|do[opr]_v1_[0-9a-f]{40,}|dapi[0-9a-f]{32}\b|ATATT3[\w=-]{20,}|shp(?:at|ca|pa|ss)_[0-9a-f]{32}"
+        r"|hv[bs]\.[\w-]{24,}|lin_api_[A-Za-z0-9]{30,})"
     ),
-    "a password in an address": re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s/:@\"'<>${]+:[^\s/@\"'<>${]{3,}@"),
+    "a private key": re.compile(
+        r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY|\bPuTTY-User-Key-File-\d|\bAGE-SECRET-KEY-1[A-Z0-9]{40,}"
+    ),
+    "an authorization header": re.compile(
+        r"(?i)\bauthorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic|token(?=\s+\S*\d))\s+[\w.~+/=-]{8,}"
+    ),
+    "a password in an address": re.compile(
+        r"\b[a-z][a-z0-9+.-]*://(?:[^\s/:@\"'<>${]+:|:(?=[^\s/@]*\d))[^\s/@\"'<>${]{3,}@"
+    ),
+    "a token in an address": re.compile(r"\bhttps?://(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{12,}@[\w-]+\.\w"),
+    "a signature in an address": re.compile(r"[?&](?:sig|X-(?:Amz|Goog)-Signature)=[\w%+/=-]{20,}"),
+    "an address of a webhook": re.compile(
+        r"\bhttps://(?:[\w.-]*\bdiscord(?:app)?\.com/api/webhooks/\d{10,}/[\w-]{30,}"
+        r"|[\w-]+\.webhook\.office\.com/webhookb2/[\w@-]+/IncomingWebhook/[0-9a-f]{20,})"
+    ),
 }
 _ASSIGNED = "a password or key that is assigned to a name"
 _ASSIGNMENT = re.compile(
-    r"(?i)(?:password|passwd|passphrase|\bpwd|\b\w*_pwd|secret|(?:api|auth|access|account|client|private|service|db)_?key"
-    r"|(?:access|auth|refresh)_?token)\w*[\"'`]?\]?\s*(?:(?:=|:=|=>)\s*[\"'`]?|:\s*(?=\S*\d)[\"'`]?|:\s*[\"'`])"
-    r"([^\s\"'`,;&<>{}]{4,})"
+    r"(?i)(?:(?P<password>password|passwd|passphrase|\bpwd|\b\w*_pwd)"
+    r"|secret|(?:api|auth|access|account|client|private|service|db)[_-]?key|(?:access|auth|refresh)_?token)\w*"
+    r"[\"'`]?\]?\s*(?P<sign>(?:=|:=|=>)\s*|:\s*(?=[^\s\"'`]*\d)|:\s*(?=[\"'`]))(?P<quote>[\"'`]?)"
+    r"(?P<value>[^\s\"'`,;&<>{}]{4,})(?P<after>,?)"
 )
-# A value that stands for one: of a template, of the environment, a call, another name, or a word such as EMPTY.
+# Names that are other things, too (`eos_token`, `first_pass`), in forms that are hardly anything else.
+_RANDOM = r"(?=[\d_.~+/=-]*[A-Za-z])(?=(?:[\w.~+/=-]*?\d){3})[\w.~+/=-]{8,}(?![\w(\[{<])"
+_OTHER_ASSIGNMENTS = [
+    re.compile(rf"(?:\b(?:token|TOKEN|(?i:bearer_token))|\b[A-Z][A-Z0-9_]*_TOKEN)[\"'`]?\s*[:=]\s*[\"'`]?({_RANDOM})"),
+    re.compile(r"\b(?:[A-Z][A-Z0-9_]*_PASS|(?i:db|smtp|ftp|mail)_pass)\s*[:=]\s*[\"'`]?([^\s\"'`,;&<>{}]{4,})"),
+    re.compile(r"--(?:password|passwd|token|api-key|secret)[ \t]+[\"']?((?=\S*\d)(?=\S*[A-Za-z])[^\s\"'`,;&<>{}]{6,})"),
+    re.compile(r"\blogin\s+\S+\s+password\s+((?=\S*\d)\S{4,})"),
+    re.compile(r"(?m)^\s*password[ \t]+((?=\S*\d)(?=\S*[A-Za-z])\S{4,})[ \t]*$"),
+]
+# A value that stands for one: of a template, of the environment, a call, or a word such as EMPTY.
 _PLACEHOLDER = re.compile(
-    r"(?i)[$%<{(\[*.]|\w+[(\[.]\S*|[a-z]+(?:_[a-z]+)+|.*(?:your|example|password|secret|token|_key|xxx|\.\.\.|\*\*\*).*"
+    r"(?i)[%<{(\[*.]|\$(?:[\d_{(\[]|[a-z_]+$|(?-i:[A-Z_][A-Z0-9_]*$)|\w+[:\[.(-])|\w+[(\[.]\S*"
+    r"|.*(?:your|example|token|_key|xxx|\.\.\.|\*\*\*).*|\D*(?:password|secret)\D*$"
     r"|(?:empty|none|null|true|false|string|dummy|unset|change_?me|redacted|hidden|required|optional)\b"
 )
+_NAME = re.compile(r"(?i)[a-z]+(?:_[a-z]+)+$")
 
 
 @functools.cache
@@ -133,6 +160,18 @@ def _secrets(text: str, names: bool) -> Iterator[tuple[str, str]]:
         found += [(f"a secret ({detector.secret_type})", secret) for secret in secrets]
     if names:
         known = " ".join(secret for _, secret in found)
-        values = (match[1].rstrip(").]:") for match in _ASSIGNMENT.finditer(text))
+        values = [match["value"].rstrip(").]:") for match in _ASSIGNMENT.finditer(text) if not _is_name(match)]
+        values += [match[1].rstrip(").]:") for pattern in _OTHER_ASSIGNMENTS for match in pattern.finditer(text)]
+        values = list(dict.fromkeys(values))
         found += [(_ASSIGNED, v) for v in values if len(v) >= 4 and v not in known and not _PLACEHOLDER.match(v)]
     yield from found
+
+
+def _is_name(match: re.Match[str]) -> bool:
+    """Whether what an assignment gives is another name, as in `f(password=user_pass)`; a password may look like one."""
+    value = match["value"]
+    if not _NAME.match(value.rstrip(").]:")):
+        return False
+    if not match["password"]:
+        return True
+    return not match["quote"] and (match["sign"] != "=" or bool(match["after"]) or value.endswith(")"))
