@@ -28,7 +28,7 @@ from moh_llm.records.model import (
     read_weight_map,
     unread_index,
 )
-from moh_llm.records.tensors import check_tensors, matrix_dtype
+from moh_llm.records.tensors import check_tensors, matrix_dtype, why_no_model
 
 # model_type -> fields that the architecture implies and its config.json does not say.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -258,7 +258,7 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
     try:
         config = CONFIG_MAPPING[kind](**{key: value for key, value in fields.items() if key not in dropped})
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{name}: its config.json makes no model ({' '.join(str(error).split())})") from error
+        raise UserError(f"{name}: its config.json makes no model ({why_no_model(error, fields)})") from error
     _check_attention(config, kind, name)
     return config
 

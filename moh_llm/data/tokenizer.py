@@ -47,6 +47,12 @@ def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"{name_or_path} has no tokenizer that loads ({reason})") from error
+    template = getattr(tokenizer, "chat_template", None)
+    texts = template.values() if isinstance(template, dict) else [template]
+    if not all(isinstance(text, str | None) for text in texts):
+        raise UserError(
+            f"{name_or_path}: the chat_template of its tokenizer_config.json is no text; correct or remove it"
+        )
     if vocab_size is not None:
         _check_ids(tokenizer, vocab_size, str(name_or_path))
     return tokenizer

@@ -88,7 +88,7 @@ def _check_weights(folder: Path) -> None:
     from transformers import AutoConfig
 
     from moh_llm.conversion.base import FAMILIES
-    from moh_llm.records.tensors import check_tensors
+    from moh_llm.records.tensors import check_tensors, why_no_model
 
     weight_map, fields = read_weight_map(folder)[1], read_config(folder)
     if fields["model_type"] not in (*FAMILIES, "moh_llama") or fields.get("quantization_config"):
@@ -97,7 +97,7 @@ def _check_weights(folder: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{folder}: its {CONFIG} makes no model ({' '.join(str(error).split())})") from error
+        raise UserError(f"{folder}: its {CONFIG} makes no model ({why_no_model(error, fields)})") from error
     check_tensors(str(folder), folder, weight_map, config)
 
 

@@ -79,6 +79,7 @@ class _Numbers(_Rope):
     # -1, the last row, is what early LLaMA checkpoints have for "none".
     pad_token_id: int | None = Field(None, ge=-1)
     rms_norm_eps: float | None = Field(None, gt=0, lt=1e30)
+    attention_dropout: float | None = Field(None, ge=0, le=1)
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None
     dtype: _Dtype | None = None

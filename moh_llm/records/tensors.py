@@ -62,19 +62,9 @@ def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config
         UserError: the config makes no model, or a tensor is missing, has another shape, holds other than
             floating-point numbers of 16 bits or more, or would be loaded in place of another one.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
-    from transformers.initialization import no_init_weights
 
-    config = copy.deepcopy(config)
-    config._attn_implementation = None  # a saved one may not be installed here
-    try:
-        # The class itself: `from_config` under DeepSpeed's ZeRO-3 partitions the weights, which have no shape then.
-        with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM._model_mapping[type(config)](config)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{name}: its {CONFIG} makes no model ({' '.join(str(error).split())})") from error
+    model = empty_model(config, name)
     known = model.state_dict()
     needed = {tensor: list(value.shape) for tensor, value in revert_weight_conversion(model, known).items()}
     if config.tie_word_embeddings and HEAD not in weight_map:
@@ -104,6 +94,42 @@ def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config
         )
     unknown = [tensor for tensor in unknown if not re.search(r"rotary_emb\.inv_freq$", tensor)]
     return Tensors(found, unknown, is_tied(folder, found, config.tie_word_embeddings))
+
+
+def empty_model(config: Any, name: str) -> Any:
+    """The causal language model of a config of transformers, on the meta device.
+
+    Raises:
+        UserError: the config, of the model that is called ``name``, makes none, or transformers would not save it.
+    """
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = copy.deepcopy(config)
+    config._attn_implementation = None  # a saved one may not be installed here
+    try:
+        if validate := getattr(config, "validate", None):  # as `save_pretrained` does, which is after the training
+            validate()
+        # The class itself: `from_config` under DeepSpeed's ZeRO-3 partitions the weights, which have no shape then.
+        with torch.device("meta"), no_init_weights():
+            return AutoModelForCausalLM._model_mapping[type(config)](config)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"{name}: its {CONFIG} makes no model ({why_no_model(error, config.to_dict())})") from error
+
+
+def why_no_model(error: Exception, fields: Mapping[str, Any]) -> str:
+    """What transformers says against a config with these fields; of a lookup that failed, which field was looked up."""
+    said = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+    if not isinstance(error, KeyError) or " " in said:
+        return said
+    for name, value in fields.items():
+        inner = value.items() if isinstance(value, Mapping) else ()
+        for place, given in ((name, value), *((f"{name}.{key}", entry) for key, entry in inner)):
+            if isinstance(given, str) and given == said:
+                return f"{place}={given!r} is not known"
+    return f"KeyError: {said!r}"
 
 
 def is_tied(folder: Path, weight_map: Mapping[str, str], asked: bool) -> bool:

@@ -24,7 +24,16 @@ from moh_llm.records.identity import hash_model
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.model import licence_texts, read_config, read_weight_map
 from moh_llm.records.seal import write_seal
-from moh_llm.records.tensors import Tensors, cast_weight, check_tensors, is_tied, matrix_dtype, tensor_dtypes
+from moh_llm.records.tensors import (
+    Tensors,
+    cast_weight,
+    check_tensors,
+    empty_model,
+    is_tied,
+    matrix_dtype,
+    tensor_dtypes,
+    why_no_model,
+)
 from moh_llm.training.adapters import add_lora
 from moh_llm.training.checkpoints import read_weights
 from moh_llm.training.config import TrainConfig
@@ -36,13 +45,14 @@ def read_network_config(folder: Path) -> MoHLlamaConfig:
     """The config of a converted model, without settings of a session that it may have been saved with.
 
     Raises:
-        UserError: transformers refuses it.
+        UserError: transformers refuses it, or makes no model of it.
     """
     try:
         config = MoHLlamaConfig.from_pretrained(folder)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
+        reason = why_no_model(error, read_config(Path(folder)))
         raise UserError(f"{Path(folder) / 'config.json'} cannot be used: {reason}") from error
+    empty_model(config, str(folder))
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     config._attn_implementation = None  # the default
     return config

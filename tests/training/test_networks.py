@@ -9,10 +9,12 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_llm.errors import UserError
+from moh_llm.evaluation.models import check_model
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
 from moh_llm.training import networks
 from moh_llm.training.optimizer import make_optimizer, set_learning_rates
+from moh_llm.training.preflight import read_model_config
 from moh_llm.training.reference import Reference, StartingPoint, find_starting_point
 from moh_llm.training.step import TrainingStep
 
@@ -198,6 +200,38 @@ def test_the_saved_folder_is_complete(configure, model_folder: Path, tmp_path: P
     assert {name: (tmp_path / "saved" / name).read_text() for name in texts} == texts
     assert not (tmp_path / "saved" / "README.md").exists()
     assert networks.load_tokenizer(tmp_path / "saved")("a day")["input_ids"] == tokenizer("a day")["input_ids"]
+
+
+REFUSED = {
+    "activation": ({"hidden_act": "foo"}, "hidden_act='foo' is not known"),
+    "rotary": ({"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}}, "rope_parameters.rope_type='foo'"),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'factor'"),
+    "dropout": ({"attention_dropout": 2.0}, "attention_dropout"),
+    "kinds of layers": ({"layer_types": ["foo", "foo"]}, "layer_types"),
+    "too few layers": ({"layer_types": ["full_attention"]}, "layer_types"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_config_that_makes_no_model_is_refused_before_the_first_step(
+    configure, model_folder: Path, tmp_path: Path, case: str
+) -> None:
+    fields, named = REFUSED[case]
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    for check in (lambda: read_model_config(configure(model=str(folder))), lambda: check_model(str(folder))):
+        with pytest.raises(UserError) as refused:
+            check()
+        assert named in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_chat_template_that_is_no_text_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": 5}))
+    with pytest.raises(UserError, match="chat_template"):
+        networks.load_tokenizer(folder)
 
 
 def test_an_unknown_lora_target_is_refused(configure) -> None:
