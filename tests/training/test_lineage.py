@@ -306,7 +306,7 @@ def test_the_floor_is_what_precision_alone_leaves(place: Path, tune: Any) -> Non
     assert read_record(run)["evaluation"]["floor"] == floor and read_record(run)["evaluation"]["dtype"] == "bfloat16"
     assert said.count(f", and {floor:.2g} with every head on before training") == 2  # step 0, and the saved model
     recovery = check_card(card_of(run))["Recovery"]
-    assert f"KL was {floor:#.2g}, which the precisions of student and teacher alone leave" in recovery
+    assert f"KL was {floor:#.2g}, from the different precisions of the two models" in recovery
     assert "The saved model and the base were scored in bfloat16" in recovery
 
 
