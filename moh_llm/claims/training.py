@@ -97,7 +97,7 @@ def weights_trained(parameters: Mapping[str, int] | None, recipe: Mapping[str, A
         parameters: `RunRecord.parameters`; earlier versions did not record kinds.
         recipe: names rank and precision of adapters.
     """
-    names = {"base": "the base", "adapters": "adapters", "routers": "routers", "fallbacks": "fallbacks"}
+    names = {"base": "the dense model", "adapters": "adapters", "routers": "routers", "fallbacks": "fallbacks"}
     counts = {kind: (parameters or {}).get(f"trained_{kind}") for kind in names}
     figures = {f"run.parameters.trained_{kind}": count for kind, count in counts.items() if count is not None}
     if not figures:

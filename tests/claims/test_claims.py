@@ -179,11 +179,11 @@ def test_a_run_trained_the_weights_that_had_a_gradient(folder: Path, tmp_path: P
     """A threshold router is not trained, so it has no rate and no load-balance weight."""
     parameters = {"trained": 30, "total": 50, "trained_base": 20, "trained_routers": 0, "trained_fallbacks": 10}
     claim = weights_trained(parameters, {})
-    assert claim.text == "20 of the base, 10 of fallbacks"
+    assert claim.text == "20 of the dense model, 10 of fallbacks"
     run = write_run(tmp_path / "run", str(folder), record={"parameters": parameters, "balance_coefficient": None})
     model = Path(shutil.copytree(folder, run / "model"))
     training = check_card(build_card(model, None))["Training"]
-    assert "| weights trained | 20 of the base, 10 of fallbacks |" in training
+    assert "| weights trained | 20 of the dense model, 10 of fallbacks |" in training
     assert "router" not in training and "load-balance" not in training and "of fallbacks |" in training
     change(run / "run.json", parameters=parameters | {"trained_routers": 5}, balance_coefficient=0.01)
     training = check_card(build_card(model, None))["Training"]

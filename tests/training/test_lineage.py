@@ -227,7 +227,7 @@ def test_without_its_base_a_run_is_against_what_it_began_with_and_says_so(place:
     sections = check_card(card_of(two))
     assert "times the perplexity of the model it began with, all heads on, on held-out text" in card_of(two)
     assert "base" not in sections["Recovery"] + sections["Training"]
-    assert "nats per token to the model it began with, all heads on (" in sections["Conversion proof"]
+    assert "nats per token to the model it began with, all heads on, on " in sections["Conversion proof"]
     assert (
         "| run 2 | distillation, teacher: the model it began with, all heads on; all weights |" in sections["Lineage"]
     )

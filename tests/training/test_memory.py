@@ -72,7 +72,7 @@ class Pass:
 
     def loss(self) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16) if self.casts else contextlib.nullcontext():
-            task, _, balance, layers, experts = self.step(*self.batch)
+            task, _, balance, layers, experts, _ = self.step(*self.batch)
         return task + balance + experts + self.recipe.objective.layer_coefficient * layers
 
 
