@@ -31,6 +31,7 @@ def test_bad_input_is_one_line() -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["", str(ROOT)], ids=["folder", "path"])
 def test_import_from_the_root_gives_the_library(path: str) -> None:
     pytest.importorskip("lm_eval")

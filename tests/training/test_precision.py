@@ -88,6 +88,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.slow
 def test_processes_that_decide_otherwise_are_refused(recipe) -> None:
     done = forks.run("-c", PROGRAM, str(recipe), *SMALL, folder=ROOT, environment=WAYS["ddp"], processes=2)
     assert done.returncode == 2

@@ -46,7 +46,7 @@ def test_the_receipt_is_logged_and_kept(configure, tmp_path):
         assert {n: e["tokens"] for n, e in checkpoint["data"].items()} == log[step - 1]["tokens_of_source"]
     write_local_card(tmp_path / "run" / "model")
     read = check_card((tmp_path / "run" / "model" / "README.md").read_text())["Text it was trained on"]
-    assert "1,280 tokens of the mixture mixture, in sequences of 32 tokens" in read
+    assert "1,280 tokens of the mixture tiny, in sequences of 32 tokens" in read
     for name, entry in receipt.items():
         assert f"| `{name}` | {entry['weight']:.2%} | {entry['share']:.2%} | {entry['tokens']:,} |" in read
 
