@@ -12,7 +12,7 @@ from moh_llm.records.conversion import Conversion, read_conversion
 from moh_llm.records.identity import hash_model
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.lineage import Chain, ConversionEntry, read_chain
-from moh_llm.records.seal import EDITABLE, WeightHashes, find_changes, in_words, read_seal
+from moh_llm.records.seal import EDITABLE, WeightHashes, find_changes, describe_changes, read_seal
 
 _UNSEALED = "it has no seal.json, so whether its files are as they were written was not checked"
 
@@ -68,7 +68,7 @@ def read_records(folder: Path, licences: bool = False) -> FolderRecords:
     chain = Chain(entries=[]) if LINEAGE in faults else read_chain(folder)
     model = hash_model(folder)
     mismatch = _find_mismatch(model, conversion, chain)
-    changed = ", and ".join(filter(None, [in_words(changes, faults) if faults else None, mismatch])) or None
+    changed = ", and ".join(filter(None, [describe_changes(changes, faults) if faults else None, mismatch])) or None
     note = f"edited since it was made: {', '.join(edited)}" if edited else None
     if seal is None and model.plan is not None:
         note = _UNSEALED

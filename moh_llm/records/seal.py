@@ -118,7 +118,7 @@ def find_fault(folder: Path, files: Mapping[str, FileMark]) -> str | None:
     return next((f"{name} {fault}" for name, mark in files.items() if (fault := _fault(folder / name, mark))), None)
 
 
-def in_words(changes: Mapping[str, str], names: Collection[str]) -> str:
+def describe_changes(changes: Mapping[str, str], names: Collection[str]) -> str:
     """The first of some changed files and how it changed, and how many more there are."""
     first, more = next(iter(names)), len(names) - 1
     return f"{first} {changes[first]}" + (f" (and {more} more files changed)" if more else "")
