@@ -12,7 +12,7 @@ from moh_llm.records.conversion import Conversion, read_conversion
 from moh_llm.records.identity import hash_model
 from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.lineage import Chain, ConversionEntry, read_chain
-from moh_llm.records.seal import EDITABLE, WeightHashes, find_changes, describe_changes, read_seal
+from moh_llm.records.seal import EDITABLE, WeightHashes, describe_changes, find_changes, read_seal
 
 _UNSEALED = "it has no seal.json, so whether its files are as they were written was not checked"
 
