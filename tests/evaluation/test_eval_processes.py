@@ -45,8 +45,8 @@ def test_scores_do_not_depend_on_the_number_of_processes(
     words += ["--limit", "3", "--batch-size", "1", "--log-samples", "--output"]
     done = on_two_processes(tmp_path, "-m", "moh_llm.cli", "evaluate", *words, str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("[4/4] model: Natural Questions") == 1 == done.stdout.count("report.json:")
-    assert "it/s" not in done.stderr and "accelerator" not in done.stderr  # bars of short work, DeepSpeed's banner
+    assert done.stderr.count("[4/4] model: Natural Questions") == 1 == done.stdout.count("report.json")
+    assert "accelerator" not in done.stderr  # DeepSpeed's banner
     assert len(done.stdout.splitlines()) < 12
     assert "| processes | 2 |" in (tmp_path / "two" / "report.md").read_text()
     assert run_evaluate(*words, tmp_path / "one", "--device", "cpu") == 0
@@ -110,6 +110,6 @@ def test_processes_agree_on_what_went_wrong_and_the_first_analyses(
     done = on_two_processes(tmp_path, "odd.py", str(tiny_llama), str(tiny_moh))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all is well") == 2
-    assert done.stderr.count("analysis of model: loading") == 1 == done.stdout.count("report.json:")
+    assert done.stderr.count("analysis of model: loading") == 1 == done.stdout.count("report.json")
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
     assert list(report["analysis"]["model"]["texts"]) == ["Facts", "Stories", "Answers"]
