@@ -6,9 +6,7 @@ classes, for loading without `trust_remote_code`, and for saving (`save_pretrain
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from moh_llm.modeling.cache_moh import MoHCache
 from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
-from moh_llm.modeling.fallbacks_moh import MoHFallback
 from moh_llm.modeling.modeling_moh_llama import (
     MoHLlamaForCausalLM,
     MoHLlamaForSequenceClassification,
@@ -28,8 +26,6 @@ MoHLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 MoHLlamaForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 
 __all__ = [
-    "MoHCache",
-    "MoHFallback",
     "MoHLlamaConfig",
     "MoHLlamaForCausalLM",
     "MoHLlamaForSequenceClassification",

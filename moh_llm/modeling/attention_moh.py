@@ -1,5 +1,10 @@
-"""Mixture-of-Head attention of one layer: LLaMA's attention, a gate per head and token, and fallbacks of heads off."""
+"""Mixture-of-Head attention of one layer: project, route, `interval_attention`, output projection.
 
+Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size, C
+hidden size.
+"""
+
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +19,13 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .cache_moh import Kept, MoHCache, NearKeys, select
-from .computed_heads_moh import ComputedHeads, for_heads, in_halves, of_early_queries, of_selected_queries
 from .configuration_moh_llama import MoHLlamaConfig
-from .documents_moh import Band, Requests
-from .fallbacks_moh import MoHFallback, MoHLocalFallback, add_where_off
-from .flash_attention_moh import has_flash_attention
-from .masks_moh import Shown
-from .routing_moh import HeadShard, MoHRouter
-from .selected_attention_moh import is_faster
+from .interval_attention_moh import Distant, interval_attention, masked_attention
+from .routing_moh import HeadShard, IndexedModule, MoHLinear, MoHRouter
+from .seen_moh import Seen, keeps_keys
 
-HEAD_SPARSE = "moh_sparse"  # the attention implementation that `moh_llm.kernels` registers
+GATE_GRADIENTS = ("exact", "sampled", "none")
+_SAMPLED = 1 / 16  # of the heads that are off
 
 
 class MoHLlamaAttention(LlamaAttention):
@@ -33,7 +34,7 @@ class MoHLlamaAttention(LlamaAttention):
     With fallbacks S_i for heads that are off: sum_i (g_i H_i + (1 - g_i) S_i) W_O^i.
     """
 
-    sparse_gate_gradient = "exact"  # see `MoHLlamaPreTrainedModel.set_sparse_gate_gradient`
+    gate_gradient = "exact"  # see `MoHLlamaPreTrainedModel.set_gate_gradient`
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -43,11 +44,10 @@ class MoHLlamaAttention(LlamaAttention):
         if config.query_key_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.normed = config.query_key_norm
         self.router = MoHRouter(config, layer_idx)
-        kinds = {"value": MoHFallback, "local": MoHLocalFallback}
-        has_fallback = config.head_fallback in kinds and self.router.num_shared < config.num_attention_heads
-        self.fallback = kinds[config.head_fallback](config, layer_idx) if has_fallback else None
+        fallbacks = {"value": MoHFallback, "local": MoHLocalFallback}
+        has_fallback = config.head_fallback in fallbacks and self.router.num_shared < config.num_attention_heads
+        self.fallback = fallbacks[config.head_fallback](config, layer_idx) if has_fallback else None
 
     def forward(
         self,
@@ -55,250 +55,209 @@ class MoHLlamaAttention(LlamaAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        document_starts: tuple[torch.Tensor, torch.Tensor] | None = None,
-        band: Band | Shown | Requests | None = None,
-        whole_documents: bool = False,
-        kept: Kept | None = None,
-        **kwargs,
+        seen: Seen | None = None,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and the weights, if any.
+        """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]`, and LLaMA's attention weights.
 
-        `document_starts` is what the function of that name gives; fallbacks need it, and so does "moh_sparse". `band`
-        is that of local fallbacks; None: all heads are on for these tokens. `whole_documents` says that the
-        mask shows each token all of its document up to itself. `kept` is what a `MoHCache` needs to know.
+        `seen` is what `seen_keys` gives. Without it, and where all heads are on, attention is LLaMA's.
         """
-        if document_starts is None and self.fallback is not None:
-            raise ValueError("fallbacks need document_starts, which MoHLlamaModel.forward gives to its layers")
-        band = band if self._is_local else None
-        queries, keys, own_values, shard = self._project(hidden_states)
-        gate = None if self._needs_no_gate(band) else self._route(hidden_states, queries, band, shard)
-
-        cos, sin = position_embeddings
-        queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys.transpose(1, 2), cos, sin)
-        values = own_values.transpose(1, 2)
-        keys, values, near = self._update_cache(past_key_values, keys, values, kept, band, kwargs)
-        if self.config._attn_implementation == HEAD_SPARSE:
-            kwargs |= self._head_sparse_arguments(gate, past_key_values, document_starts)
-
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        dropout = self.attention_dropout if self.training else 0.0
-        is_selected = gate is not None and whole_documents and not dropout and is_faster(gate, keys)
-        is_selected = is_selected and (queries.shape[2] == 1 or self.router.has_routed_heads)
-        computed = self._computed_heads(queries.shape[2], band, near, is_selected, shard)
-        own, attn_weights, early_outputs = computed.queries(queries), None, None
-        if computed.early:
-            early_outputs = of_early_queries(
-                self, attention, computed, queries, keys, values, attention_mask, dropout=dropout
-            )
-        if not own.shape[1]:  # under autocast queries may be wider than what attention returns
-            head_outputs = own if early_outputs is None else own.to(early_outputs.dtype)
-        elif is_selected:
-            selected = (gate if computed.ids is None else gate.index_select(-1, computed.ids)) != 0
-            lead = 0 if attention_mask is not None or band is None else band.lead
-            head_outputs = of_selected_queries(
-                self, attention, own, keys, values, selected, document_starts, attention_mask, lead
-            )
+        query, key, own_value, shard = self._project(hidden_states)
+        gate = self._route(hidden_states, query, seen, shard)
+        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
+        key, value = self._update_cache(past_key_values, key, own_value.transpose(1, 2), gate, seen, kwargs)
+        base = functools.partial(self._base_attention, query, key, value, attention_mask, kwargs)
+        if gate is None:
+            out, weights = base()
         else:
-            module, *states = for_heads(self, computed.ids, keys, values, attention_mask)
-            head_outputs = None if dropout else in_halves(self, computed.ids, own, *states)
-            if head_outputs is None:  # serving engines look for a call of this form
-                head_outputs, attn_weights = attention(
-                    module, own, *states, dropout=dropout, scaling=self.scaling, **kwargs
-                )
-        # Backends of serving engines return the heads flattened, hence the reshape before the gate.
-        head_outputs = head_outputs.reshape(*hidden_states.shape[:-1], own.shape[1], self.head_dim)
-        is_fixed = self._is_fixed(computed, band, near)
-        head_outputs = computed.expand(head_outputs, early_outputs, queries.shape[1], is_fixed)
-        if is_fixed:
-            gate = None
-        elif gate is not None:
-            gate = computed.mask_gate(gate).to(head_outputs.dtype)
-            head_outputs = self._gate(head_outputs, gate, hidden_states, own_values, document_starts, band, shard)
-        if band is not None:
-            head_outputs = self._add_local_fallbacks(
-                head_outputs, gate, hidden_states, queries, keys, values, band, dropout, near, shard
-            )
-        return self.o_proj(head_outputs.flatten(-2).contiguous()), attn_weights
-
-    @property
-    def _is_local(self) -> bool:
-        return isinstance(self.fallback, MoHLocalFallback)
+            fallback = self._fallback_of(hidden_states, own_value, seen, shard)
+            out, weights = self._mixture(query, key, value, gate, seen, base, fallback, shard, kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
 
     def _project(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, HeadShard | None]:
         """Queries `[B, T, H, D]`, keys and values `[B, T, KV, D]` of this process, and its shard of the heads."""
         head_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        queries, shard = self.q_proj(hidden_states), None
-        if (width := queries.shape[-1]) != self.config.num_attention_heads * self.head_dim:
+        query, shard = self.q_proj(hidden_states), None
+        if (width := query.shape[-1]) != self.config.num_attention_heads * self.head_dim:
             shard = HeadShard.of(self.q_proj.weight, width / self.head_dim, self.config)
-        queries, keys = queries.view(head_shape), self.k_proj(hidden_states).view(head_shape)
-        if self.normed:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        return queries, keys, self.v_proj(hidden_states).view(head_shape), shard
-
-    def _needs_no_gate(self, band: Band | Shown | Requests | None) -> bool:
-        """Whether all heads are on for all tokens, in inference, and no hook of the router asks for its logits."""
-        if band is not None or torch.is_grad_enabled() or self.config._attn_implementation == HEAD_SPARSE:
-            return False
-        return self._is_local and not self.router._forward_hooks
+        query, key = query.view(head_shape), self.k_proj(hidden_states).view(head_shape)
+        if self.config.query_key_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return query, key, self.v_proj(hidden_states).view(head_shape), shard
 
     def _route(
-        self,
-        hidden_states: torch.Tensor,
-        queries: torch.Tensor,
-        band: Band | Shown | Requests | None,
-        shard: HeadShard | None,
-    ) -> torch.Tensor:
-        """The gate `[B, T, H]` of this process's heads, given queries `[B, T, H, D]` before rotary embedding."""
-        # With local fallbacks a document's first tokens have all heads on: their result is the base's.
-        all_on = self._is_local and (band is None or (band.early != 0 and band.all_on))
-        _, gate = self.router(hidden_states, queries, all_on, shard=shard)
+        self, hidden_states: torch.Tensor, query: torch.Tensor, seen: Seen | None, shard: HeadShard | None
+    ) -> torch.Tensor | None:
+        """The gate `[B, T, H]` of this process's heads; None where it is known to be 1 and nobody asks for scores.
+
+        `query` is `[B, T, H, D]` before rotary embedding.
+        """
+        router = self.router
+        all_on: torch.Tensor | bool = seen is None or 0 < seen.lead == query.shape[1]
+        needs_scores = torch.is_grad_enabled() or len(router._forward_hooks) > 0
+        if (all_on or (router.is_full and router.router_score == "quantized")) and not needs_scores:
+            return None
+        _, gate = router(hidden_states, query, all_on or (False if seen.all_on is None else seen.all_on), shard=shard)
+        if all_on:
+            return None
         return gate if shard is None else shard.take(gate)
 
     def _update_cache(
         self,
         past_key_values: Cache | None,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        kept: Kept | None,
-        band: Band | Shown | Requests | None,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor, NearKeys | None]:
-        """All keys and values, given those of this pass `[B, KV, T, D]`, and what a `MoHCache` keeps apart."""
-        near = None
-        if isinstance(past_key_values, MoHCache):
-            layer = past_key_values.layers[self.layer_idx]
-            if keys.shape[1] != self.config.num_key_value_heads:
-                raise ValueError("a MoHCache does not work with tensor parallelism; use a DynamicCache")
-            if layer.local_groups and band is not None:
-                if self.router.num_active == self.router.num_heads:
-                    raise ValueError("a MoHCache lacks keys that all heads read; use a DynamicCache")
-                if self.config._attn_implementation in ("eager", HEAD_SPARSE):
-                    raise ValueError(
-                        f"attn_implementation={self.config._attn_implementation!r} does not work with a MoHCache; use "
-                        "'sdpa' or a DynamicCache"
-                    )
-            needs_all = band is None or isinstance(band, Shown) or (band.early != 0 and self._has_early_heads)
-            keys, values = past_key_values.update(keys, values, self.layer_idx, {"kept": kept, "all": needs_all})
-            near = layer.take_near()
-        elif past_key_values is not None:
-            keys, values = past_key_values.update(keys, values, self.layer_idx)
-        if isinstance(band, Requests) and band.read is None:  # what SDPA does with a paged cache
-            keys, values = kwargs.pop("cache").update(keys, values, self.layer_idx, kwargs)
-        return keys, values, near
-
-    def _head_sparse_arguments(
-        self, gate: torch.Tensor, past_key_values: Cache | None, document_starts: tuple[torch.Tensor, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Arguments of "moh_sparse" beside those of all attention functions."""
-        if past_key_values is None:  # documents are distinguished without a cache only
-            positions, starts = document_starts
-            return {"head_gate": gate, "is_first": positions == starts}
-        if past_key_values.is_compileable:
-            raise ValueError(f"attn_implementation={HEAD_SPARSE!r} does not work with static caches; use 'sdpa'")
-        return {"head_gate": gate}
-
-    def _computed_heads(
-        self,
-        length: int,
-        band: Band | Shown | Requests | None,
-        near: NearKeys | None,
-        is_selected: bool,
-        shard: HeadShard | None,
-    ) -> ComputedHeads:
-        """Which heads to compute for so many queries: those that some token may have on, where that saves work."""
-        if near is not None:  # the cache has the keys of the others no more
-            steps = torch.arange(self.num_key_value_groups, device=near.kept_groups.device)
-            return ComputedHeads((near.kept_groups[:, None] * self.num_key_value_groups + steps).flatten())
-        if band is None or is_selected or band.read is not None or not self._skips_heads(length, band.early):
-            return ComputedHeads()
-        used = self.router.used_heads(shard)
-        if band.early and self._has_early_heads:
-            unused = self.router.unused_heads(shard)
-            if len(unused):  # else all heads of this shard may be on later
-                return ComputedHeads(used, band.early, unused)
-        return ComputedHeads(used)
-
-    def _is_fixed(self, computed: ComputedHeads, band: Band | Shown | Requests | None, near: NearKeys | None) -> bool:
-        """Whether heads with a fallback are off after `band.lead`, and the others are on, in inference."""
-        if computed.ids is None or near is not None or torch.is_grad_enabled():
-            return False
-        return self._is_local and not self.router.has_routed_heads and band.early == band.lead
-
-    def _skips_heads(self, length: int, early: int | None) -> bool:
-        """Whether full attention is computed for the heads alone that some token of a pass may have on.
-
-        `early` is that of the pass's `Band`: for these queries the other heads are computed, too.
-        """
-        router = self.router
-        # Other attention functions than SDPA read more of kwargs.
-        can_split = early is not None and early < length and self.config._attn_implementation == "sdpa"
-        return (
-            (router.local_groups > 0 or (router.router_type == "none" and router.routed_groups > 0))
-            and router.num_active < router.num_heads
-            and length > self.config.all_heads_until  # up to there the result is the base's bit for bit
-            and self.config._attn_implementation not in ("eager", HEAD_SPARSE)  # one returns weights of all heads
-            and (not self._has_early_heads or early == 0 or can_split)
-        )
-
-    @property
-    def _has_early_heads(self) -> bool:
-        """Whether tokens have all heads on whose local attention is not the head's own."""
-        return self._is_local and self.config.all_heads_until > self.fallback.window + self.fallback.sinks
-
-    def _gate(
-        self,
-        head_outputs: torch.Tensor,
-        gate: torch.Tensor,
-        hidden_states: torch.Tensor,
-        own_values: torch.Tensor,
-        document_starts: tuple[torch.Tensor, torch.Tensor] | None,
-        band: Band | Shown | Requests | None,
-        shard: HeadShard | None,
-    ) -> torch.Tensor:
-        """Head outputs `[B, T, H, D]` times the gate, plus value fallbacks, which are exact zeros where it is 1."""
-        gates_itself = self.config._attn_implementation == HEAD_SPARSE
-        if isinstance(self.fallback, MoHFallback):
-            positions, starts = document_starts
-            return self.fallback(
-                head_outputs, gate, hidden_states, own_values, positions == starts, gated=gates_itself, shard=shard
-            )
-        if gates_itself or (self._is_local and band is None):
-            return head_outputs
-        return head_outputs * gate.unsqueeze(-1)
-
-    def _add_local_fallbacks(
-        self,
-        head_outputs: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         gate: torch.Tensor | None,
-        hidden_states: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        band: Band | Shown | Requests,
-        dropout: float,
-        near: NearKeys | None,
-        shard: HeadShard | None,
-    ) -> torch.Tensor:
-        """Gated head outputs `[B, T, H, D]` plus local fallbacks, which queries before `band.lead` have none of.
+        seen: Seen | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[B, KV, S, D]` of the cache and of this pass, given those of this pass."""
+        if past_key_values is not None:
+            return past_key_values.update(key, value, self.layer_idx, {"seen": seen, "all_on": gate is None})
+        if gate is not None and not self.router.is_full and kwargs.get("cache") is not None:
+            return kwargs.pop("cache").update(key, value, self.layer_idx, kwargs)  # as SDPA does (continuous batching)
+        return key, value
 
-        Without a gate heads that have a fallback are off.
-        """
-        is_step = gate is not None and gate.shape[:2] == (1, 1) and has_flash_attention(gate)
-        if is_step and bool((gate == 1).all()):  # to ask costs little on a CPU; of several rows one has a head off
-            return head_outputs
-        if band.read is not None:
-            keys, values = band.read(self)
-        lead = band.lead
-        local = self.fallback(
-            queries[:, :, lead:], keys, values, hidden_states[:, lead:], band, self.scaling, dropout, near, shard
+    def _base_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """LLaMA's attention, by the implementation that the user chose."""
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
         )
-        heads, local = self.fallback.heads(shard), local.to(head_outputs.dtype)
-        if gate is None:
-            head_outputs[:, lead:].index_copy_(2, heads, local)
-            return head_outputs
-        off = (1 - select(gate[:, lead:], 2, heads)).unsqueeze(-1)
-        return add_where_off(head_outputs, local, off, heads, lead)
+        dropout = self.attention_dropout if self.training else 0.0
+        return attention(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+
+    def _mixture(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        gate: torch.Tensor,
+        seen: Seen,
+        base: Callable,
+        fallback: torch.Tensor | Distant | None,
+        shard: HeadShard | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gated heads and fallbacks `[B, T, H, D]`, given the gate `[B, T, H]`, and attention weights, if any.
+
+        `fallback` is a value for each head and token, the distant tokens of local attention, or None.
+        """
+        on, weights = gate != 0, None
+        distant = fallback if isinstance(fallback, tuple) else None
+        dropout = self.attention_dropout if self.training else 0.0
+        given = query, key, value
+        how = {"seen": seen, "scaling": self.scaling, "distant": distant, "dropout": dropout}
+        attend = functools.partial(
+            interval_attention, *given, **how, kinds=self.router.kinds(shard), module=self, **kwargs
+        )
+        if self.router.is_full or (distant is None and keeps_keys(self.config._attn_implementation)):
+            out, weights = base()
+        elif self.config._attn_implementation == "eager":
+            out, weights = masked_attention(*given, seen.first(on), **how, with_weights=True)
+        else:
+            out = attend(first=seen.first(on))
+        out = out.reshape(*gate.shape, self.head_dim)
+        if distant is None:
+            out = torch.where(on.unsqueeze(-1), out, 0.0 if fallback is None else fallback.to(out.dtype))
+        if self.router.router_score == "weighted":
+            return out * gate.unsqueeze(-1).to(out.dtype), weights
+        if gate.requires_grad and torch.is_grad_enabled() and self.gate_gradient != "none":
+            difference = self._difference(out, on, attend, seen, fallback)
+            out = out + (gate - gate.detach()).unsqueeze(-1).to(out.dtype) * difference
+        return out, weights
+
+    @torch.no_grad()
+    def _difference(
+        self,
+        out: torch.Tensor,
+        on: torch.Tensor,
+        attend: Callable[..., torch.Tensor],
+        seen: Seen,
+        fallback: torch.Tensor | Distant | None,
+    ) -> torch.Tensor:
+        """H - S `[B, T, H, D]`, what the gate's gradient is taken with, given the one of both that a head gave.
+
+        With `gate_gradient` "sampled" H is computed of a share of the heads that are off, and counts by as much more.
+        """
+        share = 1.0 if self.gate_gradient == "exact" else _SAMPLED
+        compared = ~on if share == 1 else ~on & (torch.rand(on.shape, device=on.device) < share)
+        other = attend(first=seen.first(compared))
+        if not isinstance(fallback, tuple):
+            other = torch.where(compared.unsqueeze(-1), other, 0.0 if fallback is None else fallback.to(out.dtype))
+        return (out - other) * torch.where(on, 1.0, -1.0 / share).to(out.dtype).unsqueeze(-1)
+
+    def _fallback_of(
+        self, hidden_states: torch.Tensor, own_value: torch.Tensor, seen: Seen, shard: HeadShard | None
+    ) -> torch.Tensor | Distant | None:
+        """What heads that are off give beside attention: a value `[B, T, H, D]`, or their distant tokens."""
+        if isinstance(self.fallback, MoHLocalFallback):
+            return self.fallback(hidden_states, shard)
+        if self.fallback is None:
+            return None
+        return self.fallback(hidden_states, own_value, (seen.start == seen.last).all(-1), shard)
+
+
+class MoHLocalFallback(IndexedModule):
+    """What a head that is off contributes: its local attention, with a distant token for what is out of sight.
+
+    The distant token's value is a vector per head, and its score linear in the layer's input. A head that spreads its
+    attention over the whole text is nearly that; a head that looks up single tokens is not. `index` holds the heads
+    that are not shared, in the order of the parameters.
+    """
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        shared = config.shared_heads_per_layer[layer_idx]
+        super().__init__(head for head in range(config.num_attention_heads) if head not in shared)
+        self.num_heads = config.num_attention_heads
+        self.distant_score = MoHLinear(config.hidden_size, len(self._ids))
+        self.distant_value = nn.Parameter(torch.zeros(len(self._ids), config.head_dim))
+
+    def forward(self, hidden_states: torch.Tensor, shard: HeadShard | None = None) -> Distant:
+        """Scores `[B, T, H]` and values `[H, D]` of the distant tokens; 0 of shared heads, which have none."""
+        score = self.of_heads(self.distant_score(hidden_states), -1, self.num_heads, shard)
+        return score, self.of_heads(self.distant_value, 0, self.num_heads, shard)
+
+
+class MoHFallback(IndexedModule):
+    """What a routed head that is off contributes: b_h + a_h(x) v, with a_h linear in the layer's input x.
+
+    v is the token's own value vector of the head's group. A head mostly attends to a few sink
+    positions, whose mixture hardly varies (b_h), and to the token itself (a_h(x) v): this is that
+    head without its attention to other tokens. It costs what the router costs, and goes through the
+    output projection in the head's place. A document's first token attends to nothing but itself: its
+    heads are v, and so are its fallbacks. What it passes on, and what later tokens use as a sink, is
+    thereby the base's, bit for bit.
+    """
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        super().__init__(config.routed_heads(layer_idx))
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.own_value = MoHLinear(config.hidden_size, len(self._ids))
+        self.bias = nn.Parameter(torch.zeros(len(self._ids), config.head_dim))
+
+    def forward(
+        self, hidden_states: torch.Tensor, own_value: torch.Tensor, is_first: torch.Tensor, shard: HeadShard | None
+    ) -> torch.Tensor:
+        """S_h of each head and token, `[B, T, H, D]`.
+
+        Args:
+            hidden_states: the attention layer's input `[B, T, C]`.
+            own_value: values of these tokens `[B, T, KV, D]`.
+            is_first: whether a token is the first of its document, `[B or 1, T]`.
+            shard: the heads that these are, of all.
+        """
+        share = self.of_heads(self.own_value(hidden_states), -1, self.num_heads, shard)
+        share = torch.where(is_first.unsqueeze(-1), 1.0, share.to(own_value.dtype)).unsqueeze(-1)
+        bias = self.of_heads(self.bias, 0, self.num_heads, shard).to(own_value.dtype)
+        bias = torch.where(is_first[..., None, None], 0.0, bias)
+        return bias + share * own_value.repeat_interleave(self.num_key_value_groups, dim=2)

@@ -1,12 +1,10 @@
 """LLaMA with Mixture-of-Head attention ("MoH: Multi-Head Attention as Mixture-of-Head Attention").
 
 All of LLaMA's weights keep their names and meaning; learned routers add a few tensors under
-`self_attn.router`. The gate multiplies head outputs after the attention call, so every attention
-backend works unchanged. With all heads active and quantised scores the model is LLaMA, bit for bit.
+`self_attn.router`. With all heads active and quantised scores the model is LLaMA, bit for bit.
 """
 
 import contextlib
-import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
@@ -23,20 +20,12 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts, Mixtral
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder
 
-from .attention_moh import HEAD_SPARSE, MoHLlamaAttention
-from .cache_moh import MoHCache
-from .computed_heads_moh import ComputedHeads  # noqa: F401 (transformers 5.2 copies the files that this one imports)
+from .attention_moh import GATE_GRADIENTS, MoHFallback, MoHLlamaAttention, MoHLocalFallback
 from .configuration_moh_llama import MoHLlamaConfig
-from .documents_moh import Requests, document_starts
 from .experts_moh import expert_balancing_loss
-from .fallbacks_moh import MoHFallback, MoHLocalFallback
-from .flash_attention_moh import has_flash_attention  # noqa: F401 (as above)
-from .local_attention_moh import band_of, kept_tokens
-from .masks_moh import visible_counts
+from .interval_attention_moh import interval_attention  # noqa: F401 (transformers 5.2 copies what this file imports)
 from .routing_moh import IndexedModule, MoHLinear, MoHRouter, load_balancing_loss
-from .selected_attention_moh import may_select, shows_whole_documents
-
-GATE_GRADIENTS = ("exact", "selected")
+from .seen_moh import Seen, keeps_keys, paged_keys, seen_keys
 
 
 class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
@@ -62,17 +51,6 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
             init.zeros_(module.distant_value)
         if isinstance(module, IndexedModule):
             module.reset_index()
-
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The attention implementation to use; "moh_sparse" raises ImportError where MoH-LLM is not installed."""
-        if requested_attention == HEAD_SPARSE:
-            try:
-                importlib.import_module("moh_llm.kernels")
-            except ImportError as error:
-                raise ImportError(
-                    f"attn_implementation={HEAD_SPARSE!r} needs kernels of MoH-LLM: pip install moh-llm, or use 'sdpa'"
-                ) from error
-        return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -127,21 +105,20 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
                 handle.remove()
         return torch.stack(found, dim=1)
 
-    def make_cache(self) -> MoHCache:
-        """An empty cache for `past_key_values` that keeps of key-value groups that are never on only what is read."""
-        return MoHCache(self.config)
+    def set_gate_gradient(self, kind: str) -> None:
+        """Set which gradient the gate of a routed head gets in training where routers are trained.
 
-    def set_sparse_gate_gradient(self, kind: str) -> None:
-        """Set which gradient the gate of a head that is off gets from that head's output, with "moh_sparse".
-
-        `"exact"` (default), for which a training step computes these outputs in its forward pass, or `"selected"`:
-        none, so that it computes heads that are on only. Raises ValueError for another word.
+        It is the product of the output's gradient with H - S, what a head gives and what its fallback does. A step
+        computes one of both; the other one is computed without gradients of its own. `"exact"` (default): of every head
+        and token. `"sampled"`: of all heads that are on, and of one sixteenth of those that are off, which count
+        sixteen times: unbiased, and cheaper. `"none"`: routers learn from their own losses alone. Raises ValueError for
+        another word. Frozen routers cost nothing in any of them.
         """
         if kind not in GATE_GRADIENTS:
-            raise ValueError(f"sparse_gate_gradient={kind!r} must be one of {', '.join(GATE_GRADIENTS)}")
+            raise ValueError(f"gate_gradient={kind!r} must be one of {', '.join(GATE_GRADIENTS)}")
         for module in self.modules():
             if isinstance(module, MoHLlamaAttention):
-                module.sparse_gate_gradient = kind
+                module.gate_gradient = kind
 
     @contextlib.contextmanager
     def all_heads_active(self) -> Iterator[None]:
@@ -180,8 +157,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
     ) -> BaseModelOutputWithPast | tuple:
         """Hidden states `[B, T, C]` of LLaMA's arguments."""
         inputs = input_ids if inputs_embeds is None else inputs_embeds
-        if inputs is not None:
-            kwargs |= self._layer_arguments(
+        if inputs is not None and kwargs.get("seen") is None:
+            kwargs["seen"] = self._seen(
                 inputs, attention_mask, position_ids, past_key_values, bool(use_cache), **kwargs
             )
         return super().forward(
@@ -194,61 +171,31 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
             **kwargs,
         )
 
-    def _layer_arguments(
+    def _seen(
         self,
         inputs: torch.Tensor,
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         past_key_values: Cache | None,
         use_cache: bool,
-        **kwargs,
-    ) -> dict[str, Any]:
-        """Arguments of attention layers beside LLaMA's; empty where no layer reads them."""
-        implementation, fallback = self.config._attn_implementation, self.config.head_fallback
-        # With all heads on, dense attention gives the base's bits.
-        selects = may_select(implementation, inputs)
-        selects = selects and any(router.num_active < router.num_heads for router in self.routers)
-        if fallback == "none" and implementation != HEAD_SPARSE and not selects:
-            return {}
-        paged = kwargs.get("cache") is not None
-        needs_band = fallback == "local" and kwargs.get("band") is None
-        if needs_band:
-            self._check_keys_are_readable(paged, kwargs.get("block_table"))
-        starts = document_starts(
-            inputs, attention_mask, position_ids, past_key_values, use_cache, implementation, paged
-        )
-        found = {"document_starts": starts}
-        found["whole_documents"] = selects and shows_whole_documents(attention_mask, starts[0])
-        seen = self.config.local_window, self.config.local_sinks, self.config.local_start
-        if needs_band and paged:
-            edges = kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"]["full_attention"].tolist()
-            found["band"] = Requests.of(position_ids, *edges, *seen)
-        elif needs_band:
-            counts = visible_counts(attention_mask, inputs)
-            if not self._all_heads_on(inputs.shape[1], past_key_values):
-                found["band"] = band_of(attention_mask, *starts, counts, *seen)
-            if isinstance(past_key_values, MoHCache):
-                found["kept"] = kept_tokens(attention_mask, found.get("band"), *starts, counts, *seen)
-                past_key_values.check(found["kept"])
-        return found
-
-    def _check_keys_are_readable(self, paged: bool, block_table: torch.Tensor | None) -> None:
-        """Raise ValueError where the attention implementation keeps keys to itself, which local fallbacks read."""
-        implementation = self.config._attn_implementation
-        if implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping or (
-            paged and (implementation != "sdpa" or block_table is not None)
-        ):
-            way = "use 'sdpa'" if paged else "use 'sdpa', 'eager' or a flash attention of transformers"
+        cache: Any = None,
+        block_table: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Seen:
+        """Which keys the queries of this pass see. `cache` and what follows are continuous batching's."""
+        implementation, seen = self.config._attn_implementation, (0, 0, 0)
+        if self.config.head_fallback == "local":
+            seen = self.config.local_window, self.config.local_sinks, self.config.local_start
+        is_paged = cache is not None and (implementation != "sdpa" or block_table is not None)
+        if seen[0] and (keeps_keys(implementation) or is_paged):
+            way = "use 'sdpa'" if cache is not None else "use 'sdpa', 'eager' or a flash attention of transformers"
             if implementation == "vllm":
                 way = "install MoH-LLM in vLLM's environment and leave out --model-impl"
-            raise ValueError(
-                f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; {way}"
-            )
-
-    def _all_heads_on(self, length: int, past_key_values: Cache | None) -> bool:
-        """Whether it is known without asking the device that all tokens are first ones of their document."""
-        before = 0 if past_key_values is None else past_key_values.get_seq_length()
-        return isinstance(before, int) and before + length <= self.config.all_heads_until
+            raise ValueError(f"MoH models read keys that attn_implementation={implementation!r} keeps to itself; {way}")
+        if cache is not None:
+            edges = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
+            return paged_keys(position_ids, *edges, *seen)
+        return seen_keys(inputs, attention_mask, position_ids, past_key_values, use_cache, implementation, *seen)
 
 
 def predicted_tokens(

@@ -117,6 +117,13 @@ class IndexedModule(nn.Module):
         # On the device of the buffer, whatever the default one is: under ZeRO-3 this runs within a meta device context.
         init.copy_(self.index, torch.tensor(self._ids, dtype=torch.int64, device=self.index.device))
 
+    def of_heads(self, own: torch.Tensor, dim: int, count: int, shard: "HeadShard | None") -> torch.Tensor:
+        """Values of these heads along `dim` as values of all `count` heads, or of a shard's, with 0 for the others."""
+        shape = list(own.shape)
+        shape[dim] = count
+        heads = own.new_zeros(shape).index_copy(dim, self.index, own)
+        return heads if shard is None else shard.take(heads, dim)
+
 
 @dataclass(frozen=True)
 class HeadShard:
@@ -154,14 +161,6 @@ class HeadShard:
         """This process's part of a tensor over all heads."""
         return tensor.narrow(dim, self.first, self.count)
 
-    def has(self, heads: torch.Tensor) -> torch.Tensor:
-        """Whether each of `heads` is computed by this process, bool."""
-        return (heads >= self.first) & (heads < self.first + self.count)
-
-    def own(self, heads: torch.Tensor) -> torch.Tensor:
-        """The heads of this process among `heads`, as local indices."""
-        return heads[self.has(heads)] - self.first
-
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Gather the parts of all processes along the last dimension, without gradient."""
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
@@ -186,6 +185,8 @@ class MoHRouter(IndexedModule):
         ids = [*shared, *routed, *local][:: config.heads_per_group]
         super().__init__(head // config.heads_per_group for head in ids)
         self.layer_idx, self.routed_heads = layer_idx, routed
+        never = sorted([*routed, *local]) if config.router_type == "none" else local
+        self._kinds = tuple(shared), tuple(never)
         self.num_shared, self.num_routed = len(shared), len(routed)
         self.mean_active = self.num_active = config.active_heads_per_layer[layer_idx]
         self.group_size = config.heads_per_group
@@ -202,26 +203,19 @@ class MoHRouter(IndexedModule):
             self.stage = MoHLinear(config.hidden_size, 2, bias=False)
 
     @property
-    def has_routed_heads(self) -> bool:
-        """Whether there are heads that some tokens have on and others do not, beside those with all heads on."""
-        return self._used_groups > self.shared_groups
+    def is_full(self) -> bool:
+        """Whether every token has all heads on."""
+        return self.num_active == self.num_heads
 
-    def used_heads(self, shard: HeadShard | None = None) -> torch.Tensor:
-        """Sorted ids of the heads that some token may have on; with `shard` of its heads, by their numbers there."""
-        return self._heads_of(self.index[: self._used_groups], shard)
+    def kinds(self, shard: HeadShard | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sorted ids of the heads that are always on, and of those that are never on but for a document's first tokens.
 
-    def unused_heads(self, shard: HeadShard | None = None) -> torch.Tensor:
-        """Sorted ids of the other heads: on only where all heads are."""
-        return self._heads_of(self.index[self._used_groups :], shard)
-
-    @property
-    def _used_groups(self) -> int:
-        return self.shared_groups + (0 if self.router_type == "none" else self.routed_groups)
-
-    def _heads_of(self, groups: torch.Tensor, shard: HeadShard | None) -> torch.Tensor:
-        steps = torch.arange(self.group_size, device=self.index.device)
-        heads = (groups.sort().values[:, None] * self.group_size + steps).flatten()
-        return heads if shard is None else shard.own(heads)
+        With `shard` of its heads, by their numbers there.
+        """
+        if shard is None:
+            return self._kinds
+        own = range(shard.first, shard.first + shard.count)
+        return tuple(tuple(head - shard.first for head in kind if head in own) for kind in self._kinds)
 
     def top_k_of(self, active: int) -> int:
         """How many routed groups a token selects that uses so many heads; ValueError where no number does."""

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moh_llm.modeling import attention_moh, masks_moh, selected_attention_moh
+from moh_llm.modeling import interval_attention_moh
 from tests.modeling import naive
 
 LENGTH = 24
@@ -108,6 +108,7 @@ def test_padding_wherever_it_is_is_not_there(make, ids, name, monkeypatch):
         if name in ("value", "start") and shown.any():
             alone = loop(moh, ids[row, shown][None], positions[row, shown][None], causal(mask[row, shown][None]))
             torch.testing.assert_close(expected[row, shown], alone[0])
+    expected = expected.masked_fill(mask[..., None] == 0, torch.nan)  # what padding gives nobody reads
     given = {"attention_mask": mask, "position_ids": positions}
     with torch.no_grad():
         check(moh(ids, **given).logits, expected)
@@ -117,11 +118,11 @@ def test_padding_wherever_it_is_is_not_there(make, ids, name, monkeypatch):
             alone = {name: tensor[row : row + 1] for name, tensor in given.items()}
             check(moh(ids[row : row + 1], **alone).logits, expected[row : row + 1])
         for counts in ([10, 12, 1, 1], [1] * LENGTH):
-            for cache in (DynamicCache(config=moh.config), StaticCache(moh.config, max_cache_len=30), moh.make_cache()):
+            for cache in (DynamicCache(config=moh.config), StaticCache(moh.config, max_cache_len=30)):
                 check(in_chunks(moh, ids, mask, counts, cache), expected)
     check(moh(ids, **given).logits, expected)  # with gradients
-    monkeypatch.setattr(attention_moh, "is_faster", lambda gate, keys: True)
-    monkeypatch.setattr(selected_attention_moh, "_BLOCK", 8)
+    for name in ("_ROWS", "_BLOCK"):
+        monkeypatch.setattr(interval_attention_moh, name, 8)
     with torch.no_grad():
         check(moh(ids, **given).logits, expected)
         check(in_chunks(moh, ids, mask, [10, 12, 1, 1], DynamicCache(config=moh.config)), expected)
@@ -182,7 +183,7 @@ def test_masks_of_ones_own(make, ids, name, kind):
     with torch.no_grad():
         for mask in masks:
             check(moh(ids, attention_mask=mask, use_cache=False).logits, expected)
-            for cache in (DynamicCache(config=moh.config), moh.make_cache()):
+            for cache in (DynamicCache(config=moh.config),):
                 found, done = [], 0
                 for count in (LENGTH,) if kind in ("prefix", "all see all") else (10, 12, 1, 1):
                     part, done = slice(done, done + count), done + count
@@ -370,5 +371,5 @@ def test_scores_are_computed_in_parts(make, ids, monkeypatch):
     _, moh = make("local", dtype=torch.float64)
     mask = four_dims("random", 4)[0]
     expected = moh(ids, attention_mask=mask, use_cache=False).logits
-    monkeypatch.setattr(masks_moh, "_ROWS", 7)
+    monkeypatch.setattr(interval_attention_moh, "_ROWS", 14)
     torch.testing.assert_close(moh(ids, attention_mask=mask, use_cache=False).logits, expected)

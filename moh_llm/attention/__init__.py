@@ -1,0 +1,1 @@
+"""Backends of `interval_attention`."""

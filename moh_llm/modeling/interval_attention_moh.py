@@ -1,0 +1,247 @@
+"""The operation of a Mixture-of-Head layer: attention in which every query of a head has its own first key.
+
+`interval_attention` takes a faster form of it where one is registered, as `import moh_llm` does. This file holds the
+reference: PyTorch's `scaled_dot_product_attention` on any device, with gradients, in blocks of queries.
+
+Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .seen_moh import Seen, can_be_read
+
+NAME = "moh_interval"  # under which transformers' list of attention functions has the faster form
+_ROWS, _BLOCK = 512, 128  # queries of a block: of full attention and of windows
+_WIDER = 8  # entries that the distant token adds to queries, keys and values: kernels want multiples of 8
+Distant = tuple[torch.Tensor, torch.Tensor]
+
+
+def interval_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: Distant | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention of each query of a head to the keys from its first one on, to the sinks, and to a distant token.
+
+    Query t of head h sees the keys s <= `last[t]` with s >= `first[t, h]` or `start[t]` <= s < `sink_end[t]`. Where
+    `first` is not the document's start, and n keys are out of sight, the softmax has one more entry: the distant
+    token's, with its score plus log n, as n keys together have.
+
+    Args:
+        query: `[B, H, T, D]`, after rotary embedding. As many heads in a row share each key-value head.
+        key, value: `[B, KV, S, D]`, those of a cache included.
+        first: `[B, T, H]`, what `seen.first` gives.
+        seen: which keys queries see, whatever the head.
+        scaling: factor of the scores.
+        distant: scores of the distant token `[B, T, H]` (already scaled) and its values `[H, D]`.
+        dropout: probability.
+        kwargs: what a registered form takes beside these: `kinds`, the heads that are always and never on, as two
+            tuples of ids, and `module`, the layer.
+
+    Returns:
+        Head outputs `[B, T, H, D]`; zero where a query sees nothing.
+    """
+    attend = ALL_ATTENTION_FUNCTIONS.get(NAME)
+    if attend is None:
+        return reference_attention(query, key, value, first, seen, scaling, distant, dropout)
+    return attend(query, key, value, first, seen, scaling, distant, dropout, **kwargs)
+
+
+def reference_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: Distant | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """`interval_attention` by PyTorch alone. Memory is linear in T, but under masks that are not (`seen.visible`)."""
+    if seen.visible is not None:
+        return masked_attention(query, key, value, first, seen, scaling, distant, dropout)[0]
+    on = first <= seen.start
+    if can_be_read(on) and on.is_cpu and not torch.is_grad_enabled():
+        full = _of_selected_queries(query, key, value, on, seen, scaling)
+    else:
+        full = _of_all_queries(query, key, value, seen, scaling, dropout)
+    near = full.new_zeros(())
+    if seen.window:
+        near = near_attention(query, key, value, seen, scaling, distant, dropout)
+    return torch.where(on.unsqueeze(-1), full, near)
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: Distant | None = None,
+    dropout: float = 0.0,
+    with_weights: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`interval_attention` by the letter: all scores, a mask, a softmax. It takes any mask.
+
+    Returns head outputs and, if asked for, the weights of keys `[B, H, T, S]`.
+    """
+    count = key.shape[2] if seen.visible is None else min(key.shape[2], seen.visible.shape[-1])
+    places = torch.arange(count, device=key.device)
+    shared = query.shape[1] // key.shape[1]
+    key, value = (states[:, :, :count].repeat_interleave(shared, 1) for states in (key, value))
+    outputs, kept = [], []
+    for rows in torch.arange(query.shape[2], device=query.device).split(_ROWS // 2):
+        last, start, sink_end, own, hidden = (
+            tensor[:, rows].transpose(1, 2).unsqueeze(-1)  # [B or 1, 1 or H, rows, 1]
+            for tensor in (seen.last, seen.start, seen.sink_end, first, seen.hidden)
+        )
+        shows = (places <= last) & ((places >= own) | ((places >= start) & (places < sink_end)))
+        scores = query[:, :, rows] @ key.transpose(2, 3) * scaling
+        if seen.visible is not None:
+            mask = seen.visible[:, None, None] if seen.visible.dim() == 2 else seen.visible[:, :, rows]
+            mask = mask[..., :count]
+            shows = shows & (mask > -torch.inf if mask.is_floating_point() else mask)
+            scores = scores + mask if mask.is_floating_point() else scores
+        scores = scores.masked_fill(~shows, -torch.inf)
+        if distant is not None:
+            score = distant[0][:, rows].transpose(1, 2).unsqueeze(-1) + hidden.clamp_min(1).log()
+            scores = torch.cat([scores, score.masked_fill((own <= start) | (hidden < 1), -torch.inf)], dim=-1)
+        nothing = (scores == -torch.inf).all(-1, keepdim=True)
+        scores = scores.masked_fill(nothing, 0)  # whose softmax would not be finite
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).masked_fill(nothing, 0)
+        weights = (drop(weights, dropout) if dropout else weights).to(value.dtype)
+        out = weights[..., :count] @ value
+        if distant is not None:
+            out = out + weights[..., -1:] * distant[1].unsqueeze(1).to(value.dtype)
+        outputs.append(out)
+        kept += [weights[..., :count]] if with_weights else []
+    return torch.cat(outputs, dim=2).transpose(1, 2), torch.cat(kept, dim=2) if with_weights else None
+
+
+def _of_all_queries(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scaling: float, dropout: float
+) -> torch.Tensor:
+    """Attention `[B, T, H, D]` of each query to all of its document."""
+    length, shared = query.shape[2], query.shape[1] // key.shape[1]
+    if seen.is_causal and length == key.shape[2]:
+        how = {"is_causal": True, "dropout_p": dropout, "scale": scaling, "enable_gqa": shared > 1}
+        return scaled_dot_product_attention(query, key, value, **how).transpose(1, 2)
+    if not query.is_cpu:  # with a mask, kernels of GPUs want a key-value head for each head
+        key, value = (states.repeat_interleave(shared, 1) for states in (key, value))
+    outputs, places = [], torch.arange(key.shape[2], device=key.device)
+    for begin in range(0, length, _ROWS):
+        last, start = (tensor[:, begin : begin + _ROWS, 0, None] for tensor in (seen.last, seen.start))
+        end = int(last.max()) + 1 if can_be_read(last) and last.is_cpu else len(places)
+        mask = ((places[:end] <= last) & (places[:end] >= start)).unsqueeze(1)
+        states = query[:, :, begin : begin + _ROWS], key[:, :, :end], value[:, :, :end]
+        how = {"attn_mask": mask, "dropout_p": dropout, "scale": scaling, "enable_gqa": query.is_cpu and shared > 1}
+        outputs.append(scaled_dot_product_attention(*states, **how))
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _of_selected_queries(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, on: torch.Tensor, seen: Seen, scaling: float
+) -> torch.Tensor:
+    """As `_of_all_queries`, where `on` `[B, T, H]`; zero elsewhere, which costs nothing. For inference on a CPU."""
+    batch, heads, length, size = query.shape
+    shared = heads // key.shape[1]
+    by_token, out = query.transpose(1, 2), query.new_zeros(batch, length, heads, size)
+    for row in range(batch):
+        for begin in range(0, length, _ROWS):
+            last, start = (
+                tensor[row % len(tensor), begin : begin + _ROWS]
+                for tensor in (seen.last, seen.start)  # [rows, 1]
+            )
+            low, high = int(start.min()), int(last.max()) + 1
+            places = torch.arange(low, high)
+            mask = torch.zeros(len(last), high - low, dtype=query.dtype)
+            mask.masked_fill_((places > last) | (places < start), -torch.inf)
+            for group in range(key.shape[1]):
+                chosen = on[row, begin : begin + _ROWS, group * shared : (group + 1) * shared].nonzero()
+                if len(chosen):
+                    tokens, own = chosen[:, 0], chosen[:, 1] + group * shared
+                    listed = by_token[row, begin + tokens, own][None, None]
+                    states = (tensor[row, group, low:high][None, None] for tensor in (key, value))
+                    found = scaled_dot_product_attention(listed, *states, attn_mask=mask[tokens], scale=scaling)
+                    out[row, begin + tokens, own] = found[0, 0].to(out.dtype)
+    return out
+
+
+def near_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: Distant | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """What `interval_attention` gives where every head is off, `[B, T, H, D]`.
+
+    Queries are taken in blocks. A block reads the sinks of its first query's document and the keys of its window; a
+    document that begins within the block has its sinks there. Heads that share keys are queries of one attention. The
+    distant token is one more entry of the keys, whose score is one more entry of the queries.
+    """
+    batch, heads, length, size = query.shape
+    groups, count = key.shape[1], key.shape[2]
+    block = min(length, seen.window, _BLOCK) if seen.is_consecutive else 1
+    missing = -length % block
+
+    def blocks(tensor: torch.Tensor) -> torch.Tensor:
+        """`[B or 1, T, ...]` by blocks, `[B or 1, N, block, ...]`; the last one repeats the last query."""
+        if missing:
+            tensor = torch.cat([tensor, tensor[:, -1:].expand(-1, missing, *tensor.shape[2:])], dim=1)
+        return tensor.unflatten(1, (-1, block))
+
+    last, start, near, sink_end = (blocks(tensor) for tensor in (seen.last, seen.start, seen.near, seen.sink_end))
+    band = last[:, :, :1] - seen.window + 1 + torch.arange(seen.window - 1 + block, device=key.device)
+    sinks = start[:, :, :1] + torch.arange(seen.sinks, device=key.device)
+    index = torch.cat([sinks, band.expand(len(sinks), -1, -1, -1)], dim=-1)  # [B or 1, N, 1, K]
+    shows = (index <= last) & (index >= start) & ((index >= near) | (index < sink_end))
+    is_sink = torch.arange(index.shape[-1], device=key.device) < seen.sinks
+    shows &= ~is_sink | (index < band[..., :1])  # else it is seen in the band
+    index = index[:, :, 0].clamp(0, count - 1)
+
+    def taken(states: torch.Tensor) -> torch.Tensor:
+        """Keys or values of each block, `[B * N, KV, K, D]`."""
+        by_token = states.transpose(1, 2).expand(batch, -1, -1, -1)
+        if len(index) == 1:
+            found = by_token.index_select(1, index.flatten())
+        else:
+            places = index.flatten(1)[:, :, None, None].expand(-1, -1, groups, states.shape[-1])
+            found = by_token.gather(1, places)
+        return found.unflatten(1, index.shape[1:]).transpose(2, 3).flatten(0, 1)
+
+    queries, keys, values = blocks(query.transpose(1, 2)), taken(key), taken(value)
+    if distant is not None:
+        hidden = seen.hidden
+        score = (distant[0] + hidden.clamp_min(1).log()) / scaling
+        queries = torch.cat([queries, blocks(score.to(query.dtype)).unsqueeze(-1)], dim=-1)
+        queries, keys, values = (
+            pad(queries, (0, _WIDER - 1)),
+            pad(keys, (0, _WIDER, 0, 1)),
+            pad(values, (0, _WIDER, 0, 1)),
+        )
+        keys[..., -1, size] = values[..., -1, size] = 1
+        shows = torch.cat([shows, blocks(hidden).expand(len(shows), -1, -1, -1) > 0], dim=-1)
+    shared = heads // groups
+    queries = queries.flatten(0, 1).unflatten(2, (groups, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mask = shows.expand(batch, -1, -1, -1).flatten(0, 1).repeat(1, shared, 1).unsqueeze(1)
+    out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    out = out.unflatten(2, (shared, block)).permute(0, 3, 1, 2, 4).reshape(batch, -1, heads, out.shape[-1])
+    out = out[:, :length]
+    if distant is None:
+        return out
+    return out[..., :size] + out[..., size : size + 1] * distant[1].to(out.dtype)
