@@ -1,21 +1,22 @@
-"""Makes the Auto classes of transformers know MoH models once `moh_llm` is imported, at no cost until one is loaded.
+"""Makes transformers know MoH models and their attention once `moh_llm` is imported, at no cost until one is loaded.
 
-`moh_llm.modeling` registers the classes with them, but takes seconds to import, since it needs
-torch; and it cannot be imported while transformers is in the middle of importing its own models. So
-transformers' list of configurations gets an entry that imports it when a MoH model is first asked
-for. The list is found whichever of the two packages is imported first.
+`moh_llm.modeling` and `moh_llm.attention` register themselves, but take seconds to import, since they need torch; and
+they cannot be imported while transformers is in the middle of importing its own models. So transformers' list of
+configurations gets an entry that imports the one when a MoH model is first asked for, and its list of attention
+functions one that imports the other when a MoH layer first attends. The lists are found whichever of the two packages
+is imported first.
 """
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 MODEL_TYPE = "moh_llama"
-_LIST = "transformers.models.auto.configuration_auto"
+_LIST, _FUNCTIONS = "transformers.models.auto.configuration_auto", "transformers.modeling_utils"
 
 
 class _Configurations(dict[str, Any]):
@@ -27,17 +28,21 @@ class _Configurations(dict[str, Any]):
     def __getitem__(self, model_type: str) -> Any:
         if model_type == MODEL_TYPE and not super().__contains__(model_type):
             importlib.import_module("moh_llm.modeling")  # which registers configuration and models
+            importlib.import_module("moh_llm.attention")
         return super().__getitem__(model_type)
 
 
 class _Finder(MetaPathFinder):
-    """Waits for the list to be imported."""
+    """Waits for a module to be imported."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]):
+        self.name, self.then = name, then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The list's spec, whose loader also adds the entry; None for all other modules."""
-        if fullname != _LIST:
+        """The module's spec, whose loader also calls `then`; None for all other modules."""
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
@@ -46,20 +51,30 @@ class _Finder(MetaPathFinder):
 
             def fill_and_add(module: ModuleType) -> None:
                 fill(module)
-                _add_entry(module)
+                self.then(module)
 
             spec.loader.exec_module = fill_and_add  # type: ignore[method-assign]
         return spec
 
 
 def register_with_transformers() -> None:
-    """Add the entry now if transformers has loaded its list, else when it does."""
-    if _LIST in sys.modules:
-        _add_entry(sys.modules[_LIST])
-    else:
-        sys.meta_path.insert(0, _Finder())
+    """Add the entries now if transformers has loaded its lists, else when it does."""
+    for name, add in ((_LIST, _add_entry), (_FUNCTIONS, _add_attention)):
+        if name in sys.modules:
+            add(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _Finder(name, add))
 
 
 def _add_entry(module: ModuleType) -> None:
     configurations = module.CONFIG_MAPPING
     configurations._extra_content = _Configurations(configurations._extra_content)
+
+
+def _add_attention(module: ModuleType) -> None:
+    module.AttentionInterface.register("moh_interval", _attend)
+
+
+def _attend(*given: Any, **kwargs: Any) -> Any:
+    """The operation of MoH layers, which takes this function's place when it is imported."""
+    return importlib.import_module("moh_llm.attention").interval_attention(*given, **kwargs)

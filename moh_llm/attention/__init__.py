@@ -1,1 +1,101 @@
-"""Backends of `interval_attention`."""
+"""Backends of `interval_attention`: the operation of `moh_llm.modeling.interval_attention_moh`, faster.
+
+`import moh_llm` registers `interval_attention` with transformers, where MoH layers find it, those of a checkpoint's own
+code, too. Each backend is a function of the same arguments, and one beside it that says why it does not take them:
+
+- ``decode``: one new token per row on a GPU, by Triton.
+- ``flash``: flash-attn-4, on Hopper and Blackwell GPUs.
+- ``flex``: FlexAttention, on any GPU.
+- ``cpu``: PyTorch's flash attention for CPUs.
+- ``reference``: what travels with checkpoints; it takes everything.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers.modeling_utils import AttentionInterface
+
+from moh_llm.modeling.interval_attention_moh import NAME, Distant, reference_attention
+from moh_llm.modeling.seen_moh import Seen
+
+BACKENDS: tuple[
+    str, ...
+] = ()  # ("decode", "flash", "flex", "cpu") as they land; the first that takes the arguments is chosen
+
+
+class Choice(NamedTuple):
+    """The backend that was chosen, and why: what those before it lack."""
+
+    name: str
+    why: str
+
+    @property
+    def attention(self) -> Callable[..., torch.Tensor]:
+        """The backend's function."""
+        if self.name == "reference":
+            return reference_attention
+        return getattr(importlib.import_module(f"moh_llm.attention.{self.name}"), f"{self.name}_attention")
+
+
+def choose(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: Distant | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> Choice:
+    """The backend for these arguments of `interval_attention`."""
+    if seen.visible is not None and query.shape[2] > 1:
+        return Choice("reference", "a mask hides keys between others")
+    if dropout:
+        return Choice("reference", "there is dropout")
+    reasons = []
+    for name in BACKENDS:
+        why_not = importlib.import_module(f"moh_llm.attention.{name}").why_not
+        reason = why_not(query, key, value, first, seen, scaling, distant, dropout, **kwargs)
+        if reason is None:
+            return Choice(name, "; ".join(reasons))
+        reasons.append(f"{name}: {reason}")
+    return Choice("reference", "; ".join(reasons))
+
+
+def choose_for(device: torch.device | str, dtype: torch.dtype, head_dim: int, length: int = 256) -> Choice:
+    """The backend of a prompt of so many tokens, or of a step of decoding, for inference on this device."""
+    states = torch.zeros(1, 1, 256, head_dim, device=device, dtype=dtype)
+    positions = torch.arange(256 - length, 256, device=device)[None]
+    seen = Seen.of(positions, torch.zeros_like(positions), window=16)._replace(is_causal=length == 256)
+    with torch.no_grad():
+        first = seen.first(torch.ones(1, length, 1, dtype=torch.bool, device=device))
+        return choose(states[:, :, -length:], states, states, first, seen, 1.0)
+
+
+def interval_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: Distant | None = None,
+    dropout: float = 0.0,
+    kinds: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    module: torch.nn.Module | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """`moh_llm.modeling.interval_attention_moh.interval_attention`, by the backend that is chosen.
+
+    `kinds` are the sorted ids of heads that are on for every token, and of those that are off for every token that
+    `seen.all_on` does not name; None where this is not known.
+    """
+    given = query, key, value, first, seen, scaling, distant, dropout
+    choice = choose(*given, kinds=kinds)
+    return choice.attention(*given) if choice.name == "reference" else choice.attention(*given, kinds=kinds)
+
+
+AttentionInterface.register(NAME, interval_attention)

@@ -5,12 +5,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from moh_llm.modeling.documents_moh import document_starts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.masking_utils import create_causal_mask
 
 from moh_llm.kernels.head_sparse import first_seen
-from moh_llm.modeling.documents_moh import document_starts
 from tests.modeling import naive
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}

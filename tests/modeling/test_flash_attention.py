@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-
-from moh_llm.modeling import computed_heads_moh, flash_attention_moh, selected_attention_moh
 from moh_llm.modeling.flash_attention_moh import (
     attention_with_halved_gradients,
     halved_attention,
     has_uneven_gradients,
     is_uneven,
 )
+from torch.nn.functional import scaled_dot_product_attention
+
+from moh_llm.modeling import computed_heads_moh, flash_attention_moh, selected_attention_moh
 from tests.modeling.test_local_attention import inputs, naive
 from tests.modeling.test_selected_attention import EVERYTHING, LENGTH
 

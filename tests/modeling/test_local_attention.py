@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-from moh_llm.modeling import local_attention_moh
 from moh_llm.modeling.cache_moh import as_slice
 from moh_llm.modeling.documents_moh import Band
 from moh_llm.modeling.local_attention_moh import local_attention
+
+from moh_llm.modeling import local_attention_moh
 
 
 def naive(queries, keys, values, positions, starts, window, sinks, scaling, dropout=0.0, distant=None) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from moh_llm.modeling.selected_attention_moh import _calls, selected_attention
 
 from moh_llm.modeling import computed_heads_moh, selected_attention_moh
-from moh_llm.modeling.selected_attention_moh import _calls, selected_attention
 from tests.modeling.test_local_attention import inputs, naive
 
 EVERYTHING = 10**6  # as a window: the loop is then causal attention
