@@ -23,66 +23,46 @@ CHOICES = {
 class MoHLlamaConfig(LlamaConfig):
     r"""A `LlamaConfig` plus the head plan of "MoH: Multi-Head Attention as Mixture-of-Head Attention".
 
-    In each layer some query heads are shared (always on); of the others, the routed heads, each
-    token uses the Top-K by routing score, K = active - shared.
+    In each layer some query heads are shared (always on); of the others, the routed heads, each token uses the Top-K by
+    routing score, K = active - shared. Numbers are of heads, for all layers or one per layer.
 
     Args:
-        num_shared_heads (`int` or `list[int]`, *optional*):
-            Shared heads, for all layers or one number per layer. Default: half of the heads.
+        num_shared_heads (`int` or `list[int]`, *optional*): Shared heads. Default: half of the heads.
         num_active_heads (`int` or `list[int]`, *optional*):
-            Heads in use per token (shared + Top-K), for all layers or one number per layer.
-            Default: half plus a quarter of the heads, each rounded down, and no fewer than the
-            shared ones. Both numbers count heads with any routing granularity, and their defaults are
-            rounded down to whole groups, one at least active.
-        shared_heads (`list[list[int]]`, *optional*):
-            Ids of the shared heads, one list per layer. Default: the first `num_shared_heads`.
+            Heads in use per token (shared + Top-K). Default: half plus a quarter of the heads, each rounded down to
+            whole groups, and no fewer than the shared ones.
+        shared_heads (`list[list[int]]`, *optional*): Their ids, per layer. Default: the first `num_shared_heads`.
         router_type (`str`):
-            `"query_norm"` scores a routed head by the l2 norm of its query and has no weights;
-            `"linear"` scores by one linear map with bias of the layer's input; `"threshold"` scores so, too, but
-            selects the heads whose score is above zero, few for one token and many for another, so that
-            `num_active_heads` is a mean over the text that the router was fitted on; `"two_stage"` is
-            Eq. 5 and 6 of the paper; `"none"` selects nothing, so that the shared heads are on and all others off.
+            `"query_norm"` scores a routed head by the l2 norm of its query and has no weights; `"linear"` by a linear
+            map with bias of the layer's input; `"threshold"` likewise, but selects heads whose score is above zero, so
+            that `num_active_heads` is a mean over the text that the router was fitted on; `"two_stage"` is Eq. 5 and
+            6 of the paper; `"none"` selects nothing: shared heads are on and all others off.
         router_score (`str`):
-            `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight
-            through to the real-valued score (Eq. 9 and 10); `"weighted"` multiplies by the score.
+            `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight through to the
+            score (Eq. 9 and 10); `"weighted"` multiplies by the score.
         routing_granularity (`str`):
-            What is shared, scored and selected as one: `"head"`, each query head by itself, or
-            `"kv_group"`, the query heads that share one key-value head, so that where they are off
-            none reads its cache.
+            What is shared, scored and selected as one: each query `"head"`, or a `"kv_group"` of those that share one
+            key-value head, so that where they are off none reads its cache.
         head_fallback (`str`):
-            What takes the place of a routed head that is off: `"none"`, as in the paper, or
-            `"value"`, a fixed vector plus a share, linear in the layer's input, of the token's own
-            value vector, or `"local"`, the head's own attention to the first `local_sinks` tokens of the document,
-            the last `local_window` tokens and one fitted token for all others. All leave a head that is on as it is.
-        local_window (`int`):
-            Number of tokens, up to its own, that a head that is off attends to (`head_fallback="local"`).
-        local_sinks (`int`):
-            Number of first tokens of the document that it attends to.
+            What takes the place of a head that is off: `"none"`, as in the paper; `"value"`, a fixed vector plus a
+            share, linear in the layer's input, of the token's own value; or `"local"`, the head's own attention to the
+            first `local_sinks` tokens of the document, the last `local_window` tokens and one fitted token for all
+            others.
+        local_window (`int`): Tokens, up to its own, that a head that is off attends to.
+        local_sinks (`int`): First tokens of the document that it attends to.
         local_start (`int`):
-            Number of first tokens of a document that have all heads on (`head_fallback="local"`). There are as many as
-            `local_window + local_sinks` at least: their local attention is the head's own.
-        local_heads (`list[list[int]]`, *optional*):
-            Ids of the heads that are never on, one list per layer (`head_fallback="local"`). Default: none.
-        head_balance_coef (`float`):
-            Weight beta of the load-balance loss (Eq. 8).
-        output_router_logits (`bool`):
-            Whether a forward pass returns router logits and the load-balance loss.
+            First tokens of a document that have all heads on: `local_window + local_sinks` at least.
+        local_heads (`list[list[int]]`, *optional*): Ids of the heads that are never on, per layer. Default: none.
+        head_balance_coef (`float`): Weight beta of the load-balance loss (Eq. 8).
+        output_router_logits (`bool`): Whether a forward pass returns router logits and the load-balance loss.
         attention_output_bias (`bool`, *optional*):
-            Whether the output projection has a bias. Default: that of the other projections,
-            `attention_bias`. Qwen2 has biases on queries, keys and values only.
-        query_key_norm (`bool`):
-            Whether queries and keys of each head are RMS-normalised before rotary embedding (Qwen3).
-        num_local_experts (`int`):
-            Feed-forward experts of each layer, as in Mixtral; 0: layers have LLaMA's MLP.
-        num_experts_per_tok (`int`):
-            Experts that a token selects.
-        expert_balance_coef (`float`):
-            Weight of the experts' load-balance loss. In Mixtral's config it is `router_aux_loss_coef`.
-        router_jitter_noise (`float`):
-            In training the experts' input is multiplied by random factors that differ from 1 by at most this.
-        moh_format (`int`):
-            Version of what the fields and tensors mean. Code reads its own version and earlier ones.
-            It is set to the lowest one that knows what the other fields ask for.
+            Whether the output projection has a bias. Default: `attention_bias`, that of the others.
+        query_key_norm (`bool`): Whether queries and keys are RMS-normalised before rotary embedding (Qwen3).
+        num_local_experts (`int`): Feed-forward experts of each layer, as in Mixtral; 0: layers have LLaMA's MLP.
+        num_experts_per_tok (`int`): Experts that a token selects.
+        expert_balance_coef (`float`): Weight of the experts' load-balance loss (Mixtral's `router_aux_loss_coef`).
+        router_jitter_noise (`float`): In training the experts' input is multiplied by 1 plus or minus at most this.
+        moh_format (`int`): What the fields and tensors mean. Code reads its own version and earlier ones.
 
     Raises:
         ValueError: a head plan that no model can follow; the message names the layer and the rule.
@@ -135,13 +115,14 @@ class MoHLlamaConfig(LlamaConfig):
                 "AutoModelForSequenceClassification": "modeling_moh_llama.MoHLlamaForSequenceClassification",
             }
         self.validate_head_plan()
-        self.moh_format = 2 if self.routing_granularity == "kv_group" else 1
-        if self.head_fallback == "local" or self.router_type in ("none", "threshold"):
-            self.moh_format = 3
-        if self.head_fallback == "local" and self.all_heads_until > self.local_window + self.local_sinks:
-            self.moh_format = 4
-        if self.num_local_experts:
-            self.moh_format = 5
+        is_local = self.head_fallback == "local"
+        asks = {  # the lowest format that knows what the other fields ask for
+            2: self.routing_granularity == "kv_group",
+            3: is_local or self.router_type in ("none", "threshold"),
+            4: is_local and self.all_heads_until > self.local_window + self.local_sinks,
+            5: self.num_local_experts > 0,
+        }
+        self.moh_format = max([1, *(number for number, asked in asks.items() if asked)])
 
     def _per_layer(self, name: str) -> list[int]:
         value = getattr(self, name)

@@ -46,19 +46,18 @@ def load_balancing_loss(
 ) -> torch.Tensor:
     """Load-balance loss of Eq. 7 of each row, averaged over rows and over the layers that have routed heads.
 
-    Per row and layer: sum over routed groups of P_i * f_i, with P_i the mean over the row's tokens of the
-    group's softmax score and f_i the share of them that select it. Even load gives K / U. It is taken per
-    row because a product of means is not additive over passes of some rows each; a mean over rows is.
+    Per row and layer: sum over routed groups of P_i * f_i, with P_i the mean over the row's tokens of the group's
+    softmax score and f_i the share of them that select it. Even load gives K / U.
 
     Args:
         router_logits: per layer `[B, T, U]`; layers may differ in U, and U may be 0.
         top_k: per layer, how many routed groups a token selects, K.
-        attention_mask: optional `[B, >= T]`, 0 where a position is padding; its last T columns
-            belong to the logits (earlier ones to the cache). Masks of other ranks are ignored.
+        attention_mask: optional `[B, >= T]`, 0 where a position is padding; its last T columns belong to the logits.
+            Masks of other ranks are ignored.
         row_weights: optional `[B]`, how much a row counts in the mean; default: its number of tokens.
 
     Returns:
-        Scalar, float32 at least; zero when no layer has routed heads, and where no row counts.
+        Scalar, float32 at least; zero where no layer has routed heads, or no row counts.
     """
     losses = []
     for logits, k in zip(router_logits, top_k, strict=True):
@@ -114,7 +113,6 @@ class IndexedModule(nn.Module):
 
     def reset_index(self) -> None:
         """Fill the buffer again, after loading that made the module on the meta device."""
-        # On the device of the buffer, whatever the default one is: under ZeRO-3 this runs within a meta device context.
         init.copy_(self.index, torch.tensor(self._ids, dtype=torch.int64, device=self.index.device))
 
     def of_heads(self, own: torch.Tensor, dim: int, count: int, shard: "HeadShard | None") -> torch.Tensor:
@@ -171,11 +169,10 @@ class HeadShard:
 class MoHRouter(IndexedModule):
     """Scores the routed groups of one layer and builds the gate of all heads.
 
-    A group is what is on or off as one: `group_size` heads, 1 or a key-value group's. `num_shared`,
-    `num_routed` and `num_active` count heads, `routed_groups` and `top_k` groups. `num_active` and
-    `top_k` may be changed at run time (see `MoHLlamaPreTrainedModel.set_active_heads`); every
-    other property follows from the config. `index` holds the shared groups, the routed ones, then those that are on
-    only where all heads are.
+    A group is what is on or off as one: `group_size` heads, 1 or a key-value group's. `num_shared`, `num_routed` and
+    `num_active` count heads, `routed_groups` and `top_k` groups. `num_active` and `top_k` may be changed at run time
+    (see `MoHLlamaPreTrainedModel.set_active_heads`). `index` holds the shared groups, the routed ones, then those that
+    are on only where all heads are.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
@@ -253,9 +250,8 @@ class MoHRouter(IndexedModule):
             all_on: which tokens have all heads on, whatever their logits, bool `[B or 1, T]`; or True for all tokens.
 
         Returns:
-            Logits of the routed groups `[B, T, U]` and the gate of all heads `[B, T, H]`, both
-            float32 (float64 for a float64 model): close calls between heads are not left to a
-            half-precision rounding.
+            Logits of the routed groups `[B, T, U]` and the gate of all heads `[B, T, H]`, float32 at least: close calls
+            between heads are not left to a half-precision rounding.
         """
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
             if self.router_type not in ("query_norm", "none"):  # which do not read them: on a GPU this copy costs time
