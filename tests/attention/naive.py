@@ -28,7 +28,7 @@ def naive_attention(
         query: `[B, H, T, D]`.
         key: `[B, KV, S, D]`; so is `value`.
         first: the first key of each query and head, `[B, T, H]`.
-        seen: as in `Seen`. With `visible` its indices are numbers among the keys that the mask shows a query.
+        seen: as in `Seen`. Keys that `visible` hides are left out.
         scaling: of the products of queries and keys.
         distant: scores `[B, T, H]`, scaled, and values `[H, D]`.
     """
@@ -41,16 +41,12 @@ def naive_attention(
     for b in range(batch):
         for t in range(queries):
             for h in range(heads):
-                keys, added = _shown(seen.visible, b, h, t, key.shape[2])
-                begin, low, end = start[b][t][h], int(first[b, t, h]), last[b][t][h]
-                chosen = [
-                    (s, extra)
-                    for rank, (s, extra) in enumerate(zip(keys, added, strict=True))
-                    if rank <= end and (rank >= low or begin <= rank < sink_end[b][t][h])
-                ]
-                places = torch.tensor([s for s, _ in chosen], dtype=torch.long)
-                group = h // shared
-                scores = key[b, group, places] @ query[b, h, t] * scaling + query.new_tensor([e for _, e in chosen])
+                added = _added(seen.visible, b, h, t, key.shape[2])
+                begin, low = start[b][t][h], int(first[b, t, h])
+                places = [s for s in added if s <= last[b][t][h] and (s >= low or begin <= s < sink_end[b][t][h])]
+                group, bias = h // shared, query.new_tensor([added[s] for s in places])
+                places = torch.tensor(places, dtype=torch.long)
+                scores = key[b, group, places] @ query[b, h, t] * scaling + bias
                 values = value[b, group, places]
                 if distant is not None and low > begin and hidden[b][t][h] > 0:
                     far = distant[0][b, t, h].to(query) + math.log(hidden[b][t][h])
@@ -59,16 +55,14 @@ def naive_attention(
     return torch.stack(rows).view(batch, queries, heads, -1)
 
 
-def _shown(visible: torch.Tensor | None, b: int, h: int, t: int, keys: int) -> tuple[list[int], list[float]]:
-    """The keys that a mask shows a query of a head, and what it adds to their scores."""
+def _added(visible: torch.Tensor | None, b: int, h: int, t: int, keys: int) -> dict[int, float]:
+    """The keys that a mask shows a query of a head, and what it adds to the score of each."""
     if visible is None:
-        return list(range(keys)), [0.0] * keys
+        return dict.fromkeys(range(keys), 0.0)
     row = visible[b] if visible.dim() == 2 else visible[b, h % visible.shape[1], t]
-    if row.dtype != torch.bool:
-        places = [s for s in range(keys) if row[s] > torch.finfo(row.dtype).min / 2]
-        return places, row[places].tolist()
-    places = row.nonzero()[:, 0].tolist()
-    return places, [0.0] * len(places)
+    if row.dtype == torch.bool:
+        return dict.fromkeys(row.nonzero()[:, 0].tolist(), 0.0)
+    return {s: added for s, added in enumerate(row.tolist()) if added > torch.finfo(row.dtype).min / 2}
 
 
 def seen_of(

@@ -33,18 +33,20 @@ def test_is_masked_attention(window):
     assert bool(sees_nothing.any()) == (window == 0)
 
 
-def test_mask_is_numbered_by_visible_keys():
-    """A row whose mask hides keys is the row without them, whether the mask is boolean or added."""
+def test_mask_leaves_keys_out():
+    """Keys that a mask hides have no part in it, and what a mask adds to scores counts."""
     torch.manual_seed(1)
-    kept = torch.tensor([s for s in range(14) if s not in (0, 4, 5)])
-    seen = seen_of([[11]], queries=4, window=3, sinks=1)
+    seen = seen_of([[14]], queries=4, window=3, sinks=1)
     query = torch.randn(1, 2, 4, 8, dtype=torch.float64)
     key, value = torch.randn(2, 1, 1, 14, 8, dtype=torch.float64)
+    visible = torch.ones(1, 14, dtype=torch.bool)
+    visible[0, 12] = False
     first = first_of(torch.rand(1, 4, 2) < 0.5, seen)
-    expected = naive_attention(query, key[:, :, kept], value[:, :, kept], first, seen, 0.3)
-    visible = torch.zeros(1, 14, dtype=torch.bool)
-    visible[0, kept] = True
     added = torch.zeros(1, 1, 4, 14).masked_fill(~visible, torch.finfo(torch.float32).min)
-    for mask in (visible, added):
-        masked = naive_attention(query, key, value, first, seen._replace(visible=mask), 0.3)
-        torch.testing.assert_close(masked, expected)
+    expected = naive_attention(query, key, value, first, seen._replace(visible=visible), 0.3)
+    torch.testing.assert_close(naive_attention(query, key, value, first, seen._replace(visible=added), 0.3), expected)
+    value[:, :, 12] = 1e6
+    torch.testing.assert_close(naive_attention(query, key, value, first, seen._replace(visible=visible), 0.3), expected)
+    added[..., 12] = -40.0  # as good as hidden
+    value[:, :, 12] = 0.0
+    torch.testing.assert_close(naive_attention(query, key, value, first, seen._replace(visible=added), 0.3), expected)

@@ -1,0 +1,149 @@
+"""Sorted queries and lists of blocks: routed heads as one block-sparse attention, whatever the heads that are on.
+
+Queries of heads that share keys are entries of one list, (token, head) each. Those of heads that are on come first,
+from the last token to the first, so that the longest blocks start first; then those of heads that are off, in the order
+of tokens. A block of queries thus reads the keys from a document's start, or a band of them and the sinks, and few
+blocks read both. Nothing waits for the device, and shapes depend on those of the arguments alone.
+
+Shapes: B batch, T queries, S keys, H query heads, D head size; G groups of heads that share keys, R heads of each,
+N entries (T * R, filled up to blocks), M = N / 128 blocks of entries, K blocks of keys.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from moh_llm.modeling.seen_moh import Seen
+
+BLOCK = 128
+
+
+class Blocks(NamedTuple):
+    """Which blocks are read by each of `rows` blocks, int32: how many `[B, G, rows]`, and which `[B, G, rows, all]`.
+
+    What stands after as many is arbitrary. Of a full block every query sees every key; of a partial one some may.
+    """
+
+    partial_count: torch.Tensor
+    partial: torch.Tensor
+    full_count: torch.Tensor
+    full: torch.Tensor
+
+
+class Plan(NamedTuple):
+    """Sorted entries: which keys each sees, and which blocks of keys each block of them reads.
+
+    An entry sees the keys s with s <= last and (s >= low or start <= s < sink_end).
+
+    Attributes:
+        rows: the row of each entry in queries `[B * T * H, D]`, int64 `[B, G, N]`; B * T * H of entries that fill up.
+        last: the last key, int32 `[B, G, N]`; -1 of entries that fill up.
+        low: the first key, int32 `[B, G, N]`.
+        start, sink_end: the first sink and the key after the last one, int32 `[B, G, N]`; None where there are none.
+        keys: blocks of keys that each block of entries reads.
+        queries: blocks of entries that read each block of keys, for gradients; None where none are wanted.
+    """
+
+    rows: torch.Tensor
+    last: torch.Tensor
+    low: torch.Tensor
+    start: torch.Tensor | None
+    sink_end: torch.Tensor | None
+    keys: Blocks
+    queries: Blocks | None
+
+
+def block_count(length: int) -> int:
+    """Blocks that hold so many; two at least, since compiled code is made anew for a size of one."""
+    return max(-(-length // BLOCK), 2)
+
+
+@functools.lru_cache(maxsize=1024)
+def group_table(heads: tuple[int, ...], shared: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups of these heads, int64 `[G]`, and the heads of each, `[G, R]` with -1 where a group has fewer than others.
+
+    `shared` is how many query heads share a key-value head. The tensors are made once: copying them to a GPU waits.
+    """
+    groups = sorted({head // shared for head in heads})
+    own = [[head for head in heads if head // shared == group] for group in groups]
+    most = max(map(len, own))
+    with torch.inference_mode(False):  # tensors of inference mode could not be used for gradients later
+        table = torch.tensor([group + [-1] * (most - len(group)) for group in own], device=device)
+        return torch.tensor(groups, device=device), table
+
+
+def plan_of(first: torch.Tensor, seen: Seen, table: torch.Tensor, keys: int, gradients: bool) -> Plan:
+    """The plan of the heads in `table` `[G, R]`, given the first key of each query and head, `[B, T, H]`.
+
+    `keys` is how many there are (S); `gradients` says whether the lists for the backward pass are wanted, too.
+    """
+    batch, tokens, heads = first.shape
+    groups, shared = table.shape
+    last, start, sink_end = (field[..., 0].expand(batch, -1) for field in (seen.last, seen.start, seen.sink_end))
+
+    # Where each entry goes: on-entries in falling order, then off-entries in rising order, then those that fill up.
+    is_real = (table >= 0).expand(batch, tokens, -1, -1)  # [B, T, G, R]
+    is_on = is_real & (first[:, :, table.clamp_min(0)] <= start[..., None, None])
+    is_real, is_on = (flags.transpose(1, 2).flatten(2) for flags in (is_real, is_on))  # [B, G, T * R], by tokens
+    entries = torch.arange(tokens * shared, device=first.device)
+    on, real = is_on.cumsum(-1), is_real.cumsum(-1)
+    ons, reals = on[..., -1:], real[..., -1:]
+    place = torch.where(is_on, ons - on, torch.where(is_real, ons + real - on - 1, reals + entries - real))
+    size = block_count(tokens * shared) * BLOCK
+    order = place.new_full((batch, groups, size), tokens * shared)
+    order = order.scatter(-1, place, torch.where(is_real, entries, tokens * shared))
+
+    is_void = order == tokens * shared
+    token = torch.where(is_void, 0, order // shared)
+    head = table[torch.arange(groups, device=first.device)[:, None], order % shared]
+    row = torch.arange(batch, device=first.device)[:, None, None] * tokens + token
+    rows = torch.where(is_void, batch * tokens * heads, row * heads + head)
+
+    def entry(field: torch.Tensor, void: int) -> torch.Tensor:
+        """The values `[B, T]` of tokens, or `[B, T, H]` of heads, for each entry."""
+        values = field.reshape(-1)[torch.where(is_void, 0, rows if field.dim() == 3 else row)]
+        return torch.where(is_void, void, values).int()
+
+    last, low = entry(last, -1), entry(first, keys)
+    start, sink_end = (entry(start, keys), entry(sink_end, 0)) if seen.sinks else (None, None)
+    some, full = _reading(last, low, start, sink_end, keys)
+    blocks = _blocks(some & ~full, full)
+    transposed = _blocks((some & ~full).transpose(-1, -2), full.transpose(-1, -2)) if gradients else None
+    return Plan(rows, last, low, start, sink_end, blocks, transposed)
+
+
+def _reading(
+    last: torch.Tensor, low: torch.Tensor, start: torch.Tensor | None, sink_end: torch.Tensor | None, keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether blocks of entries read blocks of keys, and whether wholly, bool `[B, G, M, K]`."""
+    begin = torch.arange(block_count(keys), device=last.device, dtype=torch.int32) * BLOCK
+    end = begin + BLOCK - 1
+
+    def least(values: torch.Tensor) -> torch.Tensor:
+        return values.unflatten(-1, (-1, BLOCK)).amin(-1, keepdim=True)
+
+    def most(values: torch.Tensor) -> torch.Tensor:
+        return values.unflatten(-1, (-1, BLOCK)).amax(-1, keepdim=True)
+
+    is_empty = low > last
+    some = (end >= least(torch.where(is_empty, keys, low))) & (begin <= most(torch.where(is_empty, -1, last)))
+    if start is not None:
+        has_none = start >= sink_end
+        some |= (end >= least(torch.where(has_none, keys, start))) & (begin < most(torch.where(has_none, 0, sink_end)))
+    return some, (begin >= most(low)) & (end <= least(last))
+
+
+def _blocks(partial: torch.Tensor, full: torch.Tensor) -> Blocks:
+    """Lists of what is set in the last dimension."""
+    return Blocks(*_listed(partial), *_listed(full))
+
+
+def _listed(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many are set, int32 `[...]`, and which, in order, int32 `[..., K]` with the others after them."""
+    index = torch.arange(flags.shape[-1], device=flags.device)
+    rank = flags.cumsum(-1)
+    count = rank[..., -1:]
+    place = torch.where(flags, rank - 1, count + index - rank)
+    listed = torch.empty_like(place, dtype=torch.int32).scatter_(-1, place, index.int().expand_as(place))
+    return count[..., 0].int(), listed
