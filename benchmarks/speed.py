@@ -10,8 +10,7 @@ take their `make_cache()`, and the base a static cache. The base is timed with t
 decoding also with one that reads keys once for all heads of a group; ratios are to the faster. Keys read: share
 of the base's keys that attention needs in this text, in prefill over all positions, in decoding at the last one. KL:
 nats per token to the base from position 2,048 on, of the first row. Cache: MiB of one row's. `--layer` makes one layer
-with random weights instead, without KL: half of the heads fixed, and half routed. `--masked` computes routed heads for
-all queries of a prefill and masks them, as training does.
+with random weights instead, without KL: half of the heads fixed, and half routed.
 """
 
 import argparse
@@ -50,7 +49,7 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json
 from moh_llm.metrics import compare_predictions
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, selected_attention_moh
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
 LAYERS = {  # heads, key-value heads, head size, width, width of the feed-forward network
     "llama3-8b": (32, 8, 128, 4096, 14336),
@@ -74,7 +73,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of decoding in a round")
     parser.add_argument("--cache", choices=CACHES, default="dynamic", help="in decoding")
-    parser.add_argument("--masked", action="store_true", help="do not leave out queries of routed heads that are off")
     add_compute_dtype(parser)
     parser.add_argument("--json", type=Path, help="write the figures there, after each row")
     args = parser.parse_args()
@@ -87,8 +85,6 @@ def main() -> int:
 def run(args: argparse.Namespace) -> None:
     device, dtype, computed = device_and_dtype(args)
     machine = name_device(device)
-    if args.masked:
-        selected_attention_moh._LEAST_QUERIES = max(args.lengths) + 1
     AttentionInterface.register(GROUPED, grouped_attention)
     AttentionMaskInterface.register(GROUPED, sdpa_mask)
     models = layer_models(args.layer) if args.layer else real_models(args.base, args.models)

@@ -6,8 +6,7 @@
 - step: a step of cross-entropy of the MoH model (value fallbacks, three quarters of the heads by a linear router; or
   local ones, half of them by a threshold; in both all heads are computed and masked; or local ones and the same five
   of nine heads for all tokens, "fixed", where full attention of the others is left out) against the dense model with
-  the same loop, each in its own process. The dense model's attention is one call of SDPA, as in transformers. With
-  `--against all-heads` it is the MoH model with all heads on, whose gradients a CPU may compute in halves.
+  the same loop, each in its own process. The dense model's attention is one call of SDPA, as in transformers.
 - loop: a step of our loop against one of `transformers.Trainer`, both on the dense LLaMA with the same batch, dtype,
   optimiser and clipping; at most 1.05 is asked.
 - processes: tokens/s of two processes (DDP) against one.
@@ -35,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from moh_llm.conversion.attention_time import now
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.devices import choose_device, name_device
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, computed_heads_moh
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
 from moh_llm.training.config import DataConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
 from moh_llm.training.optimizer import make_optimizer, set_learning_rates
@@ -65,7 +64,6 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=2, help="blocks of a step, in one pass")
     parser.add_argument("--fallback", choices=FALLBACKS, default="value")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="in --only step")
-    parser.add_argument("--against", choices=["dense", "all-heads"], default="dense", help="the peer of step")
     parser.add_argument("--mixed-precision", choices=["auto", "no", "bf16"], default="auto", help="as in recipes")
     parser.add_argument("--processes", action="store_true", help="also one process against two")
     parser.add_argument("--only", nargs="+", choices=["step", "loop"], help="not both")
@@ -150,8 +148,7 @@ def our_step(config: TrainConfig, args: argparse.Namespace, model: MoHLlamaForCa
 
 
 def dense_step(config: TrainConfig, args: argparse.Namespace) -> Step:
-    """The same of the dense model, whose attention is from then on, in this process, one call of SDPA."""
-    computed_heads_moh.has_uneven_gradients = lambda *_: False
+    """The same of the dense model, whose attention is one call of SDPA."""
     return our_step(config, args, moh_model(args, dense=True))
 
 
@@ -197,7 +194,7 @@ def against_dense(config: TrainConfig, args: argparse.Namespace) -> dict[str, fl
     In one process they would share a heap, and the smaller of the two would find the memory it needs already mapped
     where the other has to ask for more: a difference that nobody who trains one model meets.
     """
-    seconds: dict[str, list[float]] = {"MoH": [], args.against: []}
+    seconds: dict[str, list[float]] = {"MoH": [], "dense": []}
     pipes = {}
     for name in seconds:
         pipes[name], end = PROCESSES.Pipe()
@@ -214,7 +211,7 @@ def against_dense(config: TrainConfig, args: argparse.Namespace) -> dict[str, fl
 
 def take_turns(config: TrainConfig, args: argparse.Namespace, name: str, pipe: Connection) -> None:
     """A peer's process: a step, and its seconds, whenever a message asks for it."""
-    step = dense_step(config, args) if name == "dense" else our_step(config, args, moh_model(args, name != "MoH"))
+    step = dense_step(config, args) if name == "dense" else our_step(config, args, moh_model(args, dense=False))
     step()
     pipe.send("ready")
     while pipe.recv() is not None:

@@ -32,8 +32,8 @@ def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
 
         def keep(module, args, kwargs, state=state):
             state["x"] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            positions, starts = kwargs.get("document_starts", (None, None))  # only where there are fallbacks
-            state["first"] = positions == starts
+            seen = kwargs["seen"]
+            state["first"] = (seen.start == seen.last).all(-1)
 
         def values(module, args, output, state=state):
             state["v"] = output
@@ -44,8 +44,7 @@ def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
             fallback = torch.zeros_like(heads)
             if state["fallback"] is not None:
                 own_values = state["v"].unflatten(-1, (-1, attention.head_dim))
-                off = heads.new_zeros(heads.shape[:-1])
-                fallback = state["fallback"](fallback, off, state["x"], own_values, state["first"])
+                fallback = state["fallback"](state["x"], own_values, state["first"], None)
             router = state["router"]
             width = router.group_size * attention.head_dim
             slices = module.weight.unflatten(-1, (-1, width)).float()

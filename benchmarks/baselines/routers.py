@@ -139,11 +139,13 @@ def routed_as(model: MoHLlamaForCausalLM, config: MoHLlamaConfig, kind: type[MoH
         kind: the routers' class.
     """
     attentions = [layer.self_attn for layer in model.model.layers]
+    kind_of_fallback, model.config.head_fallback = model.config.head_fallback, "none"
     own = [(attention.router, attention.fallback) for attention in attentions]
     for number, attention in enumerate(attentions):
         attention.router, attention.fallback = kind(config, number).to(attention.q_proj.weight.device), None
     try:
         yield
     finally:
+        model.config.head_fallback = kind_of_fallback
         for attention, (router, fallback) in zip(attentions, own, strict=True):
             attention.router, attention.fallback = router, fallback

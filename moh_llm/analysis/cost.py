@@ -14,7 +14,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from moh_llm.devices import synchronize
 from moh_llm.flops import forward_flops
-from moh_llm.kernels import NAME as HEAD_SPARSE
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaPreTrainedModel
 
 
@@ -74,25 +73,17 @@ def seconds_by_length(
 
 @contextlib.contextmanager
 def dense_attention(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
-    """Within the block every layer runs the base's attention as transformers has it: no router, gate or fallback.
-
-    Head-sparse attention, which needs the gate, gives way to SDPA.
-    """
+    """Within the block every layer runs the base's attention as transformers has it: no router, gate or fallback."""
     layers = [module for module in model.modules() if isinstance(module, LlamaAttention)]
-    config = model.config
-    backend = config._attn_implementation
     before = [vars(attention).get("forward") for attention in layers]  # such as a hook of accelerate's
     for attention in layers:
-        if attention.normed:
+        if attention.config.query_key_norm:
             attention.sliding_window = None  # Qwen3's code reads it
-        dense = Qwen3Attention if attention.normed else LlamaAttention
+        dense = Qwen3Attention if attention.config.query_key_norm else LlamaAttention
         attention.forward = MethodType(dense.forward, attention)
-    if backend == HEAD_SPARSE:
-        config._attn_implementation = "sdpa"
     try:
         yield
     finally:
-        config._attn_implementation = backend
         for attention, forward in zip(layers, before, strict=True):
             del attention.forward
             if forward is not None:

@@ -118,8 +118,7 @@ def attention_patterns(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
 
 def shared_heads(router: MoHRouter) -> list[int]:
     """Sorted ids of a layer's shared heads."""
-    routed = set(router.routed_heads)
-    return [head for head in router.used_heads().tolist() if head not in routed]
+    return list(router.kinds()[0])
 
 
 def last_routed_layer(model: MoHLlamaPreTrainedModel) -> int:

@@ -27,15 +27,9 @@ REMOTE_CODE = (
     "configuration_moh_llama.py",
     "modeling_moh_llama.py",
     "attention_moh.py",
-    "computed_heads_moh.py",
+    "interval_attention_moh.py",
+    "seen_moh.py",
     "routing_moh.py",
-    "fallbacks_moh.py",
-    "documents_moh.py",
-    "local_attention_moh.py",
-    "masks_moh.py",
-    "flash_attention_moh.py",
-    "selected_attention_moh.py",
-    "cache_moh.py",
     "experts_moh.py",
 )
 # Tokenizer, generation settings and licence go along; weights in other formats, the card and records do not: those of

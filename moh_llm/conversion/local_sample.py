@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from moh_llm.modeling.documents_moh import Band, out_of_sight
-from moh_llm.modeling.local_attention_moh import local_attention
+from moh_llm.modeling.interval_attention_moh import near_attention
+from moh_llm.modeling.seen_moh import Seen
 
 STRIDE = 4  # of how many tokens one is compared with all keys before it
 _ROWS = 64  # queries whose scores with all keys are held at once: more leave the processor's cache
+_BLOCK = 128  # the same of scores with the keys in sight
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,12 @@ def sample_local(
     sinks: int,
     scaling: float,
 ) -> LocalSample:
-    """Record local attention; arguments are those of `local_attention` and `Band.of`, T queries and T keys."""
-    band = Band.of(positions, starts, window, sinks)
-    assert band is not None  # without more tokens that have all heads on
-    outputs = local_attention(queries, keys, values, band, scaling)
+    """Record local attention; arguments are those of `near_attention` and `Seen.of`, T queries and T keys."""
+    seen = Seen.of(positions, starts, window, sinks)
+    outputs = near_attention(queries, keys, values, seen, scaling)
     queries = (queries * scaling).unflatten(1, (keys.shape[1], -1))  # [B, KV, H / KV, T, D]
-    near = _near(queries, keys, band)
-    far = _far(queries, keys, positions, torch.minimum(starts, positions), window, sinks)
-    hidden = out_of_sight(positions, starts, window, sinks).clamp_min(1).expand(len(queries), -1)
+    near, far = _near(queries, keys, seen), _far(queries, keys, seen)
+    hidden = seen.hidden[..., 0].clamp_min(1).expand(len(queries), -1)
     return LocalSample(
         outputs.flatten(0, 1).transpose(0, 1).float(),
         near.flatten(0, 1).float(),
@@ -69,29 +68,35 @@ def sample_local(
     )
 
 
-def _near(queries: torch.Tensor, keys: torch.Tensor, band: Band) -> torch.Tensor:
+def _near(queries: torch.Tensor, keys: torch.Tensor, seen: Seen) -> torch.Tensor:
     """Log-sum-exp of the scores in sight, `[B, T, H]`, for scaled queries `[B, KV, H / KV, T, D]`."""
-    batch, length = len(queries), queries.shape[3]
-    # [B * N, KV, H / KV * block, D]
-    blocks = band.blocks(queries.flatten(1, 2), keys.shape[1]).flatten(3, 4).flatten(0, 1)
-    taken = band.take(keys).flatten(0, 1)
-    hidden = ~band.visible[..., :-1].expand(batch, -1, -1, -1).flatten(0, 1)
-    near = torch.stack([_log_sum_exp(*block).T for block in zip(blocks, taken, hidden, strict=True)])
-    return near.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
+    blocks = []
+    for first in range(0, queries.shape[3], _BLOCK):
+        rows = slice(first, first + _BLOCK)
+        last, start, near, sink_end = (
+            tensor[:, rows].expand(len(queries), -1, -1) for tensor in (seen.last, seen.start, seen.near, seen.sink_end)
+        )
+        # A document that begins after the block's first query has its sinks in the band.
+        band = torch.arange(int(near.min()), int(last.max()) + 1, device=queries.device)
+        sinks = start[:, :1, 0] + torch.arange(seen.sinks, device=queries.device)
+        index = torch.cat([sinks, band.expand(len(queries), -1)], dim=1).unsqueeze(1)  # [B, 1, K]
+        visible = (index <= last) & (index >= start) & ((index >= near) | (index < sink_end))
+        visible[..., : seen.sinks] &= index[..., : seen.sinks] < band[0]  # else it is seen in the band
+        block = zip(queries[:, :, :, rows].flatten(2, 3), keys, index[:, 0], ~visible, strict=True)
+        blocks.append(torch.stack([_log_sum_exp(own, read[:, i], hidden).T for own, read, i, hidden in block]))
+    return torch.cat(blocks, dim=1)
 
 
-def _far(
-    queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor, window: int, sinks: int
-) -> torch.Tensor:
+def _far(queries: torch.Tensor, keys: torch.Tensor, seen: Seen) -> torch.Tensor:
     """As `_near`, of the scores out of sight; NaN for all tokens but every `STRIDE`-th."""
     batch, _, _, length, _ = queries.shape
     far = queries.new_full((batch, length, queries.shape[1] * queries.shape[2]), math.nan)
+    begin, end = torch.maximum(seen.start, seen.sink_end), seen.near
     for first in range(0, length, _ROWS * STRIDE):
         rows = torch.arange(first, min(first + _ROWS * STRIDE, length), STRIDE, device=queries.device)
         last = int(rows[-1]) + 1
-        j = torch.arange(last, device=queries.device)
-        p, s = positions[:, rows, None], starts[:, rows, None]
-        hidden = ((j > p - window) | (j < s + sinks)).expand(batch, -1, -1)
+        index = torch.arange(last, device=queries.device)
+        hidden = ((index < begin[:, rows]) | (index >= end[:, rows])).expand(batch, -1, -1)
         for row, own in enumerate(queries[:, :, :, rows].flatten(2, 3)):
             far[row, rows] = _log_sum_exp(own, keys[row, :, :last], hidden[row]).T
     return far

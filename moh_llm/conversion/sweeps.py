@@ -24,7 +24,7 @@ from moh_llm.errors import UserError
 from moh_llm.flops import forward_parts
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.modeling.documents_moh import document_starts
+from moh_llm.modeling.seen_moh import document_starts
 from moh_llm.progress import TextProgress
 from moh_llm.records.model import save_tensors
 

@@ -4,8 +4,6 @@ import torch
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from moh_llm.errors import UserError
-from moh_llm.kernels import NAME as HEAD_SPARSE
-from moh_llm.kernels import what_lacks
 from moh_llm.training.config import TrainConfig
 
 _FLASH = {
@@ -17,8 +15,6 @@ _FLASH = {
 def check_attention(config: TrainConfig, device: torch.device) -> None:
     """Raise UserError where ``attn_implementation`` cannot train on the device, or with other keys of the recipe."""
     name = config.attn_implementation
-    if name == HEAD_SPARSE and (lacking := what_lacks(device)):
-        raise UserError(f"attn_implementation={name} needs {lacking}; set it to sdpa")
     if name == "flex_attention" and device.type == "cpu":
         raise UserError(f"attn_implementation={name} has no backward pass on a CPU; set it to sdpa")
     if name not in _FLASH:

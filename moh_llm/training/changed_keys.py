@@ -19,6 +19,8 @@ _HARMLESS = {
     "evaluation.batch_size",
     "data.dataloader_num_workers",
 }
+# Keys of later versions, and what runs did before they were there. A switch was off.
+_BEFORE = {"gate_gradient": "exact"}
 
 
 def changed_keys(recorded: dict[str, Any], current: dict[str, Any], finished: bool = False) -> list[str]:
@@ -37,7 +39,7 @@ def _differing(recorded: dict[str, Any], current: dict[str, Any], left_out: set[
     changed = []
     for name in sorted(recorded.keys() | current.keys()):
         old, new = recorded.get(name), current.get(name)
-        later = name not in recorded and new is False  # a switch of a later version, which is off
+        later = name not in recorded and new == _BEFORE.get(prefix + name, False)
         if prefix + name in left_out or old == new or later:
             continue
         nested = isinstance(old, dict) and isinstance(new, dict)

@@ -11,7 +11,8 @@ from typing import Literal
 from moh_llm.reading import check_path, expand_home
 from moh_llm.training.keys import Keys, key, require
 
-Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "moh_sparse"]
+Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+GateGradient = Literal["exact", "sampled", "none"]
 
 
 @dataclass(frozen=True)
@@ -220,9 +221,15 @@ class TrainConfig(Keys):
         False,
     )
     attn_implementation: Attention = key(
-        "sdpa, flash_attention_2, flash_attention_3 and flex_attention compute all heads, which are then gated; "
-        "moh_sparse: Triton kernels that skip heads that are off; all but sdpa need a CUDA device",
+        "attention where all heads are on: sdpa, flash_attention_2, flash_attention_3 or flex_attention; all but sdpa "
+        "need a CUDA device. Layers with heads off choose their attention by the device (moh-llm doctor says which)",
         "sdpa",
+    )
+    gate_gradient: GateGradient = key(
+        "what the gate of a routed head learns from, the head less its fallback. exact: both are computed for every "
+        "token; sampled: of the heads that are off one in 16 is computed, too, and counts 16 times; none: nothing, and "
+        "routers learn from the load-balance loss alone. Frozen routers cost nothing extra with any of them",
+        "exact",
     )
     quantization: Literal["nf4"] | None = key(
         "nf4: the weights under the adapters are held in 4 bits by bitsandbytes (QLoRA), and the adapters merged into "

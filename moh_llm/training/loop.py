@@ -203,7 +203,8 @@ class _Training:
         """Build student, teacher and optimizer, and distribute them."""
         self.networks = build_networks(self.config, self.accelerator, self.reference, self.say)
         beta, model = self.config.objective.balance_coefficient, self.networks.network
-        has_loss = model.config.router_type != "threshold" and any(router.has_routed_heads for router in model.routers)
+        chooses = model.config.router_type not in ("threshold", "none")
+        has_loss = chooses and any(router.num_routed for router in model.routers)
         beta = model.config.head_balance_coef if beta is None else beta
         self.balance_coefficient = beta if has_loss else None
 

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.modeling.documents_moh import block_shape
 from moh_llm.records.lineage import read_chain
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import chunk_positions
@@ -37,6 +36,7 @@ STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
 # DeepSpeed's defaults, which recipes/accelerate leaves as they are: reduce_bucket_size, max_live_parameters.
 BUCKET, _GATHERED = 500_000_000, 1_000_000_000
+_BLOCK = 128  # queries of a block of local attention at most
 # Bytes of a weight in nf4: 4 bits, a byte for each block of 64, a float32 for each 256 of these.
 _NF4 = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
@@ -267,7 +267,8 @@ def _local(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, sha
     They take a second call of attention, with its mask and two more copies of the outputs.
     """
     c, heads, size, length = precision.products, model.num_attention_heads, model.head_dim, config.data.sequence_length
-    off, (block, keys) = heads - shared, block_shape(length, model.local_window, model.local_sinks)
+    off, block = heads - shared, min(length, model.local_window, _BLOCK)
+    keys = model.local_sinks + model.local_window + block
     read = 2 * model.num_key_value_heads
     total = c * off * (3 * (size + 8) + size + keys) + c * read * (size + (size + 8) * keys // block)
     if model.local_start > model.local_window + model.local_sinks:

@@ -118,6 +118,7 @@ def make_student(config: TrainConfig, device: torch.device | None = None, empty:
     if config.quantization is not None and network.device.type == "cpu":
         _check_on_cpu(network)
     network.set_attn_implementation(config.attn_implementation)
+    network.set_gate_gradient(config.gate_gradient)
     if config.shared_heads is not None:
         learn_shared_heads(network, config.shared_heads.number)
     if config.gradient_checkpointing:

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from moh_llm.errors import UserError
 from moh_llm.reading import parse_yaml, read_yaml
+from moh_llm.terminal import say_aside
 from moh_llm.training.config import TrainConfig
 
 # Keys of earlier recipes, by their names today: the error about one says the other.
@@ -27,7 +28,14 @@ RENAMED = {
     "evaluation.every": "evaluation.eval_steps",
     "checkpoint.every": "checkpoint.save_steps",
     "checkpoint.keep_last": "checkpoint.save_total_limit",
+    "sparse_gate_gradient": "gate_gradient",
 }
+# Values of earlier recipes: what the key is taken to be, and why.
+REPLACED = {
+    ("attn_implementation", "moh_sparse"): ("sdpa", "layers with heads off choose their attention by what is there")
+}
+# Values of earlier recipes that are refused, and what does their work.
+REFUSED = {("gate_gradient", "selected"): "sampled costs about as little, and is unbiased"}
 
 
 @dataclass(frozen=True)
@@ -192,8 +200,11 @@ def _flatten(content: dict, keys: dict[str, Key], where: str, prefix: str = "") 
         if is_group and value:
             yield where, name, {}
             yield from _flatten(value, keys, where, f"{name}.")
-        else:
-            yield where, name, value
+            continue
+        if isinstance(value, str) and (name, value) in REPLACED:
+            old, (value, reason) = value, REPLACED[name, value]
+            say_aside(f"{where}: {name}={old} is no more, and {value} is taken: {reason}")
+        yield where, name, value
 
 
 def _merged(given: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
@@ -212,7 +223,9 @@ def _merged(given: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
 
 
 def _misfit(where: str, name: str, value: Any, found: Key) -> UserError:
-    return UserError(" ".join(f"{where}: {name}={_show(value)} must be {found.expected}".split()))
+    text = " ".join(f"{where}: {name}={_show(value)} must be {found.expected}".split())
+    hint = REFUSED.get((name, value)) if isinstance(value, str) else None
+    return UserError(f"{text}; {hint}" if hint else text)
 
 
 def _show(value: Any) -> str:

@@ -104,7 +104,7 @@ def _added(sums: list[torch.Tensor], more: list[torch.Tensor]) -> list[torch.Ten
 def _choosable(router: MoHRouter) -> int:
     """Among how many groups tokens choose: all routed ones, or 0 where every token has the same of them on."""
     chooses = router.router_type == "threshold" or 0 < router.top_k < router.routed_groups
-    return router.routed_groups if router.has_routed_heads and chooses else 0
+    return router.routed_groups if router.router_type != "none" and chooses else 0
 
 
 def _entropy(mean_scores: torch.Tensor) -> float | None:
