@@ -6,7 +6,7 @@
 Models take turns in each round; a ratio is the median over rounds of time / the base's in the same round, with the
 least and the most. "attention" is what layers take beyond their linear projections. Decoding is one token per row after
 as many as `--lengths` says; `--cache dynamic`, which `generate` makes, copies all keys in each step; with `own` models
-take their `make_cache()`, and the base a static cache. The base is timed with transformers' SDPA attention, and in
+take a `MoHCache`, and the base a static cache. The base is timed with transformers' SDPA attention, and in
 decoding also with one that reads keys once for all heads of a group; ratios are to the faster. Keys read: share
 of the base's keys that attention needs in this text, in prefill over all positions, in decoding at the last one. KL:
 nats per token to the base from position 2,048 on, of the first row. Cache: MiB of one row's. `--layer` makes one layer
@@ -170,7 +170,7 @@ def measure(
         if args.cache == "static" or (args.cache == "own" and not isinstance(model, MoHLlamaForCausalLM)):
             caches[peer] = StaticCache(config=model.config, max_cache_len=ids.shape[1])
         elif args.cache == "own":
-            caches[peer] = model.make_cache()
+            caches[peer] = MoHCache(model.config)
         model(prompt[:1], past_key_values=caches[peer], logits_to_keep=1)
     for number in tqdm(range(args.rounds + 1), desc=f"{name} {length} x {len(ids)}", leave=False):
         for peer, (model, attention) in peers.items():

@@ -18,6 +18,7 @@ for _name in ("PYTORCH_ENABLE_MPS_FALLBACK", "PYTORCH_ENABLE_XPU_FALLBACK"):
 
 if TYPE_CHECKING:
     from moh_llm.api import convert, evaluate, publish, to_dense, train
+    from moh_llm.attention.cache import MoHCache
     from moh_llm.modeling import (
         MoHLlamaConfig,
         MoHLlamaForCausalLM,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HeadBalanceMixin",
+    "MoHCache",
     "MoHLlamaConfig",
     "MoHLlamaForCausalLM",
     "MoHLlamaForSequenceClassification",
@@ -44,6 +46,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "MoHCache":
+        from moh_llm.attention.cache import MoHCache
+
+        return MoHCache
     if name.startswith("MoH"):
         from moh_llm import modeling
 

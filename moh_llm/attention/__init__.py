@@ -93,6 +93,9 @@ def interval_attention(
     `kinds` are the sorted ids of heads that are on for every token, and of those that are off for every token that
     `seen.all_on` does not name; None where this is not known.
     """
+    if not isinstance(key, torch.Tensor):  # what a cache that lays keys out in its own way gives in their place
+        more = {"kinds": kinds, "module": module, **kwargs}
+        return key.attend(interval_attention, query, first, seen, scaling, distant, dropout, **more)
     given = query, key, value, first, seen, scaling, distant, dropout
     choice = choose(*given, kinds=kinds)
     return choice.attention(*given) if choice.name == "reference" else choice.attention(*given, kinds=kinds)

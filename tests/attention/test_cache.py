@@ -1,10 +1,13 @@
 """The cache that drops what is not read gives what a dynamic cache gives, and is smaller."""
 
+import contextlib
+
 import pytest
 import torch
 from transformers import DynamicCache
 
-from moh_llm.modeling import MoHCache, cache_moh
+from moh_llm import MoHCache
+from moh_llm.attention import cache as cache_module
 
 WINDOW, SINKS = 8, 3
 GROUPS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
@@ -18,19 +21,21 @@ PLANS = {
     | {"num_shared_heads": 1, "num_active_heads": 2},
     "start": {"shared_heads": [[2, 3], []], "router_type": "none", "routing_granularity": "kv_group"}
     | {"num_shared_heads": [2, 0], "num_active_heads": [2, 0], "local_start": 16},
+    "no sinks": {"shared_heads": [[2, 3], []], "router_type": "none", "routing_granularity": "kv_group"}
+    | {"num_shared_heads": [2, 0], "num_active_heads": [2, 0], "local_sinks": 0},
     "all may be on": {"router_type": "linear", "num_shared_heads": 1, "num_active_heads": 2},
 }
 
 
 @pytest.fixture(autouse=True)
 def drop_soon(monkeypatch) -> None:
-    monkeypatch.setattr(cache_moh, "_MORE", 4)
-    monkeypatch.setattr(cache_moh, "_STEPS", 5)
+    monkeypatch.setattr(cache_module, "_MORE", 4)
+    monkeypatch.setattr(cache_module, "_STEPS", 5)
 
 
 @pytest.fixture
 def make(make_pair):
-    return lambda name: make_pair(dtype=torch.float64, **GROUPS, **LOCAL, **PLANS[name])[1]
+    return lambda name: make_pair(dtype=torch.float64, **GROUPS, **(LOCAL | PLANS[name]))[1]
 
 
 def draw(rows: int, length: int) -> torch.Tensor:
@@ -68,7 +73,7 @@ def test_generate_writes_the_same(make, name, how) -> None:
     rows = 1 if "prompt_lookup_num_tokens" in how else 2  # assisted decoding takes one
     given["attention_mask"] = given["attention_mask"][:rows]
     texts = []
-    for cache in (DynamicCache(config=moh.config), moh.make_cache()):
+    for cache in (DynamicCache(config=moh.config), MoHCache(moh.config)):
         torch.manual_seed(0)
         texts.append(moh.generate(draw(2, 30)[:rows], past_key_values=cache, pad_token_id=0, **given))
     assert texts[0].equal(texts[1])
@@ -96,7 +101,7 @@ def in_chunks(moh, ids: torch.Tensor, mask: torch.Tensor, chunks: list[int], cac
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("chunks", [[60, *[1] * 30], [30, 1, 1, 28, 30], [1] * 90])
+@pytest.mark.parametrize("chunks", [[60, *[1] * 30], [30, 1, 1, 28, 30]])
 def test_padding_between_tokens(make, name, chunks) -> None:
     """Turns of rows that are padded on the right, then more turns; a row that begins late; one of one token."""
     moh, ids, mask = make(name), draw(4, 90), torch.ones(4, 90, dtype=torch.long)
@@ -105,11 +110,36 @@ def test_padding_between_tokens(make, name, chunks) -> None:
     cache = MoHCache(moh.config)
     found = in_chunks(moh, ids, mask, chunks, cache)
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
-    if name == "fixed groups" and chunks[-1] == 1:  # it drops what is out of all windows, padding or not
-        more, ones = torch.cat([ids, draw(4, 60)], dim=1), torch.cat([mask, torch.ones_like(mask)], dim=1)
-        found = in_chunks(moh, more, ones, [1] * 60, cache)
-        assert cache.layers[0].begin > 100
-        torch.testing.assert_close(found, moh(more, attention_mask=ones[:, :150]).logits[:, 90:])
+    assert all(layer.begin == 0 for layer in cache.layers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PLANS)
+def test_any_mask_of_four_dims(make, name) -> None:
+    moh, ids = make(name), draw(2, 40)
+    mask = torch.rand(2, 1, 40, 40, generator=torch.Generator().manual_seed(0)) < 0.6
+    mask = mask.tril() | torch.eye(40, dtype=torch.bool)
+    cache, found = MoHCache(moh.config), []
+    for part in (slice(0, 30), slice(30, 31), slice(31, 32), slice(32, 40)):
+        found.append(moh(ids[:, part], attention_mask=mask[:, :, part, : part.stop], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(found, dim=1), moh(ids, attention_mask=mask).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PLANS)
+def test_rows_that_change_places(make, name) -> None:
+    """As in a search with beams, before and after tokens were dropped."""
+    moh, ids, mask = make(name), draw(2, 60), torch.ones(2, 60, dtype=torch.long)
+    mask[1, :6] = 0
+    cache, order = MoHCache(moh.config), torch.tensor([1, 0, 1, 1])
+    in_chunks(moh, ids, mask, [40, 5], cache)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 0, 2, 2]))
+    found = in_chunks(moh, ids[order], mask[order], [1] * 15, cache)
+    expected = moh(ids, attention_mask=mask).logits[order, 45:]
+    torch.testing.assert_close(found, expected)
+    cache.batch_select_indices(torch.tensor([1, 2]))
+    assert [layer.keys.shape[0] for layer in cache.layers] == [2, 2]
 
 
 @torch.no_grad()
@@ -161,8 +191,8 @@ def test_it_keeps_sinks_and_windows_of_groups_that_are_never_on(make) -> None:
     moh(draw(2, length), past_key_values=cache)
     for layer, kept in zip(cache.layers, ([1], []), strict=True):
         assert layer.keys.shape == layer.values.shape == (2, len(kept), length, 8)
-        assert [tensor.shape[1:3] for tensor in layer.recent] == [(3 - len(kept), WINDOW - 1 + 4)] * 2
-        assert all(tensor.shape[2] <= SINKS + WINDOW - 1 + 4 + 5 for tensor in layer._near_room)
+        near = layer._rooms[-1].states
+        assert [tensor.shape[1:3] for tensor in near] == [(3 - len(kept), SINKS + WINDOW - 1 + 4)] * 2
 
 
 @torch.no_grad()
@@ -184,16 +214,41 @@ def test_the_last_tokens_can_be_removed(make, name) -> None:
 
 def test_a_model_without_local_fallbacks_takes_it(make_pair) -> None:
     _, moh = make_pair(num_shared_heads=1, num_active_heads=2)
-    found = moh(draw(1, 30), past_key_values=moh.make_cache()).logits
+    found = moh(draw(1, 30), past_key_values=MoHCache(moh.config)).logits
     torch.testing.assert_close(found, moh(draw(1, 30)).logits)
 
 
 @torch.no_grad()
-def test_what_it_cannot_do_is_refused(make) -> None:
+@pytest.mark.parametrize("how", ["all heads on", "eager"])
+def test_where_all_keys_are_read_all_are_kept(make, how) -> None:
+    moh, ids = make("fixed groups").float(), draw(2, 60)
+    if how == "eager":
+        moh.set_attn_implementation("eager")
+    cache, all_on = MoHCache(moh.config), how == "all heads on"
+    with moh.all_heads_active() if all_on else contextlib.nullcontext():
+        expected = moh(ids).logits
+        found = in_chunks(moh, ids, torch.ones_like(ids), [50, 1, 9], cache)
+    torch.testing.assert_close(found, expected)
+    if all_on:
+        moh(draw(2, 10), past_key_values=cache)  # which drops them
+        with moh.all_heads_active(), pytest.raises(ValueError, match=r"dropped tokens.*use a DynamicCache"):
+            moh(draw(2, 1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_scores_of_a_router_are_not_asked_for_where_all_heads_read_keys_that_it_lacks(make) -> None:
     moh = make("fixed groups")
-    cache = MoHCache(moh.config)
+    moh.routers[0].register_forward_hook(lambda *given: None)
     with moh.all_heads_active(), pytest.raises(ValueError, match="lacks keys that all heads read; use a DynamicCache"):
-        moh(draw(1, 30), past_key_values=cache)
-    moh.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="'eager' does not work with a MoHCache; use 'sdpa'"):
         moh(draw(1, 30), past_key_values=MoHCache(moh.config))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["fixed groups", "routed", "start"])
+def test_generation_after_turns_of_different_lengths(make, name) -> None:
+    moh, ids, mask = make(name), draw(2, 30), torch.ones(2, 30, dtype=torch.long)
+    mask[0, 5:12], mask[1, :4], mask[1, 20:25] = 0, 0, 0
+    how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    together = moh.generate(ids, attention_mask=mask, past_key_values=MoHCache(moh.config), **how)[:, -8:]
+    for row, shown in enumerate(mask.bool()):
+        assert together[row].equal(moh.generate(ids[row, shown][None], **how)[0, -8:])

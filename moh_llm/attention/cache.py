@@ -1,0 +1,300 @@
+"""A cache that keeps only what is read: of key-value groups that no token can have on, the first tokens and the last.
+
+Shapes: B batch, T new tokens, S tokens, H query heads, KV key-value heads, D head size.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
+from moh_llm.modeling.interval_attention_moh import Distant
+from moh_llm.modeling.seen_moh import Seen
+
+DROPPED = "a MoHCache dropped tokens that attention_mask shows now; use a DynamicCache"
+_MORE = 64  # tokens beyond the window that are kept at least, so that as many can be cropped
+_STEPS = 256  # tokens after which older ones are dropped, and for which room is made, all at once
+
+
+class _Part(NamedTuple):
+    """Some of the heads: their ids, the keys and values `[B, groups, n, D]` of their groups, and what queries see."""
+
+    heads: list[int] | slice
+    keys: torch.Tensor
+    values: torch.Tensor
+    seen: Seen
+
+
+class SplitKeys(NamedTuple):
+    """What a `MoHCache` gives in place of keys: those of each part of the heads."""
+
+    parts: list[_Part]
+
+    def attend(
+        self,
+        attention: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        first: torch.Tensor,
+        seen: Seen,
+        scaling: float,
+        distant: Distant | None = None,
+        dropout: float = 0.0,
+        kinds: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """`interval_attention` `[B, T, H, D]` of these keys, by calls of `attention`, which is that of tensors."""
+        on, out = first <= seen.start, None
+        for heads, keys, values, own_seen in self.parts:
+            own_distant = None if distant is None else (distant[0][..., heads], distant[1][heads])
+            found = attention(
+                query[:, heads],
+                keys,
+                values,
+                own_seen.first(on[..., heads]),
+                own_seen,
+                scaling,
+                own_distant,
+                dropout,
+                kinds=None if kinds is None else _of_heads(kinds, heads, query.shape[1]),
+                **kwargs,
+            )
+            out = found.new_empty(*first.shape, found.shape[-1]) if out is None else out
+            out[:, :, heads] = found
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError("a MoHCache lacks keys that all heads read; use a DynamicCache")
+
+
+def _of_heads(
+    kinds: tuple[tuple[int, ...], tuple[int, ...]], heads: list[int] | slice, count: int
+) -> tuple[tuple[int, ...], ...]:
+    """The kinds of these heads alone, by their numbers among them."""
+    numbers = {head: number for number, head in enumerate(torch.arange(count)[heads].tolist())}
+    return tuple(tuple(numbers[head] for head in kind if head in numbers) for kind in kinds)
+
+
+def _as_slice(ids: list[int]) -> list[int] | slice:
+    """Ids as a slice, by which tensors are not copied, where they follow each other."""
+    found = slice(ids[0], ids[-1] + 1) if ids else slice(0, 0)
+    return found if ids == list(range(found.start, found.stop)) else ids
+
+
+class _Room:
+    """Keys and values `[B, groups, n, D]`, to which more are added without copying those that are there."""
+
+    def __init__(self, states: Sequence[torch.Tensor]):
+        self._room, self.length = list(states), states[0].shape[2]
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        return [room[:, :, : self.length] for room in self._room]
+
+    def append(self, new: Sequence[torch.Tensor]) -> None:
+        end = self.length + new[0].shape[2]
+        for number, (states, old) in enumerate(zip(new, self.states, strict=True)):
+            if self._room[number].shape[2] < end:
+                self._room[number] = states.new_empty(*states.shape[:2], end + _STEPS, states.shape[3])
+                self._room[number][:, :, : self.length] = old
+            self._room[number][:, :, self.length : end] = states
+        self.length = end
+
+    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._room = [change(states) for states in self.states]
+
+
+class MoHCacheLayer(DynamicLayer):
+    """Keys and values of one layer.
+
+    `keys` and `values` `[B, groups that may be on, S, D]` are what a dynamic cache has, but a step of decoding does not
+    copy them all. Of the other groups the layer keeps all tokens at first; later the `local_sinks` first ones of each
+    row's document, `local_window` last ones, and some more. `begin` is the first of those that are recent.
+    """
+
+    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+        super().__init__()
+        self.config, self.local_groups = config, config.local_groups(layer_idx)
+        kept = [group for group in range(config.num_key_value_heads) if group not in self.local_groups]
+        shared = config.num_attention_heads // config.num_key_value_heads
+        both = (kept, self.local_groups) if self.local_groups else (kept,)
+        self._groups = [_as_slice(groups) for groups in both] if self.local_groups else [slice(None)]
+        self._heads = [_as_slice([group * shared + n for group in groups for n in range(shared)]) for groups in both]
+        self._sinks = max(1, config.local_sinks)  # places before recent tokens, so that no window begins at the start
+        self._recent = max(config.local_window - 1, config.local_sinks) + _MORE  # tokens that are kept at least
+        self.reset()
+
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+        self._rooms: list[_Room] = []  # of the groups that may be on, and of the others
+        self.length = self.begin = 0
+        self._late = 0  # index of the token from which on no row has all heads on, when tokens were dropped last
+        self._starts: torch.Tensor | None = None  # index of the first token of rows' documents then, `[B or 1, 1, 1]`
+
+    def near_seen(self, seen: Seen | None) -> Seen | None:
+        """Which of the keys of groups that are never on queries see, given which of all keys they do.
+
+        None where they read all keys, as under masks with holes. Raises ValueError where some are not kept.
+        """
+        if seen is None or seen.visible is not None or self.config._attn_implementation == "eager":
+            return None
+        if not self.begin:
+            return seen
+        is_recent, moved = seen.start >= self.begin, self._sinks - self.begin
+        if not bool((is_recent | (seen.start == self._starts)).all()):
+            raise ValueError(DROPPED)
+        return seen._replace(
+            last=seen.last + moved,
+            start=torch.where(is_recent, seen.start + moved, 0),
+            near=seen.near + moved,
+            sink_end=torch.where(is_recent, seen.sink_end + moved, seen.sink_end - seen.start),
+            is_causal=False,
+        )
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        cache_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[SplitKeys, SplitKeys]:
+        """Add keys and values `[B, KV, T, D]`; returns those of all tokens, or in their place twice a `SplitKeys`.
+
+        Args:
+            key_states, value_states: of the new tokens.
+            cache_kwargs: `seen`, which keys they see; `near_seen`, what the method of that name gives for it; and
+                `all_on`, whether they have all heads on, so that they read all keys.
+        """
+        given = cache_kwargs or {}
+        seen, near_seen = given.get("seen"), given.get("near_seen")
+        reads_all = near_seen is None or given["all_on"]
+        if self.local_groups:
+            if key_states.shape[1] != self.config.num_key_value_heads:
+                raise ValueError("a MoHCache does not work with tensor parallelism; use a DynamicCache")
+            if reads_all and self.begin:
+                raise ValueError(DROPPED)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new = [(key_states[:, groups], value_states[:, groups]) for groups in self._groups]
+        if self._rooms:
+            for room, states in zip(self._rooms, new, strict=True):
+                room.append(states)
+        else:
+            self._rooms = [_Room(states) for states in new]
+        self.length += key_states.shape[2]
+        found = [room.states for room in self._rooms]
+        self.keys, self.values = found[0]
+        if not self.local_groups:
+            return self.keys, self.values
+        if reads_all:
+            return tuple(self._of_all_groups(tensors) for tensors in zip(*found, strict=True))
+        parts = zip(self._heads, *zip(*found, strict=True), (seen, near_seen), strict=True)
+        split = SplitKeys([_Part(*part) for part in parts if part[1].shape[1]])
+        self._drop(seen)
+        return split, split
+
+    def _of_all_groups(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Keys or values of all groups, given those of each kind."""
+        whole = parts[0].new_empty(len(parts[0]), self.config.num_key_value_heads, *parts[0].shape[2:])
+        for groups, states in zip(self._groups, parts, strict=True):
+            whole[:, groups] = states
+        return whole
+
+    def _drop(self, seen: Seen) -> None:
+        """Drop tokens that no later pass reads, of groups that are never on, if it is worth it."""
+        begin = self.length - self._recent
+        if begin - self.begin <= _STEPS:
+            return
+        start = seen.start[:, -1:]
+        latest = int(start.max())
+        late = latest + self.config.all_heads_until
+        if begin < latest + self._sinks or self.length < late:
+            return
+        moved = self._sinks - self.begin if self.begin else 0
+        slots = torch.arange(self._sinks, device=start.device)
+        index = (start + slots + moved)[:, 0]  # [B or 1, sinks]
+        index = torch.where(start[:, 0] >= self.begin, index, slots)[:, None, :, None]
+        kept = []
+        for states in self._rooms[-1].states:
+            sinks = states.gather(2, index.expand(*states.shape[:2], -1, states.shape[3]))
+            kept.append(torch.cat([sinks, states[:, :, begin + moved :]], dim=2))
+        self._rooms[-1] = _Room(kept)
+        self.begin, self._late, self._starts = begin, late, start
+
+    def get_seq_length(self) -> int:
+        """Number of tokens that the layer was given."""
+        return self.length
+
+    def crop(self, max_length: int) -> None:
+        """Remove the last tokens: as many as a negative number says, or so that `max_length` are left.
+
+        Raises:
+            ValueError: earlier ones would be needed, which are not kept.
+        """
+        left = self.length + max_length if max_length <= 0 else max_length
+        if left >= self.length:
+            return
+        if self.begin and (left - self.begin < self.config.local_window - 1 or left < self._late):
+            raise ValueError(
+                f"{self.length - left} tokens cannot be removed from the cache: of groups that are never on only the "
+                f"last {self.length - self.begin} are kept; use a DynamicCache"
+            )
+        for room in self._rooms:
+            room.length -= self.length - left
+        self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
+        self.length = left
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if not self.is_initialized:
+            return
+        for room in self._rooms:
+            room.change(change)
+        self.keys, self.values = change(self.keys), change(self.values)
+        if self._starts is not None and len(self._starts) > 1:  # else it is the same for all rows
+            self._starts = change(self._starts)
+
+    def offload(self) -> None:
+        self._each(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._each(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._each(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._each(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._each(lambda tensor: tensor[indices])
+
+
+class MoHCache(Cache):
+    """A cache for `generate` and `forward` (`past_key_values`) in place of a `DynamicCache`: `MoHCache(model.config)`.
+
+    A step of decoding does not copy the keys and values of all steps before. It is smaller where whole key-value groups
+    are never on, which plans of whole groups have (`routing_granularity="kv_group"`), and those without a router. Under
+    a mask that hides tokens between others nothing is dropped.
+    """
+
+    def __init__(self, config: MoHLlamaConfig):
+        super().__init__(layers=[MoHCacheLayer(config, index) for index in range(config.num_hidden_layers)])
+        self._sees: tuple[Seen | None, Seen | None] = None, None  # of this pass, the same for all layers
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        cache_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[SplitKeys, SplitKeys]:
+        """`MoHCacheLayer.update` of a layer; `cache_kwargs` has its arguments `seen` and `all_on`."""
+        layer, given = self.layers[layer_idx], cache_kwargs or {}
+        if layer.local_groups:
+            if self._sees[0] is not given.get("seen"):
+                self._sees = given["seen"], layer.near_seen(given["seen"])
+            given = {**given, "near_seen": self._sees[1]}
+        return super().update(key_states, value_states, layer_idx, given)

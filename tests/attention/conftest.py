@@ -1,0 +1,3 @@
+"""Pairs of models."""
+
+from pairs import make_pair  # noqa: F401
