@@ -41,6 +41,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from moh_llm import MoHCache
 from moh_llm.conversion.attention_time import attention_clock, now
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
