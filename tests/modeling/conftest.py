@@ -1,8 +1,18 @@
-"""Pairs of models, and ids for them."""
+"""Pairs of a dense model and the MoH model with the same weights."""
 
 import pytest
 import torch
 from pairs import make_pair  # noqa: F401
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import moh_llm.attention  # noqa: F401 (which registers what the fixture `reference` takes away)
+from moh_llm.modeling.interval_attention_moh import NAME
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models attend by the files that travel alone, as where MoH-LLM is not installed."""
+    monkeypatch.delitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, raising=False)
 
 
 @pytest.fixture

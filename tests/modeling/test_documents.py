@@ -5,12 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from moh_llm.modeling.documents_moh import document_starts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.masking_utils import create_causal_mask
 
-from moh_llm.kernels.head_sparse import first_seen
+from moh_llm.modeling.seen_moh import document_starts, paged_keys
 from tests.modeling import naive
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
@@ -22,11 +21,6 @@ LENGTHS = [24, 17, 1, 0]
 @pytest.fixture(params=[{}, LOCAL, START], ids=["value", "local", "start"])
 def plan(request) -> dict:
     return PLAN | request.param
-
-
-def device_of(implementation: str) -> str:
-    """Where a model runs: kernels on a CUDA device if there is one, else in Triton's interpreter."""
-    return "cuda" if implementation == "moh_sparse" and torch.cuda.is_available() else "cpu"
 
 
 def padded_rows(ids: torch.Tensor, side: str) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
@@ -59,49 +53,38 @@ def check_rows(moh, got: torch.Tensor, ids: torch.Tensor, places: list[slice]) -
     [
         *(("sdpa", {"num_key_value_heads": 1}), ("sdpa", {"num_key_value_heads": 4, "head_fallback": "none"})),
         *(("sdpa", {}), ("eager", {}), ("sdpa", LOCAL), ("eager", LOCAL), ("sdpa", START), ("eager", START)),
-        *(pytest.param("moh_sparse", fields, marks=pytest.mark.slow) for fields in ({}, LOCAL, START)),
     ],
     ids=str,
 )
 def test_padded_rows_are_the_rows_alone(make_pair, ids, implementation, fields):
-    if implementation == "moh_sparse":
-        pytest.importorskip("triton")
     # Eager attention has its softmax in float32, where float64's masks overflow; LLaMA gives NaN there, too.
     dtype = torch.float64 if implementation == "sdpa" else torch.float32
     _, moh = make_pair(attn_implementation=implementation, dtype=dtype, **PLAN | fields)
-    device = device_of(implementation)
-    embed = moh.to(device).get_input_embeddings()
+    embed = moh.get_input_embeddings()
     with torch.no_grad():
-        for side in ("left", "right") if implementation != "moh_sparse" else ("left",):
+        for side in ("left", "right"):
             padded, mask, places = padded_rows(ids, side)
-            padded, mask = padded.to(device), mask.to(device)
             counted = (mask.cumsum(1) - 1).clamp_min(0)
             calls = {
                 "mask": {"attention_mask": mask},
                 "positions": {"attention_mask": mask, "position_ids": counted},
                 "shifted": {"attention_mask": mask, "position_ids": counted + 9, "use_cache": False},
             }
-            if implementation != "moh_sparse":
-                whole = four_dims(mask, None if implementation == "sdpa" else dtype)
-                calls["4 dims"] = {"attention_mask": whole, "use_cache": False}
-                calls["embeds"] = {"attention_mask": mask.bool(), "inputs_embeds": embed(padded), "input_ids": None}
+            whole = four_dims(mask, None if implementation == "sdpa" else dtype)
+            calls["4 dims"] = {"attention_mask": whole, "use_cache": False}
+            calls["embeds"] = {"attention_mask": mask.bool(), "inputs_embeds": embed(padded), "input_ids": None}
             for arguments in calls.values():
                 check_rows(moh, moh(**{"input_ids": padded} | arguments).logits, ids, places)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", pytest.param("moh_sparse", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_packed_documents_are_the_documents_alone_wherever_their_positions_begin(make_pair, plan, ids, implementation):
-    if implementation == "moh_sparse":
-        pytest.importorskip("triton")
-    dtype = torch.float32 if implementation == "moh_sparse" else torch.float64
-    _, moh = make_pair(attn_implementation=implementation, dtype=dtype, **plan)
-    device = device_of(implementation)
-    packed = torch.cat([ids[row, :length] for row, length in enumerate(LENGTHS[:3])])[None].to(device)
-    moh.to(device)
+    _, moh = make_pair(attn_implementation=implementation, dtype=torch.float64, **plan)
+    packed = torch.cat([ids[row, :length] for row, length in enumerate(LENGTHS[:3])])[None]
     for starts in ([0, 0, 0], [3, 50, 7]):
         positions = torch.cat([torch.arange(s, s + length) for s, length in zip(starts, LENGTHS, strict=False)])[None]
         with torch.no_grad():
-            got = moh(packed, position_ids=positions.to(device), use_cache=False).logits[0]
+            got = moh(packed, position_ids=positions, use_cache=False).logits[0]
         check_rows(moh, torch.stack([got, got, got]), ids, [slice(0, 24), slice(24, 41), slice(41, 42)])
 
 
@@ -199,8 +182,8 @@ def test_first_tokens_are_those_that_transformers_masks_show_themselves_only():
             got = first_tokens(inputs, whole, positions, past, False, implementation).expand_as(expected)
             assert torch.equal(got & real, expected & real), case
             if mask is None and past is None:
-                seen_from = visible.int().argmax(-1).to(torch.int32)
-                assert torch.equal(first_seen(expected), seen_from)
+                _, starts = document_starts(inputs, mask, positions, past, False, implementation)
+                assert torch.equal(starts.expand_as(expected), visible.int().argmax(-1))
         seen.add((mask is None, past is None, positions is None, bool(expected[:, 1:].any())))
     assert len(seen) >= 12  # of what is drawn each kind came
 
@@ -215,7 +198,6 @@ def test_first_tokens_are_those_that_transformers_masks_show_themselves_only():
         (2, True, {"implementation": "flash_attention_2"}, [0]),
         # Where keys are kept elsewhere: a chunk, a new request, two that decode.
         (1, False, {"implementation": "an engine's"}, [2]),
-        (1, False, {"implementation": "sdpa", "paged": True}, [2]),
     ],
 )
 def test_what_tells_documents_apart(rows, use_cache, how, expected):
@@ -224,11 +206,15 @@ def test_what_tells_documents_apart(rows, use_cache, how, expected):
     assert got.nonzero()[:, 1].tolist() == expected
 
 
-def test_a_paged_caches_mask_does_not_tell_documents_apart():
-    """It has the keys of all requests side by side, and for a step of decoding one query."""
-    mask = torch.ones(1, 1, 1, 6, dtype=torch.bool)
-    got = first_tokens(torch.zeros(1, 1), mask, torch.tensor([[5]]), None, False, "sdpa", paged=True)
-    assert got.tolist() == [[False]]
+def test_a_paged_cache_has_the_keys_of_all_requests_side_by_side():
+    """A chunk of one request, a step of another one, and the first token of a third; then padding."""
+    positions = torch.tensor([[4, 5, 9, 0, 0, 0]])
+    seen = paged_keys(positions, torch.tensor([0, 2, 3, 4]), torch.tensor([0, 6, 16, 17]), 3, 1)
+    assert seen.start[0, :4, 0].tolist() == [0, 0, 6, 16]
+    assert seen.last[0, :4, 0].tolist() == [4, 5, 15, 16]
+    assert seen.near[0, :4, 0].tolist() == [2, 3, 13, 16]
+    assert seen.hidden[0, :3, 0].tolist() == [1, 2, 6] and seen.hidden[0, 3, 0] <= 0
+    assert not seen.is_consecutive and not seen.is_causal
 
 
 def test_nothing_waits_for_the_device():
@@ -242,4 +228,4 @@ def test_nothing_waits_for_the_device():
                 for tensor in (case["inputs"], case["mask"], case["positions"])
             )
             for implementation in ("sdpa", "flash_attention_2", "an engine's"):
-                first_seen(first_tokens(inputs, mask, positions, case["past"], False, implementation))
+                first_tokens(inputs, mask, positions, case["past"], False, implementation)

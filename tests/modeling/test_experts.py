@@ -131,14 +131,11 @@ def test_its_format_is_one_that_older_code_refuses():
         MoHLlamaConfig(**SIZES | {"num_experts_per_tok": 5})
 
 
-def test_kernels_of_attention_run_beside_experts(ids):
-    pytest.importorskip("triton")
+def test_eager_attention_beside_experts(ids):
     _, moh = make_pair(**ROUTED)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    moh, ids = moh.to(device), ids.to(device)
     with torch.no_grad():
         expected = moh(ids, use_cache=False).logits
-        moh.set_attn_implementation("moh_sparse")
+        moh.set_attn_implementation("eager")
         torch.testing.assert_close(moh(ids, use_cache=False).logits, expected, atol=1e-4, rtol=1e-4)
 
 

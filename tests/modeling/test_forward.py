@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moh_llm.modeling import attention_moh, computed_heads_moh, selected_attention_moh
+from moh_llm.modeling import interval_attention_moh
 from tests.modeling import naive
 
 
@@ -66,16 +66,18 @@ def test_logits_are_those_of_the_naive_loop(make_pair, ids, name, implementation
         np.testing.assert_allclose(got[row], naive.logits(moh.config, weights, sequence), atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("reference")
 @pytest.mark.parametrize("name", PLANS)
-def test_selected_queries_are_those_of_the_naive_loop(make_pair, ids, name, monkeypatch):
-    monkeypatch.setattr(attention_moh, "is_faster", lambda gate, keys: True)
-    monkeypatch.setattr(selected_attention_moh, "_BLOCK", 8)
+def test_the_reference_in_blocks_of_queries_is_the_naive_loop(make_pair, ids, name, monkeypatch):
+    for size in ("_ROWS", "_BLOCK"):
+        monkeypatch.setattr(interval_attention_moh, size, 8)
     _, moh = make_pair(dtype=torch.float64, **PLANS[name])
     weights = {name: tensor.numpy() for name, tensor in moh.state_dict().items()}
-    with torch.no_grad():
-        got = moh(ids).logits.numpy()
-    for row, sequence in enumerate(ids.numpy()):
-        np.testing.assert_allclose(got[row], naive.logits(moh.config, weights, sequence), atol=1e-4, rtol=1e-5)
+    expected = [naive.logits(moh.config, weights, sequence) for sequence in ids.numpy()]
+    for with_gradients in (False, True):  # which are other paths
+        with torch.set_grad_enabled(with_gradients):
+            got = moh(ids).logits.detach().numpy()
+        np.testing.assert_allclose(got, np.stack(expected), atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["local, fixed", "local, mixed", "threshold, mixed"])
@@ -185,30 +187,8 @@ def test_a_documents_first_tokens_are_the_base(make_pair, ids, dtype, implementa
     with torch.no_grad():
         expected, got = dense(ids).logits, moh(ids).logits
         assert torch.equal(moh(ids[:, :12]).logits, dense(ids[:, :12]).logits)
-    if "local_start" not in routing:  # no head is skipped for the others
-        assert torch.equal(got[:, :12], expected[:, :12])
     torch.testing.assert_close(got[:, :12], expected[:, :12])
     assert not torch.isclose(got[:, 12:], expected[:, 12:]).all(-1).any()
-
-
-@pytest.mark.parametrize("name", [name for name in PLANS if "start" in name])
-def test_heads_that_are_computed_for_first_tokens_only_have_the_gradients_of_all(make_pair, ids, name, monkeypatch):
-    _, moh = make_pair(dtype=torch.float64, **PLANS[name])
-    kinds, gradients = [], []
-    for skips in (True, False):
-        if not skips:
-            monkeypatch.setattr(attention_moh.MoHLlamaAttention, "_skips_heads", lambda *args: False)
-        compute = computed_heads_moh.of_early_queries
-        monkeypatch.setattr(
-            attention_moh,
-            "of_early_queries",
-            lambda *args, compute=compute, skips=skips, **kwargs: (kinds.append(skips), compute(*args, **kwargs))[1],
-        )
-        moh.zero_grad()
-        moh(ids, labels=ids, output_router_logits=False).loss.backward()
-        gradients.append({name: tensor.grad for name, tensor in moh.named_parameters() if tensor.grad is not None})
-    assert kinds == [True] * 2  # both layers
-    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if "local" in name])

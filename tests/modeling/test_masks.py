@@ -1,6 +1,5 @@
 """Every mask that LLaMA takes: with all heads on LLaMA's result, else the naive loop's over keys that are visible."""
 
-import importlib
 import itertools
 from collections.abc import Callable
 
@@ -230,7 +229,6 @@ def test_with_all_heads_on_every_mask_is_the_bases(make, ids, name, implementati
         {"prefill_chunk_size": 5},
         {"num_beams": 2},
         {"cache_implementation": "static", "disable_compile": True},
-        {"moh": True},
     ],
     ids=str,
 )
@@ -239,9 +237,7 @@ def test_generation_after_turns_of_different_lengths(make, ids, name, settings):
     common = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     rows = [0, 1, 4, 5, 7]
     mask, ids = padding()[rows], ids[rows]
-    settings = dict(settings)
-    more = {"past_key_values": moh.make_cache()} if settings.pop("moh", False) else {}
-    together = moh.generate(ids, attention_mask=mask, **common, **settings, **more)[:, -6:]
+    together = moh.generate(ids, attention_mask=mask, **common, **settings)[:, -6:]
     settings = {key: value for key, value in settings.items() if key == "num_beams"}
     for row, shown in enumerate(mask.bool()):
         alone = moh.generate(ids[row, shown][None], **common, **settings)[0, -6:]
@@ -344,26 +340,6 @@ def test_compiled_and_exported(make, ids, name):
     check(compiled(ids, **given | {"attention_mask": causal(mask)[:, None]}).logits, expected)
     exported = torch.export.export(moh, (ids,), given, strict=False).module()
     check(exported(ids, **given).logits, expected)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["value", "local", "start"])
-def test_moh_sparse(make, ids, name):
-    """The kernels of MoH-LLM, in Triton's interpreter where there is no CUDA device."""
-    pytest.importorskip("triton")
-    importlib.import_module("moh_llm.kernels")  # which registers it
-    _, moh = make(name, attn_implementation="moh_sparse")
-    mask, positions = padding()[4:7], counted(padding())[4:7]
-    expected = loop(moh, ids[4:7], positions, causal(mask))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    moh.to(device)
-    given = {"attention_mask": mask.to(device), "position_ids": positions.to(device)}
-    check(moh(ids[4:7].to(device), **given).logits.cpu(), expected)
-    cache = DynamicCache(config=moh.config)
-    check(in_chunks(moh, ids[4:7].to(device), mask.to(device), [20, 3, 1], cache).cpu(), expected)
-    with pytest.raises(ValueError, match="takes a mask of padding"):
-        moh(ids[4:7].to(device), attention_mask=causal(mask)[:, None].to(device))
 
 
 @torch.no_grad()

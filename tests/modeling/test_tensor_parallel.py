@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.modeling.routing_moh import HeadShard
+from moh_llm.modeling.routing_moh import HeadShard, MoHRouter
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
@@ -124,4 +124,8 @@ def test_key_value_heads_that_do_not_divide_are_refused(make_pair) -> None:
 def test_a_shard_takes_its_heads() -> None:
     shard = HeadShard(4, 2, None)
     assert shard.take(torch.arange(8)).tolist() == [4, 5]
-    assert shard.own(torch.tensor([7, 5, 0, 4])).tolist() == [1, 0]
+    plan = LOCAL | {"router_type": "threshold", "num_shared_heads": 2, "num_active_heads": 4}
+    sizes = {"hidden_size": 32, "num_attention_heads": 8, "num_hidden_layers": 1}
+    router = MoHRouter(MoHLlamaConfig(**sizes, **plan, shared_heads=[[3, 5]], local_heads=[[0, 4]]), 0)
+    assert router.kinds() == ((3, 5), (0, 4))
+    assert router.kinds(shard) == ((1,), (0,))  # by their numbers there
