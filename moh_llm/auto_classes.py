@@ -3,7 +3,7 @@
 `moh_llm.modeling` and `moh_llm.attention` register themselves, but take seconds to import, since they need torch; and
 they cannot be imported while transformers is in the middle of importing its own models. So transformers' list of
 configurations gets an entry that imports the one when a MoH model is first asked for, and its list of attention
-functions one that imports the other when a MoH layer first attends. The lists are found whichever of the two packages
+functions one that imports the other. The lists are found whichever of the two packages
 is imported first.
 """
 
@@ -28,7 +28,6 @@ class _Configurations(dict[str, Any]):
     def __getitem__(self, model_type: str) -> Any:
         if model_type == MODEL_TYPE and not super().__contains__(model_type):
             importlib.import_module("moh_llm.modeling")  # which registers configuration and models
-            importlib.import_module("moh_llm.attention")
         return super().__getitem__(model_type)
 
 
@@ -59,7 +58,7 @@ class _Finder(MetaPathFinder):
 
 def register_with_transformers() -> None:
     """Add the entries now if transformers has loaded its lists, else when it does."""
-    for name, add in ((_LIST, _add_entry), (_FUNCTIONS, _add_attention)):
+    for name, add in ((_LIST, _add_entry), (_FUNCTIONS, _add_attention), ("moh_llm.modeling", _load_attention)):
         if name in sys.modules:
             add(sys.modules[name])
         else:
@@ -73,6 +72,10 @@ def _add_entry(module: ModuleType) -> None:
 
 def _add_attention(module: ModuleType) -> None:
     module.AttentionInterface.register("moh_interval", _attend)
+
+
+def _load_attention(module: ModuleType) -> None:
+    importlib.import_module("moh_llm.attention")  # not when a layer first attends: compiled code cannot import
 
 
 def _attend(*given: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Configuration of Mixture-of-Head (MoH) LLaMA models."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from transformers import LlamaConfig
 from transformers.utils.versions import require_version
@@ -177,91 +177,70 @@ class MoHLlamaConfig(LlamaConfig):
 
     def validate_head_plan(self) -> None:
         """Raise `ValueError` unless every layer's head plan can be followed."""
-        if not 1 <= self.moh_format <= FORMAT:
-            raise ValueError(
-                f"moh_format={self.moh_format}: this code reads formats up to {FORMAT}; load the model with "
-                "trust_remote_code=True, by the code beside it, or pip install -U moh-llm"
-            )
-        heads, layers, group_size = self.num_attention_heads, self.num_hidden_layers, self.heads_per_group
+        for is_kept, rule in self._rules():
+            if not is_kept:
+                raise ValueError(rule)
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        """Whether each rule is kept, and what it says. Later rules rely on earlier ones."""
+        heads, layers, size = self.num_attention_heads, self.num_hidden_layers, self.heads_per_group
+        yield (
+            1 <= self.moh_format <= FORMAT,
+            f"moh_format={self.moh_format}: this code reads formats up to {FORMAT}; load the model with "
+            "trust_remote_code=True, by the code beside it, or pip install -U moh-llm",
+        )
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
-        if self.head_fallback != "none" and self.router_score != "quantized":
-            raise ValueError(f"head_fallback={self.head_fallback!r} needs router_score='quantized': a gate of 0 or 1")
-        for name in ("num_shared_heads", "num_active_heads", "shared_heads"):
-            if len(self._per_layer(name)) != layers:
-                raise ValueError(f"{name} has {len(self._per_layer(name))} entries for num_hidden_layers={layers}")
+            value = getattr(self, name)
+            yield value in choices, f"{name}={value!r} must be one of {', '.join(choices)}"
+        is_local, fallback = self.head_fallback == "local", f"head_fallback={self.head_fallback!r}"
+        is_quantized = self.head_fallback == "none" or self.router_score == "quantized"
+        yield is_quantized, f"{fallback} needs router_score='quantized': a gate of 0 or 1"
+        chosen, experts = self.num_experts_per_tok, self.num_local_experts
+        yield (
+            not experts or 1 <= chosen <= experts,
+            f"num_experts_per_tok={chosen} must lie between 1 and num_local_experts={experts}",
+        )
+        yield (
+            self.local_window >= 1 and min(self.local_sinks, self.local_start) >= 0,
+            f"local_window={self.local_window} must be at least 1, local_sinks={self.local_sinks} and "
+            f"local_start={self.local_start} at least 0",
+        )
+        yield self.local_heads is None or is_local, "local_heads needs head_fallback='local'"
+        for name in ("num_shared_heads", "num_active_heads", "shared_heads", "local_heads"):
+            count = len(self._per_layer(name))
+            yield count == layers, f"{name} has {count} entries for num_hidden_layers={layers}"
+        for layer in range(layers):
+            for is_kept, rule in self._rules_of_layer(layer, heads, size, is_local):
+                yield is_kept, f"{rule} (layer {layer})"
 
-        if self.num_local_experts and not 1 <= self.num_experts_per_tok <= self.num_local_experts:
-            raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok} must lie between 1 and "
-                f"num_local_experts={self.num_local_experts}"
-            )
-        self._validate_local_heads()
-        counts = zip(self._per_layer("num_shared_heads"), self._per_layer("num_active_heads"), strict=True)
-        for layer, (shared, active) in enumerate(counts):
-            if not 0 <= shared <= heads:
-                raise ValueError(
-                    f"num_shared_heads={shared} must lie between 0 and num_attention_heads={heads} (layer {layer})"
-                )
-            least = shared if self.head_fallback == "local" else max(shared, 1)
-            if not least <= active <= heads:
-                raise ValueError(
-                    f"num_active_heads={active} must lie between {'num_shared_heads=' if shared else ''}"
-                    f"{least} and num_attention_heads={heads} (layer {layer})"
-                )
-            if self.router_type == "none" and active != shared:
-                raise ValueError(
-                    f"num_active_heads={active} must be num_shared_heads={shared} with router_type='none' "
-                    f"(layer {layer})"
-                )
-            if self.router_type == "two_stage" and not 0 < shared < heads:
-                raise ValueError(
-                    f"num_shared_heads={shared}: a two_stage router needs at least one shared and one routed head "
-                    f"of num_attention_heads={heads} (layer {layer})"
-                )
-            if self.shared_heads is not None:
-                ids = self.shared_heads[layer]
-                if len(ids) != shared or len(set(ids)) != shared or not all(0 <= i < heads for i in ids):
-                    raise ValueError(
-                        f"shared_heads={ids} must be {shared} different head ids below "
-                        f"num_attention_heads={heads} (layer {layer})"
-                    )
-            rule = f"whole key-value groups of {group_size} heads, for routing_granularity='kv_group' (layer {layer})"
-            for name, count in (("num_shared_heads", shared), ("num_active_heads", active)):
-                if count % group_size:
-                    raise ValueError(f"{name}={count} must be {rule}")
-            lists = {"shared_heads": self.shared_heads_per_layer, "local_heads": self.local_heads_per_layer}
-            for name, ids in ((name, lists[name][layer]) for name in lists):
-                if ids != [head for head in range(heads) if head - head % group_size in ids]:
-                    raise ValueError(f"{name}={ids} must be {rule}")
-
-    def _validate_local_heads(self) -> None:
-        """Raise `ValueError` unless what belongs to local fallbacks goes together."""
-        if self.local_window < 1 or min(self.local_sinks, self.local_start) < 0:
-            raise ValueError(
-                f"local_window={self.local_window} must be at least 1, local_sinks={self.local_sinks} and "
-                f"local_start={self.local_start} at least 0"
-            )
-        if self.local_heads is None:
-            return
-        heads, layers = self.num_attention_heads, self.num_hidden_layers
-        if self.head_fallback != "local":
-            raise ValueError("local_heads needs head_fallback='local'")
-        if len(self.local_heads) != layers:
-            raise ValueError(f"local_heads has {len(self.local_heads)} entries for num_hidden_layers={layers}")
-        active = self.active_heads_per_layer
-        for layer, (local, shared) in enumerate(zip(self.local_heads, self.shared_heads_per_layer, strict=True)):
-            if len({*local}) != len(local) or not {*local} <= {*range(heads)} - {*shared}:
-                raise ValueError(
-                    f"local_heads={local} must be different head ids below num_attention_heads={heads} that are not "
-                    f"shared (layer {layer})"
-                )
-            if active[layer] > heads - len(local):
-                raise ValueError(
-                    f"num_active_heads={active[layer]} must not exceed the {heads - len(local)} heads that are not in "
-                    f"local_heads (layer {layer})"
-                )
+    def _rules_of_layer(self, layer: int, heads: int, size: int, is_local: bool) -> Iterator[tuple[bool, str]]:
+        """`_rules` of one layer."""
+        shared, active = (self._per_layer(name)[layer] for name in ("num_shared_heads", "num_active_heads"))
+        local = self.local_heads_per_layer[layer]
+        of_all, router = f"num_attention_heads={heads}", f"router_type={self.router_type!r}"
+        yield 0 <= shared <= heads, f"num_shared_heads={shared} must lie between 0 and {of_all}"
+        if self.shared_heads is not None:
+            ids = self.shared_heads[layer]
+            is_set = len(ids) == len({*ids}) == shared and {*ids} <= {*range(heads)}
+            yield is_set, f"shared_heads={ids} must be {shared} different head ids below {of_all}"
+        others = {*range(heads)} - {*self.shared_heads_per_layer[layer]}
+        is_set = len({*local}) == len(local) and {*local} <= others
+        yield is_set, f"local_heads={local} must be different head ids below {of_all} that are not shared"
+        least = shared if is_local else max(shared, 1)
+        name = "num_shared_heads=" if shared else ""
+        yield least <= active <= heads, f"num_active_heads={active} must lie between {name}{least} and {of_all}"
+        most = heads - len(local)
+        yield active <= most, f"num_active_heads={active} must not exceed the {most} heads that are not in local_heads"
+        is_kept = self.router_type != "none" or active == shared
+        yield is_kept, f"num_active_heads={active} must be num_shared_heads={shared} with {router}"
+        is_kept = self.router_type != "two_stage" or 0 < shared < heads
+        yield is_kept, f"num_shared_heads={shared}: {router} needs a shared and a routed head of {of_all}"
+        groups = f"whole key-value groups of {size} heads, for routing_granularity='kv_group'"
+        for name, count in (("num_shared_heads", shared), ("num_active_heads", active)):
+            yield count % size == 0, f"{name}={count} must be {groups}"
+        for name, ids in (("shared_heads", self.shared_heads_per_layer[layer]), ("local_heads", local)):
+            is_whole = ids == [head for head in range(heads) if head - head % size in ids]
+            yield is_whole, f"{name}={ids} must be {groups}"
 
 
 __all__ = ["MoHLlamaConfig"]

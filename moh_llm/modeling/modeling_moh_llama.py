@@ -63,10 +63,9 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         return [layer.self_attn.router for layer in model.layers]
 
     def set_active_heads(self, num_active_heads: int | Sequence[int] | None) -> None:
-        """Change how many heads a token uses, shared + Top-K, until the next call; the config keeps its numbers.
+        """Change how many heads a token uses (shared + Top-K), in all layers or per layer; None: the config's number.
 
-        One number for all layers or one per layer; `None` goes back to the config's. Raises ValueError for a number
-        below a layer's shared heads, above its heads, or not of whole groups.
+        Raises ValueError for a number below a layer's shared heads, above its heads, or not of whole groups.
         """
         if num_active_heads is None:
             num_active_heads = self.config.active_heads_per_layer
@@ -84,17 +83,14 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """Which heads each token has on, bool `[B, layers, T, H]`, from one forward pass of the decoder.
+        """Which heads each token has on, bool `[B, layers, T, H]`, by one forward pass of the decoder.
 
-        It is what the gates of the attention layers are made of: shared heads are on, those that are never on are off,
-        and a document's first tokens have all heads on with local fallbacks. Padding has entries, too, which mean
-        nothing. Arguments are those of `forward`, `past_key_values` included; without a mask documents begin where
-        `position_ids` restart.
+        The entries of padding mean nothing. Without a mask documents begin where `position_ids` restart.
         """
         found: list[torch.Tensor] = []
 
         def keep(router: MoHRouter, args: tuple, output: tuple) -> None:
-            found.append(router.heads_on(output[0], *args[2:]).to(input_ids.device))
+            found.append((output[1] != 0).to(input_ids.device))
 
         handles = [router.register_forward_hook(keep) for router in self.routers]
         try:
@@ -106,13 +102,11 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         return torch.stack(found, dim=1)
 
     def set_gate_gradient(self, kind: str) -> None:
-        """Set which gradient the gate of a routed head gets in training where routers are trained.
+        """Set how the gate's gradient <dO, H - S> is computed, of a head's output H and its fallback S.
 
-        It is the product of the output's gradient with H - S, what a head gives and what its fallback does. A step
-        computes one of both; the other one is computed without gradients of its own. `"exact"` (default): of every head
-        and token. `"sampled"`: of all heads that are on, and of one sixteenth of those that are off, which count
-        sixteen times: unbiased, and cheaper. `"none"`: routers learn from their own losses alone. Raises ValueError for
-        another word. Frozen routers cost nothing in any of them.
+        The forward pass computes one of both. `"exact"` (default) computes the other one, too, without gradients of its
+        own. `"sampled"` computes H of one sixteenth of the heads that are off, which count sixteen times: unbiased, and
+        cheaper. `"none"` leaves the gradient out. Frozen routers cost nothing. Raises ValueError for another word.
         """
         if kind not in GATE_GRADIENTS:
             raise ValueError(f"gate_gradient={kind!r} must be one of {', '.join(GATE_GRADIENTS)}")
@@ -157,19 +151,10 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
     ) -> BaseModelOutputWithPast | tuple:
         """Hidden states `[B, T, C]` of LLaMA's arguments."""
         inputs = input_ids if inputs_embeds is None else inputs_embeds
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
         if inputs is not None and kwargs.get("seen") is None:
-            kwargs["seen"] = self._seen(
-                inputs, attention_mask, position_ids, past_key_values, bool(use_cache), **kwargs
-            )
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+            kwargs["seen"] = self._seen(inputs, use_cache=bool(use_cache), **given, **kwargs)
+        return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, use_cache=use_cache, **given, **kwargs)
 
     def _seen(
         self,
@@ -236,13 +221,11 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
     ) -> MoeCausalLMOutputWithPast:
         """Logits `[B, T, V]` and, as asked for, the loss, the load-balance loss and router logits.
 
-        Arguments are those of `LlamaForCausalLM`. With `output_router_logits` (default: the
-        config's) the output holds `router_logits` (per layer `[B, T, U]`) and `aux_loss`, the
-        load-balance loss of Eq. 7 averaged over layers and rows; given `labels`, `loss` is then
-        cross-entropy + `head_balance_coef` * `aux_loss` (Eq. 8), and rows count in `aux_loss` by
-        their predicted tokens. Models with experts add `expert_balance_coef` * `expert_balancing_loss`.
-        With `num_items_in_batch`, the predicted tokens of all passes that make
-        one step, all terms of `loss` are this pass's part of the step's loss.
+        Arguments are those of `LlamaForCausalLM`. With `output_router_logits` (default: the config's) the output holds
+        `router_logits` (per layer `[B, T, U]`) and `aux_loss`, the load-balance loss of Eq. 7 averaged over layers and
+        rows. `loss` is then cross-entropy + `head_balance_coef` * `aux_loss` (Eq. 8) + the experts' likewise, and rows
+        count by their predicted tokens. With `num_items_in_batch`, the predicted tokens of one step, `loss` is this
+        pass's part of the step's.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits

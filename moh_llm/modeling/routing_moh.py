@@ -216,24 +216,19 @@ class MoHRouter(IndexedModule):
 
     def top_k_of(self, active: int) -> int:
         """How many routed groups a token selects that uses so many heads; ValueError where no number does."""
-        heads, group_size = self.num_shared + self.num_routed, self.group_size
         if active == self.num_heads:
             return self.routed_groups
+        heads, rule = self.num_shared + self.num_routed, ""
         if self.router_type == "threshold" and active != self.mean_active:
-            raise ValueError(
-                f"num_active_heads={active}: with router_type='threshold' the scores say how many heads are on; it can "
-                f"be {self.mean_active}, their mean, or all {self.num_heads} (layer {self.layer_idx})"
-            )
-        if not self.num_shared <= active <= heads:
-            less = f"num_attention_heads={heads}" if heads == self.num_heads else f"{heads}, or be {self.num_heads}"
-            raise ValueError(
-                f"num_active_heads={active} must lie between num_shared_heads={self.num_shared} "
-                f"and {less} (layer {self.layer_idx})"
-            )
-        if active % group_size:
-            rule = f"whole key-value groups of {group_size} heads (layer {self.layer_idx})"
-            raise ValueError(f"num_active_heads={active} must be {rule}")
-        return (active - self.num_shared) // group_size
+            rule = f"be {self.mean_active}, the mean of what the scores of router_type='threshold' turn on, or"
+        elif not self.num_shared <= active <= heads:
+            rule = f"lie between num_shared_heads={self.num_shared} and {heads}, or"
+        elif active % self.group_size:
+            rule = f"be whole key-value groups of {self.group_size} heads, or"
+        if rule:
+            rule += f" be num_attention_heads={self.num_heads} (layer {self.layer_idx})"
+            raise ValueError(f"num_active_heads={active} must {rule}")
+        return (active - self.num_shared) // self.group_size
 
     def forward(
         self,
@@ -271,12 +266,6 @@ class MoHRouter(IndexedModule):
                     parts = [straight_through(1.0, shared_score), straight_through(selected, routed_score)]
             gate = self._of_heads(*parts)
             return logits, torch.where(all_on[..., None], 1.0, gate) if isinstance(all_on, torch.Tensor) else gate
-
-    def heads_on(self, logits: torch.Tensor, all_on: torch.Tensor | bool = False) -> torch.Tensor:
-        """Which heads each token has on, bool `[B, T, H]`: `logits` `[B, T, U]` and `all_on` are those of `forward`."""
-        # By selection, not by the gate: a weighted score may round to zero.
-        on = self._of_heads(logits.new_ones(*logits.shape[:-1], self.shared_groups), self.select(logits)).bool()
-        return on | (all_on[..., None] if isinstance(all_on, torch.Tensor) else all_on)
 
     def _of_heads(self, shared: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
         """Gates of all heads `[B, T, H]`, given those of the shared and of the routed groups."""
