@@ -10,7 +10,6 @@ code, too. Each backend is a function of the same arguments, and one beside it t
 - ``reference``: what travels with checkpoints; it takes everything.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,9 +19,9 @@ from transformers.modeling_utils import AttentionInterface
 from moh_llm.modeling.interval_attention_moh import NAME, Distant, reference_attention
 from moh_llm.modeling.seen_moh import Seen
 
-BACKENDS: tuple[
-    str, ...
-] = ()  # ("decode", "flash", "flex", "cpu") as they land; the first that takes the arguments is chosen
+# Of each backend its function, and the one that says why it does not take the same arguments. The first that does is
+# chosen.
+BACKENDS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., str | None]]] = {}
 
 
 class Choice(NamedTuple):
@@ -30,13 +29,6 @@ class Choice(NamedTuple):
 
     name: str
     why: str
-
-    @property
-    def attention(self) -> Callable[..., torch.Tensor]:
-        """The backend's function."""
-        if self.name == "reference":
-            return reference_attention
-        return getattr(importlib.import_module(f"moh_llm.attention.{self.name}"), f"{self.name}_attention")
 
 
 def choose(
@@ -56,8 +48,7 @@ def choose(
     if dropout:
         return Choice("reference", "there is dropout")
     reasons = []
-    for name in BACKENDS:
-        why_not = importlib.import_module(f"moh_llm.attention.{name}").why_not
+    for name, (_, why_not) in BACKENDS.items():
         reason = why_not(query, key, value, first, seen, scaling, distant, dropout, **kwargs)
         if reason is None:
             return Choice(name, "; ".join(reasons))
@@ -97,8 +88,8 @@ def interval_attention(
         more = {"kinds": kinds, "module": module, **kwargs}
         return key.attend(interval_attention, query, first, seen, scaling, distant, dropout, **more)
     given = query, key, value, first, seen, scaling, distant, dropout
-    choice = choose(*given, kinds=kinds)
-    return choice.attention(*given) if choice.name == "reference" else choice.attention(*given, kinds=kinds)
+    name = choose(*given, kinds=kinds).name
+    return reference_attention(*given) if name == "reference" else BACKENDS[name][0](*given, kinds=kinds)
 
 
 AttentionInterface.register(NAME, interval_attention)
