@@ -6,7 +6,7 @@ hidden size.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,21 +58,32 @@ class MoHLlamaAttention(LlamaAttention):
         seen: Seen | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]`, and LLaMA's attention weights.
+        """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and, if eager, the weights.
 
-        `seen` is what `seen_keys` gives. Without it, and where all heads are on, attention is LLaMA's.
+        `seen` is what `seen_keys` gives. Where it is None or all heads are on, attention is LLaMA's, bit for bit.
         """
         query, key, own_value, shard = self._project(hidden_states)
         gate = self._route(hidden_states, query, seen, shard)
         query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
         key, value = self._update_cache(past_key_values, key, own_value.transpose(1, 2), gate, seen, kwargs)
-        base = functools.partial(self._base_attention, query, key, value, attention_mask, kwargs)
-        if gate is None:
-            out, weights = base()
-        else:
+        how = {"scaling": self.scaling, "dropout": self.attention_dropout if self.training else 0.0}
+        implementation, weights = self.config._attn_implementation, None
+        if gate is not None:
             fallback = self._fallback_of(hidden_states, own_value, seen, shard)
-            out, weights = self._mixture(query, key, value, gate, seen, base, fallback, shard, kwargs)
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+            states = {"query": query, "key": key, "value": value, "seen": seen, "distant": fallback.distant} | how
+            kinds = self.router.kinds(shard)
+            attend = functools.partial(interval_attention, **states, kinds=kinds, module=self, **kwargs)
+        if gate is None or self.router.is_full or (keeps_keys(implementation) and not seen.window):
+            attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+            out, weights = attention(self, query, key, value, attention_mask, **how, **kwargs)
+        elif implementation == "eager":
+            out, weights = masked_attention(**states, first=seen.first(gate != 0), with_weights=True)
+        else:
+            out = attend(first=seen.first(gate != 0))
+        out = out.reshape(*hidden_states.shape[:-1], -1, self.head_dim)
+        if gate is not None:
+            out = self._gated(out, gate, fallback, attend, seen)
+        return self.o_proj(out.flatten(-2).contiguous()), weights
 
     def _project(
         self, hidden_states: torch.Tensor
@@ -90,16 +101,15 @@ class MoHLlamaAttention(LlamaAttention):
     def _route(
         self, hidden_states: torch.Tensor, query: torch.Tensor, seen: Seen | None, shard: HeadShard | None
     ) -> torch.Tensor | None:
-        """The gate `[B, T, H]` of this process's heads; None where it is known to be 1 and nobody asks for scores.
+        """The gate `[B, T, H]` of this process's heads; None where it is known to be 1.
 
         `query` is `[B, T, H, D]` before rotary embedding.
         """
-        router = self.router
-        all_on: torch.Tensor | bool = seen is None or 0 < seen.lead == query.shape[1]
-        needs_scores = torch.is_grad_enabled() or len(router._forward_hooks) > 0
-        if (all_on or (router.is_full and router.router_score == "quantized")) and not needs_scores:
+        router, all_on = self.router, seen is None or 0 < seen.lead == query.shape[1]
+        is_one = all_on or (router.is_full and router.router_score == "quantized")
+        if is_one and not (torch.is_grad_enabled() or router._forward_hooks):  # nobody asks for scores
             return None
-        _, gate = router(hidden_states, query, all_on or (False if seen.all_on is None else seen.all_on), shard=shard)
+        _, gate = router(hidden_states, query, all_on or seen.all_on, shard=shard)
         if all_on:
             return None
         return gate if shard is None else shard.take(gate)
@@ -120,90 +130,46 @@ class MoHLlamaAttention(LlamaAttention):
             return kwargs.pop("cache").update(key, value, self.layer_idx, kwargs)  # as SDPA does (continuous batching)
         return key, value
 
-    def _base_attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """LLaMA's attention, by the implementation that the user chose."""
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        dropout = self.attention_dropout if self.training else 0.0
-        return attention(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
-
-    def _mixture(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        gate: torch.Tensor,
-        seen: Seen,
-        base: Callable,
-        fallback: torch.Tensor | Distant | None,
-        shard: HeadShard | None,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gated heads and fallbacks `[B, T, H, D]`, given the gate `[B, T, H]`, and attention weights, if any.
-
-        `fallback` is a value for each head and token, the distant tokens of local attention, or None.
-        """
-        on, weights = gate != 0, None
-        distant = fallback if isinstance(fallback, tuple) else None
-        dropout = self.attention_dropout if self.training else 0.0
-        given = query, key, value
-        how = {"seen": seen, "scaling": self.scaling, "distant": distant, "dropout": dropout}
-        attend = functools.partial(
-            interval_attention, *given, **how, kinds=self.router.kinds(shard), module=self, **kwargs
-        )
-        if self.router.is_full or (distant is None and keeps_keys(self.config._attn_implementation)):
-            out, weights = base()
-        elif self.config._attn_implementation == "eager":
-            out, weights = masked_attention(*given, seen.first(on), **how, with_weights=True)
-        else:
-            out = attend(first=seen.first(on))
-        out = out.reshape(*gate.shape, self.head_dim)
-        if distant is None:
-            out = torch.where(on.unsqueeze(-1), out, 0.0 if fallback is None else fallback.to(out.dtype))
-        if self.router.router_score == "weighted":
-            return out * gate.unsqueeze(-1).to(out.dtype), weights
-        if gate.requires_grad and torch.is_grad_enabled() and self.gate_gradient != "none":
-            difference = self._difference(out, on, attend, seen, fallback)
-            out = out + (gate - gate.detach()).unsqueeze(-1).to(out.dtype) * difference
-        return out, weights
-
-    @torch.no_grad()
-    def _difference(
-        self,
-        out: torch.Tensor,
-        on: torch.Tensor,
-        attend: Callable[..., torch.Tensor],
-        seen: Seen,
-        fallback: torch.Tensor | Distant | None,
-    ) -> torch.Tensor:
-        """H - S `[B, T, H, D]`, what the gate's gradient is taken with, given the one of both that a head gave.
-
-        With `gate_gradient` "sampled" H is computed of a share of the heads that are off, and counts by as much more.
-        """
-        share = 1.0 if self.gate_gradient == "exact" else _SAMPLED
-        compared = ~on if share == 1 else ~on & (torch.rand(on.shape, device=on.device) < share)
-        other = attend(first=seen.first(compared))
-        if not isinstance(fallback, tuple):
-            other = torch.where(compared.unsqueeze(-1), other, 0.0 if fallback is None else fallback.to(out.dtype))
-        return (out - other) * torch.where(on, 1.0, -1.0 / share).to(out.dtype).unsqueeze(-1)
-
     def _fallback_of(
         self, hidden_states: torch.Tensor, own_value: torch.Tensor, seen: Seen, shard: HeadShard | None
-    ) -> torch.Tensor | Distant | None:
-        """What heads that are off give beside attention: a value `[B, T, H, D]`, or their distant tokens."""
-        if isinstance(self.fallback, MoHLocalFallback):
-            return self.fallback(hidden_states, shard)
+    ) -> "Fallback":
+        """What heads that are off give beside their window."""
         if self.fallback is None:
-            return None
-        return self.fallback(hidden_states, own_value, (seen.start == seen.last).all(-1), shard)
+            return Fallback()
+        if isinstance(self.fallback, MoHLocalFallback):
+            return Fallback(distant=self.fallback(hidden_states, shard))
+        return Fallback(value=self.fallback(hidden_states, own_value, (seen.start == seen.last).all(-1), shard))
+
+    def _gated(
+        self, out: torch.Tensor, gate: torch.Tensor, fallback: "Fallback", attend: Callable, seen: Seen
+    ) -> torch.Tensor:
+        """g H + (1 - g) S `[B, T, H, D]`, given `out`: H where a gate `[B, T, H]` is not 0, else what `attend` gives.
+
+        The gradient of a gate g of 0 or 1 is <dO, H - S>; see `set_gate_gradient` for how it is computed.
+        """
+        on, dtype = (gate != 0).unsqueeze(-1), out.dtype
+        value = 0.0 if fallback.value is None else fallback.value.to(dtype)
+        out = out if fallback.distant is not None else torch.where(on, out, value)
+        if self.router.router_score == "weighted":
+            return out * gate.unsqueeze(-1).to(dtype)
+        if self.gate_gradient == "none" or not (gate.requires_grad and self.router.is_trained):
+            return out
+        with torch.no_grad():
+            share = 1.0 if self.gate_gradient == "exact" else _SAMPLED
+            compared = ~on[..., 0]
+            if share < 1:
+                compared &= torch.rand(gate.shape, device=gate.device) < share
+            other = attend(first=seen.first(compared))  # H of heads that are compared, S of the others
+            other = other if fallback.distant is not None else torch.where(compared.unsqueeze(-1), other, value)
+            difference = (out - other) * torch.where(on, 1.0, -1.0 / share).to(dtype)
+        return out + (gate - gate.detach()).unsqueeze(-1).to(dtype) * difference
+
+
+class Fallback(NamedTuple):
+    """What heads that are off give: a `value` `[B, T, H, D]`, or `distant` tokens beside their window; or nothing."""
+
+    value: torch.Tensor | None = None
+    distant: Distant | None = None
 
 
 class MoHLocalFallback(IndexedModule):

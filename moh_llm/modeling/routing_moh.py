@@ -204,6 +204,12 @@ class MoHRouter(IndexedModule):
         """Whether every token has all heads on."""
         return self.num_active == self.num_heads
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether training changes what tokens select: it has trained weights, or reads what queries are."""
+        weights = list(self.parameters())
+        return not weights or any(weight.requires_grad for weight in weights)
+
     def kinds(self, shard: HeadShard | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sorted ids of the heads that are always on, and of those that are never on but for a document's first tokens.
 
@@ -234,7 +240,7 @@ class MoHRouter(IndexedModule):
         self,
         hidden_states: torch.Tensor,
         query_states: torch.Tensor,
-        all_on: torch.Tensor | bool = False,
+        all_on: torch.Tensor | bool | None = None,
         shard: HeadShard | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route every token.
