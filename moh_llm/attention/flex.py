@@ -7,22 +7,56 @@ or dtype, a pass with gradients or with sinks, and a batch of one row with one k
 Shapes: B batch, S keys, D head size; G groups of heads, N entries, M and K blocks as in plan.py; P = B * G.
 """
 
-import functools
 import math
-from collections.abc import Callable
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import pad
 
+from moh_llm.modeling.interval_attention_moh import Distant
+from moh_llm.modeling.seen_moh import Seen
+
+from .compiled import DEVICES, compiled
+from .parts import Kinds, attention_of_parts
 from .plan import BLOCK, Plan, block_count
 
 
-def unsupported(query: torch.Tensor) -> str | None:
-    """Why FlexAttention's kernels do not take queries `[B, H, T, D]`; None where they do."""
-    if query.device.type not in ("cuda", "xpu"):
-        return "FlexAttention is compiled for GPUs alone"
-    return "FlexAttention takes head sizes from 16" if query.shape[-1] < 16 else None
+def why_not(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: Distant | None = None,
+    dropout: float = 0.0,
+    kinds: Kinds | None = None,
+) -> str | None:
+    """Why `flex_attention` does not take these arguments; None where it does."""
+    if query.device.type not in DEVICES:
+        return "FlexAttention is compiled for GPUs"
+    if query.shape[2] == 1:
+        return "a step of decoding has no blocks of queries"
+    if seen.visible is not None or dropout:
+        return "there is dropout" if dropout else "a mask hides keys between others"
+    if query.shape[-1] < 16 or query.dtype == torch.float64:
+        return "FlexAttention takes head sizes from 16, and no float64"
+    return None
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: Distant | None = None,
+    dropout: float = 0.0,
+    kinds: Kinds | None = None,
+) -> torch.Tensor:
+    """`interval_attention` with FlexAttention for sorted queries, `[B, T, H, D]`; `dropout` is not taken."""
+    return attention_of_parts(query, key, value, first, seen, scaling, distant, kinds, sorted_attention)
 
 
 def sorted_attention(
@@ -42,27 +76,11 @@ def sorted_attention(
     bounds = [bound for bound in (plan.last, plan.low, plan.start, plan.sink_end) if bound is not None]
     lists = [*plan.keys, *(plan.queries or ())]
     indices = [tensor.flatten(0, 1) for tensor in (*bounds, *lists)]
-    call = _attention
-    if query.device.type != "cpu" and not torch.compiler.is_compiling():
-        call = _compiled(_attention)
-        mark_sizes(states, indices)
-    out, lse = call(*states, indices[: len(bounds)], indices[len(bounds) :])
+    out, lse = _attention(*states, indices[: len(bounds)], indices[len(bounds) :])
     return out.view(query.shape), lse.view(query.shape[:-1])
 
 
-def mark_sizes(states: list[torch.Tensor], indices: list[torch.Tensor]) -> None:
-    """Tell the compiler that sizes change: P and the number of blocks of `states`, all of `indices`."""
-    for tensor in states:
-        torch._dynamo.maybe_mark_dynamic(tensor, (0, 1))
-    for tensor in indices:
-        torch._dynamo.maybe_mark_dynamic(tensor, tuple(range(tensor.dim())))
-
-
-@functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, fullgraph=True)
-
-
+@compiled
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: list[torch.Tensor], lists: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,6 +100,6 @@ def _attention(
 
     lists = [tensor.unsqueeze(1) for tensor in lists]
     lists += [None] * (8 - len(lists))
-    mask = BlockMask((query.shape[2], key.shape[2]), *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_seen)
-    out, others = flex_attention(query, key, value, block_mask=mask, return_aux=AuxRequest(lse=True))
+    mask = flex.BlockMask((query.shape[2], key.shape[2]), *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_seen)
+    out, others = flex.flex_attention(query, key, value, block_mask=mask, return_aux=flex.AuxRequest(lse=True))
     return out, others.lse

@@ -16,6 +16,8 @@ import torch
 
 from moh_llm.modeling.seen_moh import Seen
 
+from .compiled import compiled
+
 BLOCK = 128
 
 
@@ -73,6 +75,7 @@ def group_table(heads: tuple[int, ...], shared: int, device: torch.device) -> tu
         return torch.tensor(groups, device=device), table
 
 
+@compiled
 def plan_of(first: torch.Tensor, seen: Seen, table: torch.Tensor, keys: int, gradients: bool) -> Plan:
     """The plan of the heads in `table` `[G, R]`, given the first key of each query and head, `[B, T, H]`.
 
