@@ -1,0 +1,198 @@
+"""Interval attention of one new token per row over a cache on a GPU: one operation of two launches, without gradients.
+
+Shapes: B batch, S keys (of the cache, static ones with room behind the last), H query heads, KV key-value heads, D head
+size, P parts of what a row reads.
+
+Heads that share keys and values are read by the same programs. Where one of them is on, these read its document;
+where all are off, only the sinks and the longest window. What is read is cut into blocks, and these into parts that are
+read at the same time and then put together (as in FlashDecoding): part p gives a head its weighted mean o_p and the
+log-sum l_p, and the head is sum_p 2^(l_p - l) o_p, the distant token being one more part.
+
+The host reads no tensor: how many programs there are follows from shapes, what each reads from tensors on the device.
+So the operation can be a part of a CUDA graph, and with a static cache the same graph serves every length.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from moh_llm.attention.decode_kernels import join_kernel, part_kernel, triton
+from moh_llm.modeling.seen_moh import Seen
+
+SHORTEST_PART = 256  # keys
+MOST_PARTS = 64
+LARGEST_HEAD = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _programs_wanted(device: torch.device) -> int:
+    """How many programs keep a device busy, some of which end at once."""
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def count_parts(groups: int, keys: int, device: torch.device) -> int:
+    """Into how many parts at most a cache of `keys` is cut, given `groups` programs per part: a power of two."""
+    useful = max(1, keys // SHORTEST_PART)
+    wanted = max(1, _programs_wanted(device) // groups)
+    return min(MOST_PARTS, 1 << (useful.bit_length() - 1), triton.next_power_of_2(wanted))
+
+
+def tiles(shared: int, size: int, dtype: torch.dtype) -> dict[str, int]:
+    """What a program computes at once where `shared` heads of `size` share keys, and how it is compiled.
+
+    Keys and values of one block take 32 kB at most, so that the next blocks fit into the shared memory of any GPU.
+    """
+    rows, width = max(16, triton.next_power_of_2(shared)), max(16, triton.next_power_of_2(size))  # 16: for a product
+    block = min(64, (16 << 10) // (width * dtype.itemsize))
+    is_wide = rows * width > 4096  # too much for the registers of 4 warps
+    tile = {"BR": rows, "BD": width, "BN": block, "LEAST": SHORTEST_PART // block}
+    return tile | {"num_warps": 8 if is_wide else 4, "num_stages": 2 if is_wide else 3}
+
+
+def _step(x: torch.Tensor, dim: int) -> int:
+    """How far apart neighbours of a dimension are, which are the same one where its length is 1."""
+    return x.stride(dim) if x.shape[dim] > 1 else 0
+
+
+def launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    start: torch.Tensor,
+    sink_end: torch.Tensor,
+    last: torch.Tensor,
+    hidden: torch.Tensor,
+    scaling: float,
+    score: torch.Tensor | None = None,
+    distant: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Head outputs `[B, 1, H, D]` of one new token per row; zeros where a head sees nothing.
+
+    A head sees keys s of start <= s <= last with s >= first or s < sink_end. Keys outside of that are not read, but for
+    those that share a block, and where another head of the group sees them.
+
+    Args:
+        query: `[B, H, 1, D]`, after rotary embedding.
+        key: `[B, KV, S, D]`, the new token's among them, of any strides; so is `value`.
+        first: `[B, 1, H]`; `start` where the head is on, later where it is off.
+        start: `[B or 1, 1, 1]`; so are `sink_end`, `last` and `hidden`.
+        scaling: of the scores before the softmax.
+        score: of the distant token, `[B, 1, H]`, scaled; None: there is none. It counts `hidden` times.
+        distant: its values, `[H, D]`.
+    """
+    (batch, heads, _, size), (groups, length) = query.shape, key.shape[1:3]
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    has_distant = score is not None and distant is not None
+    score, distant = (score, distant.contiguous()) if has_distant else (first, query)  # which are not read then
+    parts = count_parts(batch * groups, length, query.device)
+    outs = torch.empty(batch, heads, parts, size, device=query.device, dtype=torch.float32)
+    lses = torch.empty(batch, heads, parts, device=query.device, dtype=torch.float32)
+    out = torch.empty(batch, 1, heads, size, device=query.device, dtype=query.dtype)
+    of_start, of_sink_end, of_last, of_hidden = (_step(x, 0) for x in (start, sink_end, last, hidden))
+    of_first, of_score = ((_step(x, 0), _step(x, 2)) for x in (first, score))
+    tile = tiles(heads // groups, size, query.dtype)
+    precision = "ieee" if query.dtype == torch.float32 else "tf32"  # only float32 has the choice
+    with torch.cuda.device_of(query):
+        part_kernel[batch * groups, parts](
+            *(query, key, value, first, start, sink_end, last, outs, lses),
+            *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
+            *(*of_first, of_start, of_sink_end, of_last, scaling * math.log2(math.e)),
+            H=heads,
+            G=groups,
+            D=size,
+            PRECISION="interpreted" if triton.knobs.runtime.interpret else precision,
+            **tile,
+        )
+        join_kernel[(batch * heads,)](
+            *(first, start, hidden, score, distant, outs, lses, out),
+            *(*of_first, of_start, of_hidden, *of_score),
+            H=heads,
+            D=size,
+            BD=tile["BD"],
+            P=parts,
+            HAS_DISTANT=has_distant,
+            num_warps=4,
+        )
+    return out
+
+
+# Not `custom_op`, whose calls take 30 us longer outside of graphs: it also prepares gradients and changed inputs.
+torch.library.define(
+    "moh_llm::decode",
+    torch.library.infer_schema(launch, mutates_args=()),
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),  # any strides, so that a compiler copies no cache
+)
+torch.library.impl("moh_llm::decode", "default", launch)
+decode = torch.ops.moh_llm.decode.default
+
+
+@torch.library.register_fake("moh_llm::decode")
+def _(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    batch, heads, length, size = query.shape
+    return query.new_empty(batch, length, heads, size)
+
+
+def _wants_gradients(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, distant: tuple[torch.Tensor, torch.Tensor] | None
+) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *(distant or ())))
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dropout: float = 0.0,
+    kinds: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The operation by the signature of all backends; `why_not` says for which arguments it does not serve.
+
+    Raises:
+        RuntimeError: where a gradient would be lost.
+    """
+    if _wants_gradients(query, key, value, distant):
+        raise RuntimeError("moh_llm::decode has no gradients; call it under torch.no_grad()")
+    score, values = distant if distant is not None else (None, None)
+    bounds = (seen.start, seen.sink_end, seen.last, seen.hidden)
+    return decode(query, key, value, first, *bounds, scaling, score, values)
+
+
+def why_not(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dropout: float = 0.0,
+    kinds: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    **kwargs: Any,
+) -> str | None:
+    """Why `decode_attention` does not serve for these arguments; None: it does."""
+    if triton is None:
+        return "Triton is not installed"
+    if not query.is_cuda:
+        return "the tensors are not on a GPU"
+    if query.shape[2] != 1:
+        return "there is more than one new token"
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        return f"the dtype is {query.dtype}, that of the cache {key.dtype}"
+    if query.shape[3] > LARGEST_HEAD:
+        return f"heads are larger than {LARGEST_HEAD}"
+    if seen.visible is not None or max(x.shape[-1] for x in (seen.start, seen.sink_end, seen.last, seen.hidden)) > 1:
+        return "a mask hides single keys, or differs between heads"
+    if dropout:
+        return "there is dropout"
+    if _wants_gradients(query, key, value, distant):
+        return "it has no gradients"
+    return None
