@@ -45,7 +45,7 @@ if triton is not None:
         there = r < H // G
         last = tl.load(Last + b * last_b).to(tl.int32)
         start = tl.load(Start + b * start_b).to(tl.int32)
-        sink_end = tl.minimum(tl.load(SinkEnd + b * sink_end_b).to(tl.int32), last + 1)
+        sink_end = tl.load(SinkEnd + b * sink_end_b).to(tl.int32)
         first = tl.load(First + b * first_b + h * first_h, mask=there, other=0).to(tl.int32)
         first = tl.where(there, first, last + 1)
         low = tl.min(first, 0)

@@ -1,5 +1,7 @@
 """Decoding over a cache against the plain loop in float64; in Triton's interpreter without a GPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -17,10 +19,13 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[tor
 
 
 @pytest.fixture
-def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even short caches are cut into parts."""
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Even short caches are cut into parts, and memory that nothing was written to holds NaN."""
     monkeypatch.setattr(decoding, "SHORTEST_PART", 64)
     monkeypatch.setattr(decoding, "_programs_wanted", lambda device: 64)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def draw(seen: Seen, on: torch.Tensor, shared: int, size: int, keys: int, dtype: torch.dtype = torch.float32) -> Inputs:
@@ -72,6 +77,7 @@ def spoil_unseen(key: torch.Tensor, value: torch.Tensor, first: torch.Tensor, se
         ([[130, 130]], 3, 1, 80, 0.5, 50, 0, torch.float32, False),  # a second document; no power of two
         ([[-130, 200], [329, 1]], 8, 8, 96, 0.0, 70, 70, torch.float32, True),  # sinks of more than a block
         ([[1], [1]], 4, 2, 8, 0.5, 4, 1, torch.float32, True),  # the first token of all
+        ([[10]], 4, 2, 16, 0.0, 8, 2, torch.float32, True),  # heads that are off see all keys
         ([[150]], 6, 3, 128, 0.0, 5, 2, torch.float32, False),  # no head is on
         ([[150]], 4, 4, 64, 1.0, 5, 2, torch.float32, True),  # all are
         ([[-5, 200]], 6, 3, 32, 0.4, 0, 0, torch.float32, False),  # without a fallback
