@@ -1,0 +1,185 @@
+"""What MoH attention costs on one GPU, in a few minutes, as ratios to the fastest dense attention of the same round.
+
+    python benchmarks/gpu.py --json gpu.jsonl                       # at most 8 minutes on an H100 or H200
+    python benchmarks/gpu.py --json gpu.jsonl --sections facts layer --minutes 3
+    python benchmarks/gpu.py --json small.jsonl --small             # tiny shapes, on a CPU, too: does it run
+
+Sections, each in a process of its own, with so many seconds that are scaled by `--minutes`; what one leaves the next
+one has:
+
+- facts: versions, the card, what it copies and multiplies per second, signatures that backends rest on.
+- compile: kernels, in parallel processes, into the caches on disk.
+- correct: every backend in bfloat16 against float64, outputs and gradients.
+- dense, window: causal attention and that of the last 256 keys, by cuDNN, FA2 (PyTorch's) and FA4.
+- sorted: sorted queries of LLaMA3-8B's shape, all heads routed, by each backend, at shares of entries that are on.
+- layer: attention of a layer from its input to its output, eager and in a CUDA graph, with plans. The dense layer's
+  SDPA is pinned to cuDNN and to FA2, and the faster one counts. "beyond" leaves out the linear projections on both
+  sides. "operation" is interval attention alone beside dense attention alone.
+- decode: interval attention of one token per row over a cache.
+- generate: a token with a static cache, which transformers compiles; "beyond" leaves out prompt and first tokens.
+
+After each row a line of JSON is written, so that a run that is cut off leaves its rows; `--resume` goes on after them.
+What cannot run is a row that says why. Needs torch, triton and transformers, and uses flash-attn-4 where it is there.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # what is compiled stays on disk
+
+import gpu_backends
+import gpu_layers
+import gpu_operation
+from gpu_rows import FULL, LINE, SMALL, Clock, Lost, Record, Row, Sizes, device_of, key_of, read_rows
+
+MINUTES = 8
+LOST = 3  # exit status: the device answers no more
+GRACE = 8  # seconds for the row that runs when a section's end comes
+Section = Callable[[Record, Sizes], None]
+SECTIONS: dict[str, tuple[Section | None, int]] = {
+    "facts": (gpu_operation.facts, 25),
+    "compile": (None, 75),
+    "correct": (gpu_backends.correct, 30),
+    "dense": (gpu_operation.dense, 50),
+    "window": (gpu_operation.window, 25),
+    "sorted": (gpu_backends.sorted_calls, 60),
+    "layer": (gpu_layers.layer, 115),
+    "decode": (gpu_backends.decode, 35),
+    "generate": (gpu_layers.generate, 55),
+}
+# The most that attention of a layer of LLaMA3-8B's shape may take, beyond projections: pass, tokens, plan, limit.
+GOALS = (
+    ("forward", 8192, "fixed 50 %", 0.64),
+    ("forward", 32768, "fixed 50 %", 0.55),
+    ("forward", 8192, "mixed 50 %", 0.70),
+    ("forward", 32768, "mixed 50 %", 0.60),
+    ("forward", 8192, "75 %", 0.90),
+    ("with backward", 8192, "fixed 50 %", 0.70),
+    ("with backward", 8192, "mixed 50 %", 0.70),
+    ("with backward", 8192, "75 %", 0.90),
+    ("forward", 2048, "mixed 50 %", 1.03),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("gpu.jsonl"), help="rows go there (default: gpu.jsonl)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of all sections (default: 8)")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="not all of them")
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--resume", action="store_true", help="go on after the rows that the file has")
+    parser.add_argument("--process", help=argparse.SUPPRESS)  # of a section
+    parser.add_argument("--unit", type=int, help=argparse.SUPPRESS)  # of what is compiled
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    sizes = SMALL if args.small else FULL
+    if args.process:
+        return measure(args.process, args.json, args.until, sizes, args.unit)
+    if args.json.exists() and not args.resume:
+        parser.error(f"{args.json} is there; name another file, or go on with --resume")
+    print(LINE.format("", "", "ms", "ratio (least to most)", "beyond (least to most)", ""), flush=True)
+    end = time.time()
+    for name in args.sections:
+        end += SECTIONS[name][1] * args.minutes / MINUTES
+        print(f"\n{name}: until {max(0, end - time.time()):.0f} s from now", flush=True)
+        run_section(name, args, end - GRACE, sizes)
+    conclude(read_rows(args.json))
+    return 0
+
+
+def run_section(name: str, args: argparse.Namespace, until: float, sizes: Sizes) -> None:
+    """Run a section's process, and another one where the device was lost, until its time is over."""
+    command = [sys.executable, __file__, "--process", name, "--until", str(until), "--json", str(args.json)]
+    command += ["--small"] if args.small else []
+    if name == "compile":
+        units = range(len(gpu_backends.compile_units(sizes)))
+        processes = [subprocess.Popen([*command, "--unit", str(number)]) for number in units]
+        for process in processes:
+            wait(process, until)
+        return
+    status = None
+    while status is None or (status not in (0, None) and time.time() < until):
+        status = wait(subprocess.Popen(command), until)
+        if status:
+            print(f"the process of {name} ended with {status}", flush=True)
+
+
+def wait(process: subprocess.Popen, until: float) -> int:
+    """The exit status of a process, which is killed some seconds after the section's end; 0 then."""
+    try:
+        return process.wait(max(0.1, until + GRACE - time.time()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return 0
+
+
+def measure(name: str, path: Path, until: float, sizes: Sizes, unit: int | None = None) -> int:
+    """Measure a section in this process; the exit status."""
+    record = Record(path, name, until, Clock(device_of()[0], sizes))
+    try:
+        if name == "compile":
+            gpu_backends.compile_unit(record, sizes, unit or 0)
+        else:
+            SECTIONS[name][0](record, sizes)
+    except Lost:
+        return LOST
+    return 0
+
+
+def conclude(rows: dict[str, Row]) -> None:
+    """Print what was asked beside what was found, and what follows."""
+    print("\nasked of attention of LLaMA3-8B's layer, beyond projections, and found")
+    for way, length, plan, limit in GOALS:
+        for mode in ("eager", "graph"):
+            if length <= 2048 and mode == "eager":
+                continue
+            row = at(rows, "layer", f"llama3-8b, 1 x {length}, {way}, {mode}", plan)
+            verdict(f"{plan}, {length}, {way}, {mode}", limit, row.get("beyond"))
+    row = at(rows, "decode", "llama3-8b, 16 rows over 8192", "groups, 50 %")
+    verdict("decoding by groups, 16 rows over 8192", 0.60, row.get("ratio"))
+    for words in decisions(rows):
+        print(words)
+
+
+def verdict(words: str, limit: float, found: list[float] | None) -> None:
+    if found:
+        print(f"{words}: at most {limit:.2f}; found {found[0]:.3f}, {'met' if found[0] <= limit else 'MISSED'}")
+    else:
+        print(f"{words}: at most {limit:.2f}; not measured")
+
+
+def at(rows: dict[str, Row], section: str, cell: str, peer: str) -> Row:
+    return rows.get(key_of({"section": section, "cell": cell, "peer": peer}), {})
+
+
+def decisions(rows: dict[str, Row]) -> list[str]:
+    """What figures speak for, one line each."""
+    found = []
+    if ratio := at(rows, "sorted", "8192, forward", "flash, 100 %").get("ratio"):
+        way = "take it" if ratio[0] <= 1.15 else "from 32k tokens on and in training; tune tiles"
+        way = way if ratio[0] <= 1.3 else "take flex; the documentation recommends fixed heads on a GPU"
+        found.append(f"sorted call by flash, all on: {ratio[0]:.3f} of dense: {way}")
+    shape = gpu_operation.name_of(False)
+    windows = [at(rows, "window", f"D 128, 8192, {shape}", f"window, {name}").get("ms") for name in ("FA2", "fa4")]
+    if all(windows):
+        ratio = windows[0] / windows[1]
+        found.append(f"window: FA2 takes {ratio:.2f} of FA4's time: {'FA4' if ratio > 1.3 else 'FA2'}")
+    modes = [at(rows, "layer", f"llama3-8b, 1 x 8192, forward, {mode}", "mixed 50 %") for mode in ("eager", "graph")]
+    if all("ms" in row for row in modes):
+        ratio = modes[0]["ms"] / modes[1]["ms"]
+        found.append(f"layer, eager over graph: {ratio:.2f}: {'compile the layer' if ratio > 1.1 else 'as it is'}")
+    fixed = at(rows, "layer", "llama3-8b, 1 x 8192, forward, graph", "fixed 50 %").get("beyond")
+    mixed = modes[1].get("beyond")
+    if fixed and mixed and fixed[0] <= 0.62 and mixed[0] > 0.70:
+        found.append("fixed heads are fast, and routed ones are not: the default on a GPU is --router none")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

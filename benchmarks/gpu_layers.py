@@ -1,0 +1,256 @@
+"""Sections of `gpu.py` about whole layers: attention of a layer with several plans, and `generate`."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from gpu_backends import Call, chosen, split_heads
+from gpu_operation import BASES, DENSE, gradient_of, name_of, pass_of
+from gpu_rows import Record, Row, Run, Shape, Sizes, device_of
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaModel
+from moh_llm.modeling.interval_attention_moh import NAME, interval_attention
+
+PLANS = {  # shares of heads that are always and never on; of the others half are on
+    "fixed 50 %": (0.5, 0.5),
+    "mixed 50 %": (0.25, 0.25),
+    "75 %": (0.5, 0.0),
+    "routed 50 %": (0.0, 0.0),
+}
+TRAINED = {f"mixed, {kind}": PLANS["mixed 50 %"] for kind in ("sampled", "exact")}  # routers, by a gate's gradient
+PINNED = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash (FA2)": SDPBackend.FLASH_ATTENTION}
+ROWS = {"smollm2-135m": 8}  # up to 8,192 tokens, where one row does not fill a GPU
+VOCABULARY = 1024
+
+
+def config_of(shape: Shape, sizes: Sizes, plan: tuple[float, float] | None, **more: Any) -> LlamaConfig:
+    """Of the dense model, or of the plan, with local fallbacks."""
+    fields = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.groups, "head_dim": shape.size}
+    fields |= {"hidden_size": shape.width, "max_position_embeddings": 1 << 17, "vocab_size": VOCABULARY}
+    fields |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None} | more
+    if plan is None:
+        return LlamaConfig(**fields)
+    shared, local = split_heads(shape, *plan)
+    routed = shape.heads - len(shared) - len(local)
+    layers = fields["num_hidden_layers"]
+    return MoHLlamaConfig(
+        **fields,
+        num_shared_heads=len(shared),
+        shared_heads=[list(shared)] * layers,
+        local_heads=[list(local)] * layers,
+        num_active_heads=len(shared) + routed // 2,
+        router_type="threshold" if routed else "none",
+        head_fallback="local",
+        local_window=sizes.window,
+        local_sinks=sizes.sinks,
+        local_start=sizes.start,
+    )
+
+
+def layer_of(shape: Shape, sizes: Sizes, plan: tuple[float, float] | None, base: nn.Module | None) -> PreTrainedModel:
+    """A decoder of one layer with random weights, those of `base` where it is given; routers are frozen."""
+    device, dtype = device_of()
+    config = config_of(shape, sizes, plan, num_hidden_layers=1, intermediate_size=8)
+    torch.manual_seed(0)
+    model = (LlamaModel if plan is None else MoHLlamaModel)(config).to(device, dtype).eval()
+    if base is not None:
+        model.load_state_dict(base.state_dict(), strict=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".router." not in name)
+    return model
+
+
+def balance(model: PreTrainedModel, hidden: torch.Tensor) -> None:
+    """Biases with which half of the tokens have each routed head on."""
+    router = model.layers[0].self_attn.router
+    if hasattr(router, "routed"):
+        with torch.no_grad():
+            router.routed.bias -= router.routed(hidden).flatten(0, 1).float().median(0).values.to(hidden.dtype)
+
+
+@contextlib.contextmanager
+def calls_of(found: list[Call]) -> Iterator[None]:
+    """Within the block arguments of `interval_attention` are kept."""
+    before = ALL_ATTENTION_FUNCTIONS.get(NAME)
+
+    def attend(query, key, value, first, seen, scaling, distant, dropout=0.0, kinds=((), ()), **kwargs):
+        found.append(Call([query, key, value, *distant], first, seen, kinds))
+        return query.transpose(1, 2)
+
+    ALL_ATTENTION_FUNCTIONS[NAME] = attend
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[NAME]
+        if before is not None:
+            ALL_ATTENTION_FUNCTIONS.register(NAME, before)
+
+
+def arguments_of(model: PreTrainedModel, inputs: torch.Tensor) -> tuple[nn.Module, tuple, dict[str, Any]]:
+    """The model's attention, and what it is called with."""
+    module, kept = model.layers[0].self_attn, []
+    handle = module.register_forward_pre_hook(lambda _, args, kwargs: kept.append((args, kwargs)), with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(inputs_embeds=inputs, use_cache=False)
+    finally:
+        handle.remove()
+    return module, *kept[0]
+
+
+def whole(module: nn.Module, args: tuple, kwargs: dict[str, Any], gradients: bool, pinned: SDPBackend | None) -> Run:
+    """Attention of a layer from its input on: forward, or with gradients of the input and of all that is trained."""
+    hidden = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_(gradients)
+    if args:
+        args = (hidden, *args[1:])
+    else:
+        kwargs = kwargs | {"hidden_states": hidden}
+    wanted = [hidden, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
+    grad = gradient_of(hidden)
+
+    def run() -> Any:
+        with contextlib.nullcontext() if pinned is None else sdpa_kernel(pinned):
+            if not gradients:
+                with torch.no_grad():
+                    return module(*args, **kwargs)[0]
+            out = module(*args, **kwargs)[0]
+            return torch.autograd.grad(out, wanted, grad, allow_unused=True)
+
+    return run
+
+
+def random_like(states: torch.Tensor, width: int) -> torch.Tensor:
+    """Random states of another width."""
+    return torch.randn(*states.shape[:-1], width, device=states.device, dtype=states.dtype)
+
+
+def projections(module: nn.Module, hidden: torch.Tensor, gradients: bool) -> Run:
+    """The linear maps of attention alone."""
+    maps = module.q_proj, module.k_proj, module.v_proj, module.o_proj
+    wide = random_like(hidden, module.o_proj.in_features).requires_grad_(gradients)
+    own = hidden.detach().requires_grad_(gradients)
+    grads = [random_like(hidden, layer.out_features) for layer in maps]
+
+    def run() -> Any:
+        if not gradients:
+            with torch.no_grad():
+                return [layer(own) for layer in maps[:3]], maps[3](wide)
+        outs = [layer(wide if layer is maps[3] else own) for layer in maps]
+        wanted = [own, wide, *(layer.weight for layer in maps)]
+        return torch.autograd.grad(outs, wanted, grads)
+
+    return run
+
+
+def graphed(run: Run) -> Run:
+    """The same as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+class Late:
+    """A run that is made when it is first called, so that what fails then is that row's."""
+
+    def __init__(self, make: Callable[[], Run]):
+        self.make, self.run = make, None
+
+    def __call__(self) -> Any:
+        if self.run is None:
+            self.run = self.make()
+        return self.run()
+
+
+def layer(record: Record, sizes: Sizes) -> None:
+    """Attention of a layer with each plan beside the dense layer's, and interval attention beside dense attention."""
+    for name, shape in sizes.shapes.items():
+        for length in sizes.lengths:
+            rows = ROWS.get(name, 1) if length <= 8192 else 1
+            for gradients in (False, True):
+                cell = f"{name}, {rows} x {length}, {name_of(gradients)}"
+                measure_layer(record, sizes, cell, shape, rows, length, gradients)
+
+
+def measure_layer(
+    record: Record, sizes: Sizes, cell: str, shape: Shape, rows: int, length: int, gradients: bool
+) -> None:
+    """The cells of one shape, length and pass: eager, in a CUDA graph, and the operation alone."""
+    if time.time() > record.until:
+        record.note(cell, dict)
+        return
+    device, dtype = device_of()
+    inputs = torch.randn(rows, length, shape.width, device=device, dtype=dtype)
+    base = layer_of(shape, sizes, None, None)
+    module, args, kwargs = arguments_of(base, inputs)
+    hidden = args[0] if args else kwargs["hidden_states"]
+    runs: dict[str, Run] = {"projections": projections(module, hidden, gradients)}
+    runs |= {peer: whole(module, args, kwargs, gradients, pinned) for peer, pinned in PINNED.items()}
+    operations: dict[str, Run] = {}
+    more: dict[str, Row] = {}
+    for plan, shares in (PLANS | TRAINED if gradients else PLANS).items():
+        model = layer_of(shape, sizes, shares, base)
+        balance(model, hidden)
+        if plan in TRAINED:
+            model.set_gate_gradient(plan.split()[-1])
+            model.layers[0].self_attn.router.requires_grad_(True)
+        calls: list[Call] = []
+        with calls_of(calls):
+            module, args, kwargs = arguments_of(model, inputs)
+        runs[plan] = whole(module, args, kwargs, gradients, None)
+        if calls and plan in PLANS:  # without calls all heads are on
+            call = calls[0]._replace(inputs=[x.detach().requires_grad_(gradients) for x in calls[0].inputs])
+            operations[plan] = call.run(interval_attention, gradients)
+            more[plan] = chosen(call) | {"keys": round(keys_of(call), 3)}
+            states = call.inputs[:3]
+    less = {peer: "projections" for peer in runs if peer != "projections"}
+    record.cell(f"{cell}, eager", runs, PINNED, more, less)
+    graphs: dict[str, Run | str] = dict.fromkeys(runs, "no CUDA device")
+    if device.type == "cuda":
+        graphs = {peer: Late(functools.partial(graphed, run)) for peer, run in runs.items()}
+    record.cell(f"{cell}, graph", graphs, PINNED, more, less)
+    if operations:
+        dense = {peer: pass_of(DENSE[peer], states, gradients) for peer in BASES}
+        record.cell(f"{cell}, operation", dense | operations, BASES, more)
+
+
+def keys_of(call: Call) -> float:
+    """Share of the keys of causal attention that heads read."""
+    last, start, sink_end = call.seen.last, call.seen.start, call.seen.sink_end
+    read = (last - call.first + 1).clamp_min(0) + (torch.minimum(sink_end, call.first) - start).clamp_min(0)
+    return (read.sum() / (last - start + 1).expand_as(read).sum()).item()
+
+
+# ---- generate
+
+
+def generate(record: Record, sizes: Sizes) -> None:
+    """Tokens of `generate` with a static cache, which on CUDA is compiled: a few layers, half of the heads."""
+    device, dtype = device_of()
+    name, shape = next(iter(sizes.shapes.items()))
+    context, rows = sizes.contexts[0], sizes.rows[0]
+    size = {"num_hidden_layers": sizes.layers, "intermediate_size": 3 * shape.width}
+    prompt = torch.randint(0, VOCABULARY, (rows, context), device=device)
+    short, long = sizes.tokens
+    runs: dict[str, Run] = {}
+    for plan, shares in {"base": None, "fixed 50 %": (0.5, 0.5), "mixed 50 %": (0.25, 0.25)}.items():
+        config = config_of(shape, sizes, shares, **size)
+        model = (LlamaForCausalLM if shares is None else MoHLlamaForCausalLM)(config).to(device, dtype).eval()
+        for count in sizes.tokens:
+            how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+            runs[f"{plan}, {count}"] = functools.partial(model.generate, prompt, cache_implementation="static", **how)
+    less = {f"{plan}, {long}": f"{plan}, {short}" for plan in ("base", "fixed 50 %", "mixed 50 %")}
+    record.cell(f"{name}, {rows} rows after {context}", runs, [f"base, {long}"], less=less)
