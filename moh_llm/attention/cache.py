@@ -72,7 +72,8 @@ def _of_heads(
     kinds: tuple[tuple[int, ...], tuple[int, ...]], heads: list[int] | slice, count: int
 ) -> tuple[tuple[int, ...], ...]:
     """The kinds of these heads alone, by their numbers among them."""
-    numbers = {head: number for number, head in enumerate(torch.arange(count)[heads].tolist())}
+    own = range(count)[heads] if isinstance(heads, slice) else heads
+    numbers = {head: number for number, head in enumerate(own)}
     return tuple(tuple(numbers[head] for head in kind if head in numbers) for kind in kinds)
 
 

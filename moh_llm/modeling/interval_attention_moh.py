@@ -6,6 +6,7 @@ reference: PyTorch's `scaled_dot_product_attention` on any device, with gradient
 Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -194,6 +195,8 @@ def near_attention(
     document that begins within the block has its sinks there. Heads that share keys are queries of one attention. The
     distant token is one more entry of the keys, whose score is one more entry of the queries.
     """
+    if not seen.is_consecutive and can_be_read(seen.last):
+        return _near_of_requests(query, key, value, seen, scaling, distant, dropout)
     batch, heads, length, size = query.shape
     groups, count = key.shape[1], key.shape[2]
     block = min(length, seen.window, _BLOCK) if seen.is_consecutive else 1
@@ -245,3 +248,28 @@ def near_attention(
     if distant is None:
         return out
     return out[..., :size] + out[..., size : size + 1] * distant[1].to(out.dtype)
+
+
+def _near_of_requests(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: Distant | None,
+    dropout: float,
+) -> torch.Tensor:
+    """`near_attention` of requests side by side in one row: as many rows as they are, those of a length at once."""
+    edges = [0, *((seen.last[0, :, 0].diff() != 1).nonzero()[:, 0] + 1).tolist(), query.shape[2]]
+    out = query.new_empty(*query.transpose(1, 2).shape[:3], value.shape[3])
+    begins: dict[int, list[int]] = {}
+    for begin, end in itertools.pairwise(edges):
+        begins.setdefault(end - begin, []).append(begin)
+    for count, found in begins.items():
+        tokens = torch.tensor(found, device=query.device)[:, None] + torch.arange(count, device=query.device)
+        fields = ("last", "start", "near", "sink_end", "hidden")
+        own = seen._replace(is_consecutive=True, **{name: getattr(seen, name)[0, tokens] for name in fields})
+        token = None if distant is None else (distant[0][0, tokens], distant[1])
+        states = query[0, :, tokens].transpose(0, 1), key, value
+        out[0, tokens] = near_attention(*states, own, scaling, token, dropout).to(out.dtype)
+    return out

@@ -1,81 +1,103 @@
-"""Local attention over an engine's paged cache: which keys the new tokens of each request see, and where they lie.
+"""Attention of heads that are off over an engine's paged cache: which keys the new tokens see, and where they lie.
 
-Shapes: T new tokens of all requests, side by side, S keys that are read, KV key-value heads, N tokens of a block,
-D head size.
+Shapes: T new tokens of all requests, side by side, S keys that are read, H query heads, KV key-value heads, N tokens of
+a block, D head size.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moh_llm.modeling.documents_moh import Band, Requests
+from moh_llm.modeling.interval_attention_moh import Distant, near_attention
+from moh_llm.modeling.seen_moh import Seen
 
 _DIGIT = 256  # the numbers below are exact in every dtype of a cache that is not quantised
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+Read = Callable[[nn.Module], tuple[torch.Tensor, torch.Tensor]]
 
 
 def near_keys(
-    token_edges: list[int],
-    lengths: list[int],
-    window: int,
-    sinks: int,
-    all_on_until: int,
-    total: int,
-    device: torch.device | str = "cpu",
-) -> tuple[Requests, torch.Tensor, torch.Tensor]:
-    """The keys that local attention of new tokens reads: each request's first ones, and its last ones.
+    token_edges: torch.Tensor, lengths: torch.Tensor, window: int, sinks: int, all_on_until: int, total: int
+) -> tuple[Seen, torch.Tensor, torch.Tensor]:
+    """The keys that heads that are off read: each request's first ones, and its last ones.
 
     Args:
         token_edges: the first new token of each request among all of them, and the end of the last one.
         lengths: tokens of each request, the new ones included.
-        window, sinks, all_on_until: as in `Band.of`.
+        window, sinks, all_on_until: as in `Seen.of`.
         total: T, padding after the last request's tokens included.
-        device: of the results.
 
     Returns:
-        The requests, whose bands count the keys that are read, side by side; and of each key its request and its
+        What the new tokens see of the keys that are read, which lie side by side; and of each key its request and its
         position there, `[S]` each.
     """
-    parts: list[tuple[slice | torch.Tensor, Band]] = []
-    all_on = torch.ones(1, total, dtype=torch.bool, device=device)
-    of_request, positions, count = [], [], 0
-    steps: list[int] = []  # requests with one new token, which make one batch
+    new = token_edges.diff()
+    begin = (lengths - new - window + 1).clamp_min(0)  # of the recent keys
+    slots = max(1, sinks)  # places before them, so that no window begins where the request does
+    counts = (slots + lengths - begin).masked_fill(new == 0, 0)
+    starts = counts.cumsum(0) - counts
+    request = torch.repeat_interleave(torch.arange(len(lengths), device=new.device), counts)
+    rank = torch.arange(len(request), device=new.device) - starts[request]
+    is_first = rank < slots
+    position = torch.where(is_first, rank.minimum(lengths[request] - 1), rank - slots + begin[request])
 
-    def add(request: int, begin: int, length: int) -> int:
-        """Read a request's first keys and those from `begin` on; returns how many keys are read before them."""
-        nonlocal count
-        read = torch.cat([torch.arange(sinks).clamp_max(length - 1), torch.arange(begin, length)])
-        of_request.append(torch.full_like(read, request))
-        positions.append(read)
-        count += len(read)
-        return count - len(read)
+    tokens = torch.arange(total, device=new.device)
+    of = torch.searchsorted(token_edges[1:], tokens, right=True).clamp_max(len(lengths) - 1)
+    own = tokens - token_edges[of] + (lengths - new)[of]
+    start, hidden = starts[of], own + 1 - window - sinks
+    all_on = (hidden <= max(0, all_on_until - window - sinks)) | (tokens >= token_edges[-1])
+    last = start + slots + own - begin[of]
+    near = torch.maximum(last - window + 1, start + slots)
+    others = (~all_on).nonzero()
+    lead = int(others[0]) if len(others) else total
+    fields = (tensor[None, :, None] for tensor in (last, start, near, start + sinks, hidden))
+    seen = Seen(*fields, window, sinks, all_on[None], lead, is_consecutive=False)
+    return seen, request, position
 
-    for request, (first, last, length) in enumerate(zip(token_edges[:-1], token_edges[1:], lengths, strict=True)):
-        if last - first == 1 and length > max(all_on_until, window + sinks):
-            steps.append(request)
-        elif last > first:
-            own = torch.arange(length - (last - first), length, device=device)[None]
-            band = Band.of(own, torch.zeros_like(own), window, sinks, all_on_until)
-            if band is not None:
-                all_on[:, first:last] = band.all_on
-                begin = max(0, length - (last - first) + band.lead - window + 1)
-                band = band._replace(step=None).near(begin, sinks)
-                band = band._replace(index=band.index + add(request, begin, length))
-                parts.append((slice(first + band.lead, last), band))
-    if steps:
-        # As if rows were padded on the left, so that all tokens have the position of the longest request's.
-        their = torch.tensor([lengths[request] for request in steps], device=device)
-        end = their.max().view(1, 1)
-        band = Band.of(end - 1, end - their[:, None], window, sinks)
-        rows = [add(request, lengths[request] - window, lengths[request]) for request in steps]
-        index = torch.tensor(rows, device=device)[:, None, None] + torch.arange(band.index.shape[-1], device=device)
-        tokens = torch.tensor([token_edges[request] for request in steps], device=device)
-        all_on[:, tokens] = False
-        parts.append((tokens, band._replace(index=index, step=None)))
-    if not parts:
-        positions = of_request = [torch.zeros(0, dtype=torch.int64)]
-    return Requests(parts, all_on), torch.cat(of_request).to(device), torch.cat(positions).to(device)
+
+class EngineKeys(NamedTuple):
+    """What stands in for keys in a layer whose engine keeps them itself: those of the new tokens `[1, KV, T, D]`.
+
+    `read` gives the keys and values `[1, KV, S, D]` that `near_keys` counts, of a layer, after the engine's attention.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    read: Read
+
+    def attend(
+        self,
+        attention: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        first: torch.Tensor,
+        seen: Seen,
+        scaling: float,
+        distant: Distant | None = None,
+        dropout: float = 0.0,
+        kinds: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+        module: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """`interval_attention` `[1, T, H, D]`: the engine's attention of all heads where they are on."""
+        engine = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
+        full, _ = engine(module, query, self.key, self.value, None, dropout=dropout, scaling=scaling, **kwargs)
+        near = near_attention(query, *self.read(module), seen, scaling, distant, dropout)
+        return torch.where((first <= seen.start).unsqueeze(-1), full.reshape(near.shape), near)
+
+
+class EngineCache:
+    """What a step's layers are given as `cache`. `read` is that of `EngineKeys`."""
+
+    def __init__(self, read: Read):
+        self.read = read
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: object) -> tuple[EngineKeys, EngineKeys]:
+        keys = EngineKeys(key, value, self.read)
+        return keys, keys
 
 
 class PagedLayout:

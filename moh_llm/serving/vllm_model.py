@@ -9,14 +9,14 @@ from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from moh_llm.modeling.attention_moh import MoHLlamaAttention
-from moh_llm.modeling.documents_moh import Requests
-from moh_llm.serving.paged import PagedLayout, near_keys, take
+from moh_llm.modeling.seen_moh import Seen
+from moh_llm.serving.paged import EngineCache, PagedLayout, near_keys, take
 
 
 class MoHLlamaForVLLM(TransformersForCausalLM):
-    """vLLM's layers compute attention of all heads, and the model's own code the local attention of heads that are off.
+    """vLLM's layers compute attention of all heads, and the model's own code that of heads that are off.
 
-    The bands of local attention are made once for each step and are other ones in the next: the model runs eagerly.
+    The keys that these read are found once for each step and are other ones in the next: the model runs eagerly.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -42,35 +42,29 @@ class MoHLlamaForVLLM(TransformersForCausalLM):
     ) -> torch.Tensor | IntermediateTensors:
         """Hidden states `[T, C]` of the tokens of all requests."""
         if self.config.head_fallback == "local":
-            kwargs["band"] = self._band(positions)
+            kwargs["seen"], kwargs["cache"] = self._seen(positions)
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
 
-    def _band(self, positions: torch.Tensor) -> Requests:
-        """The bands of this step's requests, with a function that reads their keys and values of a layer."""
-        metadata = get_forward_context().attn_metadata
+    def _seen(self, positions: torch.Tensor) -> tuple[Seen, EngineCache | None]:
+        """Which keys the tokens of this step's requests see, and what reads them of a layer; None: all heads are on."""
+        metadata, config = get_forward_context().attn_metadata, self.config
+        window, sinks = config.local_window, config.local_sinks
         if metadata is None:  # vLLM runs a model without a cache to see how much memory it takes
-            return Requests([], torch.ones_like(positions[None], dtype=torch.bool), read=_nothing)
+            tokens = torch.arange(len(positions), device=positions.device)[None]
+            return Seen.of(tokens, tokens, window, sinks)._replace(lead=len(positions)), None
         layer = next(module for module in self.modules() if isinstance(module, MoHLlamaAttention)).attn
-        metadata, config = metadata[layer.layer_name], self.config
-        requests, of_request, places = near_keys(
-            metadata.query_start_loc.tolist(),
-            metadata.seq_lens.tolist(),
-            *(config.local_window, config.local_sinks, config.local_start),
-            len(positions),
-            positions.device,
-        )
-        if not requests.parts:
-            return requests._replace(read=_nothing)
+        metadata = metadata[layer.layer_name]
+        edges, lengths = (tensor.cpu().long() for tensor in (metadata.query_start_loc, metadata.seq_lens))
+        seen, request, places = near_keys(edges, lengths, window, sinks, config.local_start, len(positions))
+        if seen.lead == len(positions):
+            return seen, None
         if self._layout is None:
             self._layout = PagedLayout(layer.kv_cache, layer.head_size, lambda *given: _write(layer, *given))
-        blocks = metadata.block_table[of_request, places // self._layout.tokens]
+        seen = seen._make(value.to(positions.device) if isinstance(value, torch.Tensor) else value for value in seen)
+        request, places = request.to(positions.device), places.to(positions.device)
+        blocks = metadata.block_table[request, places // self._layout.tokens]
         offsets = self._layout.offsets(layer.kv_cache, blocks, places)
-        return requests._replace(read=lambda module: take(module.attn.kv_cache, offsets))
-
-
-def _nothing(module: nn.Module) -> tuple[None, None]:
-    """Keys and values of a layer where no request has heads off."""
-    return None, None
+        return seen, EngineCache(lambda module: take(module.attn.kv_cache, offsets))
 
 
 def _write(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moh_llm.serving.paged import PagedLayout, near_keys, take
+from moh_llm.serving.paged import EngineCache, PagedLayout, near_keys, take
 
 BLOCKS, TOKENS = 24, 4  # of the cache
 
@@ -35,14 +35,15 @@ class Engine:
         blocks = self.table[of_request, positions // TOKENS]
         return self.layout.offsets(self.caches[0], blocks, positions)
 
-    def band(self, counts: list[int]):
-        """Of a step that adds so many tokens to each request; there is one more token, which is padding."""
+    def step(self, counts: list[int]) -> dict:
+        """Arguments of a step that adds so many tokens to each request; there is one more token, which is padding."""
         self.lengths = [before + count for before, count in zip(self.lengths, counts, strict=True)]
         self.edges = [0, *torch.tensor(counts).cumsum(0).tolist()]
-        seen = self.config.local_window, self.config.local_sinks, self.config.local_start
-        requests, *keys = near_keys(self.edges, self.lengths, *seen, total=self.edges[-1] + 1)
+        plan = self.config.local_window, self.config.local_sinks, self.config.local_start
+        given = torch.tensor(self.edges), torch.tensor(self.lengths)
+        seen, *keys = near_keys(*given, *plan, total=self.edges[-1] + 1)
         offsets = self.offsets(*keys)
-        return requests._replace(read=lambda module: take(self.caches[module.layer_idx], offsets))
+        return {"seen": seen, "cache": EngineCache(lambda module: take(self.caches[module.layer_idx], offsets))}
 
     def attention(self, module, query, key, value, attention_mask, scaling, **kwargs):
         """Full attention of the new tokens, flattened as engines do it."""
@@ -92,12 +93,12 @@ def test_requests_in_chunks_give_what_each_gives_alone(make_pair, plan, monkeypa
     with torch.no_grad():
         for counts in SCHEDULE:
             before = list(engine.lengths)
-            band = engine.band(counts)
+            step = engine.step(counts)
             places = [torch.arange(first, last) for first, last in zip(before, engine.lengths, strict=True)]
             tokens = [prompts[request, own] for request, own in enumerate(places)]
             positions = torch.cat([*places, torch.zeros(1, dtype=torch.int64)])[None]
             ids = torch.cat([*tokens, torch.ones(1, dtype=torch.int64)])[None]
-            hidden = model.model(ids, position_ids=positions, use_cache=False, band=band).last_hidden_state[0]
+            hidden = model.model(ids, position_ids=positions, use_cache=False, **step).last_hidden_state[0]
             for request, part in enumerate(hidden[:-1].split(counts)):
                 torch.testing.assert_close(part, expected[request, places[request]])
 
