@@ -176,7 +176,9 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
             way = "use 'sdpa'" if cache is not None else "use 'sdpa', 'eager' or a flash attention of transformers"
             if implementation == "vllm":
                 way = "install MoH-LLM in vLLM's environment and leave out --model-impl"
-            raise ValueError(f"MoH models read keys that attn_implementation={implementation!r} keeps to itself; {way}")
+            raise ValueError(
+                f"head_fallback='local' reads keys that attn_implementation={implementation!r} keeps to itself; {way}"
+            )
         if cache is not None:
             edges = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]["full_attention"]
             return paged_keys(position_ids, *edges, *seen)

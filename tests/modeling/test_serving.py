@@ -145,7 +145,8 @@ def test_attention_is_called_in_the_form_that_is_looked_for(make_pair):
     }
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", 0) in names]
     (call,) = calls
-    assert "self.scaling" in [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "scaling"]
+    assert not [keyword for keyword in call.keywords if keyword.arg in ("scaling", "s_aux")]  # then scaling is LLaMA's
+    assert model.model.layers[0].self_attn.scaling == model.config.head_dim**-0.5
     assert any(keyword.arg is None for keyword in call.keywords)  # **kwargs
 
 
