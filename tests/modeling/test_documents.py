@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.masking_utils import create_causal_mask
 
-from moh_llm.modeling.seen_moh import document_starts, paged_keys
+from moh_llm.modeling.seen_moh import paged_keys, seen_keys
 from tests.modeling import naive
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
@@ -157,10 +157,10 @@ def drawn_case(draw: random.Random) -> dict:
     return {"inputs": torch.zeros(batch, length, 4), "mask": mask, "positions": positions, "past": past}
 
 
-def first_tokens(*args: object, **kwargs: object) -> torch.Tensor:
-    """Whether a token is the first that attention shows it, `[B or 1, T]`; arguments are `document_starts`'."""
-    positions, starts = document_starts(*args, **kwargs)
-    return positions == starts
+def first_tokens(*args: object) -> torch.Tensor:
+    """Whether a token is the first that attention shows it, `[B or 1, T]`; arguments are those of `seen_keys`."""
+    seen = seen_keys(*args, 0, 0, 0)
+    return (seen.start == seen.last).all(-1)
 
 
 def test_first_tokens_are_those_that_transformers_masks_show_themselves_only():
@@ -182,27 +182,26 @@ def test_first_tokens_are_those_that_transformers_masks_show_themselves_only():
             got = first_tokens(inputs, whole, positions, past, False, implementation).expand_as(expected)
             assert torch.equal(got & real, expected & real), case
             if mask is None and past is None:
-                _, starts = document_starts(inputs, mask, positions, past, False, implementation)
+                starts = seen_keys(inputs, mask, positions, past, False, implementation, 0, 0, 0).start[..., 0]
                 assert torch.equal(starts.expand_as(expected), visible.int().argmax(-1))
         seen.add((mask is None, past is None, positions is None, bool(expected[:, 1:].any())))
     assert len(seen) >= 12  # of what is drawn each kind came
 
 
 @pytest.mark.parametrize(
-    ("rows", "use_cache", "how", "expected"),
+    ("rows", "use_cache", "implementation", "expected"),
     [
-        (1, False, {"implementation": "sdpa"}, [0, 2, 4, 5]),
-        (1, True, {"implementation": "sdpa"}, [0]),  # a call that makes a cache does not tell documents apart
-        (1, False, {"implementation": "flash_attention_2"}, [0, 2, 4, 5]),  # of a single row it does
-        (1, True, {"implementation": "flash_attention_2"}, [0, 2, 4, 5]),
-        (2, True, {"implementation": "flash_attention_2"}, [0]),
-        # Where keys are kept elsewhere: a chunk, a new request, two that decode.
-        (1, False, {"implementation": "an engine's"}, [2]),
+        (1, False, "sdpa", [0, 2, 4, 5]),
+        (1, True, "sdpa", [0]),  # a call that makes a cache does not tell documents apart
+        (1, False, "flash_attention_2", [0, 2, 4, 5]),  # of a single row it does
+        (1, True, "flash_attention_2", [0, 2, 4, 5]),
+        (2, True, "flash_attention_2", [0]),
+        (1, False, "an engine's", [2]),  # keys are kept elsewhere: a chunk, a new request, two that decode
     ],
 )
-def test_what_tells_documents_apart(rows, use_cache, how, expected):
+def test_what_tells_documents_apart(rows, use_cache, implementation, expected):
     positions = torch.tensor([[8, 9, 0, 1, 30, 5]])
-    got = first_tokens(torch.zeros(rows, 6), None, positions, None, use_cache, **how)
+    got = first_tokens(torch.zeros(rows, 6), None, positions, None, use_cache, implementation)
     assert got.nonzero()[:, 1].tolist() == expected
 
 
@@ -228,4 +227,4 @@ def test_nothing_waits_for_the_device():
                 for tensor in (case["inputs"], case["mask"], case["positions"])
             )
             for implementation in ("sdpa", "flash_attention_2", "an engine's"):
-                first_tokens(inputs, mask, positions, case["past"], False, implementation)
+                seen_keys(inputs, mask, positions, case["past"], False, implementation, 3, 1, 5)
