@@ -111,8 +111,8 @@ def plan_of(first: torch.Tensor, seen: Seen, table: torch.Tensor, keys: int, gra
     last, low = entry(last, -1), entry(first, keys)
     start, sink_end = (entry(start, keys), entry(sink_end, 0)) if seen.sinks else (None, None)
     some, full = _reading(last, low, start, sink_end, keys)
-    blocks = _blocks(some & ~full, full)
-    transposed = _blocks((some & ~full).transpose(-1, -2), full.transpose(-1, -2)) if gradients else None
+    blocks = list_blocks(some & ~full, full)
+    transposed = list_blocks((some & ~full).transpose(-1, -2), full.transpose(-1, -2)) if gradients else None
     return Plan(rows, last, low, start, sink_end, blocks, transposed)
 
 
@@ -137,7 +137,7 @@ def _reading(
     return some, (begin >= most(low)) & (end <= least(last))
 
 
-def _blocks(partial: torch.Tensor, full: torch.Tensor) -> Blocks:
+def list_blocks(partial: torch.Tensor, full: torch.Tensor) -> Blocks:
     """Lists of what is set in the last dimension."""
     return Blocks(*_listed(partial), *_listed(full))
 

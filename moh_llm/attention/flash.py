@@ -1,0 +1,248 @@
+"""flash-attn-4, of the extra `gpu`, on Hopper and Blackwell GPUs: causal, windowed and sorted attention.
+
+The package is imported when it is first called. Its calls are operations of PyTorch, so that compiled models contain
+them. Outputs and log-sum-exp both have gradients: parts of one softmax can be merged afterwards.
+
+Shapes: B batch, T queries, S keys (S >= T; the last query sees the last key), H query heads, KV key-value heads, D head
+size; G groups of heads, N entries, M and K blocks as in plan.py.
+"""
+
+import functools
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from .plan import BLOCK, Blocks, Plan, list_blocks
+
+PACKAGE = "flash-attn-4"
+HEAD_SIZES = (64, 96, 128)
+States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def lack(device: torch.device, dtype: torch.dtype, size: int) -> str | None:
+    """What keeps flash-attn-4 from heads of this size; None where nothing does."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"{PACKAGE} runs on NVIDIA's GPUs alone"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in (9, 10, 11):
+        return f"{PACKAGE} is for Hopper and Blackwell; this GPU's compute capability is {major}.{minor}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{PACKAGE} takes bfloat16 and float16, not {str(dtype)[6:]}"
+    if size not in HEAD_SIZES:
+        return f"{PACKAGE} is used with head sizes 64, 96 and 128, not {size}"
+    if major == 9 and torch.are_deterministic_algorithms_enabled():
+        return f"{PACKAGE} has no deterministic gradients of sorted queries on Hopper"
+    return None if _is_installed() else f"{PACKAGE} is not installed (pip install 'moh-llm[gpu]')"
+
+
+@functools.cache
+def _is_installed() -> bool:
+    try:
+        return bool(version(PACKAGE))
+    except PackageNotFoundError:
+        return False
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query to all keys up to its own, or to the last `window` of them.
+
+    `query` is `[B, H, T, D]`, `key` and `value` are `[B, KV, S, D]`. Returns outputs `[B, H, T, D]` and their
+    log-sum-exp `[B, H, T]`, float32.
+    """
+    return torch.ops.moh_llm.flash(query, key, value, scaling, window, [], [])
+
+
+def sorted_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of sorted queries, as that of flex.py.
+
+    `query` is `[B, G, N, D]`, `key` and `value` are `[B, G, S, D]`. Returns outputs `[B, G, N, D]` and their
+    log-sum-exp `[B, G, N]`, float32. An entry that sees nothing has zeros, and a log-sum-exp of minus infinity.
+    """
+    bounds = [bound for bound in (plan.last, plan.low, plan.start, plan.sink_end) if bound is not None]
+    return torch.ops.moh_llm.flash(query, key, value, scaling, None, bounds, [*plan.keys, *(plan.queries or ())])
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    bounds: list[torch.Tensor],
+    lists: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One call, without gradients: outputs and log-sum-exp.
+
+    `bounds` are those of sorted queries: last, low, and where there are sinks their start and end. `lists` are those of
+    `plan.keys`, and of `plan.queries` behind them. Where both are empty the call is causal.
+    """
+    from flash_attn.cute import interface
+
+    by_token = [states.transpose(1, 2) for states in (query, key, value)]
+    how = _how(window, bounds)
+    if bounds:
+        how["block_sparse_tensors"] = _lists_of_keys(lists, query.shape[2], key.shape[2])
+    out = torch.empty_like(by_token[0])
+    _, lse, *_ = interface._flash_attn_fwd(*by_token, softmax_scale=scaling, return_lse=True, out=out, **how)
+    return out.transpose(1, 2), lse
+
+
+def backward(
+    grad: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    bounds: list[torch.Tensor],
+    lists: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value.
+
+    Where other parts of the softmax are merged, `grad`, `out` and `lse` may be those of the whole, without `grad_lse`:
+    the gradients are then this part's share.
+    """
+    from flash_attn.cute import interface
+
+    by_token = [tensor.transpose(1, 2) for tensor in (query, key, value, out, grad)]
+    how = _how(window, bounds)
+    if bounds:
+        how["block_sparse_tensors"] = _lists_of_queries(lists, query.shape[2], key.shape[2])
+    gradients = [torch.empty_like(states) for states in by_token[:3]]
+    interface._flash_attn_bwd(
+        *by_token,
+        lse,
+        softmax_scale=scaling,
+        dlse=grad_lse,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
+        **how,
+    )
+    return tuple(tensor.transpose(1, 2) for tensor in gradients)
+
+
+def _how(window: int | None, bounds: list[torch.Tensor]) -> dict[str, Any]:
+    """The arguments that say which keys are seen, but for lists of blocks."""
+    if bounds:
+        return {"mask_mod": _mask(len(bounds) > 2), "aux_tensors": bounds}
+    return {"causal": True} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+@functools.cache
+def _mask(has_sinks: bool) -> Callable:
+    """Which keys an entry sees, for the compiler of flash-attn-4."""
+    from cutlass import Int32, cute
+    from flash_attn.cute.utils import scalar_to_ssa
+
+    if not has_sinks:
+
+        @cute.jit
+        def is_seen(row, group, entry, place, lengths, bounds):
+            last = scalar_to_ssa(bounds[0][row[0], group[0], entry[0]], Int32)
+            low = scalar_to_ssa(bounds[1][row[0], group[0], entry[0]], Int32)
+            return (place <= last) & (place >= low)
+
+        return is_seen
+
+    @cute.jit
+    def is_seen_or_sink(row, group, entry, place, lengths, bounds):
+        last = scalar_to_ssa(bounds[0][row[0], group[0], entry[0]], Int32)
+        low = scalar_to_ssa(bounds[1][row[0], group[0], entry[0]], Int32)
+        start = scalar_to_ssa(bounds[2][row[0], group[0], entry[0]], Int32)
+        sink_end = scalar_to_ssa(bounds[3][row[0], group[0], entry[0]], Int32)
+        return (place <= last) & ((place >= low) | ((place >= start) & (place < sink_end)))
+
+    return is_seen_or_sink
+
+
+def _lists_of_keys(lists: list[torch.Tensor], entries: int, keys: int) -> Any:
+    """Which blocks of keys are read. Blackwell takes two blocks of entries at once, with one list for both."""
+    from flash_attn.cute import interface
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    blocks, size = _cut(Blocks(*lists[:4]), entries, keys), BLOCK
+    if interface._get_device_arch() >= 100:
+        blocks, size = _paired(blocks), 2 * BLOCK
+    return BlockSparseTensorsTorch(*blocks, block_size=(size, BLOCK))
+
+
+def _lists_of_queries(lists: list[torch.Tensor], entries: int, keys: int) -> Any:
+    """Which blocks of entries read each block of keys; and in which order, where gradients shall be deterministic."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, compute_dq_write_order
+
+    if len(lists) < 8:
+        raise RuntimeError("the plan was made without lists for gradients")
+    blocks, order = _cut(Blocks(*lists[4:]), keys, entries), {}
+    if torch.are_deterministic_algorithms_enabled():
+        of_keys = _cut(Blocks(*lists[:4]), entries, keys)
+        partial, full = compute_dq_write_order(*of_keys, *blocks)
+        order = {"dq_write_order": partial, "dq_write_order_full": full, "spt": False}
+    return BlockSparseTensorsTorch(*blocks, block_size=(BLOCK, BLOCK), **order)
+
+
+def _cut(blocks: Blocks, rows: int, columns: int) -> Blocks:
+    """The lists of what `rows` by `columns` single ones fill: a plan has at least two blocks of each."""
+    rows, columns = -(-rows // BLOCK), -(-columns // BLOCK)
+    if blocks.partial.shape[2:] == (rows, columns):
+        return blocks
+    partial, full = (listed[:, :, :rows, :columns] for listed in (blocks.partial, blocks.full))
+    return Blocks(blocks.partial_count[:, :, :rows], partial, blocks.full_count[:, :, :rows], full)
+
+
+def _paired(blocks: Blocks) -> Blocks:
+    """Lists of pairs of rows: what one of the two reads, and what both read wholly."""
+    columns = torch.arange(blocks.full.shape[-1], device=blocks.full.device)
+
+    def flags(count: torch.Tensor, listed: torch.Tensor) -> torch.Tensor:
+        """`[B, G, M / 2, 2, K]`; an odd last row is its own pair."""
+        found = torch.zeros_like(listed, dtype=torch.bool).scatter_(-1, listed.long(), columns < count.unsqueeze(-1))
+        return torch.cat([found, found[:, :, -1:]], dim=2)[:, :, : -(-found.shape[2] // 2) * 2].unflatten(2, (-1, 2))
+
+    partial, full = flags(blocks.partial_count, blocks.partial), flags(blocks.full_count, blocks.full)
+    both = full.all(3)
+    return list_blocks((partial | full).any(3) & ~both, both)
+
+
+def _fake_forward(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query.transpose(1, 2)).transpose(1, 2), query.new_empty(
+        query.shape[:3], dtype=torch.float32
+    )
+
+
+def _fake_backward(grad: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> States:
+    return tuple(torch.empty_like(states.transpose(1, 2)).transpose(1, 2) for states in args[:3])
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, scaling, window, bounds, lists = inputs
+    ctx.save_for_backward(query, key, value, *output, *bounds, *lists)
+    ctx.how = scaling, window, len(bounds), len(lists)
+
+
+def _gradients(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor) -> tuple:
+    states, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    scaling, window, bounds, lists = ctx.how
+    gradients = torch.ops.moh_llm.flash_backward(grad, grad_lse, *states, scaling, window, rest[:bounds], rest[bounds:])
+    return *gradients, None, None, [None] * bounds, [None] * lists
+
+
+# Not `custom_op`, whose calls take longer outside of graphs: it also prepares for changed inputs.
+for _name, _function, _fake in (
+    ("moh_llm::flash", forward, _fake_forward),
+    ("moh_llm::flash_backward", backward, _fake_backward),
+):
+    torch.library.define(
+        _name, torch.library.infer_schema(_function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,)
+    )
+    torch.library.impl(_name, "default", _function)
+    torch.library.register_fake(_name, _fake)
+torch.library.register_autograd("moh_llm::flash", _gradients, setup_context=_save)

@@ -1,0 +1,105 @@
+"""Windows by the FlashAttention 2 in PyTorch, on NVIDIA's GPUs from Ampere on: outputs and log-sum-exp, with gradients.
+
+Shapes: B batch, T queries, S keys (S >= T; the last query sees the last key), H query heads, KV key-value heads, D head
+size.
+"""
+
+from typing import Any
+
+import torch
+
+States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def why_not_windowed(device: torch.device, dtype: torch.dtype, size: int) -> str | None:
+    """What keeps PyTorch's FlashAttention 2 from heads of this size; None where nothing does."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "FlashAttention runs on NVIDIA's GPUs alone"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "FlashAttention is for GPUs from Ampere on"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashAttention takes bfloat16 and float16, not {str(dtype)[6:]}"
+    return (
+        f"FlashAttention takes head sizes that are multiples of 8, up to 256, not {size}"
+        if size % 8 or size > 256
+        else None
+    )
+
+
+def windowed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query to the last `window` keys up to its own.
+
+    `query` is `[B, H, T, D]`, `key` and `value` are `[B, KV, S, D]`. Returns outputs `[B, H, T, D]` and their
+    log-sum-exp `[B, H, T]`, float32. Both have gradients, so that parts of one softmax can be merged afterwards.
+    """
+    return _Windowed.apply(query, key, value, window, scaling)
+
+
+def windowed_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """As `windowed_attention`, without gradients; and the random state that `windowed_backward` wants."""
+    by_token = [states.transpose(1, 2) for states in (query, key, value)]
+    out, lse, *random, _ = torch.ops.aten._flash_attention_forward(
+        *by_token, None, None, query.shape[2], key.shape[2], 0.0, False, False, **_how(window, scaling)
+    )
+    return out.transpose(1, 2), lse, random
+
+
+def windowed_backward(
+    grad: torch.Tensor,
+    states: States,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    random: list[torch.Tensor],
+    window: int,
+    scaling: float,
+) -> States:
+    """Gradients of `states`, query, key and value, given that of outputs.
+
+    Where other parts of the softmax are merged, `grad`, `out` and `lse` may be those of the whole: the gradients are
+    then the window's share.
+    """
+    query, key, _ = states
+    by_token = [tensor.transpose(1, 2) for tensor in (grad, *states, out)]
+    gradients = torch.ops.aten._flash_attention_backward(
+        *by_token, lse, None, None, query.shape[2], key.shape[2], 0.0, False, *random, **_how(window, scaling)
+    )
+    return tuple(tensor.transpose(1, 2) for tensor in gradients)
+
+
+def _how(window: int, scaling: float) -> dict[str, Any]:
+    return {"scale": scaling, "window_size_left": window - 1, "window_size_right": 0}
+
+
+def with_gradient_of_lse(out: torch.Tensor, grad: torch.Tensor, grad_lse: torch.Tensor) -> torch.Tensor:
+    """The output with which a backward pass that knows of no gradient of the log-sum-exp takes it into account.
+
+    The gradient of a score is weight * (grad · value - grad · out + grad_lse), and `out` is read for the product with
+    `grad` alone, so it is changed along `grad`. Where parts are merged, grad_lse is grad · (out - merged): the change
+    is no longer than outputs are, and is rounded as they are.
+    """
+    wide, change = grad.float(), grad_lse.float().unsqueeze(-1)
+    change = change / wide.square().sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return (out - change * wide).to(out.dtype)
+
+
+class _Windowed(torch.autograd.Function):
+    """`windowed_attention`, given query, key, value, window and scaling."""
+
+    @staticmethod
+    def forward(ctx, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs and log-sum-exp."""
+        out, lse, random = windowed_forward(*args)
+        ctx.save_for_backward(*args[:3], out, lse, *random)
+        ctx.how = args[3:]
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor, grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of query, key and value."""
+        query, key, value, out, lse, *random = ctx.saved_tensors
+        out = with_gradient_of_lse(out, grad, grad_lse)
+        return *windowed_backward(grad, (query, key, value), out, lse, random, *ctx.how), None, None
