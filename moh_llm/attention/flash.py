@@ -14,11 +14,36 @@ from typing import Any
 
 import torch
 
+from moh_llm.modeling.interval_attention_moh import Distant
+from moh_llm.modeling.seen_moh import Seen
+
+from .parts import Kinds, attention_of_parts
 from .plan import BLOCK, Blocks, Plan, list_blocks
 
 PACKAGE = "flash-attn-4"
 HEAD_SIZES = (64, 96, 128)
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def why_not(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: Distant | None = None,
+    dropout: float = 0.0,
+    kinds: Kinds | None = None,
+) -> str | None:
+    """Why `flash_attention` does not take these arguments; None where it does."""
+    if query.shape[2] == 1:
+        return "a step of decoding has no blocks of queries"
+    if seen.visible is not None or dropout:
+        return "there is dropout" if dropout else "a mask hides keys between others"
+    if not query.dtype == key.dtype == value.dtype:
+        return "queries, keys and values differ in dtype"
+    return lack(query.device, query.dtype, query.shape[-1])
 
 
 def lack(device: torch.device, dtype: torch.dtype, size: int) -> str | None:
@@ -43,6 +68,21 @@ def _is_installed() -> bool:
         return bool(version(PACKAGE))
     except PackageNotFoundError:
         return False
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: torch.Tensor,
+    seen: Seen,
+    scaling: float,
+    distant: Distant | None = None,
+    dropout: float = 0.0,
+    kinds: Kinds | None = None,
+) -> torch.Tensor:
+    """`interval_attention` with flash-attn-4 for sorted queries, `[B, T, H, D]`; `dropout` is not taken."""
+    return attention_of_parts(query, key, value, first, seen, scaling, distant, kinds, sorted_attention)
 
 
 def causal_attention(
