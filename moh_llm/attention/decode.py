@@ -69,6 +69,7 @@ def launch(
     scaling: float,
     score: torch.Tensor | None = None,
     distant: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Head outputs `[B, 1, H, D]` of one new token per row; zeros where a head sees nothing.
 
@@ -83,9 +84,11 @@ def launch(
         scaling: of the scores before the softmax.
         score: of the distant token, `[B, 1, H]`, scaled; None: there is none. It counts `hidden` times.
         distant: its values, `[H, D]`.
+        visible: which of these keys a mask shows, bool `[B, S]`, those behind its end not; None: all.
     """
     (batch, heads, _, size), (groups, length) = query.shape, key.shape[1:3]
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    mask = first if visible is None else visible.view(torch.uint8)  # which is not read where there is none
+    query, key, value, mask = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, mask))
     has_distant = score is not None and distant is not None
     score, distant = (score, distant.contiguous()) if has_distant else (first, query)  # which are not read then
     parts = count_parts(batch * groups, length, query.device)
@@ -98,12 +101,13 @@ def launch(
     precision = "ieee" if query.dtype == torch.float32 else "tf32"  # only float32 has the choice
     with torch.cuda.device_of(query):
         part_kernel[batch * groups, parts](
-            *(query, key, value, first, start, sink_end, last, outs, lses),
+            *(query, key, value, first, start, sink_end, last, mask, outs, lses),
             *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
-            *(*of_first, of_start, of_sink_end, of_last, scaling * math.log2(math.e)),
+            *(*of_first, of_start, of_sink_end, of_last, _step(mask, 0), mask.shape[-1], scaling * math.log2(math.e)),
             H=heads,
             G=groups,
             D=size,
+            HAS_MASK=visible is not None,
             PRECISION="interpreted" if triton.knobs.runtime.interpret else precision,
             **tile,
         )
@@ -163,7 +167,7 @@ def decode_attention(
         raise RuntimeError("moh_llm::decode has no gradients; call it under torch.no_grad()")
     score, values = distant if distant is not None else (None, None)
     bounds = (seen.start, seen.sink_end, seen.last, seen.hidden)
-    return decode(query, key, value, first, *bounds, scaling, score, values)
+    return decode(query, key, value, first, *bounds, scaling, score, values, seen.visible)
 
 
 def why_not(
@@ -189,8 +193,10 @@ def why_not(
         return f"the dtype is {query.dtype}, that of the cache {key.dtype}"
     if query.shape[3] > LARGEST_HEAD:
         return f"heads are larger than {LARGEST_HEAD}"
-    if seen.visible is not None or max(x.shape[-1] for x in (seen.start, seen.sink_end, seen.last, seen.hidden)) > 1:
-        return "a mask hides single keys, or differs between heads"
+    if seen.visible is not None and (seen.visible.dim() != 2 or seen.visible.dtype != torch.bool):
+        return "a mask adds to scores, or differs between heads"
+    if max(x.shape[-1] for x in (seen.start, seen.sink_end, seen.last, seen.hidden)) > 1:
+        return "what is seen differs between heads"
     if dropout:
         return "there is dropout"
     if _wants_gradients(query, key, value, distant):

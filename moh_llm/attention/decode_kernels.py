@@ -30,12 +30,12 @@ if triton is not None:
             return tl.load(where, mask=shown[:, None], other=0.0)
         return tl.load(where, mask=shown[:, None] & (d[None, :] < D), other=0.0)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["count"])  # else lengths of masks are compiled anew
     def part_kernel(
-        Q, K, V, First, Start, SinkEnd, Last, Outs, Lses,
-        q_b, q_h, k_b, k_g, k_s, v_b, v_g, v_s, first_b, first_h, start_b, sink_end_b, last_b, scale,
+        Q, K, V, First, Start, SinkEnd, Last, Visible, Outs, Lses,
+        q_b, q_h, k_b, k_g, k_s, v_b, v_g, v_s, first_b, first_h, start_b, sink_end_b, last_b, visible_b, count, scale,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-        LEAST: tl.constexpr, PRECISION: tl.constexpr,
+        LEAST: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         """Mean and log-sum of one part for the heads of one of `G` groups; no mean is written where it is empty."""
         bg, p, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -69,6 +69,8 @@ if triton is not None:
                 k, v = keys_at(keys, n, k_s, d, shown, D), keys_at(values, n, v_s, d, shown, D)
                 scores = dot(q, tl.trans(k), PRECISION) * scale
                 keep = shown[None, :] & ((n[None, :] >= first[:, None]) | (n < sink_end)[None, :])
+                if HAS_MASK:
+                    keep &= (tl.load(Visible + b * visible_b + n, mask=n < count, other=0) != 0)[None, :]
                 scores = tl.where(keep, scores, -float("inf"))
                 new = tl.maximum(m, tl.max(scores, 1))
                 safe = tl.where(new == -float("inf"), 0.0, new)  # a head may see nothing yet

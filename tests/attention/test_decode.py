@@ -118,6 +118,29 @@ def test_rows_of_different_lengths_and_any_strides():
     assert distance(decode_attention(query, key, value, first, seen, 0.3, distant), wanted) < 1e-5
 
 
+@pytest.mark.usefixtures("short_parts")
+def test_keys_that_a_mask_hides():
+    """A mask with holes, shorter than a static cache, of which a whole part is hidden; one row sees nothing."""
+    seen = on_device(seen_of([[200]] * 3, queries=1, window=20, sinks=2))
+    visible = torch.ones(3, 203, dtype=torch.bool, device=DEVICE)
+    visible[0, 3:140], visible[0, 195], visible[1, 199], visible[2] = False, False, False, False
+    seen = seen._replace(visible=visible[:, :201])
+    on = torch.tensor([[[True, False, False, False]]]).expand(3, 1, 4)
+    query, key, value, first, _ = draw(seen, on, 2, 16, 260)
+    got = decode_attention(query, key, value, first, seen, 0.3)
+    # Indices are of keys here, where those of the loop are of visible ones: each row is the one without hidden keys.
+    for row in range(2):
+        kept = visible[row, :200].nonzero()[:, 0]
+        numbers = visible[row].cumsum(0) - visible[row].long()  # how many are visible before a key
+        places = (x.expand(3, 1, 1)[row, 0, 0] for x in (seen.start, seen.near, seen.sink_end))
+        start, near, sink_end = (numbers[place].view(1, 1, 1) for place in places)
+        shorter = Seen(torch.full_like(start, len(kept) - 1), start, near, sink_end, seen.hidden[:1], 20, 2)
+        own_first = shorter.first(on[:1].to(DEVICE))
+        wanted = expected(query[[row]], key[[row]][:, :, kept], value[[row]][:, :, kept], own_first, shorter)
+        assert distance(got[[row]], wanted) < 1e-5
+    assert not got[2].any()
+
+
 def test_a_head_cannot_spoil_those_it_shares_keys_with():
     seen = on_device(seen_of([[60]], queries=1, window=9))
     on = torch.tensor([[[True, False, True, False]]])
@@ -137,7 +160,8 @@ def test_one_graph_serves_every_length_of_a_static_cache():
         last = last[None, None, None]
         start = torch.zeros_like(last)
         near = (last - 7).clamp_min(0)
-        seen = Seen(last, start, near, start + 1, near - 1, 8, 1)
+        visible = torch.arange(40, device=last.device)[None] <= last[0]  # of a static cache's mask
+        seen = Seen(last, start, near, start + 1, near - 1, 8, 1, visible=visible)
         return decode_attention(query * 2, key, value, seen.first(on), seen, 0.3, distant) + 1
 
     on = torch.tensor([[[True, False]]])
@@ -176,7 +200,8 @@ def test_operation_is_registered_as_torch_wants_it():
     seen = on_device(seen_of([[-2, 30], [32]], queries=1, window=8, sinks=1))
     query, key, value, first, distant = draw(seen, torch.tensor([[[True, False]]] * 2), 2, 16, 32)
     bounds = (seen.start, seen.sink_end, seen.last, seen.hidden)
-    torch.library.opcheck(decoding.decode, (query, key, value, first, *bounds, 0.3, *distant))
+    visible = torch.ones(2, 32, dtype=torch.bool, device=DEVICE)
+    torch.library.opcheck(decoding.decode, (query, key, value, first, *bounds, 0.3, *distant, visible))
     torch.library.opcheck(decoding.decode, (query, key, value, first, *bounds, 0.3), test_utils="test_faketensor")
 
 
@@ -188,6 +213,8 @@ def test_says_for_what_it_does_not_serve():
         first = torch.zeros(2, 1, 4, dtype=torch.long)
         arguments = {"query": query, "key": key, "value": key, "first": first, "seen": seen, "scaling": 1.0}
         assert why_not(**arguments) is None
+        padded = seen._replace(visible=torch.ones(2, 9, dtype=torch.bool))
+        assert why_not(**arguments | {"seen": padded}) is None
         assert why_not(**arguments, kinds=((), ()), distant=(query, query)) is None
         leaf = torch.empty_like(query, requires_grad=True)
         double, large = query.double(), query.repeat(1, 1, 1, 5)
@@ -198,7 +225,8 @@ def test_says_for_what_it_does_not_serve():
             {"query": double, "key": double, "value": double},
             {"key": key.half()},
             {"query": large, "key": large, "value": large},
-            {"seen": seen._replace(visible=torch.ones(2, 9, dtype=torch.bool))},
+            {"seen": seen._replace(visible=torch.ones(2, 1, 1, 9, dtype=torch.bool))},
+            {"seen": seen._replace(visible=torch.ones(2, 9))},
             {"seen": differing},
             {"dropout": 0.1},
             {"query": leaf},

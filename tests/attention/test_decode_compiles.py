@@ -21,10 +21,10 @@ bf16, fp32 = (torch.bfloat16, "*bf16"), (torch.float32, "*fp32")
 for shared, size, (dtype, name) in ((4, 128, bf16), (16, 256, fp32), (64, 256, bf16)):
     tile = decoding.tiles(shared, size, dtype)
     options = {key: tile.pop(key) for key in ("num_warps", "num_stages")}
-    constants = tile | dict(H=8 * shared, G=8, D=size, P=64, HAS_DISTANT=True)
+    constants = tile | dict(H=8 * shared, G=8, D=size, P=64, HAS_DISTANT=True, HAS_MASK=True)
     constants |= {"PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
     types = {arg: name for arg in ("Q", "K", "V", "Distant", "Out")} | {"scale": "fp32"}
-    types |= {arg: "*i64" for arg in ("First", "Start", "SinkEnd", "Last", "Hidden")}
+    types |= {"Visible": "*u8"} | {arg: "*i64" for arg in ("First", "Start", "SinkEnd", "Last", "Hidden")}
     types |= {arg: "*fp32" for arg in ("Outs", "Lses", "Score")}
     for kernel in (decoding.part_kernel, decoding.join_kernel):
         fixed = {arg: value for arg, value in constants.items() if arg in kernel.arg_names}
