@@ -8,7 +8,6 @@ size; G groups of heads, N entries, M and K blocks as in plan.py.
 """
 
 import functools
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -173,35 +172,11 @@ def backward(
 def _how(window: int | None, bounds: list[torch.Tensor]) -> dict[str, Any]:
     """The arguments that say which keys are seen, but for lists of blocks."""
     if bounds:
-        return {"mask_mod": _mask(len(bounds) > 2), "aux_tensors": bounds}
+        from . import flash_masks
+
+        mask = flash_masks.is_seen_or_sink if len(bounds) > 2 else flash_masks.is_seen
+        return {"mask_mod": mask, "aux_tensors": bounds}
     return {"causal": True} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-
-
-@functools.cache
-def _mask(has_sinks: bool) -> Callable:
-    """Which keys an entry sees, for the compiler of flash-attn-4."""
-    from cutlass import Int32, cute
-    from flash_attn.cute.utils import scalar_to_ssa
-
-    if not has_sinks:
-
-        @cute.jit
-        def is_seen(row, group, entry, place, lengths, bounds):
-            last = scalar_to_ssa(bounds[0][row[0], group[0], entry[0]], Int32)
-            low = scalar_to_ssa(bounds[1][row[0], group[0], entry[0]], Int32)
-            return (place <= last) & (place >= low)
-
-        return is_seen
-
-    @cute.jit
-    def is_seen_or_sink(row, group, entry, place, lengths, bounds):
-        last = scalar_to_ssa(bounds[0][row[0], group[0], entry[0]], Int32)
-        low = scalar_to_ssa(bounds[1][row[0], group[0], entry[0]], Int32)
-        start = scalar_to_ssa(bounds[2][row[0], group[0], entry[0]], Int32)
-        sink_end = scalar_to_ssa(bounds[3][row[0], group[0], entry[0]], Int32)
-        return (place <= last) & ((place >= low) | ((place >= start) & (place < sink_end)))
-
-    return is_seen_or_sink
 
 
 def _lists_of_keys(lists: list[torch.Tensor], entries: int, keys: int) -> Any:

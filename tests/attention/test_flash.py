@@ -98,6 +98,8 @@ def stand_in(arch: int) -> dict[str, types.ModuleType]:
     interface._flash_attn_fwd, interface._flash_attn_bwd, interface._get_device_arch = forward, backward, lambda: arch
     sparsity.BlockSparseTensorsTorch, sparsity.compute_dq_write_order = Lists, None
     modules["flash_attn.cute"].interface = interface
+    masks = modules["moh_llm.attention.flash_masks"] = types.ModuleType("flash_masks")
+    masks.is_seen = masks.is_seen_or_sink = None
     return modules | {"flash_attn.cute.interface": interface, "flash_attn.cute.block_sparsity": sparsity}
 
 
@@ -105,7 +107,6 @@ def stand_in(arch: int) -> dict[str, types.ModuleType]:
 def flash_attn(request, monkeypatch):
     for name, module in stand_in(request.param).items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(flash, "_mask", lambda has_sinks: has_sinks)
 
 
 def plain(query, key, value, seen):
