@@ -16,14 +16,14 @@ from moh_llm.modeling.modeling_moh_llama import (
 from moh_llm.modeling.routing_moh import MoHRouter, is_fallback_weight, is_routing_weight, load_balancing_loss
 
 AutoConfig.register("moh_llama", MoHLlamaConfig, exist_ok=True)
-AutoModel.register(MoHLlamaConfig, MoHLlamaModel, exist_ok=True)
-AutoModelForCausalLM.register(MoHLlamaConfig, MoHLlamaForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(MoHLlamaConfig, MoHLlamaForSequenceClassification, exist_ok=True)
-
 MoHLlamaConfig.register_for_auto_class()
-MoHLlamaModel.register_for_auto_class("AutoModel")
-MoHLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-MoHLlamaForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+for _auto, _model in (
+    (AutoModel, MoHLlamaModel),
+    (AutoModelForCausalLM, MoHLlamaForCausalLM),
+    (AutoModelForSequenceClassification, MoHLlamaForSequenceClassification),
+):
+    _auto.register(MoHLlamaConfig, _model, exist_ok=True)
+    _model.register_for_auto_class(_auto.__name__)
 
 __all__ = [
     "MoHLlamaConfig",

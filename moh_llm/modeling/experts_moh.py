@@ -29,17 +29,12 @@ register_checkpoint_conversion_mapping(
 def expert_balancing_loss(
     expert_logits: Sequence[torch.Tensor], config: MoHLlamaConfig, attention_mask: torch.Tensor | None = None
 ) -> torch.Tensor | float:
-    """Load-balance loss of the experts, transformers' own of Mixtral: over all tokens of all layers; 0 without experts.
+    """Mixtral's load-balance loss, over all tokens of all layers; 0 without experts.
 
-    Args:
-        expert_logits: per layer `[B * T, E]` over E experts.
-        config: the model's.
-        attention_mask: optional `[B, T]`, 0 where a position is padding. Masks of other ranks are ignored.
+    `expert_logits` are `[B * T, E]` of each layer, `attention_mask` is 0 where a position is padding, `[B, T]`. Masks of
+    other ranks are ignored.
     """
     if not expert_logits:
         return 0.0
-    if attention_mask is not None and attention_mask.dim() != 2:
-        attention_mask = None
-    return load_balancing_loss_func(
-        tuple(expert_logits), config.num_local_experts, config.num_experts_per_tok, attention_mask
-    )
+    mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+    return load_balancing_loss_func(tuple(expert_logits), config.num_local_experts, config.num_experts_per_tok, mask)

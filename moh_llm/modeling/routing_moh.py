@@ -1,7 +1,7 @@
 """Routing of Mixture-of-Head attention: which heads a token uses, and by what factor.
 
-Shapes: B batch, T tokens, H query heads, R routed heads, G groups (the heads, or the key-value groups
-that they make up), U routed groups, D head size, C hidden size.
+Shapes: B batch, T tokens, H query heads, U routed groups (heads, or the key-value groups that they make up), D head
+size, C hidden size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -64,8 +64,7 @@ def load_balancing_loss(
         if logits.shape[-1] == 0:
             continue
         scores = logits.softmax(-1)
-        selected = select_top_k(logits, k)
-        mask = torch.ones_like(logits[..., :1])
+        selected, mask = select_top_k(logits, k), torch.ones_like(logits[..., :1])
         if attention_mask is not None and attention_mask.dim() == 2:
             mask = (attention_mask[:, -logits.shape[1] :, None] != 0).to(mask)
         tokens = mask.sum(1, keepdim=True)
@@ -85,8 +84,7 @@ def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
 class MoHLinear(nn.Module):
     """A small linear map that routing rests on.
 
-    It is no `nn.Linear`, so that quantisation, adapters on "all linear layers" and the layers that
-    serving engines put in place of linear ones leave its weights as they are.
+    It is no `nn.Linear`, so that quantisation, adapters and serving engines leave its weights as they are.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True):
@@ -127,7 +125,7 @@ class IndexedModule(nn.Module):
 class HeadShard:
     """The heads that a process computes under tensor parallelism: `count` from `first` on, whole key-value groups.
 
-    Routers and fallbacks are replicated, so each process routes over all heads and takes what belongs to its own.
+    Each process routes over all heads and takes what belongs to its own.
     """
 
     first: int
@@ -136,24 +134,18 @@ class HeadShard:
 
     @classmethod
     def of(cls, weight: torch.Tensor, found: float, config: MoHLlamaConfig) -> "HeadShard":
-        """The shard of a process that makes `found` of the heads, by transformers' plan, with the projection `weight`.
-
-        Raises ValueError where another library has divided the heads, or the key-value heads do not divide.
-        """
+        """The shard of a process whose projection `weight` gives `found` of the heads; ValueError where there is none."""
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         mesh = getattr(weight, "device_mesh", None)
         if mesh is None:
-            raise ValueError(
-                f"{found:g} of {heads} heads are on this device, and Top-K needs all of them: MoH models take "
-                "transformers' tensor parallelism (tp_plan='auto'); use that, or pipeline or data parallelism"
-            )
+            way = "use transformers' tensor parallelism (tp_plan='auto'), or pipeline or data parallelism"
+            raise ValueError(f"{found:g} of {heads} heads are on this device, and Top-K needs all of them; {way}")
         mesh = mesh["tp"] if mesh.ndim > 1 else mesh
-        if groups % mesh.size():
+        if groups % (size := mesh.size()):
             raise ValueError(
-                f"{groups} key-value heads do not divide by {mesh.size()} devices; use a tp_size that divides them"
+                f"{groups} key-value heads do not divide by {size} devices; use a tp_size that divides them"
             )
-        count = heads // mesh.size()
-        return cls(mesh.get_local_rank() * count, count, mesh.get_group())
+        return cls(mesh.get_local_rank() * (heads // size), heads // size, mesh.get_group())
 
     def take(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """This process's part of a tensor over all heads."""
@@ -255,7 +247,7 @@ class MoHRouter(IndexedModule):
             between heads are not left to a half-precision rounding.
         """
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
-            if self.router_type not in ("query_norm", "none"):  # which do not read them: on a GPU this copy costs time
+            if self.router_type not in ("query_norm", "none"):  # which do not read them
                 hidden_states = _at_least_float32(hidden_states)
             logits = self._routed_logits(hidden_states, query_states, shard)
             if all_on is True:
@@ -275,11 +267,8 @@ class MoHRouter(IndexedModule):
 
     def _of_heads(self, shared: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
         """Gates of all heads `[B, T, H]`, given those of the shared and of the routed groups."""
-        parts = [shared, routed]
-        if self.local_groups:
-            value = float(self.num_active == self.num_heads)
-            parts.append(routed.new_full((*routed.shape[:-1], self.local_groups), value))
-        gate = torch.cat(parts, dim=-1)
+        others = routed.new_full((*routed.shape[:-1], self.local_groups), float(self.is_full))
+        gate = torch.cat([shared, routed, others], dim=-1)
         gate = torch.zeros_like(gate).index_copy(-1, self.index, gate)
         return gate if self.group_size == 1 else gate.unsqueeze(-1).expand(*gate.shape, self.group_size).flatten(-2)
 
@@ -293,11 +282,9 @@ class MoHRouter(IndexedModule):
 
     def select(self, logits: torch.Tensor) -> torch.Tensor:
         """1 where a token has a routed group on, else 0, given the groups' logits `[..., U]`."""
-        if self.router_type == "threshold" and self.num_active != self.num_heads:
+        if self.router_type == "threshold" and not self.is_full:
             return (logits > 0).to(logits.dtype)
-        if self.top_k == 0:
-            return torch.zeros_like(logits)
-        return select_top_k(logits, self.top_k)
+        return select_top_k(logits, self.top_k) if self.top_k else torch.zeros_like(logits)
 
     def _routed_logits(
         self, hidden_states: torch.Tensor, query_states: torch.Tensor, shard: HeadShard | None
@@ -307,12 +294,12 @@ class MoHRouter(IndexedModule):
             return hidden_states.new_zeros(*hidden_states.shape[:-1], self.routed_groups, dtype=dtype)
         if self.router_type != "query_norm":
             return self.routed(hidden_states) if self.num_routed else hidden_states[..., :0]
-        # The norm of a group's queries, side by side. Norms of all groups cost less than a copy of the routed queries.
+        # The norm of a group's queries, side by side.
         queries = query_states.unflatten(-2, (-1, self.group_size)).flatten(-2)
         norms = _at_least_float32(queries).norm(dim=-1)
         norms = norms if shard is None else shard.gather(norms)
         norms = norms.index_select(-1, self.index[self.shared_groups : self.shared_groups + self.routed_groups])
         if self.routed_groups < 2:
-            return norms  # one group has no spread to divide by, and nothing to compete with
-        # Heads that are copies of one another have no spread: the quotient must stay finite all the same.
+            return norms  # one group has no spread to divide by
+        # The quotient stays finite where heads are copies of one another.
         return norms / norms.std(dim=-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).eps)
