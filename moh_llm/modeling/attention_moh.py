@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .configuration_moh_llama import MoHLlamaConfig
-from .interval_attention_moh import Distant, interval_attention, masked_attention
+from .interval_attention_moh import Distant, interval_attention
 from .routing_moh import HeadShard, IndexedModule, MoHLinear, MoHRouter
 from .seen_moh import Seen, keeps_keys
 
@@ -58,7 +58,7 @@ class MoHLlamaAttention(LlamaAttention):
         seen: Seen | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and, if eager, the weights.
+        """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and LLaMA's weights, if any.
 
         `seen` is what `seen_keys` gives. Where it is None or all heads are on, attention is LLaMA's, bit for bit.
         """
@@ -70,14 +70,11 @@ class MoHLlamaAttention(LlamaAttention):
         implementation, weights = self.config._attn_implementation, None
         if gate is not None:
             fallback = self._fallback_of(hidden_states, own_value, seen, shard)
-            states = {"query": query, "key": key, "value": value, "seen": seen, "distant": fallback.distant} | how
-            kinds = self.router.kinds(shard)
-            attend = functools.partial(interval_attention, **states, kinds=kinds, module=self, **kwargs)
+            more = {"distant": fallback.distant, "kinds": self.router.kinds(shard), "module": self} | how | kwargs
+            attend = functools.partial(interval_attention, query, key, value, seen=seen, **more)
         if gate is None or self.router.is_full or (keeps_keys(implementation) and not seen.window):
             attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
             out, weights = attention(self, query, key, value, attention_mask, **how, **kwargs)
-        elif implementation == "eager":
-            out, weights = masked_attention(**states, first=seen.first(gate != 0), with_weights=True)
         else:
             out = attend(first=seen.first(gate != 0))
         out = out.reshape(*hidden_states.shape[:-1], -1, self.head_dim)
@@ -175,8 +172,7 @@ class Fallback(NamedTuple):
 class MoHLocalFallback(IndexedModule):
     """What a head that is off contributes: its local attention, with a distant token for what is out of sight.
 
-    The distant token's value is a vector per head, and its score linear in the layer's input. A head that spreads its
-    attention over the whole text is nearly that; a head that looks up single tokens is not. `index` holds the heads
+    The distant token's value is a vector per head, and its score linear in the layer's input. `index` holds the heads
     that are not shared, in the order of the parameters.
     """
 
@@ -188,7 +184,7 @@ class MoHLocalFallback(IndexedModule):
         self.distant_value = nn.Parameter(torch.zeros(len(self._ids), config.head_dim))
 
     def forward(self, hidden_states: torch.Tensor, shard: HeadShard | None = None) -> Distant:
-        """Scores `[B, T, H]` and values `[H, D]` of the distant tokens; 0 of shared heads, which have none."""
+        """Scores `[B, T, H]` and values `[H, D]` of the distant tokens; 0 of shared heads."""
         score = self.of_heads(self.distant_score(hidden_states), -1, self.num_heads, shard)
         return score, self.of_heads(self.distant_value, 0, self.num_heads, shard)
 
@@ -196,12 +192,9 @@ class MoHLocalFallback(IndexedModule):
 class MoHFallback(IndexedModule):
     """What a routed head that is off contributes: b_h + a_h(x) v, with a_h linear in the layer's input x.
 
-    v is the token's own value vector of the head's group. A head mostly attends to a few sink
-    positions, whose mixture hardly varies (b_h), and to the token itself (a_h(x) v): this is that
-    head without its attention to other tokens. It costs what the router costs, and goes through the
-    output projection in the head's place. A document's first token attends to nothing but itself: its
-    heads are v, and so are its fallbacks. What it passes on, and what later tokens use as a sink, is
-    thereby the base's, bit for bit.
+    v is the token's own value vector of the head's group. A head mostly attends to a few sinks, whose mixture hardly
+    varies (b_h), and to the token itself (a_h(x) v). A document's first token attends to nothing but itself: its heads
+    are v, and so are its fallbacks.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
@@ -216,11 +209,8 @@ class MoHFallback(IndexedModule):
     ) -> torch.Tensor:
         """S_h of each head and token, `[B, T, H, D]`.
 
-        Args:
-            hidden_states: the attention layer's input `[B, T, C]`.
-            own_value: values of these tokens `[B, T, KV, D]`.
-            is_first: whether a token is the first of its document, `[B or 1, T]`.
-            shard: the heads that these are, of all.
+        `hidden_states` `[B, T, C]` are the layer's input, `own_value` `[B, T, KV, D]` its values; `is_first` says which
+        tokens are first ones of their document, `[B or 1, T]`.
         """
         share = self.of_heads(self.own_value(hidden_states), -1, self.num_heads, shard)
         share = torch.where(is_first.unsqueeze(-1), 1.0, share.to(own_value.dtype)).unsqueeze(-1)

@@ -234,7 +234,7 @@ class MoHLlamaConfig(LlamaConfig):
         is_kept = self.router_type != "none" or active == shared
         yield is_kept, f"num_active_heads={active} must be num_shared_heads={shared} with {router}"
         is_kept = self.router_type != "two_stage" or 0 < shared < heads
-        yield is_kept, f"num_shared_heads={shared}: {router} needs a shared and a routed head of {of_all}"
+        yield is_kept, f"num_shared_heads={shared}: {router} needs at least one shared and one routed head of {of_all}"
         groups = f"whole key-value groups of {size} heads, for routing_granularity='kv_group'"
         for name, count in (("num_shared_heads", shared), ("num_active_heads", active)):
             yield count % size == 0, f"{name}={count} must be {groups}"

@@ -31,7 +31,7 @@ def expert_balancing_loss(
 ) -> torch.Tensor | float:
     """Mixtral's load-balance loss, over all tokens of all layers; 0 without experts.
 
-    `expert_logits` are `[B * T, E]` of each layer, `attention_mask` is 0 where a position is padding, `[B, T]`. Masks of
+    `expert_logits` are `[B * T, E]` of each layer; `attention_mask` `[B, T]` is 0 where a position is padding. Masks of
     other ranks are ignored.
     """
     if not expert_logits:

@@ -36,8 +36,8 @@ def interval_attention(
     """Attention of each query of a head to the keys from its first one on, to the sinks, and to a distant token.
 
     Query t of head h sees the keys s <= `last[t]` with s >= `first[t, h]` or `start[t]` <= s < `sink_end[t]`. Where
-    `first` is not the document's start, and n keys are out of sight, the softmax has one more entry: the distant
-    token's, with its score plus log n, as n keys together have.
+    `first` is after `start`, and n keys are out of sight, the softmax has one more entry: the distant token's, with its
+    score plus log n, as n keys together have.
 
     Args:
         query: `[B, H, T, D]`, after rotary embedding. As many heads in a row share each key-value head.
@@ -47,8 +47,8 @@ def interval_attention(
         scaling: factor of the scores.
         distant: scores of the distant token `[B, T, H]` (already scaled) and its values `[H, D]`.
         dropout: probability.
-        kwargs: what a registered form takes beside these: `kinds`, the heads that are always and never on, as two
-            tuples of ids, and `module`, the layer.
+        kwargs: what a registered form takes beside these: `kinds`, ids of the heads that are always and never on, and
+            `module`, the layer.
 
     Returns:
         Head outputs `[B, T, H, D]`; zero where a query sees nothing.
@@ -71,7 +71,7 @@ def reference_attention(
 ) -> torch.Tensor:
     """`interval_attention` by PyTorch alone. Memory is linear in T, but under masks that are not (`seen.visible`)."""
     if seen.visible is not None:
-        return masked_attention(query, key, value, first, seen, scaling, distant, dropout)[0]
+        return masked_attention(query, key, value, first, seen, scaling, distant, dropout)
     on = first <= seen.start
     if can_be_read(on) and on.is_cpu and not torch.is_grad_enabled():
         full = _of_selected_queries(query, key, value, on, seen, scaling)
@@ -92,17 +92,13 @@ def masked_attention(
     scaling: float,
     distant: Distant | None = None,
     dropout: float = 0.0,
-    with_weights: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`interval_attention` by the letter: all scores, a mask, a softmax. It takes any mask.
-
-    Returns head outputs and, if asked for, the weights of keys `[B, H, T, S]`.
-    """
+) -> torch.Tensor:
+    """`interval_attention` by the letter: all scores, a mask, a softmax. It takes any mask."""
     count = key.shape[2] if seen.visible is None else min(key.shape[2], seen.visible.shape[-1])
     places = torch.arange(count, device=key.device)
     shared = query.shape[1] // key.shape[1]
     key, value = (states[:, :, :count].repeat_interleave(shared, 1) for states in (key, value))
-    outputs, kept = [], []
+    outputs = []
     for rows in torch.arange(query.shape[2], device=query.device).split(_ROWS // 2):
         last, start, sink_end, own, hidden = (
             tensor[:, rows].transpose(1, 2).unsqueeze(-1)  # [B or 1, 1 or H, rows, 1]
@@ -127,8 +123,7 @@ def masked_attention(
         if distant is not None:
             out = out + weights[..., -1:] * distant[1].unsqueeze(1).to(value.dtype)
         outputs.append(out)
-        kept += [weights[..., :count]] if with_weights else []
-    return torch.cat(outputs, dim=2).transpose(1, 2), torch.cat(kept, dim=2) if with_weights else None
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def _of_all_queries(
@@ -155,7 +150,7 @@ def _of_all_queries(
 def _of_selected_queries(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, on: torch.Tensor, seen: Seen, scaling: float
 ) -> torch.Tensor:
-    """As `_of_all_queries`, where `on` `[B, T, H]`; zero elsewhere, which costs nothing. For inference on a CPU."""
+    """As `_of_all_queries`, where `on` `[B, T, H]`, zero elsewhere, and in less time: for inference on a CPU."""
     batch, heads, length, size = query.shape
     shared = heads // key.shape[1]
     by_token, out = query.transpose(1, 2), query.new_zeros(batch, length, heads, size)
@@ -191,9 +186,9 @@ def near_attention(
 ) -> torch.Tensor:
     """What `interval_attention` gives where every head is off, `[B, T, H, D]`.
 
-    Queries are taken in blocks. A block reads the sinks of its first query's document and the keys of its window; a
-    document that begins within the block has its sinks there. Heads that share keys are queries of one attention. The
-    distant token is one more entry of the keys, whose score is one more entry of the queries.
+    A block of queries reads the sinks of its first query's document, and the keys of its window; a document that begins
+    within the block has its sinks there. Heads that share keys are queries of one attention. The distant token is one
+    more key, whose score is one more entry of the queries.
     """
     if not seen.is_consecutive and can_be_read(seen.last):
         return _near_of_requests(query, key, value, seen, scaling, distant, dropout)

@@ -116,7 +116,7 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
 
     @contextlib.contextmanager
     def all_heads_active(self) -> Iterator[None]:
-        """Within the block every head is on: with quantised scores the model is its dense base."""
+        """Within the block every head is on: with quantised scores the model is its base."""
         before = [router.num_active for router in self.routers]
         self.set_active_heads(self.config.num_attention_heads)
         try:

@@ -134,7 +134,7 @@ class HeadShard:
 
     @classmethod
     def of(cls, weight: torch.Tensor, found: float, config: MoHLlamaConfig) -> "HeadShard":
-        """The shard of a process whose projection `weight` gives `found` of the heads; ValueError where there is none."""
+        """The shard of a process whose projection `weight` gives `found` of the heads; ValueError without a plan."""
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         mesh = getattr(weight, "device_mesh", None)
         if mesh is None:
