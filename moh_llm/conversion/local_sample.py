@@ -71,8 +71,9 @@ def sample_local(
 def _near(queries: torch.Tensor, keys: torch.Tensor, seen: Seen) -> torch.Tensor:
     """Log-sum-exp of the scores in sight, `[B, T, H]`, for scaled queries `[B, KV, H / KV, T, D]`."""
     blocks = []
-    for first in range(0, queries.shape[3], _BLOCK):
-        rows = slice(first, first + _BLOCK)
+    block = min(seen.window, _BLOCK)
+    for first in range(0, queries.shape[3], block):
+        rows = slice(first, first + block)
         last, start, near, sink_end = (
             tensor[:, rows].expand(len(queries), -1, -1) for tensor in (seen.last, seen.start, seen.near, seen.sink_end)
         )
@@ -82,8 +83,8 @@ def _near(queries: torch.Tensor, keys: torch.Tensor, seen: Seen) -> torch.Tensor
         index = torch.cat([sinks, band.expand(len(queries), -1)], dim=1).unsqueeze(1)  # [B, 1, K]
         visible = (index <= last) & (index >= start) & ((index >= near) | (index < sink_end))
         visible[..., : seen.sinks] &= index[..., : seen.sinks] < band[0]  # else it is seen in the band
-        block = zip(queries[:, :, :, rows].flatten(2, 3), keys, index[:, 0], ~visible, strict=True)
-        blocks.append(torch.stack([_log_sum_exp(own, read[:, i], hidden).T for own, read, i, hidden in block]))
+        given = zip(queries[:, :, :, rows].flatten(2, 3), keys, index[:, 0], ~visible, strict=True)
+        blocks.append(torch.stack([_log_sum_exp(own, read[:, i], hidden).T for own, read, i, hidden in given]))
     return torch.cat(blocks, dim=1)
 
 
