@@ -20,7 +20,7 @@ from .parts import Kinds, attention_of_parts
 from .plan import BLOCK, Blocks, Plan, list_blocks
 
 PACKAGE = "flash-attn-4"
-HEAD_SIZES = (64, 96, 128)
+HEAD_SIZES = (64, 128)
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -55,7 +55,7 @@ def lack(device: torch.device, dtype: torch.dtype, size: int) -> str | None:
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{PACKAGE} takes bfloat16 and float16, not {str(dtype)[6:]}"
     if size not in HEAD_SIZES:
-        return f"{PACKAGE} is used with head sizes 64, 96 and 128, not {size}"
+        return f"{PACKAGE} is used with head sizes 64 and 128, not {size}"
     if major == 9 and torch.are_deterministic_algorithms_enabled():
         return f"{PACKAGE} has no deterministic gradients of sorted queries on Hopper"
     return None if _is_installed() else f"{PACKAGE} is not installed (pip install 'moh-llm[gpu]')"
