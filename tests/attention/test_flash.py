@@ -13,7 +13,7 @@ import torch
 
 from moh_llm.attention import flash
 from moh_llm.attention.plan import group_table, plan_of
-from tests.attention.naive import first_of, seen_of
+from tests.attention.naive import first_of, naive_attention, seen_of
 
 
 class Lists(NamedTuple):
@@ -167,6 +167,16 @@ def test_sorted_calls(flash_attn, rows, queries, sinks):
         shows = shows | ((place >= plan.start[..., None]) & (place < plan.sink_end[..., None]))
     expected = plain(query, key, value, shows & (place <= plan.last[..., None]))
     check_with_gradients(flash.sorted_attention(query, key, value, plan, 0.3), expected, states)
+
+
+def test_the_operation(flash_attn):
+    """Heads that are always on, a routed one, one that is never on; sinks and the distant token."""
+    seen = seen_of([[20], [20]], window=5, sinks=2)
+    query, key, value, score, far = random_states((2, 4, 20, 8), (2, 2, 20, 8), (2, 2, 20, 8), (2, 20, 4), (4, 8))
+    on = torch.rand(2, 20, 4) < torch.tensor([2, 0.5, 2, -1])
+    given = query, key, value, first_of(on, seen), seen, 0.3, (score, far)
+    expected = naive_attention(*given)
+    torch.testing.assert_close(flash.flash_attention(*given, kinds=((0, 2), (3,))), expected)
 
 
 def test_compiled_models_contain_the_operation(flash_attn):
