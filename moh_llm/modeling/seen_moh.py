@@ -51,6 +51,7 @@ class Seen(NamedTuple):
         is_consecutive: whether `last` are consecutive numbers, the same for all rows.
         visible: which keys a mask shows, bool `[B, S]` or `[B, 1 or H, T, S]`, or what it adds to scores; None: all.
             What is counted above is then visible keys.
+        scratch: what faster forms of attention keep for all layers of the pass.
     """
 
     last: torch.Tensor
@@ -65,6 +66,7 @@ class Seen(NamedTuple):
     is_causal: bool = False
     is_consecutive: bool = True
     visible: torch.Tensor | None = None
+    scratch: dict | None = None
 
     def first(self, on: torch.Tensor) -> torch.Tensor:
         """The first key of each query and head, `[B, T, H]`, given which heads are on, bool `[B, T, H]`."""
@@ -93,7 +95,7 @@ class Seen(NamedTuple):
         """
         last, start = positions[..., None], torch.minimum(starts, positions)[..., None]
         if not window:
-            return cls(last, start, last + 1, start, last * 0, 0, 0, visible=visible)
+            return cls(last, start, last + 1, start, last * 0, 0, 0, visible=visible, scratch={})
         counts = None if visible is None else visible.cumsum(-1)
         own, first = positions, start[..., 0]
         if counts is not None:  # numbers of visible keys; that of a hidden query is of the last visible key before it
@@ -115,7 +117,7 @@ class Seen(NamedTuple):
             others = (~all_on.all(0)).nonzero()
             lead = int(others[0]) if len(others) else positions.shape[1]
         near, sink_end, hidden = (tensor[..., None] for tensor in (near, sink_end, hidden))
-        return cls(last, start, near, sink_end, hidden, window, sinks, all_on, lead, visible=visible)
+        return cls(last, start, near, sink_end, hidden, window, sinks, all_on, lead, visible=visible, scratch={})
 
     @classmethod
     def under(cls, mask: torch.Tensor, positions: torch.Tensor, window: int, sinks: int, all_on_until: int) -> "Seen":
