@@ -403,12 +403,11 @@ def _of_step(
     return torch.where(on.unsqueeze(-1), out, 0.0 if near is None else near.view(out.shape))
 
 
-def _runs(
-    seen: Seen, batch: int
-) -> tuple[list[tuple[slice, int, tuple[slice, slice], int]], int, torch.Tensor | None]:
+def _runs(seen: Seen, batch: int) -> tuple[list[tuple[slice, int, tuple[slice, slice], int]], int, torch.Tensor | None]:
     """Neighbouring rows of a step whose documents begin at the same key.
 
-    Returns rows, that key, where keys of local attention are, and the number of the others; the key after the last one; and which rows see all keys whatever their heads, if any.
+    Returns rows, that key, where keys of local attention are, and how many others there are; the key after the last
+    one; and which rows see all keys whatever their heads, if any do.
     """
     starts, nears, hidden = (tensor[:, 0, 0].expand(batch).tolist() for tensor in (seen.start, seen.near, seen.hidden))
     end, found = int(seen.last[0, 0, 0]) + 1, []
@@ -428,7 +427,7 @@ def _decode(
     flags: list[bool],
     scaling: float,
 ) -> None:
-    """Write attention of queries `[N, 1, M, D]` to keys `[N, 1, S, D]`, both of N key-value heads, where flags are true.
+    """Write attention of queries `[N, 1, M, D]` to keys `[N, 1, S, D]` of N key-value heads, where flags are true.
 
     A call is for as many key-value heads as there are threads, or a multiple of that, and reads keys where they lie,
     once for all heads of a group. Of those that are left over all threads read a part.
