@@ -113,7 +113,7 @@ def masked_attention(
             scores = scores + mask if mask.is_floating_point() else scores
         scores = scores.masked_fill(~shows, -torch.inf)
         if distant is not None:
-            score = distant[0][:, rows].transpose(1, 2).unsqueeze(-1) + hidden.clamp_min(1).log()
+            score = distant[0][:, rows].transpose(1, 2).unsqueeze(-1) + _log(hidden, scores.dtype)
             scores = torch.cat([scores, score.masked_fill((own <= start) | (hidden < 1), -torch.inf)], dim=-1)
         nothing = (scores == -torch.inf).all(-1, keepdim=True)
         scores = scores.masked_fill(nothing, 0)  # whose softmax would not be finite
@@ -124,6 +124,11 @@ def masked_attention(
             out = out + weights[..., -1:] * distant[1].unsqueeze(1).to(value.dtype)
         outputs.append(out)
     return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _log(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Logarithm of the number of keys out of sight, at least in float32; 0 where there are none."""
+    return hidden.clamp_min(1).to(torch.promote_types(dtype, torch.float32)).log()
 
 
 def _of_all_queries(
@@ -225,7 +230,7 @@ def near_attention(
     queries, keys, values = blocks(query.transpose(1, 2)), taken(key), taken(value)
     if distant is not None:
         hidden = seen.hidden
-        score = (distant[0] + hidden.clamp_min(1).log()) / scaling
+        score = (distant[0] + _log(hidden, query.dtype)) / scaling
         queries = torch.cat([queries, blocks(score.to(query.dtype)).unsqueeze(-1)], dim=-1)
         queries, keys, values = (
             pad(queries, (0, _WIDER - 1)),
