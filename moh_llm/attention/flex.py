@@ -72,12 +72,17 @@ def sorted_attention(
         query = query * (scaling / usual)
     missing = block_count(key.shape[2]) * BLOCK - key.shape[2]
     states = [query, *(pad(states, (0, 0, 0, missing)) if missing else states for states in (key, value))]
-    states = [states.flatten(0, 1).contiguous().unflatten(1, (-1, BLOCK)) for states in states]
+    states = [_as_rows(states, -1, BLOCK, states.shape[-1]) for states in states]
     bounds = [bound for bound in (plan.last, plan.low, plan.start, plan.sink_end) if bound is not None]
     lists = [*plan.keys, *(plan.queries or ())]
-    indices = [tensor.flatten(0, 1) for tensor in (*bounds, *lists)]
+    indices = [_as_rows(tensor, *tensor.shape[2:]) for tensor in (*bounds, *lists)]
     out, lse = _attention(*states, indices[: len(bounds)], indices[len(bounds) :])
     return out.view(query.shape), lse.view(query.shape[:-1])
+
+
+def _as_rows(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    """A tensor `[B, G, ...]` as `[P, *shape]`, and no view: of a view dynamo looks at what it is a view of."""
+    return torch.ops.aten._unsafe_view(tensor.contiguous(), (tensor.shape[0] * tensor.shape[1], *shape))
 
 
 @compiled

@@ -56,9 +56,9 @@ def attention_of_parts(
         token = torch.arange(batch * tokens, device=device).view(batch, tokens, 1)
         parts.append((groups, token * heads + table.flatten()))
 
-    rows = [own.flatten() for _, own in parts]
-    place = _places(rows, batch * tokens * heads)
-    queries = _Apart.apply(query.transpose(1, 2).reshape(-1, size), place, *rows)
+    rows, states = [own.flatten() for _, own in parts], query.transpose(1, 2).reshape(-1, size)
+    place = _places(rows, len(states))
+    queries = _Apart.apply(states, place, *rows)
     outputs, lse = [], None
     for (groups, own), taken in zip(parts, queries, strict=True):
         keys, values = (
@@ -74,7 +74,7 @@ def attention_of_parts(
             ).transpose(1, 2)
         outputs.append(out.reshape(-1, size))
     if distant is None or lse is None:
-        together = _Together.apply(place, *rows, *outputs)
+        together = _together(place, rows, outputs)
     else:
         score, far = distant
         is_far = (first > seen.start) & (seen.hidden > 0)
@@ -107,15 +107,14 @@ def _with_distant(
 
     `lse` is that of the first part. `score` `[B, T, H]` and `far` `[H, D]` are the token's scores and values.
     """
-    out = _Together.apply(place, *rows, *outputs).view(-1, *far.shape)
-    lse = _Together.apply(place, rows[0], lse[:, None]).view(-1, *is_far.shape[1:])
+    out = _together(place, rows, outputs).view(-1, *far.shape)
+    lse = _together(place, rows[:1], [lse[:, None]]).view(-1, *is_far.shape[1:])
     # Minus infinity is chosen last, so that no gradient is infinity times zero.
     excess = torch.where(is_far, score + hidden.clamp_min(1).log() - lse, -torch.inf)
     share = excess.sigmoid().view(*out.shape[:2], 1)
     return (out + share * (far - out)).to(out.dtype)
 
 
-@compiled
 def _places(rows: list[torch.Tensor], size: int) -> torch.Tensor:
     """Where each of `size` rows is in the parts one after the other, given the row of each entry; `size` is none."""
     rows = torch.cat(rows)
@@ -137,6 +136,13 @@ def _joined(parts: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
         joined = taken if joined is None else torch.where(is_own[:, None], taken, joined)
         begin += len(part)
     return joined
+
+
+def _together(place: torch.Tensor, rows: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.Tensor:
+    """`_joined`, given the rows of each part, too, for gradients."""
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        return _Together.apply(place, *rows, *parts)
+    return _joined(parts, place)  # dynamo would not trace the other
 
 
 class _Apart(torch.autograd.Function):

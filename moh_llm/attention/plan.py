@@ -19,6 +19,7 @@ from moh_llm.modeling.seen_moh import Seen
 from .compiled import compiled
 
 BLOCK = 128
+_NONE = 1 << 30  # after any key
 
 
 class Blocks(NamedTuple):
@@ -75,15 +76,26 @@ def group_table(heads: tuple[int, ...], shared: int, device: torch.device) -> tu
         return torch.tensor(groups, device=device), table
 
 
-@compiled
+@torch.no_grad()
 def plan_of(first: torch.Tensor, seen: Seen, table: torch.Tensor, keys: int, gradients: bool) -> Plan:
     """The plan of the heads in `table` `[G, R]`, given the first key of each query and head, `[B, T, H]`.
 
     `keys` is how many there are (S); `gradients` says whether the lists for the backward pass are wanted, too.
     """
+    fields = seen.last, seen.start, *((seen.sink_end,) if seen.sinks else ())
+    fields = [field[..., 0].expand(len(first), -1).contiguous() for field in fields]
+    begin = torch.arange(0, block_count(keys) * BLOCK, BLOCK, device=first.device, dtype=torch.int32)
+    return _planned(first, fields, table, begin, gradients)
+
+
+@compiled
+def _planned(
+    first: torch.Tensor, fields: list[torch.Tensor], table: torch.Tensor, begin: torch.Tensor, gradients: bool
+) -> Plan:
+    """`plan_of`, given last, start and perhaps sink_end `[B, T]`, and the first key of each block."""
     batch, tokens, heads = first.shape
     groups, shared = table.shape
-    last, start, sink_end = (field[..., 0].expand(batch, -1) for field in (seen.last, seen.start, seen.sink_end))
+    last, start, *sink_end = fields
 
     # Where each entry goes: on-entries in falling order, then off-entries in rising order, then those that fill up.
     is_real = (table >= 0).expand(batch, tokens, -1, -1)  # [B, T, G, R]
@@ -108,19 +120,22 @@ def plan_of(first: torch.Tensor, seen: Seen, table: torch.Tensor, keys: int, gra
         values = field.reshape(-1)[torch.where(is_void, 0, rows if field.dim() == 3 else row)]
         return torch.where(is_void, void, values).int()
 
-    last, low = entry(last, -1), entry(first, keys)
-    start, sink_end = (entry(start, keys), entry(sink_end, 0)) if seen.sinks else (None, None)
-    some, full = _reading(last, low, start, sink_end, keys)
+    last, low = entry(last, -1), entry(first, _NONE)
+    sinks = (entry(start, _NONE), entry(sink_end[0], 0)) if sink_end else (None, None)
+    some, full = _reading(last, low, *sinks, begin)
     blocks = list_blocks(some & ~full, full)
     transposed = list_blocks((some & ~full).transpose(-1, -2), full.transpose(-1, -2)) if gradients else None
-    return Plan(rows, last, low, start, sink_end, blocks, transposed)
+    return Plan(rows, last, low, *sinks, blocks, transposed)
 
 
 def _reading(
-    last: torch.Tensor, low: torch.Tensor, start: torch.Tensor | None, sink_end: torch.Tensor | None, keys: int
+    last: torch.Tensor,
+    low: torch.Tensor,
+    start: torch.Tensor | None,
+    sink_end: torch.Tensor | None,
+    begin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether blocks of entries read blocks of keys, and whether wholly, bool `[B, G, M, K]`."""
-    begin = torch.arange(block_count(keys), device=last.device, dtype=torch.int32) * BLOCK
+    """Whether blocks of entries read the blocks of keys from `begin` on, and whether wholly, bool `[B, G, M, K]`."""
     end = begin + BLOCK - 1
 
     def least(values: torch.Tensor) -> torch.Tensor:
@@ -130,10 +145,12 @@ def _reading(
         return values.unflatten(-1, (-1, BLOCK)).amax(-1, keepdim=True)
 
     is_empty = low > last
-    some = (end >= least(torch.where(is_empty, keys, low))) & (begin <= most(torch.where(is_empty, -1, last)))
+    some = (end >= least(torch.where(is_empty, _NONE, low))) & (begin <= most(torch.where(is_empty, -1, last)))
     if start is not None:
         has_none = start >= sink_end
-        some |= (end >= least(torch.where(has_none, keys, start))) & (begin < most(torch.where(has_none, 0, sink_end)))
+        some = some | (
+            (end >= least(torch.where(has_none, _NONE, start))) & (begin < most(torch.where(has_none, 0, sink_end)))
+        )
     return some, (begin >= most(low)) & (end <= least(last))
 
 
