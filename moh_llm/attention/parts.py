@@ -1,14 +1,18 @@
-"""Interval attention on a GPU as few calls of fast kernels: dense for heads that are always on, sorted for the others.
+"""Interval attention on a GPU as few calls of fast kernels.
+
+Of one document without padding heads that are always on are dense attention, and those that are never on windows, where
+PyTorch has a kernel for them. All other queries are sorted.
 
 Rows of queries `[B * T * H, D]` are taken apart into the parts' queries, and the parts' outputs are put together
-again; each is the gradient of the other. Sinks are keys like others in the sorted call. The distant token is merged
-afterwards: with a score s it has the share sigmoid(s - lse) of the softmax.
+again; each is the gradient of the other. Sinks are keys like others in the sorted call, and are merged with windows.
+The distant token is merged afterwards: with a score s it has the share sigmoid(s - lse) of the softmax.
 
 Shapes: B batch, T queries, S keys, H query heads, KV key-value heads, D head size; G, N as in plan.py.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -19,6 +23,7 @@ from moh_llm.modeling.seen_moh import Seen
 
 from .compiled import compiled
 from .plan import Plan, group_table, plan_of
+from .windowed import why_not_windowed, windowed_attention
 
 SortedCall = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, Plan, float], tuple[torch.Tensor, torch.Tensor]
@@ -39,47 +44,128 @@ def attention_of_parts(
 ) -> torch.Tensor:
     """`interval_attention` without `seen.visible` and dropout, by `sorted_call` and dense attention: `[B, T, H, D]`."""
     batch, heads, tokens, size = query.shape
-    always, _ = kinds or ((), ())
+    always, never = kinds or ((), ())
     if not (seen.is_causal and tokens == key.shape[2]):
-        always = ()
-    others = tuple(head for head in range(heads) if head not in always)
-    shared, device = heads // key.shape[1], query.device
+        always = never = ()
+    elif not seen.window or why_not_windowed(query.device, query.dtype, size) is not None:
+        never = ()
+    parts = _parts(first, seen, (always, never), key, scaling, sorted_call, _wants_gradients(query, key, value))
 
-    parts, plan = [], None
-    if others:
-        groups, table = group_table(others, shared, device)
-        gradients = torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value))
-        plan = plan_of(first, seen, table, key.shape[2], gradients)
-        parts.append((groups, plan.rows))
-    for kind in _equal_groups(always, shared):
-        groups, table = group_table(kind, shared, device)
-        token = torch.arange(batch * tokens, device=device).view(batch, tokens, 1)
-        parts.append((groups, token * heads + table.flatten()))
-
-    rows, states = [own.flatten() for _, own in parts], query.transpose(1, 2).reshape(-1, size)
+    rows, states = [part.rows.flatten() for part in parts], query.transpose(1, 2).reshape(-1, size)
     place = _places(rows, len(states))
     queries = _Apart.apply(states, place, *rows)
-    outputs, lse = [], None
-    for (groups, own), taken in zip(parts, queries, strict=True):
-        keys, values = (
-            states if len(groups) == states.shape[1] else states.index_select(1, groups) for states in (key, value)
+    outputs, lses = [], []
+    for part, own in zip(parts, queries, strict=True):
+        taken = (
+            states if len(part.groups) == states.shape[1] else states.index_select(1, part.groups)
+            for states in (key, value)
         )
-        taken = taken.view(*own.shape, size)
-        if plan is not None and own is plan.rows:
-            out, lse = sorted_call(taken, keys, values, plan, scaling)
-        else:
-            gqa = own.shape[-1] > len(groups)
-            out = scaled_dot_product_attention(
-                taken.transpose(1, 2), keys, values, is_causal=True, scale=scaling, enable_gqa=gqa
-            ).transpose(1, 2)
+        out, lse = part.attend(own.view(*part.rows.shape, size), *taken)
         outputs.append(out.reshape(-1, size))
-    if distant is None or lse is None:
+        lses += [] if lse is None else [lse.reshape(-1, 1)]
+    if distant is None or not lses:
         together = _together(place, rows, outputs)
     else:
         score, far = distant
         is_far = (first > seen.start) & (seen.hidden > 0)
-        together = _with_distant(place, rows, outputs, lse.flatten(), is_far, score, seen.hidden, far)
+        together = _with_distant(place, rows, outputs, lses, is_far, score, seen.hidden, far)
     return together.view(batch, tokens, heads, size)
+
+
+class _Part(NamedTuple):
+    """Queries that one call computes.
+
+    Attributes:
+        groups: the key-value heads that it reads, `[G]`.
+        rows: the rows of its queries, `[B, G, N]` of sorted ones, `[B, tokens, heads]` of others.
+        attend: gives outputs in this order, and their log-sum-exp or None, of queries, keys and values.
+    """
+
+    groups: torch.Tensor
+    rows: torch.Tensor
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def _parts(
+    first: torch.Tensor,
+    seen: Seen,
+    kinds: Kinds,
+    key: torch.Tensor,
+    scaling: float,
+    sorted_call: SortedCall,
+    gradients: bool,
+) -> list[_Part]:
+    """The parts of all queries, those with a log-sum-exp first."""
+    batch, tokens, heads = first.shape
+    always, never = kinds
+    others = tuple(head for head in range(heads) if head not in always and head not in never)
+    shared, device = heads // key.shape[1], first.device
+    parts = []
+    if others:
+        groups, table = group_table(others, shared, device)
+        plan = plan_of(first, seen, table, key.shape[2], gradients)
+        parts.append(_Part(groups, plan.rows, lambda *states: sorted_call(*states, plan, scaling)))
+
+    def add(kind: tuple[int, ...], begin: int, end: int, attend: Callable) -> None:
+        """The part of these heads and tokens; of no more heads in one group than in another."""
+        if begin < end:
+            groups, table = group_table(kind, shared, device)
+            row = torch.arange(batch, device=device)[:, None] * tokens + torch.arange(begin, end, device=device)
+            parts.append(_Part(groups, row[..., None] * heads + table.flatten(), attend))
+
+    for kind in _equal_groups(never, shared):
+        add(kind, seen.lead, tokens, lambda *states: _windowed(*states, seen, scaling))
+    for kind in _equal_groups(never, shared):
+        add(kind, 0, min(seen.lead, tokens), lambda *states: _dense(*states, scaling))
+    for kind in _equal_groups(always, shared):
+        add(kind, 0, tokens, lambda *states: _dense(*states, scaling))
+    return parts
+
+
+def _wants_gradients(*states: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states)
+
+
+def _dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Causal attention of the first tokens, `[B, tokens, heads, D]`."""
+    query, end = query.transpose(1, 2), query.shape[1]
+    how = {"is_causal": True, "scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
+    return scaled_dot_product_attention(query, key[:, :, :end], value[:, :, :end], **how).transpose(1, 2), None
+
+
+def _windowed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last tokens, `[B, tokens, heads, D]`, to windows and sinks, and its log-sum-exp."""
+    query, begin = query.transpose(1, 2), max(key.shape[2] - query.shape[1] - seen.window + 1, 0)
+    out, lse = windowed_attention(query, key[:, :, begin:], value[:, :, begin:], seen.window, scaling)
+    if seen.sinks:
+        near = seen.near[:1, -query.shape[2] :, 0].contiguous()
+        sinks = (
+            states[:, :, : seen.sinks].repeat_interleave(query.shape[1] // key.shape[1], 1) for states in (key, value)
+        )
+        out, lse = _with_sinks(out, lse, query, *sinks, near, scaling)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+@compiled
+def _with_sinks(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    near: torch.Tensor,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs `[B, H, T, D]` and log-sum-exp with sinks `[B, H, sinks, D]`, where they are before `near` `[1, T]`."""
+    scores = (query.unsqueeze(3).float() * key.unsqueeze(2).float()).sum(-1) * scaling  # [B, H, T, sinks]
+    scores = scores.masked_fill(torch.arange(key.shape[2], device=key.device) >= near[..., None], -torch.inf)
+    total = torch.cat([lse.unsqueeze(-1), scores], dim=-1).logsumexp(-1)
+    sinks = ((scores - total.unsqueeze(-1)).exp().unsqueeze(-1) * value.unsqueeze(2)).sum(3)
+    return (out * (lse - total).exp().unsqueeze(-1) + sinks).to(out.dtype), total
 
 
 def _equal_groups(heads: tuple[int, ...], shared: int) -> list[tuple[int, ...]]:
@@ -97,7 +183,7 @@ def _with_distant(
     place: torch.Tensor,
     rows: list[torch.Tensor],
     outputs: list[torch.Tensor],
-    lse: torch.Tensor,
+    lses: list[torch.Tensor],
     is_far: torch.Tensor,
     score: torch.Tensor,
     hidden: torch.Tensor,
@@ -105,10 +191,10 @@ def _with_distant(
 ) -> torch.Tensor:
     """Outputs put together, `[B * T, H, D]`, with the share of the distant token where `is_far` `[B, T, H]`.
 
-    `lse` is that of the first part. `score` `[B, T, H]` and `far` `[H, D]` are the token's scores and values.
+    `lses` are those of the first parts. `score` `[B, T, H]` and `far` `[H, D]` are the token's scores and values.
     """
     out = _together(place, rows, outputs).view(-1, *far.shape)
-    lse = _together(place, rows[:1], [lse[:, None]]).view(-1, *is_far.shape[1:])
+    lse = _together(place, rows[: len(lses)], lses).view(-1, *is_far.shape[1:])
     # Minus infinity is chosen last, so that no gradient is infinity times zero.
     excess = torch.where(is_far, score + hidden.clamp_min(1).log() - lse, -torch.inf)
     share = excess.sigmoid().view(*out.shape[:2], 1)
@@ -140,7 +226,7 @@ def _joined(parts: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
 
 def _together(place: torch.Tensor, rows: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.Tensor:
     """`_joined`, given the rows of each part, too, for gradients."""
-    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+    if _wants_gradients(*parts):
         return _Together.apply(place, *rows, *parts)
     return _joined(parts, place)  # dynamo would not trace the other
 

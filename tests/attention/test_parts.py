@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moh_llm.attention import parts
 from moh_llm.attention.flex import flex_attention
 from tests.attention.naive import first_of, naive_attention, seen_of
 
@@ -34,7 +35,7 @@ def differences(
         out = attention(*own[:3], first, seen, 0.3, tuple(own[3:]) or None, **more)
         assert out.shape == (batch, queries, heads, size)
         given = torch.autograd.grad(out, own, gradient.to(dtype), allow_unused=True, materialize_grads=True)
-        results.append([out, *given])
+        results.append([out.detach(), *given])
     return [
         float((ours - exact).abs().max() / exact.abs().max().clamp_min(1)) for exact, ours in zip(*results, strict=True)
     ]
@@ -68,3 +69,35 @@ def differences(
 )
 def test_is_the_loop(case):
     assert max(differences(**case)) < 1e-5
+
+
+def plain_windows(query, key, value, window, scaling):
+    """What the windowed kernel of a GPU computes."""
+    key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], 1) for states in (key, value))
+    place = torch.arange(key.shape[2])
+    last = place[-query.shape[2] :, None]
+    scores = (query @ key.transpose(2, 3) * scaling).masked_fill((place > last) | (place <= last - window), -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"sinks": 0},
+        {"with_distant": False},
+        {"local_start": 20},
+        {"local_start": 60},
+        {"window": 60},
+        {"heads": 6, "kinds": ((0, 5), (1, 2))},
+        {"kinds": ((), (0, 1, 2, 3))},
+        {"kinds": ((0,), (1, 2, 3)), "local_start": 12},
+        {"rows": [[50], [50]], "heads": 4, "groups": 1, "kinds": ((1,), (0, 2))},
+        {"rows": DOCUMENTS},
+    ],
+    ids=str,
+)
+def test_windows_are_the_loop(case, monkeypatch):
+    monkeypatch.setattr(parts, "why_not_windowed", lambda *states: None)
+    monkeypatch.setattr(parts, "windowed_attention", plain_windows)
+    assert max(differences(**{"kinds": ((0,), (2, 3))} | case)) < 1e-5
