@@ -42,6 +42,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from moh_llm import MoHCache
+from moh_llm.attention import choose_for
 from moh_llm.conversion.attention_time import attention_clock, now
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
@@ -90,7 +91,12 @@ def run(args: argparse.Namespace) -> None:
     AttentionMaskInterface.register(GROUPED, sdpa_mask)
     models = layer_models(args.layer) if args.layer else real_models(args.base, args.models)
     models = {name: model.to(device, dtype).eval() for name, model in models.items()}
-    found: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "dtype": computed, "rows": []}
+    size = models["base"].config.head_dim
+    backends = {
+        name: choose_for(device, dtype, size, length=length).name for name, length in (("prefill", 256), ("decode", 1))
+    }
+    found: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "dtype": computed}
+    found |= {"attention_backend": backends, "rows": []}
     print(f"{machine}; torch {torch.__version__}; {computed}; {args.rounds} rounds")
     ratios = "x base (least to most)", "attention (least to most)"
     print(LINE.format("model", "pass", "tokens", "rows", "ms", *ratios, "keys", "KL", "cache"))

@@ -31,6 +31,7 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from moh_llm.attention import choose_for
 from moh_llm.conversion.attention_time import now
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.devices import choose_device, name_device
@@ -81,6 +82,9 @@ def main() -> int:
             print(f"{args.size}, {args.blocks} x {args.length} tokens a step", end=", ")
             print(f"mixed precision {args.mixed_precision}, {device}")
         figures: dict[str, Any] = {"device": device, "mixed_precision": args.mixed_precision}
+        dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
+        size = SIZES[args.size]["hidden_size"] // HEADS["num_attention_heads"]
+        figures["attention_backend"] = choose_for(choose_device(), dtype, size).name
         if args.probe:
             probe_rate(config, args)
             return 0

@@ -19,6 +19,7 @@ from moh_llm.analysis.features import feature_rank, similarity_table
 from moh_llm.analysis.heads import head_load, token_heads
 from moh_llm.analysis.scores import QUANTILES, LayerScores, routing_scores
 from moh_llm.analysis.watch import last_routed_layer
+from moh_llm.attention import choose_for
 from moh_llm.data.shards import Shard, TokenStream
 from moh_llm.data.windows import fixed_batches, stack, window
 from moh_llm.errors import UserError
@@ -101,6 +102,7 @@ def analyse(
         "all_heads_until": model.config.all_heads_until if model.config.head_fallback == "local" else 0,
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "attention_backend": choose_for(model.device, model.dtype, model.config.head_dim).name,
     }
     tokens = 5 * sum(record["texts"].values()) + 2 * costly + 2 * (1 + _REPEATS) * sum(timed)
     # Not disabled: `moh_llm.evaluate` disables the bars of lm-eval.

@@ -192,6 +192,7 @@ def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:
         dtype=result.dtype,
         stored_dtype=result.stored_dtype,
         device=result.device,
+        attention_backend=result.attention_backend,
         hardware=" / ".join(dict.fromkeys(name for name in result.hardware.values() if name)),
         context=result.context,
         seconds=round(seconds, 2),

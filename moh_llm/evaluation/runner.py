@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moh_llm.auto_classes import MODEL_TYPE
 from moh_llm.devices import choose_device, empty_cache, name_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation import statistics
@@ -37,6 +38,7 @@ class ModelScores:
     device: str = ""
     context: int = 0
     """Longest input in tokens."""
+    attention_backend: str | None = None
     scores: dict[str, Score] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
@@ -147,6 +149,7 @@ def _score_model(label: str, result: ModelScores, run: _Run) -> None:
     _load_cached(label, result, keys, run)
     if not (missing := [name for name in benchmarks if name not in result.scores]):
         return
+    from moh_llm.attention import choose_for
     from moh_llm.evaluation.language_model import load_model
 
     run.say(f"loading {label}: {result.model}")
@@ -157,6 +160,8 @@ def _score_model(label: str, result: ModelScores, run: _Run) -> None:
         )
     )
     result.context = lm.max_length
+    if lm.config.model_type == MODEL_TYPE:
+        result.attention_backend = choose_for(lm.device, lm.model.dtype, lm.config.head_dim).name
     hardware = " + ".join(dict.fromkeys(run.team.gather(name_device(lm.device))))
     for name in missing:
         where = f"[{list(benchmarks).index(name) + 1}/{len(benchmarks)}] {label}: {name}"

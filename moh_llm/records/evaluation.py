@@ -137,6 +137,8 @@ class ModelRecord(Record):
         changed: why the records in its folder are not of it, where they are not; nothing is then taken from them.
         compared: whether the base was scored on the same items.
         dtype, stored_dtype: what it was computed in, and what its weights are stored in.
+        attention_backend: which of `moh_llm.attention` its layers with heads off take; None: it has no such layers, or
+            all results were kept from an earlier call.
         other_base: the base that its conversion names, where that is another one.
         by_position, retrieval: what its conversion's verification found at long context; nothing for a tuned model.
     """
@@ -155,6 +157,7 @@ class ModelRecord(Record):
     items: int
     items_per_second: float | None
     compared: bool
+    attention_backend: str | None = None
     other_base: str | None = None
     model_type: str | None = None
     heads: dict[str, Any] = Field(default_factory=dict)

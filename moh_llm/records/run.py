@@ -111,6 +111,7 @@ class RunRecord(Record):
         data_read: the receipt of what was read, by source.
         tokens_in: the folder of the tokens, on the machine that trained.
         device, device_name, compute_dtype, processes, versions: what trained, on what, with what.
+        attention_backend: which of `moh_llm.attention` a layer with heads off takes on that device, without gradients.
         parameters: how many numbers the student has (``total``) and how many are trained: all, and of the base, of
             adapters, of routers and of fallbacks.
         balance_coefficient: weight of the load-balance loss; None where the model's routers have no such loss.
@@ -133,6 +134,7 @@ class RunRecord(Record):
     device: str | None = None
     device_name: str | None = None
     compute_dtype: str | None = None
+    attention_backend: str | None = None
     processes: int | None = None
     parameters: dict[str, int] | None = None
     balance_coefficient: float | None = None

@@ -16,6 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from moh_llm.attention import choose_for
 from moh_llm.claims.training import held_out_scores
 from moh_llm.data.shards import TokenizedSource, tokens_for
 from moh_llm.data.stream import SequenceStream, StepBatches, make_receipt, step_loader
@@ -208,6 +209,10 @@ class _Training:
         beta = model.config.head_balance_coef if beta is None else beta
         self.balance_coefficient = beta if has_loss else None
 
+    def _attention_backend(self) -> str:
+        size = self.networks.network.config.head_dim
+        return choose_for(self.accelerator.device, networks.reference_dtype(self.config), size).name
+
     def begin_or_resume(self) -> None:
         """Write the run's record, score the model before any step, and load the newest checkpoint, if any."""
         config, accelerator, run = self.config, self.accelerator, self.run
@@ -220,6 +225,7 @@ class _Training:
             device=str(accelerator.device),
             device_name=name_device(accelerator.device),
             compute_dtype=str(networks.reference_dtype(config)).removeprefix("torch."),
+            attention_backend=self._attention_backend(),
             processes=accelerator.num_processes,
             parameters=counts,
             balance_coefficient=self.balance_coefficient,

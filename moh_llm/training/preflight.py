@@ -18,6 +18,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from moh_llm.attention import choose_for
 from moh_llm.devices import (
     GPUS,
     accelerator_memory,
@@ -134,6 +135,7 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
     memory = estimate_memory(config, model, sizes, strategy, processes)
     check("strategy", check_experts, config, model, strategy in ("zero3", "fsdp2"))
     check("model", check_model, config, model)
+    check("attention", describe_attention, config, model, gpu)
     check("rates", check_router_rate, config, model)
     check("positions", check_positions, config, model)
     check("teacher", check_teacher, config)
@@ -200,6 +202,17 @@ def check_device(config: TrainConfig, device: Device, processes: int, gpu: str |
     if processes > (here := torch.accelerator.device_count()):
         return Finding("warning", "devices", f"{text}: this machine has {here}; the others must be on other machines")
     return Finding("ok", "devices", text)
+
+
+def describe_attention(config: TrainConfig, model: MoHLlamaConfig, gpu: str | None) -> Finding | None:
+    """What computes attention of layers with heads off on this machine's device, and why; None with ``--gpu``."""
+    if gpu is not None:
+        return None
+    dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
+    device = choose_device()
+    choice = choose_for(device, dtype, model.head_dim)
+    text = f"{choice.name} computes layers with heads off on {device.type}"
+    return Finding("ok", "attention", f"{text} ({choice.why})" if choice.why else text)
 
 
 def check_batch(config: TrainConfig, processes: int) -> Finding:

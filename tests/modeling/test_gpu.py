@@ -1,15 +1,11 @@
 """The same promises on a CUDA device."""
 
-import importlib
-
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 from transformers.utils import is_flash_attn_2_available
 
-from moh_llm.kernels.head_sparse import head_sparse_attention
-from moh_llm.kernels.head_sparse_decoding import head_sparse_decoding
-from moh_llm.kernels.head_sparse_kernels import selected_positions
+from moh_llm import MoHCache
 from tests.modeling import test_masks as masks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -55,47 +51,13 @@ def test_gradients_under_autocast_are_those_of_float32_on_a_cpu(make_pair, local
         assert (found[name] - gradient).norm() <= 0.1 * gradient.norm(), name
 
 
-@pytest.mark.parametrize("length", [1, 300])
-def test_head_sparse_attention_in_a_cuda_graph_follows_a_new_gate(length):
-    """Lists of other lengths come out of the same launches: nothing of them was read by the host."""
-    pytest.importorskip("triton")
-    q = torch.randn(1, 8, length, 64, device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, 1, 2, 600, 64, device="cuda", dtype=torch.bfloat16)
-    attend = head_sparse_decoding if length == 1 else head_sparse_attention
-    gates = [(torch.rand(1, length, 8, device="cuda") < share).float() for share in (0.9, 0.2)]
-    gate = gates[0].clone()
-    with torch.no_grad():
-        attend(q, k, v, gate, 0.1)  # compiled before the capture
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = attend(q, k, v, gate, 0.1)
-        for new in gates:
-            gate.copy_(new)
-            graph.replay()
-            assert torch.equal(out, attend(q, k, v, new, 0.1))
-
-
-def test_lists_compile_as_one_graph():
-    pytest.importorskip("triton")
-    gate = (torch.rand(2, 300, 8, device="cuda") < 0.5).float()
-    compiled = torch.compile(selected_positions, fullgraph=True)
-    (rows, counts, before), (_, *expected) = compiled(gate), selected_positions(gate)
-    assert torch.equal(counts, expected[0]) and torch.equal(before, expected[1])
-    assert rows.shape == before.shape
-
-
 FLASH = pytest.mark.skipif(not is_flash_attn_2_available(), reason="needs flash-attn")
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", masks.PLANS)
-@pytest.mark.parametrize(
-    "implementation", ["sdpa", "eager", "moh_sparse", pytest.param("flash_attention_2", marks=FLASH)]
-)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", pytest.param("flash_attention_2", marks=FLASH)])
 def test_padding_wherever_it_is_is_not_there(make_pair, name, implementation):
-    if implementation == "moh_sparse":
-        pytest.importorskip("triton")
-        importlib.import_module("moh_llm.kernels")
     _, moh = make_pair(dtype=torch.float64, **{"num_shared_heads": 1, "num_active_heads": 2} | masks.PLANS[name])
     mask, ids = masks.padding(), masks.some_ids()
     given = {"attention_mask": mask, "position_ids": masks.counted(mask)}
@@ -118,7 +80,7 @@ def test_padding_wherever_it_is_is_not_there(make_pair, name, implementation):
     if implementation in ("sdpa", "eager"):
         caches.append(StaticCache(moh.config, max_cache_len=30))
     if implementation == "sdpa":
-        caches.append(moh.make_cache())
+        caches.append(MoHCache(moh.config))
     for cache in caches:
         check(masks.in_chunks(moh, ids.cuda(), mask.cuda(), [10, 12, 1, 1], cache))
 
@@ -168,7 +130,7 @@ def test_generation_after_turns_of_different_lengths(make_pair, name, settings):
     rows = [0, 1, 4, 5, 7]  # whose last token is no padding
     mask, ids = masks.padding()[rows].cuda(), masks.some_ids()[rows].cuda()
     moh, settings = moh.cuda(), dict(settings)
-    more = {"past_key_values": moh.make_cache()} if settings.pop("moh", False) else {}
+    more = {"past_key_values": MoHCache(moh.config)} if settings.pop("moh", False) else {}
     together = moh.generate(ids, attention_mask=mask, **common, **settings, **more)[:, -6:]
     for row in range(len(rows)):
         alone = moh.generate(ids[row, mask[row].bool()][None], **common)[0, -6:]

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from recount import costs, network
-from recount.leaves import TIME, Near
+from recount.leaves import PLACE, TIME, Near
 from recount.prompts import items
 from recount.text import Split, Window
 
@@ -43,6 +43,7 @@ def expected(tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, Any]
         "all_heads_until": costs.all_heads_until(config),
         "device": "cpu",
         "dtype": "float32",
+        "attention_backend": PLACE,
         "head_load": {
             "tokens": sum(tokens.values()),
             "load": [_shares(load) for load in _loads(everything)],

@@ -142,6 +142,7 @@ def _base(evaluation: Evaluation) -> dict[str, Any]:
         "records": [],
         "weights_sha256": hashes.weights_sha256(folder),
         "compared": False,
+        "attention_backend": None,
         **_how_it_ran(evaluation),
     }
 
@@ -159,6 +160,7 @@ def _model(evaluation: Evaluation) -> dict[str, Any]:
         "records": [str(path) for path in records],
         "weights_sha256": hashes.weights_sha256(folder),
         "compared": True,
+        "attention_backend": PLACE,
         **_how_it_ran(evaluation),
     }
 

@@ -28,6 +28,7 @@ def expected_run(run: Run) -> dict[str, Any]:
         "device": PLACE,
         "device_name": PLACE,
         "compute_dtype": "float32",
+        "attention_backend": PLACE,
         "processes": 1,
         "parameters": parameters(run),
         "balance_coefficient": training.BETAS[run.kind],
