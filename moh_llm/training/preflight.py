@@ -205,12 +205,20 @@ def check_device(config: TrainConfig, device: Device, processes: int, gpu: str |
 
 
 def describe_attention(config: TrainConfig, model: MoHLlamaConfig, gpu: str | None) -> Finding | None:
-    """What computes attention of layers with heads off on this machine's device, and why; None with ``--gpu``."""
+    """What computes attention of layers with heads off on this machine's device, and why; None with ``--gpu``.
+
+    Raises UserError where the device computes nothing.
+    """
     if gpu is not None:
         return None
     dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
     device = choose_device()
-    choice = choose_for(device, dtype, model.head_dim)
+    try:
+        choice = choose_for(device, dtype, model.head_dim)
+    except RuntimeError as error:
+        raise UserError(
+            f"{device} does not work: {' '.join(str(error).split())}; mend it, or hide it from PyTorch"
+        ) from error
     text = f"{choice.name} computes layers with heads off on {device.type}"
     return Finding("ok", "attention", f"{text} ({choice.why})" if choice.why else text)
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from moh_llm.attention import choose_for
 from moh_llm.cli import main
 from moh_llm.commands import doctor as command
+from moh_llm.devices import choose_device
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import precision
@@ -34,6 +36,14 @@ def the_fault(diagnosis) -> tuple[str, str]:
     ((check, text),) = [(finding.check, finding.text) for finding in diagnosis.findings if finding.state == "fault"]
     assert not diagnosis.fit and "\n" not in text
     return check, text
+
+
+def test_the_backend_of_attention_is_named_for_the_device_that_is_here(configure):
+    ((state, text),) = of_check(diagnose(configure()), "attention")
+    device, config = choose_device(), configure()
+    size = MoHLlamaConfig.from_pretrained(config.model).head_dim
+    assert state == "ok" and text.startswith(choose_for(device, torch.float32, size).name) and device.type in text
+    assert of_check(diagnose(config, gpu="H100"), "attention") == []
 
 
 # ---- a job that is fit
@@ -156,6 +166,7 @@ def test_a_device_that_is_slow_at_bfloat16_is_named(configure, monkeypatch):
     slow = f"{name} computes bfloat16 slower than float32; a new run with mixed_precision=no is faster"
     assert found == [("warning", f"1 x {name}, 16.0 GiB each: {slow}")]
     assert of_check(diagnose(configure(), "ddp", 2), "devices") == [("ok", "2 x Tesla V100-SXM2-16GB, 16.0 GiB each")]
+    assert of_check(diagnose(configure()), "attention")[0][0] == "fault"  # there is no such device
     four = {"data.batch_size": 8}
     ((state, text),) = of_check(diagnose(configure(**four), "ddp", 4), "devices")
     assert state == "warning" and "this machine has 2" in text
