@@ -59,7 +59,8 @@ def layer_of(shape: Shape, sizes: Sizes, plan: tuple[float, float] | None, base:
     device, dtype = device_of()
     config = config_of(shape, sizes, plan, num_hidden_layers=1, intermediate_size=8)
     torch.manual_seed(0)
-    model = (LlamaModel if plan is None else MoHLlamaModel)(config).to(device, dtype).eval()
+    with torch.device(device):
+        model = (LlamaModel if plan is None else MoHLlamaModel)(config).to(dtype).eval()
     if base is not None:
         model.load_state_dict(base.state_dict(), strict=False)
     for name, parameter in model.named_parameters():
@@ -248,7 +249,8 @@ def generate(record: Record, sizes: Sizes) -> None:
     runs: dict[str, Run] = {}
     for plan, shares in {"base": None, "fixed 50 %": (0.5, 0.5), "mixed 50 %": (0.25, 0.25)}.items():
         config = config_of(shape, sizes, shares, **size)
-        model = (LlamaForCausalLM if shares is None else MoHLlamaForCausalLM)(config).to(device, dtype).eval()
+        with torch.device(device):
+            model = (LlamaForCausalLM if shares is None else MoHLlamaForCausalLM)(config).to(dtype).eval()
         for count in sizes.tokens:
             how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
             runs[f"{plan}, {count}"] = functools.partial(model.generate, prompt, cache_implementation="static", **how)
