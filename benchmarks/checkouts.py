@@ -192,15 +192,16 @@ def token_ids(args: argparse.Namespace) -> Any:
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
+    remote = args.task == "alone"
     if args.text is None:
-        remote = args.task == "alone"
         size = AutoConfig.from_pretrained(args.model, trust_remote_code=remote).vocab_size
         ids = torch.randint(0, size, (args.length,), generator=torch.Generator().manual_seed(0))
     else:
         text = args.text.read_text(encoding="utf-8")
         if args.text.suffix == ".jsonl":
             text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines())
-        ids = torch.tensor(AutoTokenizer.from_pretrained(args.model)(text[: 16 * args.length])["input_ids"])
+        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=remote)  # else it asks and waits
+        ids = torch.tensor(tokenizer(text[: 16 * args.length])["input_ids"])
         if len(ids) < args.length:
             sys.exit(f"{args.text} begins with {len(ids)} tokens, fewer than {args.length}; give more text")
     return ids[: args.length].expand(args.rows, -1)
