@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from transformers.modeling_utils import AttentionInterface
 
-from moh_llm.attention.cpu import cpu_attention
-from moh_llm.attention.cpu import why_not as why_not_cpu
+from moh_llm.attention import cpu, decode, flash, flex
 from moh_llm.modeling.interval_attention_moh import NAME, Distant, reference_attention
 from moh_llm.modeling.seen_moh import Seen
 
 # Of each backend its function, and the one that says why it does not take the same arguments. The first that does is
 # chosen.
 BACKENDS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., str | None]]] = {
-    "cpu": (cpu_attention, why_not_cpu),
+    "decode": (decode.decode_attention, decode.why_not),
+    "flash": (flash.flash_attention, flash.why_not),
+    "flex": (flex.flex_attention, flex.why_not),
+    "cpu": (cpu.cpu_attention, cpu.why_not),
 }
 
 
