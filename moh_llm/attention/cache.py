@@ -86,14 +86,18 @@ def _as_slice(ids: list[int]) -> list[int] | slice:
 class _Room:
     """Keys and values `[B, groups, n, D]`, to which more are added without copying those that are there."""
 
-    def __init__(self, states: Sequence[torch.Tensor]):
-        self._room, self.length = list(states), states[0].shape[2]
+    def __init__(self) -> None:
+        self._room: list[torch.Tensor] = []
+        self.length = 0
 
     @property
     def states(self) -> list[torch.Tensor]:
         return [room[:, :, : self.length] for room in self._room]
 
     def append(self, new: Sequence[torch.Tensor]) -> None:
+        if not self.length:
+            self._room, self.length = list(new), new[0].shape[2]
+            return
         end = self.length + new[0].shape[2]
         for number, (states, old) in enumerate(zip(new, self.states, strict=True)):
             if self._room[number].shape[2] < end:
@@ -129,7 +133,7 @@ class MoHCacheLayer(DynamicLayer):
     def reset(self) -> None:
         self.keys = self.values = None
         self.is_initialized = False
-        self._rooms: list[_Room] = []  # of the groups that may be on, and of the others
+        self._rooms = [_Room() for _ in self._groups]  # of the groups that may be on, and of the others
         self.length = self.begin = 0
         self._late = 0  # index of the token from which on no row has all heads on, when tokens were dropped last
         self._starts: torch.Tensor | None = None  # index of the first token of rows' documents then, `[B or 1, 1, 1]`
@@ -155,11 +159,7 @@ class MoHCacheLayer(DynamicLayer):
         )
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        cache_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, key_states: torch.Tensor, value_states: torch.Tensor, cache_kwargs: dict[str, Any] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[SplitKeys, SplitKeys]:
         """Add keys and values `[B, KV, T, D]`; returns those of all tokens, or in their place twice a `SplitKeys`.
 
@@ -178,12 +178,8 @@ class MoHCacheLayer(DynamicLayer):
                 raise ValueError(DROPPED)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        new = [(key_states[:, groups], value_states[:, groups]) for groups in self._groups]
-        if self._rooms:
-            for room, states in zip(self._rooms, new, strict=True):
-                room.append(states)
-        else:
-            self._rooms = [_Room(states) for states in new]
+        for room, groups in zip(self._rooms, self._groups, strict=True):
+            room.append((key_states[:, groups], value_states[:, groups]))
         self.length += key_states.shape[2]
         found = [room.states for room in self._rooms]
         self.keys, self.values = found[0]
@@ -221,7 +217,8 @@ class MoHCacheLayer(DynamicLayer):
         for states in self._rooms[-1].states:
             sinks = states.gather(2, index.expand(*states.shape[:2], -1, states.shape[3]))
             kept.append(torch.cat([sinks, states[:, :, begin + moved :]], dim=2))
-        self._rooms[-1] = _Room(kept)
+        self._rooms[-1] = _Room()
+        self._rooms[-1].append(kept)
         self.begin, self._late, self._starts = begin, late, start
 
     def get_seq_length(self) -> int:
@@ -244,7 +241,7 @@ class MoHCacheLayer(DynamicLayer):
             )
         for room in self._rooms:
             room.length -= self.length - left
-        self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
+        self.keys, self.values = self._rooms[0].states
         self.length = left
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -252,7 +249,7 @@ class MoHCacheLayer(DynamicLayer):
             return
         for room in self._rooms:
             room.change(change)
-        self.keys, self.values = change(self.keys), change(self.values)
+        self.keys, self.values = self._rooms[0].states
         if self._starts is not None and len(self._starts) > 1:  # else it is the same for all rows
             self._starts = change(self._starts)
 
