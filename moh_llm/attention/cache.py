@@ -150,7 +150,9 @@ class MoHCacheLayer(DynamicLayer):
         is_recent, moved = seen.start >= self.begin, self._sinks - self.begin
         if not bool((is_recent | (seen.start == self._starts)).all()):
             raise ValueError(DROPPED)
+        own = {"scratch": {}} if "scratch" in seen._fields else {}  # what backends keep there counts all keys
         return seen._replace(
+            **own,
             last=seen.last + moved,
             start=torch.where(is_recent, seen.start + moved, 0),
             near=seen.near + moved,
@@ -228,8 +230,7 @@ class MoHCacheLayer(DynamicLayer):
     def crop(self, max_length: int) -> None:
         """Remove the last tokens: as many as a negative number says, or so that `max_length` are left.
 
-        Raises:
-            ValueError: earlier ones would be needed, which are not kept.
+        Raises ValueError where earlier ones would be needed, which are not kept.
         """
         left = self.length + max_length if max_length <= 0 else max_length
         if left >= self.length:
