@@ -20,6 +20,7 @@ Activations and temporary tensors are added. The allocator's fragments, kernels'
 (on a GPU about 1 GiB) and copies that CPUs make to add numbers of two precisions are not estimated.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
 # DeepSpeed's defaults, which recipes/accelerate leaves as they are: reduce_bucket_size, max_live_parameters.
 BUCKET, _GATHERED = 500_000_000, 1_000_000_000
-_BLOCK = 128  # queries of a block of local attention at most
+_BLOCK, _MULTIPLE = 128, 16  # queries of a block of local attention at most, and what its keys are a multiple of
 # Bytes of a weight in nf4: 4 bits, a byte for each block of 64, a float32 for each 256 of these.
 _NF4 = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
@@ -168,18 +169,15 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
     """
     length, stream = config.data.sequence_length, precision.stream
     tokens = config.data.micro_batch_size * length
-    # Token ids; sines and cosines; the boolean mask that keeps documents apart; the last norm.
-    kept = 8 + 2 * stream * model.head_dim + length + (4 + stream) * model.hidden_size
+    # Token ids; sines and cosines; the boolean mask that keeps documents apart in the base's attention; the last norm.
+    kept = 8 + 2 * stream * model.head_dim + (4 + stream) * model.hidden_size
+    kept += length * any(_is_base(model, number, length) for number in range(model.num_hidden_layers))
     layers, recomputed = [], []
     for number, active in enumerate(model.active_heads_per_layer):
         group_size, shared = model.heads_per_group, len(model.shared_heads_per_layer[number])
         routed, top_k = len(model.routed_heads(number)) // group_size, (active - shared) // group_size
-        layers.append(_layer(config, model, precision, routed, top_k))
-        if model.head_fallback == "local":
-            never_on = len(model.local_heads_per_layer[number])
-            if model.router_type == "none":
-                never_on = model.num_attention_heads - shared
-            layers[-1] += _local(config, model, precision, shared, never_on)
+        attention = _attention(config, model, precision.products, number)
+        layers.append(_layer(config, model, precision, routed, top_k) + attention)
         kept += 8 * (routed + top_k)  # logits; the load-balance loss's softmax and chosen heads (int64)
         if config.gradient_checkpointing and number % config.gradient_checkpointing_every == 0:
             recomputed.append(layers[-1])
@@ -207,10 +205,9 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
     With hidden size C, queries A = heads x head size, intermediate size F, sequences of L tokens, c and
     s bytes per number in products and in the stream: of the two norms, float32 inputs and
     normalised outputs, 2 (4 + s) C; the linear maps' inputs, 2 c C, under autocast a copy for each;
-    queries, repeated keys and values, and the heads' outputs, 4 c A, and attention's mask, c L; the
-    output projection's input, c A; the MLP's four intermediates, 4 c F, or what `_experts` says. A router takes its
-    input in float32, 4 C, or the queries, 4 A; fallbacks keep the values of the groups. Linear maps that are frozen and
-    have no adapter keep no input. (Nor does the first layer keep what precedes its fallbacks, which is counted here.)
+    the output projection's input, c A; the MLP's four intermediates, 4 c F, or what `_experts` says; `_attention`. A
+    router takes its input in float32, 4 C, or the queries, 4 A. Linear maps that are frozen and have no adapter keep no
+    input. (Nor does the first layer keep what precedes its fallbacks, which is counted here.)
     """
     c, s, hidden, lora = precision.products, precision.stream, model.hidden_size, config.lora
     heads, wide = model.num_attention_heads, model.num_attention_heads * model.head_dim
@@ -221,7 +218,6 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
     if config.freeze_base:
         inputs = int(has_fallback or (c == 4 and routed > 0 and model.router_type in ("linear", "two_stage")))
     total = 2 * (4 * hidden + 4) + inputs * c * hidden
-    total += 4 * c * wide + c * config.data.sequence_length + 4 * heads + c * heads
     total += 4 * routed + 8 * top_k
     total += _experts(model, s) if model.num_local_experts else 4 * c * model.intermediate_size
     if config.freeze_base:
@@ -239,10 +235,6 @@ def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, rou
         total += 4 * hidden
     if model.query_key_norm:
         total += (4 + c) * (heads + model.num_key_value_heads) * model.head_dim
-    if has_fallback:
-        total += 4 * c * heads
-        if model.num_key_value_heads < heads:  # else attention keeps them
-            total += c * model.num_key_value_heads * model.head_dim
     return total
 
 
@@ -256,27 +248,61 @@ def _experts(model: MoHLlamaConfig, number: int) -> int:
     return number * (2 * selected * model.hidden_size + 4 * model.feed_forward_width) + 8 * model.num_local_experts
 
 
-def _local(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, shared: int, never_on: int) -> int:
-    """Bytes per token that local attention of the heads that are not shared keeps for its backward pass.
+def _is_base(model: MoHLlamaConfig, number: int, length: int) -> bool:
+    """Whether all heads of a layer are on for all tokens: its attention is the base's."""
+    is_start = model.head_fallback == "local" and length <= model.all_heads_until
+    return is_start or model.active_heads_per_layer[number] == model.num_attention_heads
 
-    Queries, outputs, their copies in the order of tokens, and keys and values of a kind of groups, then of blocks,
-    which a window and sinks more than their queries; 8 entries more in each for the distant token; local attention;
-    and the block's mask of each head. A sequence's first tokens, which have all heads on, have no local attention.
-    Full attention keeps nothing of heads that are never on, and one more copy of all heads' outputs, but for
-    documents' first tokens: with `local_start` they are taken for all tokens, as they nearly are of packed documents.
-    They take a second call of attention, with its mask and two more copies of the outputs.
+
+def _attention(config: TrainConfig, model: MoHLlamaConfig, c: int, number: int) -> int:
+    """Bytes per token that attention, gates and fallbacks of a layer keep for the backward pass, c per number.
+
+    The base's keeps queries, repeated keys and values, outputs and its mask. Else full attention of the heads that some
+    token may have on keeps their queries and outputs, with another copy in the order of all heads, the log-sum-exp of
+    their scores, and keys and values, a copy for each of them unless they are as many of each group. That of heads that
+    are never on, for documents' first tokens, keeps the same of these. Then `_local`; which heads are on; what a head
+    gives less its fallback, and the gate, where routers learn from it; and the values of fallbacks.
     """
-    c, heads, size, length = precision.products, model.num_attention_heads, model.head_dim, config.data.sequence_length
-    off, block = heads - shared, min(length, model.local_window, _BLOCK)
-    keys = model.local_sinks + model.local_window + block
-    read = 2 * model.num_key_value_heads
-    total = c * off * (3 * (size + 8) + size + keys) + c * read * (size + (size + 8) * keys // block)
-    if model.local_start > model.local_window + model.local_sinks:
-        again = c * (2 * heads * size + length) if never_on and length > model.local_start else 0
-        return total * max(0, length - model.local_start) // length + again
-    if never_on and length > model.local_window + model.local_sinks:
-        total += c * (heads - 4 * never_on) * size
+    heads, size, length = model.num_attention_heads, model.head_dim, config.data.sequence_length
+    shared, groups = len(model.shared_heads_per_layer[number]), model.num_key_value_heads
+    if _is_base(model, number, length):
+        return 4 * c * heads * size + c * length + (4 + c) * heads
+    routed, never = model.routed_heads(number), set(model.local_heads_per_layer[number])
+    if model.router_type == "none":
+        routed, never = [], {*range(heads)} - set(model.shared_heads_per_layer[number])
+    used = {*range(heads)} - never
+
+    def states_of(ids: set[int]) -> int:
+        """Heads of keys and values that attention of these heads reads."""
+        counts = Counter(head * groups // heads for head in ids)
+        return len(counts) if len({*counts.values()}) == 1 else len(ids)
+
+    total = c * size * (heads + len(used) + 2 * states_of(used)) + 4 * len(used) + 2 * heads
+    if never:
+        total += c * size * len(used)
+        total += c * size * (len(never) + 2 * states_of(never)) * (model.head_fallback == "local")
+    if model.head_fallback == "local":
+        total += _local(model, c, length, heads - shared)
+    elif model.head_fallback == "value":
+        total += c * (size + 1) * heads
+    if routed and model.router_type != "threshold" and config.gate_gradient != "none":
+        total += c * size * heads + (4 + c) * heads
     return total
+
+
+def _local(model: MoHLlamaConfig, c: int, length: int, heads: int) -> int:
+    """Bytes per token that local attention of so many heads keeps, of tokens that have not all heads on.
+
+    Queries and outputs, which last are also copied in the order of all heads; log-sum-exp and the distant token's
+    score; and keys and values of blocks, which have a window and sinks more than their queries.
+    """
+    size, groups = model.head_dim, model.num_key_value_heads
+    later = length - model.all_heads_until
+    block = min(later, model.local_window, _BLOCK)
+    keys = -(-(model.local_sinks + model.local_window + block - 1) // _MULTIPLE) * _MULTIPLE
+    computed = -(-later // block) * block
+    of_block = 2 * c * size * heads + 8 * heads + 2 * c * groups * size * keys // block
+    return (of_block * computed + c * size * heads * later) // length
 
 
 def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision) -> int:

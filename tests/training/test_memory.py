@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, cache_moh, computed_heads_moh, local_attention_moh
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import DataConfig, LoraConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.memory import STRATEGIES, Precision, Sizes, activation_bytes, estimate_memory, loss_bytes
 from moh_llm.training.networks import recompute, trainable
@@ -24,15 +24,6 @@ from moh_llm.training.step import TrainingStep
 pytestmark = pytest.mark.slow  # many passes are measured
 ROOT = Path(__file__).resolve().parents[2]
 CROSS_ENTROPY, LORA = ObjectiveConfig(kind="cross_entropy"), LoraConfig(rank=8)
-
-
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch) -> None:
-    """The estimates are those of a GPU. A CPU keeps less: consecutive heads and whole groups are not copied, and local
-    attention has gradients of its own."""
-    monkeypatch.setattr(cache_moh, "slice_of", lambda ids: None)
-    monkeypatch.setattr(computed_heads_moh, "_is_whole", lambda heads, shared: False)
-    monkeypatch.setattr(local_attention_moh, "has_flash_kernel", lambda tensor: False)
 
 
 def make_model(**fields: Any) -> MoHLlamaConfig:
