@@ -89,8 +89,8 @@ def _hooks(decoder: nn.Module, take: Callable[[LayerPass], None]) -> Iterator[No
 
 
 def _keep_routing(seen: dict, router: MoHRouter, args: tuple, output: tuple) -> None:
-    logits, (*inputs, all_on) = output[0], args
-    seen |= {"router": router, "router_inputs": tuple(inputs), "logits": logits, "on": router.heads_on(logits, all_on)}
+    logits, gate = output
+    seen |= {"router": router, "router_inputs": args[:2], "logits": logits, "on": gate != 0}
 
 
 def _keep_heads(seen: dict, o_proj: nn.Module, args: tuple) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moh_llm.attention import choose_for
+from moh_llm.attention import Choice, choose_for
 from moh_llm.cli import main
 from moh_llm.commands import doctor as command
 from moh_llm.devices import choose_device
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training import precision
+from moh_llm.training import precision, preflight
 from moh_llm.training.memory import STRATEGIES, Sizes, estimate_memory
 from moh_llm.training.preflight import Device, check_versions, diagnose
 from moh_llm.training.recipe import load_config
@@ -38,12 +38,19 @@ def the_fault(diagnosis) -> tuple[str, str]:
     return check, text
 
 
-def test_the_backend_of_attention_is_named_for_the_device_that_is_here(configure):
+def test_the_backend_of_attention_is_named_for_the_device_that_is_here(configure, monkeypatch):
     ((state, text),) = of_check(diagnose(configure()), "attention")
     device, config = choose_device(), configure()
     size = MoHLlamaConfig.from_pretrained(config.model).head_dim
     assert state == "ok" and text.startswith(choose_for(device, torch.float32, size).name) and device.type in text
     assert of_check(diagnose(config, gpu="H100"), "attention") == []
+
+    def fail(*given: object) -> None:
+        raise RuntimeError("no kernel image\nis available")
+
+    monkeypatch.setattr(preflight, "choose_for", fail)
+    ((state, text),) = of_check(diagnose(configure()), "attention")
+    assert state == "fault" and "no kernel image is available" in text
 
 
 # ---- a job that is fit
@@ -159,6 +166,7 @@ def test_a_device_that_is_slow_at_bfloat16_is_named(configure, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", lambda: torch.cuda)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(preflight, "choose_for", lambda *given: Choice("flex", ""))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(precision, "computes_bfloat16_fast", lambda device: device.type != "cuda")
     found = of_check(diagnose(configure(mixed_precision="bf16")), "devices")
@@ -166,7 +174,6 @@ def test_a_device_that_is_slow_at_bfloat16_is_named(configure, monkeypatch):
     slow = f"{name} computes bfloat16 slower than float32; a new run with mixed_precision=no is faster"
     assert found == [("warning", f"1 x {name}, 16.0 GiB each: {slow}")]
     assert of_check(diagnose(configure(), "ddp", 2), "devices") == [("ok", "2 x Tesla V100-SXM2-16GB, 16.0 GiB each")]
-    assert of_check(diagnose(configure()), "attention")[0][0] == "fault"  # there is no such device
     four = {"data.batch_size": 8}
     ((state, text),) = of_check(diagnose(configure(**four), "ddp", 4), "devices")
     assert state == "warning" and "this machine has 2" in text
