@@ -16,7 +16,7 @@ import torch
 from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen
 
-from .parts import Kinds, attention_of_parts
+from .parts import Calls, Kinds, attention_of_parts
 from .plan import BLOCK, Blocks, Plan, list_blocks
 
 PACKAGE = "flash-attn-4"
@@ -81,7 +81,9 @@ def flash_attention(
     kinds: Kinds | None = None,
 ) -> torch.Tensor:
     """`interval_attention` with flash-attn-4 for sorted queries, `[B, T, H, D]`; `dropout` is not taken."""
-    return attention_of_parts(query, key, value, first, seen, scaling, distant, kinds, sorted_attention)
+    return attention_of_parts(
+        query, key, value, first, seen, scaling, distant, kinds, Calls(sorted_attention, causal_attention, _windowed)
+    )
 
 
 def causal_attention(
@@ -93,6 +95,13 @@ def causal_attention(
     log-sum-exp `[B, H, T]`, float32.
     """
     return torch.ops.moh_llm.flash(query, key, value, scaling, window, [], [])
+
+
+def _windowed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`causal_attention` to the last `window` keys."""
+    return causal_attention(query, key, value, scaling, window)
 
 
 def sorted_attention(

@@ -10,15 +10,20 @@ Shapes: B batch, S keys, D head size; G groups of heads, N entries, M and K bloc
 import math
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen
 
 from .compiled import DEVICES, compiled
-from .parts import Kinds, attention_of_parts
+from .parts import Calls, Kinds, attention_of_parts
 from .plan import BLOCK, Plan, block_count
+from .windowed import windowed_attention
+
+# PyTorch takes FlashAttention 2 where it may choose; cuDNN's kernel is the faster one on Hopper.
+_DENSE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def why_not(
@@ -56,7 +61,16 @@ def flex_attention(
     kinds: Kinds | None = None,
 ) -> torch.Tensor:
     """`interval_attention` with FlexAttention for sorted queries, `[B, T, H, D]`; `dropout` is not taken."""
-    return attention_of_parts(query, key, value, first, seen, scaling, distant, kinds, sorted_attention)
+    return attention_of_parts(query, key, value, first, seen, scaling, distant, kinds, CALLS)
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, None]:
+    """Dense attention `[B, H, T, D]` of each query to all keys up to its own, of as many keys, by SDPA."""
+    with sdpa_kernel(_DENSE, set_priority=True):
+        how = {"is_causal": True, "scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
+        return scaled_dot_product_attention(query, key, value, **how), None
 
 
 def sorted_attention(
@@ -108,3 +122,6 @@ def _attention(
     mask = flex.BlockMask((query.shape[2], key.shape[2]), *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_seen)
     out, others = flex.flex_attention(query, key, value, block_mask=mask, return_aux=flex.AuxRequest(lse=True))
     return out, others.lse
+
+
+CALLS = Calls(sorted_attention, causal_attention, windowed_attention)

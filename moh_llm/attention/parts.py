@@ -16,18 +16,31 @@ from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
 
 from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen
 
 from .compiled import compiled
 from .plan import Plan, group_table, plan_of
-from .windowed import why_not_windowed, windowed_attention
+from .windowed import why_not_windowed
 
-SortedCall = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Plan, float], tuple[torch.Tensor, torch.Tensor]
-]  # query, key, value, plan, scaling -> outputs and log-sum-exp; see `flex.sorted_attention`
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Calls(NamedTuple):
+    """The kernels of a backend.
+
+    Attributes:
+        sorted: query, key, value, plan, scaling -> outputs and log-sum-exp; see `flex.sorted_attention`.
+        causal: query `[B, H, T, D]`, key, value `[B, KV, T, D]`, scaling -> outputs, and log-sum-exp or None.
+        windowed: query, key, value `[B, KV, S, D]`, window, scaling -> outputs and log-sum-exp; see `windowed.py`.
+    """
+
+    sorted: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Plan, float], Outputs]
+    causal: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Outputs]
+    windowed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], Outputs]
+
+
 Kinds = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -40,16 +53,16 @@ def attention_of_parts(
     scaling: float,
     distant: Distant | None,
     kinds: Kinds | None,
-    sorted_call: SortedCall,
+    calls: Calls,
 ) -> torch.Tensor:
-    """`interval_attention` without `seen.visible` and dropout, by `sorted_call` and dense attention: `[B, T, H, D]`."""
+    """`interval_attention` without `seen.visible` and dropout, by a backend's kernels: `[B, T, H, D]`."""
     batch, heads, tokens, size = query.shape
     always, never = kinds or ((), ())
     if not (seen.is_causal and tokens == key.shape[2]):
         always = never = ()
     elif not seen.window or why_not_windowed(query.device, query.dtype, size) is not None:
         never = ()
-    parts = _parts(first, seen, (always, never), key, scaling, sorted_call, _wants_gradients(query, key, value))
+    parts = _parts(first, seen, (always, never), key, scaling, calls, _wants_gradients(query, key, value))
 
     rows, states = [part.rows.flatten() for part in parts], query.transpose(1, 2).reshape(-1, size)
     place = _places(rows, len(states))
@@ -92,7 +105,7 @@ def _parts(
     kinds: Kinds,
     key: torch.Tensor,
     scaling: float,
-    sorted_call: SortedCall,
+    calls: Calls,
     gradients: bool,
 ) -> list[_Part]:
     """The parts of all queries, those with a log-sum-exp first."""
@@ -104,7 +117,7 @@ def _parts(
     if others:
         groups, table = group_table(others, shared, device)
         plan = plan_of(first, seen, table, key.shape[2], gradients)
-        parts.append(_Part(groups, plan.rows, lambda *states: sorted_call(*states, plan, scaling)))
+        parts.append(_Part(groups, plan.rows, lambda *states: calls.sorted(*states, plan, scaling)))
 
     def add(kind: tuple[int, ...], begin: int, end: int, attend: Callable) -> None:
         """The part of these heads and tokens; of no more heads in one group than in another."""
@@ -114,11 +127,11 @@ def _parts(
             parts.append(_Part(groups, row[..., None] * heads + table.flatten(), attend))
 
     for kind in _equal_groups(never, shared):
-        add(kind, seen.lead, tokens, lambda *states: _windowed(*states, seen, scaling))
+        add(kind, seen.lead, tokens, lambda *states: _windowed(*states, seen, scaling, calls.windowed))
     for kind in _equal_groups(never, shared):
-        add(kind, 0, min(seen.lead, tokens), lambda *states: _dense(*states, scaling))
+        add(kind, 0, min(seen.lead, tokens), lambda *states: _dense(*states, scaling, calls.causal))
     for kind in _equal_groups(always, shared):
-        add(kind, 0, tokens, lambda *states: _dense(*states, scaling))
+        add(kind, 0, tokens, lambda *states: _dense(*states, scaling, calls.causal))
     return parts
 
 
@@ -126,21 +139,18 @@ def _wants_gradients(*states: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states)
 
 
-def _dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Causal attention of the first tokens, `[B, tokens, heads, D]`."""
-    query, end = query.transpose(1, 2), query.shape[1]
-    how = {"is_causal": True, "scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
-    return scaled_dot_product_attention(query, key[:, :, :end], value[:, :, :end], **how).transpose(1, 2), None
+def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, causal: Callable) -> Outputs:
+    """Causal attention of the first tokens, `[B, tokens, heads, D]`. These have no distant token."""
+    end = query.shape[1]
+    return causal(query.transpose(1, 2), key[:, :, :end], value[:, :, :end], scaling)[0].transpose(1, 2), None
 
 
 def _windowed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scaling: float, windowed: Callable
+) -> Outputs:
     """Attention of the last tokens, `[B, tokens, heads, D]`, to windows and sinks, and its log-sum-exp."""
     query, begin = query.transpose(1, 2), max(key.shape[2] - query.shape[1] - seen.window + 1, 0)
-    out, lse = windowed_attention(query, key[:, :, begin:], value[:, :, begin:], seen.window, scaling)
+    out, lse = windowed(query, key[:, :, begin:], value[:, :, begin:], seen.window, scaling)
     if seen.sinks:
         near = seen.near[:1, -query.shape[2] :, 0].contiguous()
         sinks = (

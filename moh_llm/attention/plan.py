@@ -13,6 +13,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from moh_llm.modeling.seen_moh import Seen
 
@@ -102,7 +103,7 @@ def _planned(
     is_on = is_real & (first[:, :, table.clamp_min(0)] <= start[..., None, None])
     is_real, is_on = (flags.transpose(1, 2).flatten(2) for flags in (is_real, is_on))  # [B, G, T * R], by tokens
     entries = torch.arange(tokens * shared, device=first.device)
-    on, real = is_on.cumsum(-1), is_real.cumsum(-1)
+    on, real = _counted(is_on), _counted(is_real)
     ons, reals = on[..., -1:], real[..., -1:]
     place = torch.where(is_on, ons - on, torch.where(is_real, ons + real - on - 1, reals + entries - real))
     size = block_count(tokens * shared) * BLOCK
@@ -126,6 +127,13 @@ def _planned(
     blocks = list_blocks(some & ~full, full)
     transposed = list_blocks((some & ~full).transpose(-1, -2), full.transpose(-1, -2)) if gradients else None
     return Plan(rows, last, low, *sinks, blocks, transposed)
+
+
+def _counted(flags: torch.Tensor) -> torch.Tensor:
+    """How many are set up to each one, `[..., N]`: within blocks, then over blocks, since a row is counted in turn."""
+    blocks = pad(flags, (0, -flags.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).cumsum(-1)
+    sums = blocks[..., -1]
+    return (blocks + (sums.cumsum(-1) - sums).unsqueeze(-1)).flatten(-2)[..., : flags.shape[-1]]
 
 
 def _reading(
