@@ -8,13 +8,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moh_llm.attention import interval_attention
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaPreTrainedModel, MoHRouter
+from moh_llm.modeling.interval_attention_moh import NAME
+from moh_llm.modeling.seen_moh import Seen
+
+_PATTERNS = "attention_patterns"  # attribute of an attention layer that holds its weights until its pass is taken
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,10 @@ def _hooks(decoder: nn.Module, take: Callable[[LayerPass], None]) -> Iterator[No
 
 def _keep_routing(seen: dict, router: MoHRouter, args: tuple, output: tuple) -> None:
     logits, gate = output
-    seen |= {"router": router, "router_inputs": args[:2], "logits": logits, "on": gate != 0}
+    # By selection, too: a weighted score may round to zero.
+    selected = router._of_heads(logits.new_ones(*logits.shape[:-1], router.shared_groups), router.select(logits))
+    on = (gate != 0) | selected.bool()
+    seen |= {"router": router, "router_inputs": args[:2], "logits": logits, "on": on}
 
 
 def _keep_heads(seen: dict, o_proj: nn.Module, args: tuple) -> None:
@@ -101,19 +111,49 @@ def _pass_on(
     seen: dict, number: int, take: Callable[[LayerPass], None], attention: nn.Module, args: tuple, output: tuple
 ) -> None:
     seen["heads"] = seen["heads"].unflatten(-1, (-1, attention.head_dim))
-    take(LayerPass(layer=number, patterns=output[1], **seen))
+    patterns = vars(attention).pop(_PATTERNS, output[1])
+    take(LayerPass(layer=number, patterns=patterns, **seen))
     seen.clear()
 
 
 @contextmanager
 def attention_patterns(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
-    """Within the block attention runs on the eager backend, which returns its weights."""
+    """Within the block passes have attention weights: those of all heads, on or off, to a token's whole document.
+
+    Where all heads are on they are those of the eager implementation.
+    """
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
+
+    def keep_weights(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        first: torch.Tensor,
+        seen: Seen,
+        scaling: float,
+        *given: Any,
+        module: nn.Module,
+        **more: Any,
+    ) -> torch.Tensor:
+        setattr(module, _PATTERNS, _weights(query, key, seen, scaling))
+        return interval_attention(query, key, value, first, seen, scaling, *given, module=module, **more)
+
+    ALL_ATTENTION_FUNCTIONS[NAME] = keep_weights
     try:
         yield
     finally:
+        del ALL_ATTENTION_FUNCTIONS[NAME]
         model.set_attn_implementation(before)
+
+
+def _weights(query: torch.Tensor, key: torch.Tensor, seen: Seen, scaling: float) -> torch.Tensor:
+    """Attention weights `[B, H, T, T]` of the queries to all keys of their documents."""
+    places = torch.arange(key.shape[2], device=key.device)
+    shows = ((places <= seen.last) & (places >= seen.start)).unsqueeze(1)
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3) * scaling
+    scores = scores.masked_fill(~shows, -torch.inf)
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
 
 
 def shared_heads(router: MoHRouter) -> list[int]:

@@ -38,7 +38,6 @@ class ModelScores:
     device: str = ""
     context: int = 0
     """Longest input in tokens."""
-    attention_backend: str | None = None
     scores: dict[str, Score] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
@@ -50,6 +49,7 @@ class ModelScores:
     """Chance score of each item, by benchmark (`Loaded.chances`)."""
     records: FolderRecords | None = None
     """The records of a folder; None for a model on the Hub."""
+    attention_backend: str | None = None
 
 
 @dataclass(frozen=True)

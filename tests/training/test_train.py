@@ -15,7 +15,6 @@ from trained import read_checkpoint, read_log, read_record, unfinish
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training import attention as module
 from moh_llm.training import checkpoint_writer
 from moh_llm.training.loop import train
 
@@ -66,32 +65,6 @@ def test_mixed_precision_keeps_float32_weights(configure, tmp_path) -> None:
     weights = load_file(tmp_path / "bf16" / "checkpoints" / "step-000002" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert any(tensor.bfloat16().float().ne(tensor).any() for tensor in weights.values())
-
-
-@pytest.mark.slow
-def test_skipping_heads_that_are_off_trains_alike(configure, tmp_path) -> None:
-    pytest.importorskip("triton")
-    logs = []
-    for attention in ("sdpa", "moh_sparse"):
-        # Little: Triton's interpreter takes a while for every key and query.
-        chosen = {
-            "data.sequence_length": 16,
-            "data.batch_size": 2,
-            "evaluation.eval_steps": 0,
-            "evaluation.max_tokens": 32,
-        }
-        config = configure(attn_implementation=attention, max_steps=2, output_dir=str(tmp_path / attention), **chosen)
-        train(config)
-        logs.append(read_log(Path(config.output_dir)))
-    for line, expected in zip(*logs, strict=True):
-        for name in line.keys() & {"loss", "kl", "balance_loss", "gradient_norm"}:
-            assert line[name] == pytest.approx(expected[name], rel=1e-4), name
-
-
-def test_kernels_that_do_not_run_here_are_refused(configure, monkeypatch) -> None:
-    monkeypatch.setattr(module, "what_lacks", lambda device: "a CUDA device")
-    with pytest.raises(UserError, match="attn_implementation=moh_sparse needs a CUDA device; set it to sdpa"):
-        train(configure(attn_implementation="moh_sparse"))
 
 
 def test_the_log_has_one_line_per_step(finished_run) -> None:
