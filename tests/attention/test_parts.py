@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moh_llm.attention import parts
+from moh_llm.attention import flex, parts
 from moh_llm.attention.flex import flex_attention
 from tests.attention.naive import first_of, naive_attention, seen_of
 
@@ -99,5 +99,5 @@ def plain_windows(query, key, value, window, scaling):
 )
 def test_windows_are_the_loop(case, monkeypatch):
     monkeypatch.setattr(parts, "why_not_windowed", lambda *states: None)
-    monkeypatch.setattr(parts, "windowed_attention", plain_windows)
+    monkeypatch.setattr(flex, "CALLS", flex.CALLS._replace(windowed=plain_windows))
     assert max(differences(**{"kinds": ((0,), (2, 3))} | case)) < 1e-5
