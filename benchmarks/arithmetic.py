@@ -6,7 +6,7 @@
 - prefill: shares of a forward pass's FLOPs by part, and the whole with part of the heads relative to all of them, of
   the default conversion (linear router, one shared head, fallbacks): "least" skips what can be skipped
   (`moh_llm.flops.forward_parts`), "no fallbacks" is that without them, where a head that is off needs no output
-  projection; "as computed" skips what attn_implementation="moh_sparse" skips today, scores and weighted sums.
+  projection; "as computed" skips what is skipped today, scores and weighted sums.
 - decode: bytes that a step reads, weights once and the cache of each row, in bf16; and with part of the groups of keys
   and values (`routing_granularity="kv_group"`) relative to all of them. Time follows bytes where memory is the limit.
 """
@@ -65,7 +65,7 @@ def prefill(config: LlamaConfig, lengths: list[int], shares: list[int]) -> None:
         for share in shares:
             moh = with_heads(config, share)
             without = forward_flops(with_heads(config, share, fallback="none"), length)
-            computed = sum(computed_parts(moh, length, sparse=True).values())
+            computed = sum(computed_parts(moh, length).values())
             cells += [f"{flops / total:.3f}" for flops in (without, forward_flops(moh, length), computed)]
         print(" | ".join(["", f"{length:,}", *cells, ""]).strip())
 

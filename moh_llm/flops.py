@@ -49,28 +49,31 @@ def forward_parts(config: MoHLlamaConfig, length: int, dense: bool = False) -> d
     )
 
 
-def computed_parts(config: MoHLlamaConfig, length: int, sparse: bool = False) -> dict[str, int]:
+def computed_parts(config: MoHLlamaConfig, length: int, training: bool = False) -> dict[str, int]:
     """FLOPs of one forward pass over a sequence of `length` tokens by part, as MoH is computed today.
 
-    All heads and the fallbacks of all heads that are not shared are; the gate then picks. With `sparse`
-    (attn_implementation="moh_sparse") scores and weighted sums are those of heads that are on. With local fallbacks
-    heads that are never on are computed for a document's first tokens alone, and the fallback is made for later ones.
+    Queries and projections of all heads are, and the fallbacks of all heads that are not shared. Scores and weighted
+    sums are those of heads that are on, and of the keys in sight where they are off. That is what each backend of
+    attention computes in inference but the reference on a GPU, which computes all heads for all tokens.
+
+    With `training` heads that some tokens may have on are computed for all tokens, local fallbacks of all heads that
+    are not shared, too, and heads that are never on for a document's first tokens alone. The reference computes these
+    for all tokens, and what is computed for the gradient of gates is left out.
     """
     total, on = config.num_attention_heads * config.num_hidden_layers, sum(config.active_heads_per_layer)
     others = total - sum(map(len, config.shared_heads_per_layer))
-    full, seen = total, 0.0
-    if config.head_fallback == "local":
+    scores: float = total if training else on + (total - on) * fallback_keys(config, length)
+    if training and config.head_fallback == "local":
         window = config.local_window + config.local_sinks
         start = config.local_start if config.local_start > window else 0
         first = local_keys(length, 0, start)
-        seen = local_keys(length, window, start) - first
         never = others if config.router_type == "none" else sum(map(len, config.local_heads_per_layer))
-        full -= never * (1 - first)
+        scores += others * (local_keys(length, window, start) - first) - never * (1 - first)
     return _parts(
         config,
         length,
         queries=total,
-        scores=(on if sparse else full) + others * seen,
+        scores=scores,
         projected=total,
         fallbacks=others if config.head_fallback != "none" else 0,
         router=_router_macs(config),
@@ -110,8 +113,8 @@ def keys_read(config: MoHLlamaConfig, length: int, start: int = 0) -> float:
 def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute: bool, frozen: bool) -> int:
     """FLOPs of a training pass, forward and backward, over one sequence of `length` tokens.
 
-    That of the masked path, which computes all heads and then replaces those that are off; with
-    attn_implementation="moh_sparse" it is an upper bound. A forward pass costs 1; the backward pass 2, a
+    That of `computed_parts`, which computes heads for all tokens and then replaces those that are off. A forward pass
+    costs 1; the backward pass 2, a
     product for the gradient of each input and one for that of each weight; where the base's weights are
     frozen (LoRA), their products of the second kind fall away, which leaves about 1 (the scores, which
     have no weights, still cost 2, and so do router and fallbacks, which are trained). Adapters are left out.
@@ -124,7 +127,7 @@ def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute
             decoder layers.
         frozen: the base's weights are not trained.
     """
-    parts = computed_parts(config, length)
+    parts = computed_parts(config, length, training=True)
     forward = sum(parts.values())
     always = sum(parts[name] for name in ("scores and weighted sums", "routing", "fallbacks"))
     backward = (1 if frozen else 2) * (forward - always) + 2 * always

@@ -29,6 +29,7 @@ ROUTING = {
 # Tiny, with shared heads of any number and budgets that differ; and of a real model's proportions.
 SPARSE = {
     "tiny": {"num_shared_heads": [2, 1, 1], "shared_heads": [[0, 3], [2], [1]], "num_active_heads": [2, 4, 3]},
+    "uneven": {"num_shared_heads": [2, 1, 1], "shared_heads": [[0, 3], [2], [1]], "num_active_heads": [2, 3, 3]},
     "medium": {
         **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 16},
         **{"num_attention_heads": 8, "num_key_value_heads": 4, "num_shared_heads": 1, "num_active_heads": [5, 7, 3, 6]},
@@ -218,7 +219,7 @@ def test_the_forward_count_is_a_pass_that_computes_the_least(name, router, lengt
 
 
 @pytest.mark.parametrize("fallback", ["none", "value"])
-@pytest.mark.parametrize(("name", "router"), [("tiny", "linear"), ("tiny", "two_stage"), ("medium", "linear")])
+@pytest.mark.parametrize(("name", "router"), [("uneven", "linear"), ("uneven", "two_stage"), ("medium", "linear")])
 def test_the_computed_count_is_a_masked_pass(name, router, fallback):
     """With heads off: all of them are computed, and only what no mask shows is not counted."""
     model, length = make_sparse(name, router, fallback), 12
@@ -229,8 +230,8 @@ def test_the_computed_count_is_a_masked_pass(name, router, fallback):
     later = total * (length * (length - 1) // 2) * 2 * 2 * config.head_dim
     routed = total - sum(map(len, config.shared_heads_per_layer))
     elementwise = 2 * length * routed * config.head_dim if fallback == "value" else 0
-    assert sum(computed_parts(config, length).values()) == counter.get_total_flops() - later + elementwise
-    scores, some = computed_parts(config, length, sparse=True), computed_parts(config, length)
+    scores, some = computed_parts(config, length), computed_parts(config, length, training=True)
+    assert sum(some.values()) == counter.get_total_flops() - later + elementwise
     name = "scores and weighted sums"
     assert scores.pop(name) * total == some.pop(name) * sum(config.active_heads_per_layer)
     assert scores == some
@@ -276,10 +277,11 @@ def test_a_local_fallback_costs_its_query_and_the_keys_in_sight():
     scores, fallback = 6 * 4 + 3 * 4, 3 * (4 + 2)
     expected = 2 * (keys_and_values + feed_forward + vocabulary + queries + projection + scores + fallback)
     assert forward_flops(local, 3) == sum(computed_parts(local, 3).values()) == expected
-    # A head that may be on is computed in full today, one that is never on is not.
+    assert computed_parts(local, 3, training=True) == computed_parts(local, 3)
+    # A head that may be on is computed in full in training, one that is never on is not.
     plan = {"num_shared_heads": 0, "num_active_heads": 1, "router_type": "threshold", "head_fallback": "local"}
     mixed = MoHLlamaConfig(**{**sizes, **plan}, local_heads=[[1]], local_window=1, local_sinks=0)
-    assert computed_parts(mixed, 3)["scores and weighted sums"] == 2 * (6 * 4 + 2 * 3 * 4)
+    assert computed_parts(mixed, 3, training=True)["scores and weighted sums"] == 2 * (6 * 4 + 2 * 3 * 4)
 
 
 @pytest.mark.parametrize("start", [0, 2, 5, 30])
@@ -298,5 +300,5 @@ def test_the_computed_keys_are_those_of_a_loop(start, length):
     every = [position + 1 for position in range(length)]
     first, later = (every[:start], every[start:]) if start > 3 else ([], every)
     pairs = 3 * sum(every) + sum(first) + 3 * sum(min(keys, 3) for keys in later)
-    parts = computed_parts(MoHLlamaConfig(**sizes, **plan, **seen), length)
+    parts = computed_parts(MoHLlamaConfig(**sizes, **plan, **seen), length, training=True)
     assert parts["scores and weighted sums"] == 2 * pairs * 2 * 2

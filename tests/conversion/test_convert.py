@@ -218,16 +218,6 @@ AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
 torch.save(model(torch.arange(1, 30)[None]).logits.detach(), sys.argv[2])
 model.save_pretrained(sys.argv[3])
 AutoModelForCausalLM.from_pretrained(sys.argv[3], trust_remote_code=True)
-wanted = "attn_implementation='moh_sparse' needs kernels of MoH-LLM: pip install moh-llm, or use 'sdpa'"
-given = {"trust_remote_code": True, "attn_implementation": "moh_sparse"}
-load, change = AutoModel.from_pretrained, lambda folder, **given: model.set_attn_implementation("moh_sparse")
-for use in load, change:
-    try:
-        use(sys.argv[1], **given)
-    except ImportError as error:
-        assert str(error) == wanted, error
-    else:
-        sys.exit("moh_sparse without its kernels")
 """
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_MODULES_CACHE": str(tmp_path / "c")}
     arguments = [str(output), str(tmp_path / "logits.pt"), str(tmp_path / "again")]

@@ -89,6 +89,12 @@ def test_the_frozen_teacher_is_the_base_exactly(configure, model_folder: Path) -
     torch.testing.assert_close(base_states(step, batch), dense_logits(model_folder, batch), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["exact", "sampled", "none"])
+def test_gates_learn_from_what_the_recipe_says(configure, kind: str) -> None:
+    student = networks.make_student(configure(gate_gradient=kind))
+    assert {layer.self_attn.gate_gradient for layer in student.model.layers} == {kind}
+
+
 def test_lora_trains_adapters_routers_and_fallbacks_only(configure) -> None:
     _, _, model = changed_lora_student(configure)
     adapters = {name for name, _ in model.named_parameters() if "lora_" in name}

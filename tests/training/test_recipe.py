@@ -143,6 +143,9 @@ def test_the_environment_sets_no_key(recipe: Path, monkeypatch: pytest.MonkeyPat
         (["--optimizer.learning_rate", "1e-5"], "must not exceed optimizer.learning_rate=1e-05"),
         (["--lora.target_modules", "[]"], "lora.target_modules is empty"),
         (["--licence", "mit"], "unknown key 'licence'; the nearest known key is 'hub.licence'"),
+        (["--gate_gradient", "selected"], "must be exact or sampled or none; sampled costs"),
+        (["--gate_gradient", "all"], "gate_gradient=all must be exact or sampled or none"),
+        (["--sparse_gate_gradient", "exact"], "the nearest known key is 'gate_gradient'"),
     ],
 )
 def test_bad_overrides_name_key_value_and_rule(recipe: Path, arguments: list[str], message: str) -> None:
@@ -195,6 +198,22 @@ def test_changed_keys_are_those_that_change_the_curve() -> None:
     assert changed_keys(old, new, finished=True) == ["data.batch_size", "evaluation.eval_steps", "lora"]
     assert changed_keys(old, old | {"freeze_base": False}) == []  # a run of a version without that key
     assert changed_keys(old, old | {"freeze_base": True}) == ["freeze_base"]
+    assert changed_keys(old, old | {"gate_gradient": "exact"}) == []  # as it was before there was that key
+    assert changed_keys(old, old | {"gate_gradient": "sampled"}) == ["gate_gradient"]
+    given = {"gate_gradient": "sampled"}
+    assert changed_keys(old | given, old | {"gate_gradient": "exact"}) == ["gate_gradient"]
+
+
+@pytest.mark.parametrize("is_override", [False, True])
+def test_attention_of_earlier_recipes_is_replaced_with_a_line(recipe: Path, capsys, is_override: bool) -> None:
+    load_config(recipe)
+    assert capsys.readouterr().err == ""
+    if not is_override:
+        recipe.write_text(recipe.read_text() + "attn_implementation: moh_sparse\n")
+    given = ["--attn-implementation", "moh_sparse"] if is_override else []
+    assert load_config(recipe, given).attn_implementation == "sdpa"
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "moh_sparse" in line and "sdpa" in line
 
 
 @pytest.mark.slow
