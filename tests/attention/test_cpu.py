@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from moh_llm.attention import cpu, cpu_parts
-from moh_llm.attention.cpu import _calls, cpu_attention, why_not
+from moh_llm.attention import cpu, cpu_parts, cpu_selected
+from moh_llm.attention.cpu import cpu_attention, why_not
+from moh_llm.attention.cpu_selected import _calls
 from moh_llm.modeling.seen_moh import Seen
 from tests.attention.naive import first_of, naive_attention, seen_of
 
@@ -51,7 +52,7 @@ def assert_is_the_loop(seen, given, kinds=None) -> None:
 @pytest.fixture(params=[8, 256])
 def block(request, monkeypatch) -> None:
     """Blocks of selected attention that these texts fill, with all heads selected; and dense attention."""
-    monkeypatch.setattr(cpu, "_BLOCK", request.param)
+    monkeypatch.setattr(cpu_selected, "_BLOCK", request.param)
     if request.param == 8:
         monkeypatch.setattr(cpu, "_LEAST_QUERIES", 1)
         monkeypatch.setattr(cpu, "_OVERHEAD", -1000)
@@ -136,6 +137,14 @@ def test_the_other_half_of_a_training_step() -> None:
         assert_is_the_loop(seen, (query, key, value, first, distant))  # anew
 
 
+@pytest.mark.parametrize("queries", [None, 1])
+def test_what_is_kept_of_a_pass_is_of_its_keys_alone(queries) -> None:
+    scratch = {}
+    for rows in ([[41], [41]], [[9, 32], [-11, 30]]):
+        seen = seen_of(rows, queries, 6, 2)._replace(scratch=scratch)
+        assert_is_the_loop(seen, given(seen))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_long_texts_of_odd_numbers_of_heads(threads, monkeypatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -151,7 +160,6 @@ def test_long_texts_of_odd_numbers_of_heads(threads, monkeypatch) -> None:
 def test_long_caches(threads, share, monkeypatch) -> None:
     """Of rows that begin together and not, where all threads read a part of what is left over."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(cpu, "_LEAST_KEYS", 1)
     for rows in ([[41]], [[41], [-11, 30], [-11, 30], [-11, 30], [-11, 30], [-40, 1]]):
         seen = seen_of(rows, 1, 6, 2)
         assert_is_the_loop(seen, given(seen, heads=6, kv=3, share=share, after=5))
