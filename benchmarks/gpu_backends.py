@@ -161,7 +161,9 @@ def correct(record: Record, sizes: Sizes) -> None:
                 words = f"{name}, {plan}, {length}{', two documents' if documents else ''}"
                 exact = functools.cache(functools.partial(exactly, call))
                 for backend in ("reference", *BACKENDS):
-                    record.note(f"{words}, {backend}", functools.partial(errors, call, backend, exact))
+                    for gradients in (False, True):
+                        error = functools.partial(error_of, call, backend, exact, gradients)
+                        record.note(f"{words}, {backend}, {name_of(gradients)}", error)
 
 
 def exactly(call: Call) -> list[torch.Tensor]:
@@ -178,18 +180,11 @@ def reference(*args: Any, kinds: Any = None) -> torch.Tensor:
     return reference_attention(*args)
 
 
-def errors(call: Call, backend: str, exact: Callable[[], list[torch.Tensor]]) -> Row:
-    """Norms of the differences over those of what is right: of the output and, the largest, of gradients."""
-    out, *gradients = exact()
-    runs = [
-        call.run(reference, wanted) if backend == "reference" else runnable(backend, call, wanted)
-        for wanted in (False, True)
-    ]
-    own = runs[1]()
-    return {
-        "error": distance(runs[0](), out),
-        "gradients": max(distance(*pair) for pair in zip(own, gradients, strict=True)),
-    }
+def error_of(call: Call, backend: str, exact: Callable[[], list[torch.Tensor]], gradients: bool) -> Row:
+    """The norm of the difference over that of what is right: of the output or, the largest, of gradients."""
+    found = runnable(backend, call, gradients)()
+    pairs = zip(found, exact()[1:], strict=True) if gradients else [(found, exact()[0])]
+    return {"error": max(distance(*pair) for pair in pairs)}
 
 
 # ---- sorted calls
