@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import StaticCache
 
 from moh_llm.modeling import interval_attention_moh
 from tests.modeling import naive
@@ -239,6 +240,24 @@ def test_compiled_by_inductor_agrees(make_pair, ids, router_type):
         # fullgraph: nothing in the routing falls back to Python.
         got = torch.compile(moh, fullgraph=True)(ids, use_cache=False).logits
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def check_compiled(moh, ids: torch.Tensor, backend: str) -> None:
+    """A prefill, and a step of decoding over a static cache, are one graph each and give what the model gives."""
+    expected, cache = moh(ids, use_cache=False).logits, StaticCache(moh.config, max_cache_len=30)
+    compiled = torch.compile(moh, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, atol=1e-4, rtol=1e-4)
+    moh(ids[:, :-1], past_key_values=cache)
+    got = compiled(ids[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(got, expected[:, -1:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["paper", "fallbacks", "local, start"])
+def test_a_prefill_and_a_step_compile_as_one_graph(make_pair, ids, name):
+    _, moh = make_pair(**PLANS[name])
+    check_compiled(moh, ids, "aot_eager")
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), [(torch.float32, "eager"), (torch.bfloat16, "sdpa")], ids=str)

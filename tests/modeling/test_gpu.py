@@ -1,11 +1,17 @@
 """The same promises on a CUDA device."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
 from moh_llm import MoHCache
+from moh_llm.attention import flash, flex
+from moh_llm.modeling.interval_attention_moh import NAME, reference_attention
+from tests.modeling import test_forward as forward
 from tests.modeling import test_masks as masks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -49,6 +55,60 @@ def test_gradients_under_autocast_are_those_of_float32_on_a_cpu(make_pair, local
     assert found.keys() == expected.keys() and any("distant" in name for name in found)
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= 0.1 * gradient.norm(), name
+
+
+BACKENDS = {"reference": (reference_attention, None), "flex": (flex.flex_attention, flex.why_not)}
+BACKENDS["flash"] = flash.flash_attention, flash.why_not
+WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 1}
+WIDE |= {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "initializer_range": 0.05}
+WIDE |= {"head_fallback": "local", "local_window": 64, "local_sinks": 4, "local_start": 100, "local_heads": [[3]]}
+WIDE |= {"max_position_embeddings": 512}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch) -> Callable[..., torch.Tensor]:
+    """Layers with heads off take this backend alone, or fail where it does not take what they have."""
+    attend, why_not = BACKENDS[request.param]
+    if request.param == "flash" and (lack := flash.lack(torch.device("cuda"), torch.bfloat16, 64)):
+        pytest.skip(lack)
+
+    def take(*args, kinds=None, module=None, **kwargs):
+        assert why_not is None or why_not(*args, kinds=kinds) is None
+        return attend(*args) if why_not is None else attend(*args, kinds=kinds)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, take)
+    return attend
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+def test_each_backend_gives_the_logits_and_gradients_of_float32_on_a_cpu(make_pair, backend, packed, monkeypatch):
+    _, moh = make_pair(**WIDE)
+    ids = torch.randint(1, 257, (1, 300), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(110), torch.arange(190)])[None] if packed else torch.arange(300)[None]
+
+    def run(device: str) -> dict[str, torch.Tensor]:
+        moh.to(device).zero_grad()
+        given = {"input_ids": ids, "position_ids": positions, "labels": ids}
+        with torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
+            out = moh(**{name: tensor.to(device) for name, tensor in given.items()}, use_cache=False)
+        out.loss.backward()
+        grads = {name: weight.grad for name, weight in moh.named_parameters() if weight.grad is not None}
+        return {"logits": out.logits.detach().float().to("cpu", copy=True)} | {
+            name: grad.to("cpu", copy=True) for name, grad in grads.items()
+        }
+
+    found = run("cuda")
+    monkeypatch.delitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME)
+    expected = run("cpu")
+    assert found.keys() == expected.keys() and any("distant" in name for name in found)
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= 0.1 * tensor.norm(), name
+
+
+@pytest.mark.parametrize("name", ["fallbacks", "local, start"])
+def test_a_prefill_and_a_step_compile_as_one_graph(make_pair, ids, name):
+    _, moh = make_pair(**forward.PLANS[name])
+    forward.check_compiled(moh.cuda(), ids.cuda(), "inductor")
 
 
 FLASH = pytest.mark.skipif(not is_flash_attn_2_available(), reason="needs flash-attn")

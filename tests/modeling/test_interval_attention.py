@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moh_llm.modeling import interval_attention_moh
@@ -164,7 +165,9 @@ def test_what_queries_see_is_told_by_where_documents_begin(layout, seen):
 
 def test_the_form_that_is_registered_is_taken(monkeypatch):
     arguments, called = make_case("packed", (4, 2, 16), "window", "some"), []
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, lambda *args, **more: called.append((args, more)))
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, lambda *args, **more: called.append((args, more))
+    )
     interval_attention(*arguments, kinds=((0,), (3,)))
     ((given, more),) = called
     assert all(own is other for own, other in zip(given, arguments, strict=False)) and more == {"kinds": ((0,), (3,))}
@@ -177,7 +180,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **kwargs or {})
-        made = [out] if isinstance(out, torch.Tensor) else [part for part in out or () if isinstance(part, torch.Tensor)]
+        made = (
+            [out] if isinstance(out, torch.Tensor) else [part for part in out or () if isinstance(part, torch.Tensor)]
+        )
         self.entries = max([self.entries, *(tensor.numel() for tensor in made)])
         return out
 
