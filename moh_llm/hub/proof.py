@@ -8,6 +8,7 @@ REQUEST.json holds `folder`, `threads`, `tensors` and `record`: the model, the n
 the tensors and the record.
 """
 
+import contextlib
 import gc
 import importlib.abc
 import json
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,7 +141,8 @@ def _compare(seen: Path, local: Path) -> str | None:
         if bars:
             logging.enable_progress_bar()
     batch = encode(tokenizer, model.config)
-    ours = observe(model, batch, tokenizer.pad_token_id) | _observe_base(model.model, batch)
+    with _by_travelling_files():
+        ours = observe(model, batch, tokenizer.pad_token_id) | _observe_base(model.model, batch)
     with safe_open(seen, framework="pt") as file:
         for name, here in ours.items():
             there = file.get_tensor(name)
@@ -150,6 +153,22 @@ def _compare(seen: Path, local: Path) -> str | None:
             if not torch.equal(there, here):
                 return f"{name} differs from the local model's by up to {(there - here).abs().max().item():.3g}"
     return None
+
+
+@contextlib.contextmanager
+def _by_travelling_files() -> Iterator[None]:
+    """Models attend by the files that travel with them, as in the clean process: a backend adds in another order."""
+    from transformers.modeling_utils import AttentionInterface
+
+    from moh_llm.modeling.interval_attention_moh import NAME
+
+    forms = AttentionInterface._global_mapping
+    registered = forms.pop(NAME, None)
+    try:
+        yield
+    finally:
+        if registered is not None:
+            forms[NAME] = registered
 
 
 def _form(tensor: Any) -> str:

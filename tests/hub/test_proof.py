@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AttentionInterface, AutoTokenizer
 
 from moh_llm.hub.proof import encode, observe, prove
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.modeling.interval_attention_moh import NAME, reference_attention
 from moh_llm.records.model import INDEX_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +44,17 @@ def test_grouped_queries_tied_embeddings_and_bfloat16(make_model, forked_proof):
     )
     proof = prove(folder, folder)
     assert proof.failure is None and proof.record["dtype"] == "bfloat16"
+
+
+def test_another_backend_here_changes_nothing(make_model, forked_proof, monkeypatch):
+    """The clean process has the files that travel alone, and so has the local model's side."""
+    plan = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear"}
+    folder = make_model(MoHLlamaConfig, head_fallback="local", local_window=4, local_sinks=1, **plan)
+    forms = AttentionInterface._global_mapping
+    monkeypatch.setitem(forms, NAME, lambda *args, **more: 1.01 * reference_attention(*args))
+    registered = forms[NAME]
+    assert prove(folder, folder).failure is None
+    assert forms[NAME] is registered
 
 
 def _move(tensor: torch.Tensor, place: int) -> None:
