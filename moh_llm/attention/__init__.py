@@ -93,6 +93,9 @@ def interval_attention(
     if not isinstance(key, torch.Tensor):  # what a cache that lays keys out in its own way gives in their place
         more = {"kinds": kinds, "module": module, **kwargs}
         return key.attend(interval_attention, query, first, seen, scaling, distant, dropout, **more)
+    if not query.is_cpu and torch.is_autocast_enabled(query.device.type):  # as autocast has it for SDPA
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)  # queries are wider after rotary embedding
     given = query, key, value, first, seen, scaling, distant, dropout
     name = choose(*given, kinds=kinds).name
     return reference_attention(*given) if name == "reference" else BACKENDS[name][0](*given, kinds=kinds)

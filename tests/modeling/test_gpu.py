@@ -1,14 +1,12 @@
 """The same promises on a CUDA device."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
-from moh_llm import MoHCache
+from moh_llm import MoHCache, attention
 from moh_llm.attention import flash, flex
 from moh_llm.modeling.interval_attention_moh import NAME, reference_attention
 from tests.modeling import test_forward as forward
@@ -66,18 +64,21 @@ WIDE |= {"max_position_embeddings": 512}
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request, monkeypatch) -> Callable[..., torch.Tensor]:
-    """Layers with heads off take this backend alone, or fail where it does not take what they have."""
+def backend(request, monkeypatch) -> list[str]:
+    """Layers with heads off may take this backend alone; the list has its name each time that they do."""
     attend, why_not = BACKENDS[request.param]
     if request.param == "flash" and (lack := flash.lack(torch.device("cuda"), torch.bfloat16, 64)):
         pytest.skip(lack)
+    taken = []
 
-    def take(*args, kinds=None, module=None, **kwargs):
-        assert why_not is None or why_not(*args, kinds=kinds) is None
-        return attend(*args) if why_not is None else attend(*args, kinds=kinds)
+    def take(*args, **kwargs):
+        taken.append(request.param)
+        return attend(*args, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, take)
-    return attend
+    if why_not is None:
+        monkeypatch.setattr(attention, "reference_attention", take)
+    monkeypatch.setattr(attention, "BACKENDS", {} if why_not is None else {request.param: (take, why_not)})
+    return taken
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
@@ -98,6 +99,7 @@ def test_each_backend_gives_the_logits_and_gradients_of_float32_on_a_cpu(make_pa
         }
 
     found = run("cuda")
+    assert len(backend) == 2  # what a step computes, and what the gate's gradient needs beside it
     monkeypatch.delitem(ALL_ATTENTION_FUNCTIONS._global_mapping, NAME)
     expected = run("cpu")
     assert found.keys() == expected.keys() and any("distant" in name for name in found)
