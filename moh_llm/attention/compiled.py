@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -28,11 +29,13 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
         for tensor in tensors:
             changing = (tensor.dim() + 1) // 2 if tensor.is_floating_point() else tensor.dim()
             torch._dynamo.maybe_mark_dynamic(tensor, tuple(range(changing)))
-        return _compile(function)(*args, **kwargs)
+        return _compile(function, len(tensors))(*args, **kwargs)
 
     return call
 
 
 @functools.cache
-def _compile(function: Callable) -> Callable:
-    return torch.compile(function, **OPTIONS)
+def _compile(function: Callable[P, R], count: int) -> Callable[P, R]:
+    """The function for so many tensors, as a copy: dynamo counts compilations of a function, whatever it is given."""
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
+    return torch.compile(own, **OPTIONS)

@@ -44,6 +44,8 @@ def why_not(
         return "a step of decoding has no blocks of queries"
     if seen.visible is not None or dropout:
         return "there is dropout" if dropout else "a mask hides keys between others"
+    if not query.dtype == key.dtype == value.dtype:
+        return "queries, keys and values differ in dtype"
     if query.shape[-1] < 16 or query.dtype == torch.float64:
         return "FlexAttention takes head sizes from 16, and no float64"
     return None
