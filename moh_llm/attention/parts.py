@@ -11,7 +11,7 @@ Shapes: B batch, T queries, S keys, H query heads, KV key-value heads, D head si
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,7 +66,7 @@ def attention_of_parts(
 
     rows, states = [part.rows.flatten() for part in parts], query.transpose(1, 2).reshape(-1, size)
     place = _places(rows, len(states))
-    queries = _Apart.apply(states, place, *rows)
+    queries = _apart(states, place, rows)
     outputs, lses = [], []
     for part, own in zip(parts, queries, strict=True):
         taken = (
@@ -217,7 +217,7 @@ def _places(rows: list[torch.Tensor], size: int) -> torch.Tensor:
     return rows.new_empty(size + 1).scatter_(0, rows, torch.arange(len(rows), device=rows.device))[:-1]
 
 
-def _taken(states: torch.Tensor, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+def _taken(states: torch.Tensor, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Rows of each part; any row where there is none."""
     return [states[own.clamp_max(len(states) - 1)] for own in rows]
 
@@ -239,6 +239,11 @@ def _together(place: torch.Tensor, rows: list[torch.Tensor], parts: list[torch.T
     if _wants_gradients(*parts):
         return _Together.apply(place, *rows, *parts)
     return _joined(parts, place)  # dynamo would not trace the other
+
+
+def _apart(states: torch.Tensor, place: torch.Tensor, rows: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """`_taken`, given where rows are, too, for gradients."""
+    return _Apart.apply(states, place, *rows) if _wants_gradients(states) else _taken(states, rows)
 
 
 class _Apart(torch.autograd.Function):

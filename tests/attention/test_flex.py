@@ -65,6 +65,7 @@ def test_lengths_share_a_compilation(counter, gradients):
         assert counter.frame_count <= 4
 
 
+@pytest.mark.slow
 def test_compiled_is_the_loop(counter):
     """Other batches and numbers of heads, too, by code that was compiled for the first."""
     for rows, heads, groups in (1, 4, 2), (2, 6, 3), (3, 6, 3), (1, 6, 2):
@@ -75,10 +76,11 @@ def test_compiled_is_the_loop(counter):
     assert counter.frame_count <= 8
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("kinds", [None, ((0,), (3,))])
-def test_is_part_of_a_compiled_model(kinds):
+def test_is_part_of_a_compiled_model(kinds, gradients):
     """One graph, as `torch.compile(model, fullgraph=True)` wants it."""
-    given = arguments(150)
+    given = arguments(150, gradients=gradients)
     torch._dynamo.reset()
     whole = torch.compile(flex.flex_attention, fullgraph=True, backend="eager")
     expected = flex.flex_attention(*given, kinds=kinds)
