@@ -42,13 +42,13 @@ LOST = 3  # exit status: the device answers no more
 GRACE = 8  # seconds for the row that runs when a section's end comes
 Section = Callable[[Record, Sizes], None]
 SECTIONS: dict[str, tuple[Section | None, int]] = {
-    "facts": (gpu_operation.facts, 25),
-    "compile": (None, 75),
+    "facts": (gpu_operation.facts, 35),
+    "compile": (None, 65),
     "correct": (gpu_backends.correct, 30),
     "dense": (gpu_operation.dense, 50),
     "window": (gpu_operation.window, 25),
     "sorted": (gpu_backends.sorted_calls, 60),
-    "layer": (gpu_layers.layer, 115),
+    "layer": (gpu_layers.layer, 110),
     "decode": (gpu_backends.decode, 35),
     "generate": (gpu_layers.generate, 55),
 }
@@ -117,6 +117,7 @@ def wait(process: subprocess.Popen, until: float) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+        print("a process was ended, since the section's seconds are used up", flush=True)
         return 0
 
 

@@ -115,7 +115,7 @@ def test_the_command_measures_in_processes_and_says_what_was_asked(tmp_path):
     path = tmp_path / "rows.jsonl"
     # Machines with GPUs may lack the package's other dependencies.
     lacking = ["datatrove", "detect_secrets", "jsonargparse", "loguru", "peft", "pydantic", "rich", "tensorboard"]
-    words = ["gpu.py", "--small", "--sections", "facts", "--json", str(path)]
+    words = ["gpu.py", "--small", "--sections", "facts", "--minutes", "80", "--json", str(path)]
     start = f"import runpy, sys; sys.modules.update(dict.fromkeys({lacking})); sys.argv = {words}; "
     start += f"sys.path.insert(0, {str(Path(gpu.__file__).parent)!r}); "
     command = [sys.executable, "-c", start + f"runpy.run_path({gpu.__file__!r}, run_name='__main__')"]
