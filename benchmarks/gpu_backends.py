@@ -170,7 +170,7 @@ def exactly(call: Call) -> list[torch.Tensor]:
     """Outputs and gradients in float64, by all scores and a mask."""
 
     def attend(*args: Any, kinds: Any = None) -> torch.Tensor:
-        return masked_attention(*args)[0]
+        return masked_attention(*args)
 
     own = call._replace(inputs=[tensor.detach().double().requires_grad_() for tensor in call.inputs])
     return [own.run(attend, False)(), *own.run(attend, True)()]
