@@ -206,7 +206,7 @@ def test_dropout_keeps_the_mean():
     arguments = query, key, value, first, seen, scaling, distant
     expected = reference_attention(*arguments)
     for attend in (reference_attention, masked_attention):
-        draws = torch.stack([attend(*arguments, 0.3) for _ in range(400)])
+        draws = torch.stack([attend(*arguments, 0.3) for _ in range(200)])
         error = (draws.mean(0) - expected).abs() / (draws.std(0) / math.sqrt(len(draws)) + 1e-9)
         assert error.max() < 6 and draws.std(0).max() > 0.1
 
@@ -267,7 +267,8 @@ def test_the_exact_gradient_of_gates_is_autograds(one_layer, ids, name, monkeypa
 def test_the_sampled_gradient_of_gates_is_unbiased(one_layer, ids, name):
     moh, draws = one_layer(name), []
     exact, none = gradients_of(moh, "exact", ids), gradients_of(moh, "none", ids)
-    for _ in range(300):
+    torch.manual_seed(0)
+    for _ in range(150):
         draws.append(gradients_of(moh, "sampled", ids)["model.layers.0.self_attn.router.routed.weight"])
     draws, expected = torch.stack(draws), exact["model.layers.0.self_attn.router.routed.weight"]
     deviation = draws.std(0) / math.sqrt(len(draws))
