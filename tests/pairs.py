@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from moh_llm.conversion.base import MOH_FIELDS
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.records.tensors import is_routing_weight
 
 
 @pytest.fixture

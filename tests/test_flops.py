@@ -5,7 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moh_llm.flops import computed_parts, forward_flops, keys_read, training_flops
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.records.tensors import is_routing_weight
 from moh_llm.training.config import ObjectiveConfig
 from moh_llm.training.step import TrainingStep
 

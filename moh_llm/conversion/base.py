@@ -14,7 +14,6 @@ from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from moh_llm.errors import UserError
 from moh_llm.files import check_links
-from moh_llm.modeling import is_routing_weight
 from moh_llm.modeling.configuration_moh_llama import FORMAT
 from moh_llm.reading import expand_home
 from moh_llm.records.conversion import Base
@@ -28,7 +27,7 @@ from moh_llm.records.model import (
     read_weight_map,
     unread_index,
 )
-from moh_llm.records.tensors import check_tensors, matrix_dtype, why_no_model
+from moh_llm.records.tensors import check_tensors, is_routing_weight, matrix_dtype, why_no_model
 
 # model_type -> fields that the architecture implies and its config.json does not say.
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -10,9 +10,9 @@ from moh_llm.conversion.calibrate import LayerCalibration
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.windows import window_counts
 from moh_llm.flops import forward_flops, stated_lengths
-from moh_llm.modeling import MoHLlamaConfig, is_fallback_weight
+from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import Arithmetic, Calibration, ForwardFlops, Parameters
-from moh_llm.records.tensors import HEAD, read_headers
+from moh_llm.records.tensors import HEAD, is_fallback_weight, read_headers
 
 
 def arithmetic(

@@ -13,7 +13,7 @@ from moh_llm.modeling.modeling_moh_llama import (
     MoHLlamaModel,
     MoHLlamaPreTrainedModel,
 )
-from moh_llm.modeling.routing_moh import MoHRouter, is_fallback_weight, is_routing_weight, load_balancing_loss
+from moh_llm.modeling.routing_moh import MoHRouter, load_balancing_loss
 
 AutoConfig.register("moh_llama", MoHLlamaConfig, exist_ok=True)
 MoHLlamaConfig.register_for_auto_class()
@@ -32,7 +32,5 @@ __all__ = [
     "MoHLlamaModel",
     "MoHLlamaPreTrainedModel",
     "MoHRouter",
-    "is_fallback_weight",
-    "is_routing_weight",
     "load_balancing_loss",
 ]

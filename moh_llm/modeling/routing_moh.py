@@ -17,16 +17,6 @@ from transformers.utils.generic import maybe_autocast
 from .configuration_moh_llama import MoHLlamaConfig
 
 
-def is_routing_weight(name: str) -> bool:
-    """Whether a tensor of that name is a router's or a fallback's: what a MoH model has beside its dense base."""
-    return ".self_attn.router." in name or ".self_attn.fallback." in name
-
-
-def is_fallback_weight(name: str) -> bool:
-    """Whether a routing tensor of that name is a fallback's."""
-    return ".self_attn.fallback." in name
-
-
 def select_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
     """1 at the `k` largest entries of the last dimension, else 0, in the dtype of `logits`."""
     return torch.zeros_like(logits).scatter(-1, logits.topk(k, dim=-1).indices, 1.0)

@@ -20,9 +20,10 @@ from huggingface_hub.errors import StrictDataclassError
 
 from moh_llm.errors import UserError
 from moh_llm.files import sha256
-from moh_llm.modeling import MoHLlamaConfig, is_routing_weight
+from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.model import CONFIG, TOKENIZERS, read_config, read_weight_map
 from moh_llm.records.seal import WeightHashes, find_changes, read_seal
+from moh_llm.records.tensors import is_routing_weight
 
 # What besides the weights decides what a model answers.
 _SETTINGS = (CONFIG, "generation_config.json", *TOKENIZERS, "special_tokens_map.json", "added_tokens.json")

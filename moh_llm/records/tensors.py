@@ -47,6 +47,16 @@ class Tensors:
         )
 
 
+def is_routing_weight(name: str) -> bool:
+    """Whether a tensor of that name is a router's or a fallback's: what a MoH model has beside its dense base."""
+    return ".self_attn.router." in name or ".self_attn.fallback." in name
+
+
+def is_fallback_weight(name: str) -> bool:
+    """Whether a routing tensor of that name is a fallback's."""
+    return ".self_attn.fallback." in name
+
+
 def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config: Any) -> Tensors:
     """Compare a folder's tensors with those that the architecture of `config` has; headers only are read.
 

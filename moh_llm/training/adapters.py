@@ -3,7 +3,8 @@
 import torch
 
 from moh_llm.errors import UserError
-from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.records.tensors import is_routing_weight
 from moh_llm.training.config import LoraConfig
 
 

@@ -17,11 +17,12 @@ from moh_llm.data.tokenizer import TextTokenizer, open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.reading import read_yaml
 from moh_llm.records.identity import hash_model
 from moh_llm.records.model import may_be_hub_id
 from moh_llm.records.seal import write_seal
+from moh_llm.records.tensors import is_routing_weight
 
 # Without these a file would silently describe a model of another size.
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

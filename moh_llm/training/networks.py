@@ -18,7 +18,7 @@ from moh_llm.conversion.base import moh_fields
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import new_folder
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_fallback_weight, is_routing_weight
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.identity import hash_model
 from moh_llm.records.lineage import NAME as LINEAGE
@@ -29,6 +29,8 @@ from moh_llm.records.tensors import (
     cast_weight,
     check_tensors,
     empty_model,
+    is_fallback_weight,
+    is_routing_weight,
     is_tied,
     matrix_dtype,
     tensor_dtypes,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moh_llm.modeling import is_routing_weight
+from moh_llm.records.tensors import is_routing_weight
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.networks import full_shape, trained_weights
 from moh_llm.training.shared_heads import BETAS, LOGITS, rate_of_logits

@@ -20,8 +20,9 @@ from torch import nn
 
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
-from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.records.run import LogLine
+from moh_llm.records.tensors import is_routing_weight
 from moh_llm.training.config import DivergenceConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.losses import (
     IGNORED,

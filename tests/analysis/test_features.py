@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_llm.analysis.features import Rank, feature_rank, head_similarity, similarity_table
-from moh_llm.modeling import is_routing_weight
+from moh_llm.records.tensors import is_routing_weight
 
 
 def pattern_similarity(patterns) -> float | None:

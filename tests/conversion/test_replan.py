@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moh_llm.cli import main
-from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.records.tensors import is_routing_weight
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from moh_llm.cli import main
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
 from moh_llm.hub.card import build_card
-from moh_llm.modeling import MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.records.tensors import is_routing_weight
 from moh_llm.training.from_scratch import architecture_keys, read_architecture
 from moh_llm.training.loop import train
 

@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from moh_llm.errors import UserError
 from moh_llm.evaluation.models import check_model
 from moh_llm.metrics import logits_of
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.records.tensors import is_routing_weight
 from moh_llm.training import networks
 from moh_llm.training.optimizer import make_optimizer, set_learning_rates
 from moh_llm.training.preflight import read_model_config

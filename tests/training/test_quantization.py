@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from trained import read_log, unfinish
 
 from moh_llm.errors import UserError
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, is_routing_weight
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.records.tensors import is_routing_weight
 from moh_llm.training import attention, networks
 from moh_llm.training.loop import train
 from moh_llm.training.memory import Sizes, estimate_memory
