@@ -151,12 +151,17 @@ def _parts(
         "keys and values": layers * 2 * config.num_key_value_heads * hidden * size,
         "scores and weighted sums": scores * 2 * size * context,
         "output projection": projected * hidden * size,
-        "feed-forward": layers * hidden * (3 * config.feed_forward_width + config.num_local_experts),
+        "feed-forward": layers * hidden * (3 * feed_forward_width(config) + config.num_local_experts),
         "routing": router,
         "fallbacks": fallbacks * (hidden + size),  # a number linear in the layer's input, and a vector times it
         "vocabulary": hidden * config.vocab_size,
     }
     return {part: round(2 * length * number) for part, number in macs.items()}
+
+
+def feed_forward_width(config: MoHLlamaConfig) -> int:
+    """Intermediate size of all that a token goes through in a layer: the MLP, or the experts that it selects."""
+    return config.intermediate_size * (config.num_experts_per_tok if config.num_local_experts else 1)
 
 
 def _router_macs(config: MoHLlamaConfig) -> int:

@@ -6,6 +6,7 @@ H heads of a layer, in the model's order.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from moh_llm.analysis.watch import LayerPass, last_routed_layer, shared_heads, watch
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
-from moh_llm.modeling import MoHLlamaPreTrainedModel
+from moh_llm.modeling import MoHLlamaPreTrainedModel, MoHRouter
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,40 @@ class HeadLoad:
     load: list[list[float]]
     shared_heads: list[list[int]]
     balance: list[float | None]
+
+
+@torch.no_grad()
+def heads_on(
+    model: MoHLlamaPreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Which heads each token has on, bool `[B, layers, T, H]`, by one forward pass of the decoder.
+
+    The entries of padding mean nothing. Without a mask, a document begins wherever `position_ids` restart.
+
+    Args:
+        model: a MoH model, or its decoder.
+        input_ids: `[B, T]`.
+        attention_mask: `[B, T]`, 0 where a position is padding.
+        position_ids: `[B, T]`.
+        kwargs: more arguments of the decoder, such as `past_key_values`.
+    """
+    found: list[torch.Tensor] = []
+
+    def keep(router: MoHRouter, args: tuple, output: tuple) -> None:
+        found.append((output[1] != 0).to(input_ids.device))
+
+    handles = [router.register_forward_hook(keep) for router in model.routers]
+    try:
+        decoder = getattr(model, model.base_model_prefix, model)
+        decoder(input_ids, attention_mask, position_ids, use_cache=False, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack(found, dim=1)
 
 
 def head_load(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> HeadLoad:
@@ -101,7 +136,7 @@ def token_heads(model: MoHLlamaPreTrainedModel, tokenizer: PreTrainedTokenizerBa
     ids = tokenizer(text)["input_ids"]
     if not ids:
         raise UserError("the text has no tokens; give more text")
-    on = model.token_heads(torch.tensor([ids], device=model.device))[0, last]
+    on = heads_on(model, torch.tensor([ids], device=model.device))[0, last]
     return TokenHeads(token_strings(tokenizer, ids), [last], [on.tolist()])
 
 

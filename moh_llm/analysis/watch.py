@@ -33,7 +33,7 @@ class LayerPass:
         router: its router.
         router_inputs: what that was given: the layer's input `[B, T, C]` and queries `[B, T, H, D]`.
         logits: of the routed groups, `[B, T, U]`.
-        on: which heads each token has on, bool `[B, T, H]`; see `MoHLlamaPreTrainedModel.token_heads`.
+        on: which heads each token has on, bool `[B, T, H]`; see `moh_llm.analysis.heads.heads_on`.
         heads: what enters the output projection, `[B, T, H, D]`: g_i H_i of Eq. 4, plus the
             fallback of a head that is off, where the model has any.
         patterns: attention weights `[B, H, T, T]`; None where the attention backend keeps them to itself.

@@ -48,18 +48,9 @@ class SplitKeys(NamedTuple):
         on, out = first <= seen.start, None
         for heads, keys, values, own_seen in self.parts:
             own_distant = None if distant is None else (distant[0][..., heads], distant[1][heads])
-            found = attention(
-                query[:, heads],
-                keys,
-                values,
-                own_seen.first(on[..., heads]),
-                own_seen,
-                scaling,
-                own_distant,
-                dropout,
-                kinds=None if kinds is None else _of_heads(kinds, heads, query.shape[1]),
-                **kwargs,
-            )
+            own_kinds = None if kinds is None else _of_heads(kinds, heads, query.shape[1])
+            sees = own_seen.first(on[..., heads]), own_seen, scaling, own_distant, dropout
+            found = attention(query[:, heads], keys, values, *sees, kinds=own_kinds, **kwargs)
             out = found.new_empty(*first.shape, found.shape[-1]) if out is None else out
             out[:, :, heads] = found
         return out
@@ -75,6 +66,16 @@ def _of_heads(
     own = range(count)[heads] if isinstance(heads, slice) else heads
     numbers = {head: number for number, head in enumerate(own)}
     return tuple(tuple(numbers[head] for head in kind if head in numbers) for kind in kinds)
+
+
+def _local_groups(config: MoHLlamaConfig, layer_idx: int) -> list[int]:
+    """Sorted ids of the key-value groups whose heads are never on and attend locally."""
+    if config.head_fallback != "local":
+        return []
+    size = config.num_attention_heads // config.num_key_value_heads
+    chosen = [] if config.router_type == "none" else config.routed_heads(layer_idx)
+    on = {head // size for head in (*config.shared_heads_per_layer[layer_idx], *chosen)}
+    return [group for group in range(config.num_key_value_heads) if group not in on]
 
 
 def _as_slice(ids: list[int]) -> list[int] | slice:
@@ -120,7 +121,7 @@ class MoHCacheLayer(DynamicLayer):
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
         super().__init__()
-        self.config, self.local_groups = config, config.local_groups(layer_idx)
+        self.config, self.local_groups = config, _local_groups(config, layer_idx)
         kept = [group for group in range(config.num_key_value_heads) if group not in self.local_groups]
         shared = config.num_attention_heads // config.num_key_value_heads
         both = (kept, self.local_groups) if self.local_groups else (kept,)
@@ -150,9 +151,8 @@ class MoHCacheLayer(DynamicLayer):
         is_recent, moved = seen.start >= self.begin, self._sinks - self.begin
         if not bool((is_recent | (seen.start == self._starts)).all()):
             raise ValueError(DROPPED)
-        own = {"scratch": {}} if "scratch" in seen._fields else {}  # what backends keep there counts all keys
         return seen._replace(
-            **own,
+            scratch={},  # what backends keep there counts all keys
             last=seen.last + moved,
             start=torch.where(is_recent, seen.start + moved, 0),
             near=seen.near + moved,

@@ -18,6 +18,7 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.models import register_moh
 from moh_llm.evaluation.processes import Team
 from moh_llm.evaluation.shared_prefixes import check_cache, score_sharing_prefixes
+from moh_llm.flops import feed_forward_width
 
 T = TypeVar("T")
 
@@ -166,7 +167,7 @@ def bytes_per_sequence(config: PreTrainedConfig, itemsize: int, tokens: int, sco
     cache = 2 * tokens * config.num_hidden_layers * groups * head_dim * itemsize
     # One layer at a time: residual, norms, queries, outputs; gate, up and their product.
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    inner = getattr(config, "feed_forward_width", width)
+    inner = feed_forward_width(config) if config.model_type == "moh_llama" else width
     layer = tokens * (4 * config.hidden_size + 2 * heads * head_dim + 3 * inner) * itemsize
     if getattr(config, "_attn_implementation", None) == "eager":
         layer += 2 * heads * tokens * tokens * 4

@@ -150,25 +150,10 @@ class MoHLlamaConfig(LlamaConfig):
         others = {*self.shared_heads_per_layer[layer_idx], *self.local_heads_per_layer[layer_idx]}
         return [head for head in range(self.num_attention_heads) if head not in others]
 
-    def local_groups(self, layer_idx: int) -> list[int]:
-        """Sorted ids of a layer's key-value groups whose heads are never on and attend locally."""
-        if self.head_fallback != "local":
-            return []
-        size = self.num_attention_heads // self.num_key_value_heads
-        on = {head // size for head in self.shared_heads_per_layer[layer_idx]}
-        if self.router_type != "none":
-            on.update(head // size for head in self.routed_heads(layer_idx))
-        return [group for group in range(self.num_key_value_heads) if group not in on]
-
     @property
     def all_heads_until(self) -> int:
         """Number of first tokens of a document that have all heads on, with local fallbacks."""
         return max(self.local_start, self.local_window + self.local_sinks)
-
-    @property
-    def feed_forward_width(self) -> int:
-        """Intermediate size of all that a token goes through in a layer: the MLP, or the experts that it selects."""
-        return self.intermediate_size * (self.num_experts_per_tok if self.num_local_experts else 1)
 
     @property
     def active_heads_per_layer(self) -> list[int]:

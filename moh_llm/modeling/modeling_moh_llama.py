@@ -75,32 +75,6 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         for router, active, k in zip(self.routers, num_active_heads, top_k, strict=True):
             router.num_active, router.top_k = active, k
 
-    @torch.no_grad()
-    def token_heads(
-        self,
-        input_ids: torch.LongTensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        **kwargs,
-    ) -> torch.Tensor:
-        """Which heads each token has on, bool `[B, layers, T, H]`, by one forward pass of the decoder.
-
-        The entries of padding mean nothing. Without a mask documents begin where `position_ids` restart.
-        """
-        found: list[torch.Tensor] = []
-
-        def keep(router: MoHRouter, args: tuple, output: tuple) -> None:
-            found.append((output[1] != 0).to(input_ids.device))
-
-        handles = [router.register_forward_hook(keep) for router in self.routers]
-        try:
-            decoder = getattr(self, self.base_model_prefix, self)
-            decoder(input_ids, attention_mask, position_ids, use_cache=False, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return torch.stack(found, dim=1)
-
     def set_gate_gradient(self, kind: str) -> None:
         """Set how the gate's gradient <dO, H - S> is computed, of a head's output H and its fallback S.
 

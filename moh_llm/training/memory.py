@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from moh_llm.flops import feed_forward_width
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.records.lineage import read_chain
 from moh_llm.training.config import TrainConfig
@@ -187,7 +188,7 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
         if config.objective.layer_coefficient:
             kept += stream * model.hidden_size + 16  # the base's outputs, later gradients; which positions count
     of_mlp = stream if model.num_local_experts else precision.products  # autocast leaves experts alone
-    backward = tokens * (2 * of_mlp * model.feed_forward_width + stream * model.hidden_size)
+    backward = tokens * (2 * of_mlp * feed_forward_width(model) + stream * model.hidden_size)
     if model.tie_word_embeddings and not config.is_base_frozen:
         backward += stream * model.hidden_size * model.vocab_size
     copies = precision.products * sizes.linear if precision.casts else 0
@@ -245,7 +246,7 @@ def _experts(model: MoHLlamaConfig, number: int) -> int:
     the router logits in float32 and the weights of all experts.
     """
     selected = model.num_experts_per_tok
-    return number * (2 * selected * model.hidden_size + 4 * model.feed_forward_width) + 8 * model.num_local_experts
+    return number * (2 * selected * model.hidden_size + 4 * feed_forward_width(model)) + 8 * model.num_local_experts
 
 
 def _is_base(model: MoHLlamaConfig, number: int, length: int) -> bool:

@@ -204,7 +204,7 @@ def test_the_last_tokens_can_be_removed(make, name) -> None:
     cache.crop(-3)
     found = moh(ids[:, 47:], past_key_values=cache).logits
     torch.testing.assert_close(found, moh(ids).logits[:, 47:])
-    if moh.config.local_groups(0):
+    if cache.layers[0].local_groups:
         with pytest.raises(ValueError, match=r"40 tokens cannot be removed from the cache.*use a DynamicCache"):
             cache.crop(-40)
     cache.reset()

@@ -17,6 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from moh_llm.analysis.heads import heads_on
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("MOH_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 pytestmark = [
@@ -136,7 +138,7 @@ def test_the_conversions_use_what_they_are_here_for(folders):
     """Heads that are routed, on and off, and heads that are never on."""
     for plan in ("local fallback", CACHED):
         model = AutoModelForCausalLM.from_pretrained(folders[plan], trust_remote_code=True)
-        share = model.token_heads(torch.tensor(PROMPTS[3:]))[0, :, 40:].float().mean(1)
+        share = heads_on(model, torch.tensor(PROMPTS[3:]))[0, :, 40:].float().mean(1)
         assert ((share > 0) & (share < 1)).any() and (share == 0).any()
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moh_llm.analysis.heads import heads_on
 from moh_llm.serving.paged import EngineCache, PagedLayout, near_keys, take
 
 BLOCKS, TOKENS = 24, 4  # of the cache
@@ -84,7 +85,7 @@ SCHEDULE = [[9, 0, 4], [8, 20, 1], [1, 1, 1], [1, 12, 1], [0, 1, 1], [1, 0, 1], 
 @pytest.mark.parametrize("plan", PLANS)
 def test_requests_in_chunks_give_what_each_gives_alone(make_pair, plan, monkeypatch):
     _, model = make_pair(**PLAN, **plan)
-    assert model.token_heads(torch.arange(1, 30)[None])[:, :, 20:].float().mean() < 1
+    assert heads_on(model, torch.arange(1, 30)[None])[:, :, 20:].float().mean() < 1
     prompts = torch.randint(1, 257, (3, 60), generator=torch.Generator().manual_seed(1))
     expected = model.model(prompts).last_hidden_state
     engine = Engine(model, len(prompts))

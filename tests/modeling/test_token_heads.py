@@ -1,4 +1,4 @@
-"""`model.token_heads` against the naive loop: the heads that each token has on."""
+"""The heads that each token has on, as `heads_on` reads them, against the naive loop."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from moh_llm.analysis.heads import heads_on
 from moh_llm.modeling import MoHLlamaForCausalLM
 from tests.modeling import naive
 from tests.modeling.test_forward import GROUPS, plan
@@ -44,17 +45,17 @@ def test_heads_on_are_those_of_the_naive_loop(make_pair, ids, fields):
     _, moh = make_pair(dtype=torch.float64, **fields)
     gates = []  # that multiply the heads
     handles = [router.register_forward_hook(lambda *seen: gates.append(seen[2][1] != 0)) for router in moh.routers]
-    found, wanted = moh.token_heads(ids), by_loops(moh, ids)
+    found, wanted = heads_on(moh, ids), by_loops(moh, ids)
     assert found.dtype == torch.bool and torch.equal(found, wanted) and torch.equal(found, torch.stack(gates, 1))
     for handle in handles:
         handle.remove()
     first = moh.config.all_heads_until if moh.config.head_fallback == "local" else 0
     assert found[:, :, :first].all() and not found[:, :, first:].all()
-    assert moh.token_heads(ids[:, : max(1, first)]).all() == bool(first)
+    assert heads_on(moh, ids[:, : max(1, first)]).all() == bool(first)
     with moh.all_heads_active():
-        assert moh.token_heads(ids).all()
-    assert torch.equal(moh.token_heads(ids), wanted)
-    assert torch.equal(moh.model.token_heads(ids), wanted)  # the decoder has the method, too
+        assert heads_on(moh, ids).all()
+    assert torch.equal(heads_on(moh, ids), wanted)
+    assert torch.equal(heads_on(moh.model, ids), wanted)
     assert not any(module._forward_hooks for module in moh.modules())
 
 
@@ -64,15 +65,15 @@ def test_padding_packing_and_caches_do_not_change_them(make_pair, ids, name):
     wanted, alone = by_loops(moh, ids[:1]), by_loops(moh, ids[:1, 6:])
     mask = torch.ones(2, 24, dtype=torch.int64)
     mask[1, :6] = 0
-    padded = moh.token_heads(ids[:1].expand(2, -1), attention_mask=mask)
+    padded = heads_on(moh, ids[:1].expand(2, -1), attention_mask=mask)
     assert torch.equal(padded[:1], wanted) and torch.equal(padded[1:, :, 6:], alone)
     positions = torch.cat([torch.arange(6), torch.arange(18)])[None]
-    packed = moh.token_heads(ids[:1], position_ids=positions)
+    packed = heads_on(moh, ids[:1], position_ids=positions)
     assert torch.equal(packed[:, :, 6:], alone) and torch.equal(packed[:, :, :6], wanted[:, :, :6])
     assert not torch.equal(alone, wanted[:, :, 6:])
     with torch.no_grad():
         past = moh(ids[:1, :15], use_cache=True).past_key_values
-    assert torch.equal(moh.token_heads(ids[:1, 15:], past_key_values=past), wanted[:, :, 15:])
+    assert torch.equal(heads_on(moh, ids[:1, 15:], past_key_values=past), wanted[:, :, 15:])
 
 
 @pytest.mark.slow
@@ -84,9 +85,9 @@ def test_the_default_conversion_without_the_package(make_llama, convert, tmp_pat
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh", dtype=torch.float64)
     assert moh.config.router_type == "threshold" and moh.config.local_start == 24
     ids = torch.randint(1, 257, (1, 40), generator=torch.Generator().manual_seed(0))
-    found = moh.token_heads(ids)
+    found = heads_on(moh, ids)
     assert torch.equal(found, by_loops(moh, ids)) and found[:, :, :24].all()
-    assert torch.equal(moh.token_heads(ids[:, :20]), found[:, :, :20])
+    assert torch.equal(heads_on(moh, ids[:, :20]), found[:, :, :20])
     later = found[:, :, 24:].float().mean((0, 2))
     assert ((later > 0) & (later < 1)).any(1).all()  # a router chooses in each layer
 
@@ -94,8 +95,10 @@ def test_the_default_conversion_without_the_package(make_llama, convert, tmp_pat
     script.write_text(
         "import json, sys, torch\nfrom transformers import AutoModelForCausalLM\n"
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float64)\n"
-        "heads = model.token_heads(torch.tensor(json.loads(sys.argv[2])))\n"
-        "assert 'moh_llm' not in sys.modules\nprint('heads', json.dumps(heads.tolist()))\n"
+        "on = []\nfor router in model.routers:\n"
+        "    router.register_forward_hook(lambda *seen: on.append(seen[2][1] != 0))\n"
+        "with torch.no_grad():\n    model(torch.tensor(json.loads(sys.argv[2])))\n"
+        "assert 'moh_llm' not in sys.modules\nprint('heads', json.dumps(torch.stack(on, 1).tolist()))\n"
     )
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     words = [sys.executable, "-I", str(script), str(tmp_path / "moh"), json.dumps(ids.tolist())]

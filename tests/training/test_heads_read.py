@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moh_llm.analysis.heads import heads_on
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
 from moh_llm.training.config import ObjectiveConfig
@@ -51,7 +52,7 @@ def step_of(folder: Path, kind: str) -> TrainingStep:
 def test_a_step_reads_the_heads_of_its_gates(folders, kind: str) -> None:
     step, batch = step_of(folders[kind], kind), batch_of(0)
     found = step(batch["input_ids"], batch["position_ids"], next_token_targets(batch["labels"]))
-    on = step.network.token_heads(batch["input_ids"], position_ids=batch["position_ids"]).float()
+    on = heads_on(step.network, batch["input_ids"], position_ids=batch["position_ids"]).float()
     assert found[-1].item() == pytest.approx(float(on.sum(-1).mean(1).sum()), rel=1e-6)
     asked = sum(step.network.config.active_heads_per_layer) / step.network.config.num_hidden_layers
     assert (found[-1].item() / (2 * LENGTH) != pytest.approx(asked, rel=0.01)) == (kind in ("threshold", "none"))
@@ -71,7 +72,7 @@ def test_held_out_text_has_the_heads_of_its_gates(folders, kind: str) -> None:
 
     def heads_of(network: MoHLlamaForCausalLM) -> torch.Tensor:
         """Of each token, bool `[N, layers, H]`."""
-        on = [network.token_heads(batch["input_ids"], position_ids=batch["position_ids"]) for batch in batches]
+        on = [heads_on(network, batch["input_ids"], position_ids=batch["position_ids"]) for batch in batches]
         return torch.cat([heads.movedim(1, 2).flatten(0, 1) for heads in on])
 
     mine, others = heads_of(other.network), heads_of(step.network)

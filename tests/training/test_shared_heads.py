@@ -9,6 +9,7 @@ import torch
 from trained import read_checkpoint, read_log, unfinish
 from ways import ROOT, WAYS
 
+from moh_llm.analysis.heads import heads_on
 from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
@@ -160,7 +161,7 @@ def test_the_fixed_model_computes_what_the_learning_one_does(name: str) -> None:
     with torch.no_grad():
         for layer, router in enumerate(model.routers):
             router.shared_logits.copy_(torch.arange(len(router.shared_logits)).roll(1 + layer))
-    learned, heads_on = logits_of(model)(batch), model.token_heads(ids)
+    learned, on = logits_of(model)(batch), heads_on(model, ids)
     with torch.enable_grad():
         in_training = model(**batch, use_cache=False).logits
     fix_shared_heads(model)
@@ -168,9 +169,9 @@ def test_the_fixed_model_computes_what_the_learning_one_does(name: str) -> None:
     assert all(len(ids) == 2 for ids in shared) and shared[0] != shared[1]
     assert type(model.routers[0]).__name__ == "MoHRouter"
     for layer, ids_on in enumerate(shared):
-        assert heads_on[:, layer, :, ids_on].all() and (heads_on.sum(-1)[:, :, 4:] == 4).all()
+        assert on[:, layer, :, ids_on].all() and (on.sum(-1)[:, :, 4:] == 4).all()
     fixed = logits_of(model)(batch)
-    assert torch.equal(model.token_heads(ids), heads_on)
+    assert torch.equal(heads_on(model, ids), on)
     for logits in (learned, in_training):
         torch.testing.assert_close(logits, fixed, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(fixed, before, atol=1e-2)
