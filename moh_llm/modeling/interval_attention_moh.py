@@ -20,6 +20,7 @@ NAME = "moh_interval"  # under which transformers' list of attention functions h
 _ROWS, _BLOCK = 512, 128  # queries of a block: of full attention and of windows
 _WIDER = 8  # entries that the distant token adds to queries, keys and values: kernels want multiples of 8
 Distant = tuple[torch.Tensor, torch.Tensor]
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # SDPA's kernel; returns the log-sum-exp, too
 
 
 def interval_attention(
@@ -73,7 +74,7 @@ def reference_attention(
     if seen.visible is not None:
         return masked_attention(query, key, value, first, seen, scaling, distant, dropout)
     on = first <= seen.start
-    if can_be_read(on) and on.is_cpu and not torch.is_grad_enabled():
+    if can_be_read(on) and on.is_cpu and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")):
         full = _of_selected_queries(query, key, value, on, seen, scaling)
     else:
         full = _of_all_queries(query, key, value, seen, scaling, dropout)
@@ -166,17 +167,23 @@ def _of_selected_queries(
                 for tensor in (seen.last, seen.start)  # [rows, 1]
             )
             low, high = int(start.min()), int(last.max()) + 1
-            places = torch.arange(low, high)
-            mask = torch.zeros(len(last), high - low, dtype=query.dtype)
+            own = int(last.min()) if int(start.max()) == low else low  # all these queries see all keys before it
+            places = torch.arange(own, high)
+            mask = torch.zeros(len(last), len(places), dtype=query.dtype)
             mask.masked_fill_((places > last) | (places < start), -torch.inf)
             for group in range(key.shape[1]):
                 chosen = on[row, begin : begin + _ROWS, group * shared : (group + 1) * shared].nonzero()
-                if len(chosen):
-                    tokens, own = chosen[:, 0], chosen[:, 1] + group * shared
-                    listed = by_token[row, begin + tokens, own][None, None]
-                    states = (tensor[row, group, low:high][None, None] for tensor in (key, value))
-                    found = scaled_dot_product_attention(listed, *states, attn_mask=mask[tokens], scale=scaling)
-                    out[row, begin + tokens, own] = found[0, 0].to(out.dtype)
+                if not len(chosen):
+                    continue
+                tokens, ids = chosen[:, 0], chosen[:, 1] + group * shared
+                listed = by_token[row, begin + tokens, ids][None, None]
+                states = [tensor[row, group, low:high][None, None] for tensor in (key, value)]
+                later = (tensor[:, :, own - low :] for tensor in states)
+                found, total = _flash(listed, *later, attn_mask=mask[tokens][None, None], scale=scaling)
+                if own > low:  # parts of a softmax are merged by the log-sum-exp of their scores
+                    part, of_part = _flash(listed, *(tensor[:, :, : own - low] for tensor in states), scale=scaling)
+                    found = found.lerp(part, torch.sigmoid(of_part - total).unsqueeze(-1).to(found.dtype))
+                out[row, begin + tokens, ids] = found[0, 0]
     return out
 
 
