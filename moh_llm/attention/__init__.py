@@ -14,7 +14,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils import logging
 
 from moh_llm.attention import cpu, decode, flash, flex
 from moh_llm.modeling.interval_attention_moh import NAME, Distant, reference_attention
@@ -101,4 +104,13 @@ def interval_attention(
     return reference_attention(*given) if name == "reference" else BACKENDS[name][0](*given, kinds=kinds)
 
 
+def _instead_of_moh_sparse(*given: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """SDPA, for models that ask for the implementation of earlier versions."""
+    message = "attn_implementation='moh_sparse' is gone: heads that are off choose their attention by what is there"
+    logging.get_logger(__name__).warning_once(message)
+    return sdpa_attention_forward(*given, **kwargs)
+
+
 AttentionInterface.register(NAME, interval_attention)
+AttentionInterface.register("moh_sparse", _instead_of_moh_sparse)
+AttentionMaskInterface.register("moh_sparse", sdpa_mask)
