@@ -9,7 +9,6 @@ Shapes: B batch, T queries, S keys (of the cache and of this pass), H query head
 """
 
 import itertools
-import math
 
 import torch
 
@@ -102,15 +101,16 @@ def attention_of_step(
     is_off = not bool(on.all())
     out = query.new_zeros(query.shape)
     near = query.new_zeros(query.shape) if is_off and seen.window else None
-    for rows, start, band, hidden in runs:
+    for rows, start, band, added in runs:
         taken = [tensor[rows, :, start:end].flatten(0, 1).unsqueeze(1) for tensor in (key, value)]
         own = query[rows].flatten(0, 1)
         _write_step(out[rows].flatten(0, 1), own, *taken, flags[rows].flatten().tolist(), scaling)
-        if near is not None and hidden > 0:
+        if near is not None and added is not None:
             taken = [torch.cat([tensor[rows, :, part] for part in band], dim=2) for tensor in (key, value)]
             found, sums = flash_attention(query[rows, :, 0], *taken, scale=scaling)
             if distant is not None:
-                weights = torch.sigmoid((distant[0][rows] + math.log(hidden)).view(sums.shape) - sums).to(found.dtype)
+                scores = (distant[0][rows] + added.to(sums.dtype)).view(sums.shape)
+                weights = torch.sigmoid(scores - sums).to(found.dtype)
                 found = found.lerp(distant[1].to(found.dtype).view(groups, -1, size), weights.unsqueeze(-1))
             near[rows, :, 0] = found
     out = out.view(batch, 1, heads, size)
@@ -119,18 +119,23 @@ def attention_of_step(
     return torch.where(on.unsqueeze(-1), out, 0.0 if near is None else near.view(out.shape))
 
 
-def _runs(seen: Seen, batch: int) -> tuple[list[tuple[slice, int, tuple[slice, slice], int]], int, torch.Tensor | None]:
+def _runs(
+    seen: Seen, batch: int
+) -> tuple[list[tuple[slice, int, tuple[slice, slice], torch.Tensor | None]], int, torch.Tensor | None]:
     """Neighbouring rows of a step whose documents begin at the same key.
 
-    Returns rows, that key, where keys of local attention are, and how many others there are; the key after the last
-    one; and which rows see all keys whatever their heads, if any do.
+    Returns rows, that key, where keys of local attention are, and what is added to scores of distant tokens
+    `[rows, 1, 1]`, None where no row has one; the key after the last one; and which rows see all keys whatever their
+    heads, if any do. Of a cache that keeps first and last tokens alone, rows that begin together hide different numbers
+    of keys.
     """
     starts, nears, hidden = (tensor[:, 0, 0].expand(batch).tolist() for tensor in (seen.start, seen.near, seen.hidden))
     end, found = int(seen.last[0, 0, 0]) + 1, []
-    for first, last in equal_runs(starts):
-        start = starts[first]
+    added = seen.hidden.clamp_min(1).double().log().expand(batch, 1, 1)
+    for first, last in equal_runs(list(zip(starts, nears, strict=True))):
+        start, rows = starts[first], slice(first, last)
         band = slice(start, start + seen.sinks), slice(nears[first], end)
-        found.append((slice(first, last), start, band, hidden[first]))
+        found.append((rows, start, band, added[rows] if max(hidden[rows]) > 0 else None))
     sees_all = seen.hidden < 1 if seen.window and min(hidden) < 1 else None
     return found, end, sees_all
 
@@ -186,7 +191,7 @@ def _calls(flags: list[bool], threads: int) -> tuple[list[slice], list[slice]]:
     return whole, left
 
 
-def equal_runs(numbers: list[int]) -> list[tuple[int, int]]:
+def equal_runs(numbers: list) -> list[tuple[int, int]]:
     """First place and the one after the last of equal neighbours."""
     edges = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1]), len(numbers)]
     return list(itertools.pairwise(edges))

@@ -145,6 +145,14 @@ def test_what_is_kept_of_a_pass_is_of_its_keys_alone(queries) -> None:
         assert_is_the_loop(seen, given(seen))
 
 
+@pytest.mark.parametrize("queries", [1, 13])
+def test_rows_that_begin_together_and_hide_different_numbers_of_keys(queries) -> None:
+    """As of a cache that keeps the first and the last tokens alone of rows with padding."""
+    seen = seen_of([[41], [41], [-11, 30], [41]], queries, 6, 2)
+    dropped = torch.tensor([0, 90, 0, 9])[:, None, None]
+    assert_is_the_loop(seen._replace(hidden=seen.hidden + dropped), given(seen, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_long_texts_of_odd_numbers_of_heads(threads, monkeypatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
