@@ -81,8 +81,8 @@ def _windows(stream: Split, tokens: int) -> list[Window]:
     return [stream.window(start, min(ROW, tokens - start)) for start in range(0, tokens, ROW)]
 
 
-def _passes(model: nn.Module, stream: Split, tokens: int) -> list[network.Pass]:
-    return [network.run(model, ids) for window in _windows(stream, tokens) for _, ids in window.pieces]
+def _passes(model: nn.Module, stream: Split, tokens: int, patterns: bool = False) -> list[network.Pass]:
+    return [network.run(model, ids, patterns) for window in _windows(stream, tokens) for _, ids in window.pieces]
 
 
 def _loads(passes: list[network.Pass]) -> np.ndarray:
@@ -137,12 +137,12 @@ def _token_heads(model: nn.Module, tokenizer: PreTrainedTokenizerBase, layer: in
 
 def _similarity(folder: Path, streams: dict[str, Split]) -> dict[str, Any]:
     """How alike heads are: 1 - half the mean distance of their attention, and the mean cosine of their outputs."""
-    model, share = network.load(folder, "eager"), COSTLY // len(streams)
+    model, share = network.load(folder), COSTLY // len(streams)
     found: dict[str, Any] = {}
     for which in ("moh", "all_heads"):
         if which == "all_heads":
             model.set_active_heads(8)
-        passes = [one for stream in streams.values() for one in _passes(model, stream, share)]
+        passes = [one for stream in streams.values() for one in _passes(model, stream, share, patterns=True)]
         found["tokens"] = sum(len(one.logits) for one in passes)
         patterns = [float(np.mean(np.concatenate([_alike(one.patterns[layer]) for one in passes]))) for layer in (0, 1)]
         outputs = [_cosine(passes, layer) for layer in (0, 1)]

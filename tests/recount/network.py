@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from recount.text import Window
 
@@ -23,7 +26,7 @@ class Pass:
         attention: per layer, the attention's output `[T, C]`.
         states: per layer, the hidden states that it hands on, the last layer's normed, `[T, C]`.
         heads: per layer, what enters the output projection `[T, C]`.
-        patterns: per layer, attention weights `[H, T, T]`, of a model with eager attention.
+        patterns: per layer, attention weights `[H, T, T]` of all heads, on or off, to all tokens before; where asked for.
     """
 
     logits: torch.Tensor
@@ -35,14 +38,14 @@ class Pass:
     patterns: list[torch.Tensor]
 
 
-def load(folder: Path, attention: str = "sdpa") -> nn.Module:
+def load(folder: Path) -> nn.Module:
     """A model as a user of transformers loads it, in float32."""
-    options = {"trust_remote_code": True, "dtype": torch.float32, "attn_implementation": attention}
+    options = {"trust_remote_code": True, "dtype": torch.float32, "attn_implementation": "sdpa"}
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
-def run(model: nn.Module, ids: np.ndarray) -> Pass:
-    """One document through a model."""
+def run(model: nn.Module, ids: np.ndarray, patterns: bool = False) -> Pass:
+    """One document through a model. `patterns` are of a model whose attention norms no queries and keys."""
     seen = Pass(torch.empty(0), [], [], [], [], [], [])
     handles = []
     for layer in model.model.layers:
@@ -50,7 +53,9 @@ def run(model: nn.Module, ids: np.ndarray) -> Pass:
         if router := getattr(attention, "router", None):
             handles.append(router.register_forward_hook(lambda module, inputs, output: _keep(seen, output)))
         handles.append(attention.o_proj.register_forward_pre_hook(lambda m, inputs: seen.heads.append(inputs[0][0])))
-        handles.append(attention.register_forward_hook(lambda module, inputs, output: _keep_attention(seen, output)))
+        handles.append(attention.register_forward_hook(lambda m, inputs, output: seen.attention.append(output[0][0])))
+        if patterns:
+            handles.append(attention.register_forward_pre_hook(partial(_keep_pattern, seen), with_kwargs=True))
     try:
         output = model(torch.from_numpy(ids)[None], use_cache=False, output_hidden_states=True)
     finally:
@@ -60,10 +65,17 @@ def run(model: nn.Module, ids: np.ndarray) -> Pass:
     return seen
 
 
-def _keep_attention(seen: Pass, output: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    seen.attention.append(output[0][0])
-    if output[1] is not None:
-        seen.patterns.append(output[1][0])
+def _keep_pattern(seen: Pass, attention: nn.Module, inputs: tuple, given: dict[str, Any]) -> None:
+    """The softmax of an attention layer's queries and keys."""
+    states = inputs[0] if inputs else given["hidden_states"]
+    query, key = (
+        project(states).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for project in (attention.q_proj, attention.k_proj)
+    )
+    query, key = (tensor[0] for tensor in apply_rotary_pos_emb(query, key, *given["position_embeddings"]))
+    scores = query @ key.repeat_interleave(len(query) // len(key), 0).transpose(1, 2) / attention.head_dim**0.5
+    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    seen.patterns.append(scores.masked_fill(later, -torch.inf).softmax(-1))
 
 
 def _keep(seen: Pass, output: tuple[torch.Tensor, torch.Tensor]) -> None:
