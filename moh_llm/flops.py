@@ -122,7 +122,7 @@ def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute
     Args:
         config: the model's.
         length: tokens.
-        teacher: the base gives its distribution, too: one more forward pass.
+        teacher: the base gives its distribution, too: one more forward pass, with all heads on and no router.
         recompute: activations are recomputed (gradient checkpointing): one more forward pass of the
             decoder layers.
         frozen: the base's weights are not trained.
@@ -131,7 +131,8 @@ def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute
     forward = sum(parts.values())
     always = sum(parts[name] for name in ("scores and weighted sums", "routing", "fallbacks"))
     backward = (1 if frozen else 2) * (forward - always) + 2 * always
-    return forward + backward + teacher * forward + recompute * (forward - parts["vocabulary"])
+    taught = forward_flops(config, length, dense=True) if teacher else 0
+    return forward + backward + taught + recompute * (forward - parts["vocabulary"])
 
 
 def _parts(
