@@ -26,7 +26,7 @@ class Pass:
         attention: per layer, the attention's output `[T, C]`.
         states: per layer, the hidden states that it hands on, the last layer's normed, `[T, C]`.
         heads: per layer, what enters the output projection `[T, C]`.
-        patterns: per layer, attention weights `[H, T, T]` of all heads, on or off, to all tokens before; where asked for.
+        patterns: per layer, attention weights `[H, T, T]` of all heads, on or off; where asked for.
     """
 
     logits: torch.Tensor

@@ -224,7 +224,7 @@ def refusal(capsys, *arguments: object) -> str:
         ("num_active_heads: 13", "num_active_heads=13 must lie between num_shared_heads=4 and num_attention_heads=12"),
         ("num_active_heads: [9]", "num_active_heads has 1 entries for num_hidden_layers=2"),
         ("num_active_heads: 9.5", "num_active_heads=9.5 must be a whole number or a list (each entry a whole number)"),
-        ("num_shared_heads: 0", "router_type='two_stage' needs at least one shared and one routed head of num_attention_heads=12"),
+        ("num_shared_heads: 0", "router_type='two_stage' needs at least one shared and one routed head"),
         ("hidden_size: wide", "hidden_size='wide' must be a whole number"),
         ("tie_word_embeddings: 1", "tie_word_embeddings=1 must be true or false"),
         ("num_hidden_layers: true", "num_hidden_layers=True must be a whole number"),
