@@ -6,10 +6,10 @@ hidden size.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -51,13 +51,13 @@ class MoHLlamaAttention(LlamaAttention):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         seen: Seen | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and LLaMA's weights, if any.
 
         `seen` is what `seen_keys` gives. Where it is None or all heads are on, attention is LLaMA's, bit for bit.
@@ -69,8 +69,8 @@ class MoHLlamaAttention(LlamaAttention):
         how = {"scaling": self.scaling, "dropout": self.attention_dropout if self.training else 0.0}
         implementation, weights = self.config._attn_implementation, None
         if gate is not None:
-            fallback = self._fallback_of(hidden_states, own_value, seen, shard)
-            more = {"distant": fallback.distant, "kinds": self.router.kinds(shard), "module": self} | how | kwargs
+            replaced, distant = self._fallback_of(hidden_states, own_value, seen, shard)
+            more = {"distant": distant, "kinds": self.router.kinds(shard), "module": self} | how | kwargs
             attend = functools.partial(interval_attention, query, key, value, seen=seen, **more)
         if gate is None or self.router.is_full or (keeps_keys(implementation) and not seen.window):
             attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
@@ -79,12 +79,10 @@ class MoHLlamaAttention(LlamaAttention):
             out = attend(first=seen.first(gate != 0))
         out = out.reshape(*hidden_states.shape[:-1], -1, self.head_dim)
         if gate is not None:
-            out = self._gated(out, gate, fallback, attend, seen)
+            out = self._gated(out, gate, replaced, attend, seen)
         return self.o_proj(out.flatten(-2).contiguous()), weights
 
-    def _project(
-        self, hidden_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, HeadShard | None]:
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, HeadShard | None]:
         """Queries `[B, T, H, D]`, keys and values `[B, T, KV, D]` of this process, and its shard of the heads."""
         head_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, shard = self.q_proj(hidden_states), None
@@ -95,9 +93,7 @@ class MoHLlamaAttention(LlamaAttention):
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key, self.v_proj(hidden_states).view(head_shape), shard
 
-    def _route(
-        self, hidden_states: torch.Tensor, query: torch.Tensor, seen: Seen | None, shard: HeadShard | None
-    ) -> torch.Tensor | None:
+    def _route(self, hidden_states: Tensor, query: Tensor, seen: Seen | None, shard: HeadShard | None) -> Tensor | None:
         """The gate `[B, T, H]` of this process's heads; None where it is known to be 1.
 
         `query` is `[B, T, H, D]` before rotary embedding.
@@ -112,41 +108,33 @@ class MoHLlamaAttention(LlamaAttention):
         return gate if shard is None else shard.take(gate)
 
     def _update_cache(
-        self,
-        past_key_values: Cache | None,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        gate: torch.Tensor | None,
-        seen: Seen | None,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[B, KV, S, D]` of the cache and of this pass, given those of this pass."""
-        if past_key_values is not None:
-            return past_key_values.update(key, value, self.layer_idx, {"seen": seen, "all_on": gate is None})
+        self, past: Cache | None, key: Tensor, value: Tensor, gate: Tensor | None, seen: Seen | None, kwargs: dict
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, KV, S, D]` of the cache and of this pass, given those of this pass `[B, KV, T, D]`."""
+        if past is not None:
+            return past.update(key, value, self.layer_idx, {"seen": seen, "all_on": gate is None})
         if gate is not None and not self.router.is_full and kwargs.get("cache") is not None:
             return kwargs.pop("cache").update(key, value, self.layer_idx, kwargs)  # as SDPA does (continuous batching)
         return key, value
 
     def _fallback_of(
-        self, hidden_states: torch.Tensor, own_value: torch.Tensor, seen: Seen, shard: HeadShard | None
-    ) -> "Fallback":
-        """What heads that are off give beside their window."""
+        self, hidden_states: Tensor, own_value: Tensor, seen: Seen, shard: HeadShard | None
+    ) -> tuple[Tensor | None, Distant | None]:
+        """What heads that are off give: values `[B, T, H, D]`, or distant tokens beside their window, or nothing."""
         if self.fallback is None:
-            return Fallback()
+            return None, None
         if isinstance(self.fallback, MoHLocalFallback):
-            return Fallback(distant=self.fallback(hidden_states, shard))
-        return Fallback(value=self.fallback(hidden_states, own_value, (seen.start == seen.last).all(-1), shard))
+            return None, self.fallback(hidden_states, shard)
+        return self.fallback(hidden_states, own_value, (seen.start == seen.last).all(-1), shard), None
 
-    def _gated(
-        self, out: torch.Tensor, gate: torch.Tensor, fallback: "Fallback", attend: Callable, seen: Seen
-    ) -> torch.Tensor:
+    def _gated(self, out: Tensor, gate: Tensor, replaced: Tensor | None, attend: Callable, seen: Seen) -> Tensor:
         """g H + (1 - g) S `[B, T, H, D]`, given `out`: H where a gate `[B, T, H]` is not 0, else what `attend` gives.
 
         The gradient of a gate g of 0 or 1 is <dO, H - S>; see `set_gate_gradient` for how it is computed.
         """
         on, dtype = (gate != 0).unsqueeze(-1), out.dtype
-        value = 0.0 if fallback.value is None else fallback.value.to(dtype)
-        out = out if fallback.distant is not None else torch.where(on, out, value)
+        is_local, value = self.config.head_fallback == "local", 0.0 if replaced is None else replaced.to(dtype)
+        out = out if is_local else torch.where(on, out, value)
         if self.router.router_score == "weighted":
             return out * gate.unsqueeze(-1).to(dtype)
         if self.gate_gradient == "none" or not (gate.requires_grad and self.router.is_trained):
@@ -157,23 +145,15 @@ class MoHLlamaAttention(LlamaAttention):
             if share < 1:
                 compared &= torch.rand(gate.shape, device=gate.device) < share
             other = attend(first=seen.first(compared))  # H of heads that are compared, S of the others
-            other = other if fallback.distant is not None else torch.where(compared.unsqueeze(-1), other, value)
+            other = other if is_local else torch.where(compared.unsqueeze(-1), other, value)
             difference = (out - other) * torch.where(on, 1.0, -1.0 / share).to(dtype)
         return out + (gate - gate.detach()).unsqueeze(-1).to(dtype) * difference
 
 
-class Fallback(NamedTuple):
-    """What heads that are off give: a `value` `[B, T, H, D]`, or `distant` tokens beside their window; or nothing."""
-
-    value: torch.Tensor | None = None
-    distant: Distant | None = None
-
-
 class MoHLocalFallback(IndexedModule):
-    """What a head that is off contributes: its local attention, with a distant token for what is out of sight.
+    """The distant token of each head that is not shared: what its local attention reads in place of distant keys.
 
-    The distant token's value is a vector per head, and its score linear in the layer's input. `index` holds the heads
-    that are not shared, in the order of the parameters.
+    Its value is a vector per head, its score linear in the layer's input. `index` holds the heads.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
@@ -183,7 +163,7 @@ class MoHLocalFallback(IndexedModule):
         self.distant_score = MoHLinear(config.hidden_size, len(self._ids))
         self.distant_value = nn.Parameter(torch.zeros(len(self._ids), config.head_dim))
 
-    def forward(self, hidden_states: torch.Tensor, shard: HeadShard | None = None) -> Distant:
+    def forward(self, hidden_states: Tensor, shard: HeadShard | None = None) -> Distant:
         """Scores `[B, T, H]` and values `[H, D]` of the distant tokens; 0 of shared heads."""
         score = self.of_heads(self.distant_score(hidden_states), -1, self.num_heads, shard)
         return score, self.of_heads(self.distant_value, 0, self.num_heads, shard)
@@ -192,9 +172,8 @@ class MoHLocalFallback(IndexedModule):
 class MoHFallback(IndexedModule):
     """What a routed head that is off contributes: b_h + a_h(x) v, with a_h linear in the layer's input x.
 
-    v is the token's own value vector of the head's group. A head mostly attends to a few sinks, whose mixture hardly
-    varies (b_h), and to the token itself (a_h(x) v). A document's first token attends to nothing but itself: its heads
-    are v, and so are its fallbacks.
+    v is the token's own value vector in the head's group. A head mostly attends to a few sinks, whose mixture hardly
+    varies (b_h), and to the token itself (a_h(x) v). A document's first token sees only itself: its fallbacks are v.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
@@ -204,13 +183,11 @@ class MoHFallback(IndexedModule):
         self.own_value = MoHLinear(config.hidden_size, len(self._ids))
         self.bias = nn.Parameter(torch.zeros(len(self._ids), config.head_dim))
 
-    def forward(
-        self, hidden_states: torch.Tensor, own_value: torch.Tensor, is_first: torch.Tensor, shard: HeadShard | None
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, own_value: Tensor, is_first: Tensor, shard: HeadShard | None) -> Tensor:
         """S_h of each head and token, `[B, T, H, D]`.
 
-        `hidden_states` `[B, T, C]` are the layer's input, `own_value` `[B, T, KV, D]` its values; `is_first` says which
-        tokens are first ones of their document, `[B or 1, T]`.
+        `hidden_states` `[B, T, C]` are the layer's input, `own_value` `[B, T, KV, D]` its values; `is_first`
+        `[B or 1, T]` says which tokens are the first of their document.
         """
         share = self.of_heads(self.own_value(hidden_states), -1, self.num_heads, shard)
         share = torch.where(is_first.unsqueeze(-1), 1.0, share.to(own_value.dtype)).unsqueeze(-1)

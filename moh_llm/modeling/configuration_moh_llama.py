@@ -23,40 +23,33 @@ CHOICES = {
 class MoHLlamaConfig(LlamaConfig):
     r"""A `LlamaConfig` plus the head plan of "MoH: Multi-Head Attention as Mixture-of-Head Attention".
 
-    In each layer some query heads are shared (always on); of the others, the routed heads, each token uses the Top-K by
-    routing score, K = active - shared. Numbers are of heads, for all layers or one per layer.
+    In each layer some query heads are shared: always on. Of the other heads, the routed ones, each token uses the Top-K
+    by routing score, K = active - shared. Numbers of heads hold for all layers, or are lists with one per layer.
 
     Args:
         num_shared_heads (`int` or `list[int]`, *optional*): Shared heads. Default: half of the heads.
-        num_active_heads (`int` or `list[int]`, *optional*):
-            Heads in use per token (shared + Top-K). Default: half plus a quarter of the heads, each rounded down to
-            whole groups, and no fewer than the shared ones.
+        num_active_heads (`int` or `list[int]`, *optional*): Heads in use per token (shared + Top-K). Default: half
+            plus a quarter of the heads, each rounded down, as whole groups; no fewer than the shared ones.
         shared_heads (`list[list[int]]`, *optional*): Their ids, per layer. Default: the first `num_shared_heads`.
-        router_type (`str`):
-            `"query_norm"` scores a routed head by the l2 norm of its query and has no weights; `"linear"` by a linear
-            map with bias of the layer's input; `"threshold"` likewise, but selects heads whose score is above zero, so
-            that `num_active_heads` is a mean over the text that the router was fitted on; `"two_stage"` is Eq. 5 and
-            6 of the paper; `"none"` selects nothing: shared heads are on and all others off.
-        router_score (`str`):
-            `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight through to the
-            score (Eq. 9 and 10); `"weighted"` multiplies by the score.
-        routing_granularity (`str`):
-            What is shared, scored and selected as one: each query `"head"`, or a `"kv_group"` of those that share one
-            key-value head, so that where they are off none reads its cache.
-        head_fallback (`str`):
-            What takes the place of a head that is off: `"none"`, as in the paper; `"value"`, a fixed vector plus a
-            share, linear in the layer's input, of the token's own value; or `"local"`, the head's own attention to the
-            first `local_sinks` tokens of the document, the last `local_window` tokens and one fitted token for all
+        router_type (`str`): `"query_norm"` scores a routed head by the l2 norm of its query and has no weights;
+            `"linear"` by a linear map with bias of the layer's input. `"threshold"` has the same map, but selects the
+            heads whose score is above zero: `num_active_heads` is then a mean over the text that the router was fitted
+            on. `"two_stage"` is Eq. 5 and 6 of the paper. `"none"` selects nothing: only shared heads are on.
+        router_score (`str`): `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight
+            through to the score (Eq. 9 and 10); `"weighted"` multiplies by the score.
+        routing_granularity (`str`): What is shared, scored and selected as one: each query `"head"`, or each
+            `"kv_group"`, the heads that share one key-value head. No head of a group that is off reads its cache.
+        head_fallback (`str`): What takes the place of a head that is off: `"none"`, as in the paper; `"value"`, a fixed
+            vector plus a share, linear in the layer's input, of the token's own value; `"local"`, the head's attention
+            to the document's first `local_sinks` tokens, the last `local_window` tokens and one fitted token for all
             others.
-        local_window (`int`): Tokens, up to its own, that a head that is off attends to.
+        local_window (`int`): Last tokens, its own included, that a head that is off attends to.
         local_sinks (`int`): First tokens of the document that it attends to.
-        local_start (`int`):
-            First tokens of a document that have all heads on: `local_window + local_sinks` at least.
+        local_start (`int`): First tokens of a document that have all heads on; at least `local_window + local_sinks`.
         local_heads (`list[list[int]]`, *optional*): Ids of the heads that are never on, per layer. Default: none.
         head_balance_coef (`float`): Weight beta of the load-balance loss (Eq. 8).
         output_router_logits (`bool`): Whether a forward pass returns router logits and the load-balance loss.
-        attention_output_bias (`bool`, *optional*):
-            Whether the output projection has a bias. Default: `attention_bias`, that of the others.
+        attention_output_bias (`bool`, *optional*): Bias of the output projection. Default: `attention_bias`.
         query_key_norm (`bool`): Whether queries and keys are RMS-normalised before rotary embedding (Qwen3).
         num_local_experts (`int`): Feed-forward experts of each layer, as in Mixtral; 0: layers have LLaMA's MLP.
         num_experts_per_tok (`int`): Experts that a token selects.
@@ -169,11 +162,9 @@ class MoHLlamaConfig(LlamaConfig):
     def _rules(self) -> Iterator[tuple[bool, str]]:
         """Whether each rule is kept, and what it says. Later rules rely on earlier ones."""
         heads, layers, size = self.num_attention_heads, self.num_hidden_layers, self.heads_per_group
-        yield (
-            1 <= self.moh_format <= FORMAT,
-            f"moh_format={self.moh_format}: this code reads formats up to {FORMAT}; load the model with "
-            "trust_remote_code=True, by the code beside it, or pip install -U moh-llm",
-        )
+        rule = f"moh_format={self.moh_format}: this code reads formats up to {FORMAT}; load the model with "
+        rule += "trust_remote_code=True, by the code beside it, or pip install -U moh-llm"
+        yield 1 <= self.moh_format <= FORMAT, rule
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             yield value in choices, f"{name}={value!r} must be one of {', '.join(choices)}"
@@ -181,15 +172,11 @@ class MoHLlamaConfig(LlamaConfig):
         is_quantized = self.head_fallback == "none" or self.router_score == "quantized"
         yield is_quantized, f"{fallback} needs router_score='quantized': a gate of 0 or 1"
         chosen, experts = self.num_experts_per_tok, self.num_local_experts
-        yield (
-            not experts or 1 <= chosen <= experts,
-            f"num_experts_per_tok={chosen} must lie between 1 and num_local_experts={experts}",
-        )
-        yield (
-            self.local_window >= 1 and min(self.local_sinks, self.local_start) >= 0,
-            f"local_window={self.local_window} must be at least 1, local_sinks={self.local_sinks} and "
-            f"local_start={self.local_start} at least 0",
-        )
+        rule = f"num_experts_per_tok={chosen} must lie between 1 and num_local_experts={experts}"
+        yield not experts or 1 <= chosen <= experts, rule
+        window, sinks, start = self.local_window, self.local_sinks, self.local_start
+        rule = f"local_window={window} must be at least 1, local_sinks={sinks} and local_start={start} at least 0"
+        yield window >= 1 and min(sinks, start) >= 0, rule
         yield self.local_heads is None or is_local, "local_heads needs head_fallback='local'"
         for name in ("num_shared_heads", "num_active_heads", "shared_heads", "local_heads"):
             count = len(self._per_layer(name))

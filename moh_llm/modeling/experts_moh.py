@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -27,12 +27,11 @@ register_checkpoint_conversion_mapping(
 
 
 def expert_balancing_loss(
-    expert_logits: Sequence[torch.Tensor], config: MoHLlamaConfig, attention_mask: torch.Tensor | None = None
-) -> torch.Tensor | float:
-    """Mixtral's load-balance loss, over all tokens of all layers; 0 without experts.
+    expert_logits: Sequence[Tensor], config: MoHLlamaConfig, attention_mask: Tensor | None = None
+) -> Tensor | float:
+    """Mixtral's load-balance loss over all tokens of all layers; 0 without experts.
 
-    `expert_logits` are `[B * T, E]` of each layer; `attention_mask` `[B, T]` is 0 where a position is padding. Masks of
-    other ranks are ignored.
+    `expert_logits` are `[B * T, E]` of each layer; an `attention_mask` that is not `[B, T]` is ignored.
     """
     if not expert_logits:
         return 0.0

@@ -10,6 +10,7 @@ import itertools
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,26 +20,25 @@ from .seen_moh import Seen, can_be_read
 NAME = "moh_interval"  # under which transformers' list of attention functions has the faster form
 _ROWS, _BLOCK = 512, 128  # queries of a block: of full attention and of windows
 _WIDER = 8  # entries that the distant token adds to queries, keys and values: kernels want multiples of 8
-Distant = tuple[torch.Tensor, torch.Tensor]
+Distant = tuple[Tensor, Tensor]
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # SDPA's kernel; returns the log-sum-exp, too
 
 
 def interval_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
     seen: Seen,
     scaling: float,
     distant: Distant | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of each query of a head to the keys from its first one on, to the sinks, and to a distant token.
 
     Query t of head h sees the keys s <= `last[t]` with s >= `first[t, h]` or `start[t]` <= s < `sink_end[t]`. Where
-    `first` is after `start`, and n keys are out of sight, the softmax has one more entry: the distant token's, with its
-    score plus log n, as n keys together have.
+    this leaves out n keys, the softmax has one more entry: the distant token's, whose score is increased by log n.
 
     Args:
         query: `[B, H, T, D]`, after rotary embedding. As many heads in a row share each key-value head.
@@ -48,8 +48,7 @@ def interval_attention(
         scaling: factor of the scores.
         distant: scores of the distant token `[B, T, H]` (already scaled) and its values `[H, D]`.
         dropout: probability.
-        kwargs: what a registered form takes beside these: `kinds`, ids of the heads that are always and never on, and
-            `module`, the layer.
+        kwargs: for a registered form: `kinds`, ids of the heads that are always and never on; `module`, the layer.
 
     Returns:
         Head outputs `[B, T, H, D]`; zero where a query sees nothing.
@@ -61,15 +60,15 @@ def interval_attention(
 
 
 def reference_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
     seen: Seen,
     scaling: float,
     distant: Distant | None = None,
     dropout: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """`interval_attention` by PyTorch alone. Memory is linear in T, but under masks that are not (`seen.visible`)."""
     if seen.visible is not None:
         return masked_attention(query, key, value, first, seen, scaling, distant, dropout)
@@ -85,15 +84,15 @@ def reference_attention(
 
 
 def masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
     seen: Seen,
     scaling: float,
     distant: Distant | None = None,
     dropout: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """`interval_attention` by the letter: all scores, a mask, a softmax. It takes any mask."""
     count = key.shape[2] if seen.visible is None else min(key.shape[2], seen.visible.shape[-1])
     places = torch.arange(count, device=key.device)
@@ -108,8 +107,7 @@ def masked_attention(
         shows = (places <= last) & ((places >= own) | ((places >= start) & (places < sink_end)))
         scores = query[:, :, rows] @ key.transpose(2, 3) * scaling
         if seen.visible is not None:
-            mask = seen.visible[:, None, None] if seen.visible.dim() == 2 else seen.visible[:, :, rows]
-            mask = mask[..., :count]
+            mask = (seen.visible[:, None, None] if seen.visible.dim() == 2 else seen.visible[:, :, rows])[..., :count]
             shows = shows & (mask > -torch.inf if mask.is_floating_point() else mask)
             scores = scores + mask if mask.is_floating_point() else scores
         scores = scores.masked_fill(~shows, -torch.inf)
@@ -127,14 +125,12 @@ def masked_attention(
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _log(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _log(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Logarithm of the number of keys out of sight, at least in float32; 0 where there are none."""
     return hidden.clamp_min(1).to(torch.promote_types(dtype, torch.float32)).log()
 
 
-def _of_all_queries(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scaling: float, dropout: float
-) -> torch.Tensor:
+def _of_all_queries(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scaling: float, dropout: float) -> Tensor:
     """Attention `[B, T, H, D]` of each query to all of its document."""
     length, shared = query.shape[2], query.shape[1] // key.shape[1]
     if seen.is_causal and length == key.shape[2]:
@@ -153,19 +149,15 @@ def _of_all_queries(
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _of_selected_queries(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, on: torch.Tensor, seen: Seen, scaling: float
-) -> torch.Tensor:
+def _of_selected_queries(query: Tensor, key: Tensor, value: Tensor, on: Tensor, seen: Seen, scaling: float) -> Tensor:
     """As `_of_all_queries`, where `on` `[B, T, H]`, zero elsewhere, and in less time: for inference on a CPU."""
     batch, heads, length, size = query.shape
     shared = heads // key.shape[1]
     by_token, out = query.transpose(1, 2), query.new_zeros(batch, length, heads, size)
     for row in range(batch):
         for begin in range(0, length, _ROWS):
-            last, start = (
-                tensor[row % len(tensor), begin : begin + _ROWS]
-                for tensor in (seen.last, seen.start)  # [rows, 1]
-            )
+            part = slice(begin, begin + _ROWS)
+            last, start = (tensor[row % len(tensor), part] for tensor in (seen.last, seen.start))  # [rows, 1]
             low, high = int(start.min()), int(last.max()) + 1
             own = int(last.min()) if int(start.max()) == low else low  # all these queries see all keys before it
             places = torch.arange(own, high)
@@ -188,19 +180,19 @@ def _of_selected_queries(
 
 
 def near_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     seen: Seen,
     scaling: float,
     distant: Distant | None = None,
     dropout: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """What `interval_attention` gives where every head is off, `[B, T, H, D]`.
 
-    A block of queries reads the sinks of its first query's document, and the keys of its window; a document that begins
-    within the block has its sinks there. Heads that share keys are queries of one attention. The distant token is one
-    more key, whose score is one more entry of the queries.
+    A block of queries reads the sinks of its first query's document, and the keys of all windows of the block, which
+    hold the sinks of later documents. Heads that share keys are queries of one attention. The distant token is one more
+    key, whose score is one more entry of the queries.
     """
     if not seen.is_consecutive and can_be_read(seen.last):
         return _near_of_requests(query, key, value, seen, scaling, distant, dropout)
@@ -209,7 +201,7 @@ def near_attention(
     block = min(length, seen.window, _BLOCK) if seen.is_consecutive else 1
     missing = -length % block
 
-    def blocks(tensor: torch.Tensor) -> torch.Tensor:
+    def blocks(tensor: Tensor) -> Tensor:
         """`[B or 1, T, ...]` by blocks, `[B or 1, N, block, ...]`; the last one repeats the last query."""
         if missing:
             tensor = torch.cat([tensor, tensor[:, -1:].expand(-1, missing, *tensor.shape[2:])], dim=1)
@@ -224,7 +216,7 @@ def near_attention(
     shows &= ~is_sink | (index < band[..., :1])  # else it is seen in the band
     index = index[:, :, 0].clamp(0, count - 1)
 
-    def taken(states: torch.Tensor) -> torch.Tensor:
+    def taken(states: Tensor) -> Tensor:
         """Keys or values of each block, `[B * N, KV, K, D]`."""
         by_token = states.transpose(1, 2).expand(batch, -1, -1, -1)
         if len(index) == 1:
@@ -236,37 +228,25 @@ def near_attention(
 
     queries, keys, values = blocks(query.transpose(1, 2)), taken(key), taken(value)
     if distant is not None:
-        hidden = seen.hidden
-        score = (distant[0] + _log(hidden, query.dtype)) / scaling
+        score = (distant[0] + _log(seen.hidden, query.dtype)) / scaling
         queries = torch.cat([queries, blocks(score.to(query.dtype)).unsqueeze(-1)], dim=-1)
-        queries, keys, values = (
-            pad(queries, (0, _WIDER - 1)),
-            pad(keys, (0, _WIDER, 0, 1)),
-            pad(values, (0, _WIDER, 0, 1)),
-        )
+        queries, keys, values = pad(queries, (0, _WIDER - 1)), *(pad(s, (0, _WIDER, 0, 1)) for s in (keys, values))
         keys[..., -1, size] = values[..., -1, size] = 1
-        shows = torch.cat([shows, blocks(hidden).expand(len(shows), -1, -1, -1) > 0], dim=-1)
+        shows = torch.cat([shows, blocks(seen.hidden).expand(len(shows), -1, -1, -1) > 0], dim=-1)
     shared = heads // groups
     queries = queries.flatten(0, 1).unflatten(2, (groups, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = shows.expand(batch, -1, -1, -1).flatten(0, 1).repeat(1, shared, 1).unsqueeze(1)
     out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    out = out.unflatten(2, (shared, block)).permute(0, 3, 1, 2, 4).reshape(batch, -1, heads, out.shape[-1])
-    out = out[:, :length]
+    out = out.unflatten(2, (shared, block)).permute(0, 3, 1, 2, 4).reshape(batch, -1, heads, out.shape[-1])[:, :length]
     if distant is None:
         return out
     return out[..., :size] + out[..., size : size + 1] * distant[1].to(out.dtype)
 
 
 def _near_of_requests(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: Distant | None,
-    dropout: float,
-) -> torch.Tensor:
-    """`near_attention` of requests side by side in one row: as many rows as they are, those of a length at once."""
+    query: Tensor, key: Tensor, value: Tensor, seen: Seen, scaling: float, distant: Distant | None, dropout: float
+) -> Tensor:
+    """`near_attention` of requests side by side in one row: each as a row, those of one length together."""
     edges = [0, *((seen.last[0, :, 0].diff() != 1).nonzero()[:, 0] + 1).tolist(), query.shape[2]]
     out = query.new_empty(*query.transpose(1, 2).shape[:3], value.shape[3])
     begins: dict[int, list[int]] = {}

@@ -1,7 +1,7 @@
 """LLaMA with Mixture-of-Head attention ("MoH: Multi-Head Attention as Mixture-of-Head Attention").
 
-All of LLaMA's weights keep their names and meaning; learned routers add a few tensors under
-`self_attn.router`. With all heads active and quantised scores the model is LLaMA, bit for bit.
+All of LLaMA's weights keep their names and meaning; routers and fallbacks add a few tensors to each `self_attn`. With
+all heads active and quantised scores the model is LLaMA, bit for bit.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
@@ -63,7 +63,7 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         return [layer.self_attn.router for layer in model.layers]
 
     def set_active_heads(self, num_active_heads: int | Sequence[int] | None) -> None:
-        """Change how many heads a token uses (shared + Top-K), in all layers or per layer; None: the config's number.
+        """Set how many heads a token uses (shared + Top-K), in all layers or per layer; None: the config's number.
 
         Raises ValueError for a number below a layer's shared heads, above its heads, or not of whole groups.
         """
@@ -78,9 +78,9 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
     def set_gate_gradient(self, kind: str) -> None:
         """Set how the gate's gradient <dO, H - S> is computed, of a head's output H and its fallback S.
 
-        The forward pass computes one of both. `"exact"` (default) computes the other one, too, without gradients of its
-        own. `"sampled"` computes H of one sixteenth of the heads that are off, which count sixteen times: unbiased, and
-        cheaper. `"none"` leaves the gradient out. Frozen routers cost nothing. Raises ValueError for another word.
+        The forward pass computes H or S. `"exact"` (default) also computes the other one, without gradients of its own.
+        `"sampled"` computes H for one sixteenth of the heads that are off, weighted by 16: unbiased, and cheaper.
+        `"none"` leaves the gradient out. Frozen routers cost nothing. Raises ValueError for another word.
         """
         if kind not in GATE_GRADIENTS:
             raise ValueError(f"gate_gradient={kind!r} must be one of {', '.join(GATE_GRADIENTS)}")
@@ -90,7 +90,7 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
 
     @contextlib.contextmanager
     def all_heads_active(self) -> Iterator[None]:
-        """Within the block every head is on: with quantised scores the model is its base."""
+        """A context in which every head is on: with quantised scores the model is then its base."""
         before = [router.num_active for router in self.routers]
         self.set_active_heads(self.config.num_attention_heads)
         try:
@@ -100,7 +100,7 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
 
 
 class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
-    """The decoder without a head on top; its forward pass is LLaMA's, whose layers also get the documents' starts."""
+    """The decoder without a head on top. Its forward pass is LLaMA's; layers also get `seen`."""
 
     def __init__(self, config: MoHLlamaConfig):
         super().__init__(config)
@@ -116,14 +116,14 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast | tuple:
-        """Hidden states `[B, T, C]` of LLaMA's arguments."""
+        """Hidden states `[B, T, C]`, given the arguments of `LlamaModel`."""
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
         if inputs is not None and kwargs.get("seen") is None:
@@ -132,16 +132,16 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
 
     def _seen(
         self,
-        inputs: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
+        inputs: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
         past_key_values: Cache | None,
         use_cache: bool,
         cache: Any = None,
-        block_table: torch.Tensor | None = None,
+        block_table: Tensor | None = None,
         **kwargs: Any,
     ) -> Seen:
-        """Which keys the queries of this pass see. `cache` and what follows are continuous batching's."""
+        """Which keys the queries of this pass see. `cache` and what follows are arguments of continuous batching."""
         implementation, seen = self.config._attn_implementation, (0, 0, 0)
         if self.config.head_fallback == "local":
             seen = self.config.local_window, self.config.local_sinks, self.config.local_start
@@ -159,10 +159,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         return seen_keys(inputs, attention_mask, position_ids, past_key_values, use_cache, implementation, *seen)
 
 
-def predicted_tokens(
-    labels: torch.Tensor, shift_labels: torch.Tensor | None = None, ignore_index: int = -100, **kwargs
-) -> torch.Tensor:
-    """How many tokens of each row `[B]` the cross-entropy is taken over, given the arguments that it gets."""
+def predicted_tokens(labels: Tensor, shift_labels: Tensor | None = None, ignore_index: int = -100, **kwargs) -> Tensor:
+    """Number of tokens in each row `[B]` that enter the cross-entropy, given its arguments."""
     targets = labels[:, 1:] if shift_labels is None else shift_labels
     return (targets != ignore_index).sum(-1)
 
@@ -185,37 +183,28 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast:
         """Logits `[B, T, V]` and, as asked for, the loss, the load-balance loss and router logits.
 
         Arguments are those of `LlamaForCausalLM`. With `output_router_logits` (default: the config's) the output holds
-        `router_logits` (per layer `[B, T, U]`) and `aux_loss`, the load-balance loss of Eq. 7 averaged over layers and
-        rows. `loss` is then cross-entropy + `head_balance_coef` * `aux_loss` (Eq. 8) + the experts' likewise, and rows
-        count by their predicted tokens. With `num_items_in_batch`, the predicted tokens of one step, `loss` is this
-        pass's part of the step's.
+        `router_logits` (per layer `[B, T, U]`) and `aux_loss`, the load-balance loss of Eq. 7, in which rows count by
+        their predicted tokens. `loss` is then cross-entropy + `head_balance_coef` * `aux_loss` (Eq. 8), plus the experts'
+        term. With `num_items_in_batch`, the predicted tokens of one step, `loss` is this pass's part of the step's.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_router_logits=output_router_logits,
-            output_expert_logits=output_router_logits,
-            **kwargs,
-        )
+        asked = {"output_router_logits": output_router_logits, "output_expert_logits": output_router_logits}
+        given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
+        outputs = self.model(input_ids, attention_mask, position_ids, **given, **asked, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
 
@@ -234,15 +223,9 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
                     balance = balance * predicted.sum().to(balance.device) / of_step
                 loss = loss + balance.to(loss.device)
 
-        return MoeCausalLMOutputWithPast(
-            loss=loss,
-            aux_loss=aux_loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            router_logits=outputs.get("router_logits"),
-        )
+        fields = ("past_key_values", "hidden_states", "attentions", "router_logits")
+        states = {name: outputs.get(name) for name in fields}
+        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, **states)
 
 
 class MoHLlamaForSequenceClassification(GenericForSequenceClassification, MoHLlamaPreTrainedModel):

@@ -10,44 +10,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from .configuration_moh_llama import MoHLlamaConfig
 
 
-def select_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+def select_top_k(logits: Tensor, k: int) -> Tensor:
     """1 at the `k` largest entries of the last dimension, else 0, in the dtype of `logits`."""
     return torch.zeros_like(logits).scatter(-1, logits.topk(k, dim=-1).indices, 1.0)
 
 
-def straight_through(hard: torch.Tensor | float, soft: torch.Tensor) -> torch.Tensor:
+def straight_through(hard: Tensor | float, soft: Tensor) -> Tensor:
     """The value of `hard` with the gradient of `soft` (Eq. 9 and 10)."""
     # The bracket makes the value exact: `soft - soft` is zero in every dtype, whereas `(hard + soft) - soft` rounds.
     return hard + (soft - soft.detach())
 
 
 def load_balancing_loss(
-    router_logits: Sequence[torch.Tensor],
+    router_logits: Sequence[Tensor],
     top_k: Sequence[int],
-    attention_mask: torch.Tensor | None = None,
-    row_weights: torch.Tensor | None = None,
-) -> torch.Tensor:
+    attention_mask: Tensor | None = None,
+    row_weights: Tensor | None = None,
+) -> Tensor:
     """Load-balance loss of Eq. 7 of each row, averaged over rows and over the layers that have routed heads.
 
     Per row and layer: sum over routed groups of P_i * f_i, with P_i the mean over the row's tokens of the group's
-    softmax score and f_i the share of them that select it. Even load gives K / U.
+    softmax score and f_i the share of them that select it. Even load gives K / U. No routed heads, or no rows: zero.
 
     Args:
         router_logits: per layer `[B, T, U]`; layers may differ in U, and U may be 0.
         top_k: per layer, how many routed groups a token selects, K.
-        attention_mask: optional `[B, >= T]`, 0 where a position is padding; its last T columns belong to the logits.
-            Masks of other ranks are ignored.
-        row_weights: optional `[B]`, how much a row counts in the mean; default: its number of tokens.
-
-    Returns:
-        Scalar, float32 at least; zero where no layer has routed heads, or no row counts.
+        attention_mask: `[B, >= T]`, 0 where a position is padding; its last T columns belong to the logits. Masks of
+            other ranks are ignored.
+        row_weights: `[B]`, how much a row counts in the mean; default: its number of tokens.
     """
     losses = []
     for logits, k in zip(router_logits, top_k, strict=True):
@@ -67,32 +64,27 @@ def load_balancing_loss(
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
-def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class MoHLinear(nn.Module):
-    """A small linear map that routing rests on.
-
-    It is no `nn.Linear`, so that quantisation, adapters and serving engines leave its weights as they are.
-    """
+    """A small linear map; not an `nn.Linear`, so that quantisation, adapters and serving engines leave it as it is."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features)) if bias else None)
         nn.init.normal_(self.weight, std=0.02)
-        if bias:
-            nn.init.zeros_(self.bias)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`, in the dtype of `hidden_states`."""
         bias = None if self.bias is None else self.bias.to(hidden_states.dtype)
         return nn.functional.linear(hidden_states, self.weight.to(hidden_states.dtype), bias)
 
 
 class IndexedModule(nn.Module):
-    """A module with the buffer `index`, ids of heads or groups, which no checkpoint holds."""
+    """A module with the buffer `index`, ids of heads or groups, which is not saved."""
 
     def __init__(self, ids: Iterable[int]):
         super().__init__()
@@ -103,8 +95,8 @@ class IndexedModule(nn.Module):
         """Fill the buffer again, after loading that made the module on the meta device."""
         init.copy_(self.index, torch.tensor(self._ids, dtype=torch.int64, device=self.index.device))
 
-    def of_heads(self, own: torch.Tensor, dim: int, count: int, shard: "HeadShard | None") -> torch.Tensor:
-        """Values of these heads along `dim` as values of all `count` heads, or of a shard's, with 0 for the others."""
+    def of_heads(self, own: Tensor, dim: int, count: int, shard: "HeadShard | None") -> Tensor:
+        """Values of these heads along `dim`, as values of all `count` heads, or of a shard's; 0 for other heads."""
         shape = list(own.shape)
         shape[dim] = count
         heads = own.new_zeros(shape).index_copy(dim, self.index, own)
@@ -113,18 +105,15 @@ class IndexedModule(nn.Module):
 
 @dataclass(frozen=True)
 class HeadShard:
-    """The heads that a process computes under tensor parallelism: `count` from `first` on, whole key-value groups.
-
-    Each process routes over all heads and takes what belongs to its own.
-    """
+    """The heads that a process computes under tensor parallelism: `count` from `first` on, whole key-value groups."""
 
     first: int
     count: int
     group: Any  # of torch.distributed
 
     @classmethod
-    def of(cls, weight: torch.Tensor, found: float, config: MoHLlamaConfig) -> "HeadShard":
-        """The shard of a process whose projection `weight` gives `found` of the heads; ValueError without a plan."""
+    def of(cls, weight: Tensor, found: float, config: MoHLlamaConfig) -> "HeadShard":
+        """The shard of a process whose query projection `weight` gives `found` heads; ValueError without a plan."""
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         mesh = getattr(weight, "device_mesh", None)
         if mesh is None:
@@ -137,11 +126,11 @@ class HeadShard:
             )
         return cls(mesh.get_local_rank() * (heads // size), heads // size, mesh.get_group())
 
-    def take(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    def take(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """This process's part of a tensor over all heads."""
         return tensor.narrow(dim, self.first, self.count)
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def gather(self, part: Tensor) -> Tensor:
         """Gather the parts of all processes along the last dimension, without gradient."""
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, part.contiguous(), group=self.group)
@@ -152,9 +141,8 @@ class MoHRouter(IndexedModule):
     """Scores the routed groups of one layer and builds the gate of all heads.
 
     A group is what is on or off as one: `group_size` heads, 1 or a key-value group's. `num_shared`, `num_routed` and
-    `num_active` count heads, `routed_groups` and `top_k` groups. `num_active` and `top_k` may be changed at run time
-    (see `MoHLlamaPreTrainedModel.set_active_heads`). `index` holds the shared groups, the routed ones, then those that
-    are on only where all heads are.
+    `num_active` count heads; `routed_groups` and `top_k` count groups. `set_active_heads` of the model changes
+    `num_active` and `top_k`. `index` holds the shared groups, the routed ones, and those that are never selected.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
@@ -188,22 +176,19 @@ class MoHRouter(IndexedModule):
 
     @property
     def is_trained(self) -> bool:
-        """Whether training changes what tokens select: it has trained weights, or reads what queries are."""
+        """Whether training changes what tokens select: the router has trained weights, or scores queries."""
         weights = list(self.parameters())
         return not weights or any(weight.requires_grad for weight in weights)
 
     def kinds(self, shard: HeadShard | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sorted ids of the heads that are always on, and of those that are never on but for a document's first tokens.
-
-        With `shard` of its heads, by their numbers there.
-        """
+        """Sorted ids (within `shard`) of the heads that are always on, and of those that no score turns on."""
         if shard is None:
             return self._kinds
         own = range(shard.first, shard.first + shard.count)
         return tuple(tuple(head - shard.first for head in kind if head in own) for kind in self._kinds)
 
     def top_k_of(self, active: int) -> int:
-        """How many routed groups a token selects that uses so many heads; ValueError where no number does."""
+        """How many routed groups a token selects if it uses `active` heads; ValueError where it cannot."""
         if active == self.num_heads:
             return self.routed_groups
         heads, rule = self.num_shared + self.num_routed, ""
@@ -220,24 +205,24 @@ class MoHRouter(IndexedModule):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        query_states: torch.Tensor,
-        all_on: torch.Tensor | bool | None = None,
+        hidden_states: Tensor,
+        query_states: Tensor,
+        all_on: Tensor | bool | None = None,
         shard: HeadShard | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Route every token.
 
         Args:
             hidden_states: the attention layer's input `[B, T, C]`.
-            query_states: queries before rotary embedding `[B, T, H, D]`; with `shard` of its heads alone.
+            query_states: queries before rotary embedding `[B, T, H, D]`, of the heads of `shard` alone.
             all_on: which tokens have all heads on, whatever their logits, bool `[B or 1, T]`; or True for all tokens.
 
         Returns:
-            Logits of the routed groups `[B, T, U]` and the gate of all heads `[B, T, H]`, float32 at least: close calls
-            between heads are not left to a half-precision rounding.
+            Logits of the routed groups `[B, T, U]` and the gate of all heads `[B, T, H]`, in float32 at least, so that
+            rounding does not choose between heads.
         """
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
-            if self.router_type not in ("query_norm", "none"):  # which do not read them
+            if self.router_type not in ("query_norm", "none"):  # these do not read hidden states
                 hidden_states = _at_least_float32(hidden_states)
             logits = self._routed_logits(hidden_states, query_states, shard)
             if all_on is True:
@@ -253,16 +238,16 @@ class MoHRouter(IndexedModule):
                 else:
                     parts = [straight_through(1.0, shared_score), straight_through(selected, routed_score)]
             gate = self._of_heads(*parts)
-            return logits, torch.where(all_on[..., None], 1.0, gate) if isinstance(all_on, torch.Tensor) else gate
+            return logits, torch.where(all_on[..., None], 1.0, gate) if isinstance(all_on, Tensor) else gate
 
-    def _of_heads(self, shared: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
+    def _of_heads(self, shared: Tensor, routed: Tensor) -> Tensor:
         """Gates of all heads `[B, T, H]`, given those of the shared and of the routed groups."""
         others = routed.new_full((*routed.shape[:-1], self.local_groups), float(self.is_full))
         gate = torch.cat([shared, routed, others], dim=-1)
         gate = torch.zeros_like(gate).index_copy(-1, self.index, gate)
         return gate if self.group_size == 1 else gate.unsqueeze(-1).expand(*gate.shape, self.group_size).flatten(-2)
 
-    def _scores(self, hidden_states: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scores(self, hidden_states: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Scores of the shared and the routed groups."""
         routed = logits.sigmoid() if self.router_type == "threshold" else logits.softmax(-1)
         if self.router_type != "two_stage":
@@ -270,18 +255,15 @@ class MoHRouter(IndexedModule):
         shared_stage, routed_stage = self.stage(hidden_states).softmax(-1).split(1, dim=-1)  # Eq. 5 and 6
         return shared_stage * self.shared(hidden_states).softmax(-1), routed_stage * routed
 
-    def select(self, logits: torch.Tensor) -> torch.Tensor:
+    def select(self, logits: Tensor) -> Tensor:
         """1 where a token has a routed group on, else 0, given the groups' logits `[..., U]`."""
         if self.router_type == "threshold" and not self.is_full:
             return (logits > 0).to(logits.dtype)
         return select_top_k(logits, self.top_k) if self.top_k else torch.zeros_like(logits)
 
-    def _routed_logits(
-        self, hidden_states: torch.Tensor, query_states: torch.Tensor, shard: HeadShard | None
-    ) -> torch.Tensor:
+    def _routed_logits(self, hidden_states: Tensor, query_states: Tensor, shard: HeadShard | None) -> Tensor:
         if self.router_type == "none":
-            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-            return hidden_states.new_zeros(*hidden_states.shape[:-1], self.routed_groups, dtype=dtype)
+            return _at_least_float32(hidden_states.new_zeros(*hidden_states.shape[:-1], self.routed_groups))
         if self.router_type != "query_norm":
             return self.routed(hidden_states) if self.num_routed else hidden_states[..., :0]
         # The norm of a group's queries, side by side.

@@ -1,4 +1,4 @@
-"""Which keys the queries of a pass see: their document, a window of it, what masks hide.
+"""Which keys the queries of a pass see: those of their document or of a window of it, less what masks hide.
 
 Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads.
 """
@@ -6,6 +6,7 @@ Shapes: B batch, T queries, S keys (of the cache and of this pass), H query head
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -13,9 +14,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 _HIDDEN = -1e4  # what is added to the score of a key that a query does not see, or less
 
 
-def can_be_read(tensor: torch.Tensor) -> bool:
+def can_be_read(tensor: Tensor) -> bool:
     """Whether Python may depend on the tensor's numbers: it has some, and no compiler or CUDA graph records."""
-    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) is not torch.Tensor:  # fake tensors have none
+    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) is not Tensor:  # fake tensors have none
         return False
     return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
@@ -25,7 +26,7 @@ def keeps_keys(implementation: str) -> bool:
     return implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
 
 
-def visible_keys(mask: torch.Tensor) -> torch.Tensor:
+def visible_keys(mask: Tensor) -> Tensor:
     """Which keys a mask of attention shows: one of padding, a boolean one, or one that is added to scores."""
     return mask > _HIDDEN if mask.dim() == 4 and mask.is_floating_point() else mask != 0
 
@@ -34,7 +35,7 @@ class Seen(NamedTuple):
     """The keys that the queries of one forward pass see: what all layers have in common.
 
     A head that is on sees the keys from `start` to `last`. A head that is off sees those from `near` to `last`, those
-    from `start` to before `sink_end`, and one distant token for the `hidden` others. Indices count keys. They are int64
+    from `start` to before `sink_end`, and one distant token for the `hidden` others. The first five fields are int64
     `[B or 1, T, 1]`, or `[B, T, H]` where a mask differs between heads.
 
     Attributes:
@@ -45,51 +46,49 @@ class Seen(NamedTuple):
         hidden: how many keys a head that is off does not see; zero or less where none.
         window: how many keys, up to a query's own, a head that is off sees at most; 0: none.
         sinks: how many sinks.
-        all_on: which tokens have all heads on whatever their scores, bool `[B or 1, T]`; None: not one.
-        lead: how many first queries of each row are known to be of this kind.
+        all_on: which tokens have all heads on whatever their scores, bool `[B or 1, T]`; None: none of them.
+        lead: how many first queries of each row are known to have all heads on.
         is_causal: whether it is known that each row is one document from key 0 on, of T = S tokens.
-        is_consecutive: whether `last` are consecutive numbers, the same for all rows.
+        is_consecutive: whether the numbers in `last` are consecutive, and the same for all rows.
         visible: which keys a mask shows, bool `[B, S]` or `[B, 1 or H, T, S]`, or what it adds to scores; None: all.
-            What is counted above is then visible keys.
+            With a mask, window, sinks and hidden keys are counts of visible keys.
         scratch: what faster forms of attention keep for all layers of the pass.
     """
 
-    last: torch.Tensor
-    start: torch.Tensor
-    near: torch.Tensor
-    sink_end: torch.Tensor
-    hidden: torch.Tensor
+    last: Tensor
+    start: Tensor
+    near: Tensor
+    sink_end: Tensor
+    hidden: Tensor
     window: int
     sinks: int
-    all_on: torch.Tensor | None = None
+    all_on: Tensor | None = None
     lead: int = 0
     is_causal: bool = False
     is_consecutive: bool = True
-    visible: torch.Tensor | None = None
+    visible: Tensor | None = None
     scratch: dict | None = None
 
-    def first(self, on: torch.Tensor) -> torch.Tensor:
+    def first(self, on: Tensor) -> Tensor:
         """The first key of each query and head, `[B, T, H]`, given which heads are on, bool `[B, T, H]`."""
         return torch.where(on, self.start, self.near)
 
     @classmethod
     def of(
         cls,
-        positions: torch.Tensor,
-        starts: torch.Tensor,
+        positions: Tensor,
+        starts: Tensor,
         window: int = 0,
         sinks: int = 0,
         all_on_until: int = 0,
-        visible: torch.Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> "Seen":
-        """Of causal attention within documents.
+        """Of causal attention within documents; `window`, `sinks` are the attributes.
 
         Args:
             positions: index of each query among the keys, `[1, T]`.
-            starts: index of the first key of each query's document, `[B or 1, T]`. One after the query's own position,
-                as padding has, counts as that position.
-            window: how many keys a head that is off sees up to the query's own; 0: none.
-            sinks: how many first keys of the document it sees.
+            starts: index of the first key of each query's document, `[B or 1, T]`. A start after the query, as padding
+                may have, counts as the query's own index.
             all_on_until: how many first tokens of a document have all heads on; those that see every key have, too.
             visible: which keys a mask of padding shows, bool `[B, S]`, where it has holes.
         """
@@ -103,7 +102,7 @@ class Seen(NamedTuple):
             own = counts[:, positions[0].clamp_max(end)] - 1
             first = (counts.gather(1, starts.expand(len(counts), -1).clamp_max(end)) - 1).clamp_min(0)
 
-        def key_of(number: torch.Tensor) -> torch.Tensor:
+        def key_of(number: Tensor) -> Tensor:
             """The index of the visible key of that number; of any visible key where there is none."""
             if counts is None:
                 return number
@@ -120,11 +119,11 @@ class Seen(NamedTuple):
         return cls(last, start, near, sink_end, hidden, window, sinks, all_on, lead, visible=visible, scratch={})
 
     @classmethod
-    def under(cls, mask: torch.Tensor, positions: torch.Tensor, window: int, sinks: int, all_on_until: int) -> "Seen":
+    def under(cls, mask: Tensor, positions: Tensor, window: int, sinks: int, all_on_until: int) -> "Seen":
         """Of any mask of attention `[B, 1 or H, T, S]`; the other arguments are those of `of`.
 
-        Of the keys that the mask shows a query a head that is off sees the first ones, the last ones up to the query,
-        and those after it. A query that sees no key sees itself.
+        Of the keys that the mask shows to a query, a head that is off sees the first ones, the last ones up to the
+        query, and those after it. A query that sees no key sees itself.
         """
         shown, own_key = visible_keys(mask), positions[:, None, :, None]
         sees_nothing = ~shown.any(-1, keepdim=True)
@@ -132,7 +131,7 @@ class Seen(NamedTuple):
         numbers = shown.cumsum(-1, dtype=torch.int32)
         own = numbers.gather(-1, own_key.expand(*numbers.shape[:3], 1))
 
-        def key_of(number: torch.Tensor | int) -> torch.Tensor:
+        def key_of(number: Tensor | int) -> Tensor:
             """The first key up to which so many are visible, `[B, T, 1 or H]`."""
             wanted = torch.as_tensor(number, dtype=torch.int32, device=mask.device).expand(own.shape)
             return torch.searchsorted(numbers, wanted.contiguous())[..., 0].transpose(1, 2)
@@ -152,17 +151,15 @@ class Seen(NamedTuple):
             return cls(last, start, last + 1, start, last * 0, 0, 0, visible=shown)
         near, sink_end = key_of((own - window + 1).clamp_min(1)), key_of(sinks) + 1 if sinks else start
         hidden = (own - window - sinks)[..., 0].transpose(1, 2).long()
-        by_some = (
-            visible_keys(mask).any(1).cumsum(-1, dtype=torch.int32).gather(-1, own_key[:, 0].expand(*own.shape[::2], 1))
-        )
+        by_some = visible_keys(mask).any(1).cumsum(-1).gather(-1, own_key[:, 0].expand(*own.shape[::2], 1))
         all_on = by_some[..., 0] <= max(all_on_until, window + sinks)
         return cls(last, start, near, sink_end, hidden, window, sinks, all_on, visible=shown)
 
 
 def seen_keys(
-    inputs: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
+    inputs: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
     past_key_values: Cache | None,
     use_cache: bool,
     implementation: str,
@@ -170,13 +167,12 @@ def seen_keys(
 ) -> Seen:
     """What transformers' masks make of the arguments of LLaMA's decoder.
 
-    `inputs` are ids or embeddings `[B, T, ...]`, `use_cache` says whether the call makes a cache where there is none;
-    `seen` are window, sinks, and `all_on_until` of `Seen.of`. What queries that are padding see may be anything.
+    `inputs` are ids or embeddings `[B, T, ...]`; `use_cache` says whether the call makes a cache where there is none;
+    `seen` are the window, sinks and `all_on_until` of `Seen.of`. What padding's queries see is unspecified.
     """
-    positions, starts = document_starts(
-        inputs, attention_mask, position_ids, past_key_values, use_cache, implementation
-    )
-    if not isinstance(attention_mask, torch.Tensor):
+    given = attention_mask, position_ids, past_key_values, use_cache, implementation
+    positions, starts = document_starts(inputs, *given)
+    if not isinstance(attention_mask, Tensor):
         is_new = past_key_values is None or not (past_key_values.is_compileable or past_key_values.get_seq_length())
         is_whole = is_new and can_be_read(starts) and not bool(starts.any())
         return Seen.of(positions, starts, *seen)._replace(is_causal=is_whole)
@@ -192,25 +188,24 @@ def seen_keys(
 
 
 def document_starts(
-    inputs: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
+    inputs: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
     past_key_values: Cache | None,
     use_cache: bool,
     implementation: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens are among the keys, `[1, T]`, and the first token that attention shows each, `[B or 1, T]`.
+) -> tuple[Tensor, Tensor]:
+    """Where tokens are among the keys, `[1, T]`, and the first token that attention shows to each, `[B or 1, T]`.
 
-    - With a mask: the first token of a row that is no padding. Documents are not distinguished.
-    - No mask and no cache: the first token of a row, and where positions do not go on by one. With a cache the first
-      token of a row only.
-    - Flash attention distinguishes documents in a batch of one row without padding, with a cache, too, and in no other.
+    - With a mask: the row's first token that is no padding. With a cache: the row's first token.
+    - With neither: the document's first token; documents begin where positions do not go on by one.
+    - Flash attention: likewise in a batch of one row without padding, even with a cache, and in no other batch.
     - Attention that keeps keys itself (serving engines, masks that are no tensors): position 0.
     """
     before = 0 if past_key_values is None else past_key_values.get_seq_length()
-    before = before.to(inputs.device) if isinstance(before, torch.Tensor) else before  # that of a static cache
+    before = before.to(inputs.device) if isinstance(before, Tensor) else before  # that of a static cache
     positions = torch.arange(inputs.shape[1], device=inputs.device)[None] + before
-    is_tensor, masked = isinstance(attention_mask, torch.Tensor), attention_mask is not None
+    is_tensor, masked = isinstance(attention_mask, Tensor), attention_mask is not None
     if position_ids is not None and (keeps_keys(implementation) or (masked and not is_tensor)):
         return positions, positions - position_ids
     starts = torch.zeros_like(positions)
@@ -228,7 +223,7 @@ def document_starts(
     return positions, starts
 
 
-def paged_keys(position_ids: torch.Tensor, token_edges: torch.Tensor, key_edges: torch.Tensor, *seen: int) -> Seen:
+def paged_keys(position_ids: Tensor, token_edges: Tensor, key_edges: Tensor, *seen: int) -> Seen:
     """Of requests whose tokens lie side by side in one row, and so do their keys (continuous batching).
 
     `position_ids` `[1, T]` count in each request. Edges are the first token, or key, of each request and the end of the

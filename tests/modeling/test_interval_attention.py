@@ -229,12 +229,12 @@ def gradients_of(moh, kind: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: weight.grad.clone() for name, weight in moh.named_parameters() if weight.grad is not None}
 
 
-def both_branches(layer, out, gate, fallback, attend, seen) -> torch.Tensor:
+def both_branches(layer, out, gate, replaced, attend, seen) -> torch.Tensor:
     """g H + (1 - g) S `[B, T, H, D]`, with both computed for every head and token."""
     full = attend(first=seen.first(torch.ones_like(gate, dtype=torch.bool)))
     other = attend(first=seen.first(torch.zeros_like(gate, dtype=torch.bool)))
-    if fallback.distant is None:
-        other = torch.zeros_like(full) if fallback.value is None else fallback.value
+    if layer.config.head_fallback != "local":
+        other = torch.zeros_like(full) if replaced is None else replaced
     gate = gate.to(full.dtype).unsqueeze(-1)
     return gate * full + (1 - gate) * other
 
