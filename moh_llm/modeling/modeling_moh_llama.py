@@ -197,7 +197,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
 
         Arguments are those of `LlamaForCausalLM`. With `output_router_logits` (default: the config's) the output holds
         `router_logits` (per layer `[B, T, U]`) and `aux_loss`, the load-balance loss of Eq. 7, in which rows count by
-        their predicted tokens. `loss` is then cross-entropy + `head_balance_coef` * `aux_loss` (Eq. 8), plus the experts'
+        their predicted tokens. `loss` is then cross-entropy + `head_balance_coef` * `aux_loss` (Eq. 8) + the experts'
         term. With `num_items_in_batch`, the predicted tokens of one step, `loss` is this pass's part of the step's.
         """
         if output_router_logits is None:
