@@ -20,6 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging
 
 from moh_llm.attention import cpu, decode, flash, flex
+from moh_llm.attention.compiled import DEVICES
 from moh_llm.modeling.interval_attention_moh import NAME, Distant, reference_attention
 from moh_llm.modeling.seen_moh import Seen
 
@@ -96,7 +97,7 @@ def interval_attention(
     if not isinstance(key, torch.Tensor):  # what a cache that lays keys out in its own way gives in their place
         more = {"kinds": kinds, "module": module, **kwargs}
         return key.attend(interval_attention, query, first, seen, scaling, distant, dropout, **more)
-    if not query.is_cpu and torch.is_autocast_enabled(query.device.type):  # as autocast has it for SDPA
+    if query.device.type in DEVICES and torch.is_autocast_enabled(query.device.type):  # as autocast has it for SDPA
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)  # queries are wider after rotary embedding
     given = query, key, value, first, seen, scaling, distant, dropout

@@ -1,7 +1,6 @@
 """Mixture-of-Head attention of one layer: project, route, `interval_attention`, output projection.
 
-Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size, C
-hidden size.
+Shapes: B batch, T queries, S keys, H query heads, KV key-value heads, D head size, C hidden size.
 """
 
 import functools
@@ -12,12 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaRMSNorm,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama import modeling_llama as llama
 
 from .configuration_moh_llama import MoHLlamaConfig
 from .interval_attention_moh import Distant, interval_attention
@@ -28,7 +22,7 @@ GATE_GRADIENTS = ("exact", "sampled", "none")
 _SAMPLED = 1 / 16  # of the heads that are off
 
 
-class MoHLlamaAttention(LlamaAttention):
+class MoHLlamaAttention(llama.LlamaAttention):
     """LLaMA attention whose head outputs are gated per token: sum_i g_i H_i W_O^i (Eq. 4).
 
     With fallbacks S_i for heads that are off: sum_i (g_i H_i + (1 - g_i) S_i) W_O^i.
@@ -42,8 +36,8 @@ class MoHLlamaAttention(LlamaAttention):
             width = config.num_attention_heads * self.head_dim
             self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_output_bias)
         if config.query_key_norm:
-            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.q_norm = llama.LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = llama.LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.router = MoHRouter(config, layer_idx)
         fallbacks = {"value": MoHFallback, "local": MoHLocalFallback}
         has_fallback = config.head_fallback in fallbacks and self.router.num_shared < config.num_attention_heads
@@ -64,7 +58,7 @@ class MoHLlamaAttention(LlamaAttention):
         """
         query, key, own_value, shard = self._project(hidden_states)
         gate = self._route(hidden_states, query, seen, shard)
-        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
+        query, key = llama.apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
         key, value = self._update_cache(past_key_values, key, own_value.transpose(1, 2), gate, seen, kwargs)
         how = {"scaling": self.scaling, "dropout": self.attention_dropout if self.training else 0.0}
         implementation, weights = self.config._attn_implementation, None
@@ -73,7 +67,7 @@ class MoHLlamaAttention(LlamaAttention):
             more = {"distant": distant, "kinds": self.router.kinds(shard), "module": self} | how | kwargs
             attend = functools.partial(interval_attention, query, key, value, seen=seen, **more)
         if gate is None or self.router.is_full or (keeps_keys(implementation) and not seen.window):
-            attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+            attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, llama.eager_attention_forward)
             out, weights = attention(self, query, key, value, attention_mask, **how, **kwargs)
         else:
             out = attend(first=seen.first(gate != 0))
