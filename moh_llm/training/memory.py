@@ -173,6 +173,7 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
     # Token ids; sines and cosines; the boolean mask that keeps documents apart in the base's attention; the last norm.
     kept = 8 + 2 * stream * model.head_dim + (4 + stream) * model.hidden_size
     kept += length * any(_is_base(model, number, length) for number in range(model.num_hidden_layers))
+    kept += _masks(model, precision.products, length)
     layers, recomputed = [], []
     for number, active in enumerate(model.active_heads_per_layer):
         group_size, shared = model.heads_per_group, len(model.shared_heads_per_layer[number])
@@ -281,7 +282,8 @@ def _attention(config: TrainConfig, model: MoHLlamaConfig, c: int, number: int) 
     total = c * size * (heads + len(used) + 2 * states_of(used)) + 4 * len(used) + 2 * heads
     if never:
         total += c * size * len(used)
-        total += c * size * (len(never) + 2 * states_of(never)) * (model.head_fallback == "local")
+        read = max(groups, states_of(never))  # of slices autograd keeps the whole tensors
+        total += c * size * (len(never) + 2 * read) * (model.head_fallback == "local")
     if model.head_fallback == "local":
         total += _local(model, c, length, heads - shared)
     elif model.head_fallback == "value":
@@ -297,13 +299,32 @@ def _local(model: MoHLlamaConfig, c: int, length: int, heads: int) -> int:
     Queries and outputs, which last are also copied in the order of all heads; log-sum-exp and the distant token's
     score; and keys and values of blocks, which have a window and sinks more than their queries.
     """
-    size, groups = model.head_dim, model.num_key_value_heads
-    later = length - model.all_heads_until
-    block = min(later, model.local_window, _BLOCK)
-    keys = -(-(model.local_sinks + model.local_window + block - 1) // _MULTIPLE) * _MULTIPLE
-    computed = -(-later // block) * block
+    size, groups, later = model.head_dim, model.num_key_value_heads, length - model.all_heads_until
+    computed, block, keys = _blocks(model, later)
     of_block = 2 * c * size * heads + 8 * heads + 2 * c * groups * size * keys // block
     return (of_block * computed + c * size * heads * later) // length
+
+
+def _masks(model: MoHLlamaConfig, c: int, length: int) -> int:
+    """Bytes per token of the masks of local attention, one for each number of heads that share keys in some layer."""
+    later, heads, groups = length - model.all_heads_until, model.num_attention_heads, model.num_key_value_heads
+    if model.head_fallback != "local" or later <= 0:
+        return 0
+    counts = {
+        count
+        for number, shared in enumerate(model.shared_heads_per_layer)
+        if not _is_base(model, number, length)
+        for count in Counter(head * groups // heads for head in {*range(heads)} - {*shared}).values()
+    }
+    computed, _, keys = _blocks(model, later)
+    return c * sum(counts) * keys * computed // length
+
+
+def _blocks(model: MoHLlamaConfig, later: int) -> tuple[int, int, int]:
+    """Tokens of whole blocks of local attention, of so many tokens; tokens of a block, and keys that it reads."""
+    block = min(later, model.local_window, _BLOCK)
+    keys = -(-(model.local_sinks + model.local_window + block - 1) // _MULTIPLE) * _MULTIPLE
+    return -(-later // block) * block, block, keys
 
 
 def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision) -> int:
