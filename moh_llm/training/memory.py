@@ -173,8 +173,7 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
     # Token ids; sines and cosines; the boolean mask that keeps documents apart in the base's attention; the last norm.
     kept = 8 + 2 * stream * model.head_dim + (4 + stream) * model.hidden_size
     kept += length * any(_is_base(model, number, length) for number in range(model.num_hidden_layers))
-    kept += _masks(model, precision.products, length)
-    layers, recomputed = [], []
+    layers, recomputed, masks = [], [], _masks(model, precision.products, length)
     for number, active in enumerate(model.active_heads_per_layer):
         group_size, shared = model.heads_per_group, len(model.shared_heads_per_layer[number])
         routed, top_k = len(model.routed_heads(number)) // group_size, (active - shared) // group_size
@@ -193,11 +192,15 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
     if model.tie_word_embeddings and not config.is_base_frozen:
         backward += stream * model.hidden_size * model.vocab_size
     copies = precision.products * sizes.linear if precision.casts else 0
+    kept += masks if len(recomputed) < len(layers) else 0
     if not recomputed:
         return tokens * kept + copies, backward
     copied = copies * (model.num_hidden_layers - len(recomputed)) // model.num_hidden_layers
     cached = copied if config.is_base_frozen else copies
-    again = tokens * max(recomputed) + copies // model.num_hidden_layers
+    again = (
+        tokens * (max(recomputed) + (masks if len(recomputed) == len(layers) else 0))
+        + copies // model.num_hidden_layers
+    )
     return tokens * kept + cached, again + backward - (cached - copied)
 
 
