@@ -55,14 +55,14 @@ def counter(monkeypatch):
 
 @pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_lengths_share_a_compilation(counter, gradients):
-    """The plan, the sorted call, and putting together: once for all lengths; going backward takes outputs apart."""
+    """Once for all lengths: the plan, taking apart, the sorted call, putting together, and going backward."""
     for length in range(200, 2001, 360):
         given = arguments(length, gradients=gradients)
         with torch.set_grad_enabled(gradients):
             out = flex.flex_attention(*given)
         if gradients:
             out.sum().backward()
-        assert counter.frame_count <= 4
+        assert counter.frame_count <= (5 if gradients else 4)
 
 
 @pytest.mark.slow
