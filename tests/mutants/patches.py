@@ -223,8 +223,8 @@ PATCHES = (
     Patch(
         "a step's window has no distant token",
         "moh_llm/attention/cpu_selected.py",
-        "if distant is not None:\n                weights",
-        "if False:\n                weights",
+        "if distant is not None:\n                scores",
+        "if False:\n                scores",
         (CPU,),
     ),
     Patch(
