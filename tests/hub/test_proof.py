@@ -97,7 +97,8 @@ def test_what_is_observed_shows_every_matrix_of_the_default_layer(moh_model, mon
 
 def test_changed_code_is_found(folder, moh_model, forked_proof):
     with (folder / "attention_moh.py").open("a") as file:
-        file.write("\n_dense = llama.LlamaRMSNorm.forward\nllama.LlamaRMSNorm.forward = lambda self, x: _dense(self, x) * 1.001\n")
+        file.write("\n_dense = llama.LlamaRMSNorm.forward\n")
+        file.write("llama.LlamaRMSNorm.forward = lambda self, x: _dense(self, x) * 1.001\n")
     failure = prove(folder, moh_model).failure
     assert failure is not None and "differs from the local model's" in failure
 
