@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo
 from pairs import make_pair  # noqa: F401
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,3 +20,10 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
 def ids() -> torch.Tensor:
     """Random token ids `[3, 24]`, none of them the end-of-text token 0."""
     return torch.randint(1, 257, (3, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew(request: pytest.FixtureRequest) -> None:
+    """Dynamo counts compilations of a function in the whole process; each slow test begins at none."""
+    if request.node.get_closest_marker("slow") is not None:
+        torch._dynamo.reset()
