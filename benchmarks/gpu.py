@@ -14,7 +14,7 @@ one has:
 - sorted: sorted queries of LLaMA3-8B's shape, all heads routed, by each backend, at shares of entries that are on.
 - layer: attention of a layer from its input to its output, eager and in a CUDA graph, with plans. The dense layer's
   SDPA is pinned to cuDNN and to FA2, and the faster one counts. "beyond" leaves out the linear projections on both
-  sides. "operation" is interval attention alone beside dense attention alone.
+  sides. "operation" is interval attention alone beside dense attention alone, in CUDA graphs.
 - decode: interval attention of one token per row over a cache.
 - generate: a token with a static cache, which transformers compiles; "beyond" leaves out prompt and first tokens.
 
@@ -143,8 +143,8 @@ def conclude(rows: dict[str, Row]) -> None:
         for mode in ("graph",) if length <= 2048 else ("eager", "graph", "operation"):
             row = at(rows, "layer", f"llama3-8b, 1 x {length}, {way}, {mode}", plan)
             verdict(f"{plan}, {length}, {way}, {mode}", limit, row.get("ratio" if mode == "operation" else "beyond"))
-    row = at(rows, "decode", "llama3-8b, 16 rows over 8192", "groups, 50 %")
-    verdict("decoding by groups, 16 rows over 8192", 0.60, row.get("ratio"))
+    row = at(rows, "decode", "llama3-8b, 16 rows over 8192, graph", "groups, 50 %")
+    verdict("decoding by groups, 16 rows over 8192, graph", 0.60, row.get("ratio"))
     for words in decisions(rows):
         print(words)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from gpu_operation import BASES, DENSE, fa4, name_of, pass_of, sizes_of_heads, states
+from gpu_operation import BASES, DENSE, fa4, graphs_of, name_of, pass_of, sizes_of_heads, states
 from gpu_rows import Record, Row, Run, Shape, Sizes, device_of, distance, reason
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -252,7 +252,7 @@ def decoding_peers(inputs: list[torch.Tensor]) -> dict[str, Run]:
 
 
 def decode(record: Record, sizes: Sizes) -> None:
-    """Interval attention of one token per row over a cache."""
+    """Interval attention of one token per row over a cache, eager, where launches decide, and in a CUDA graph."""
     device, dtype = device_of()
     for name, shape in sizes.shapes.items():
         for context in sizes.contexts:
@@ -260,14 +260,16 @@ def decode(record: Record, sizes: Sizes) -> None:
                 size = rows, shape.groups, context, shape.size
                 key, value = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
                 query = torch.randn(rows, shape.heads, 1, shape.size, device=device, dtype=dtype)
-                runs: dict[str, Run | str] = {**decoding_peers([query, key, value])}
+                runs = decoding_peers([query, key, value])
                 bases = list(runs)
                 more: dict[str, Row] = {}
                 for plan in ("groups", "heads", "fixed groups"):
                     call = step_of([query, key, value], shape, sizes, plan)
                     runs[f"{plan}, 50 %"] = call.run(interval_attention, False)
                     more[f"{plan}, 50 %"] = chosen(call)
-                record.cell(f"{name}, {rows} rows over {context}", runs, bases, more)
+                cell = f"{name}, {rows} rows over {context}"
+                record.cell(f"{cell}, eager", runs, bases, more)
+                record.cell(f"{cell}, graph", graphs_of(runs), bases, more)
 
 
 def step_of(inputs: list[torch.Tensor], shape: Shape, sizes: Sizes, plan: str) -> Call:

@@ -3,12 +3,12 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from gpu_backends import Call, chosen, split_heads
-from gpu_operation import BASES, DENSE, gradient_of, name_of, pass_of
+from gpu_operation import BASES, DENSE, gradient_of, graphs_of, name_of, pass_of
 from gpu_rows import Record, Row, Run, Shape, Sizes, device_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -150,32 +150,6 @@ def projections(module: nn.Module, hidden: torch.Tensor, gradients: bool) -> Run
     return run
 
 
-def graphed(run: Run) -> Run:
-    """The same as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-class Late:
-    """A run that is made when it is first called, so that what fails then is that row's."""
-
-    def __init__(self, make: Callable[[], Run]):
-        self.make, self.run = make, None
-
-    def __call__(self) -> Any:
-        if self.run is None:
-            self.run = self.make()
-        return self.run()
-
-
 def layer(record: Record, sizes: Sizes) -> None:
     """Attention of a layer with each plan beside the dense layer's, and interval attention beside dense attention."""
     for name, shape in sizes.shapes.items():
@@ -189,7 +163,7 @@ def layer(record: Record, sizes: Sizes) -> None:
 def measure_layer(
     record: Record, sizes: Sizes, cell: str, shape: Shape, rows: int, length: int, gradients: bool
 ) -> None:
-    """The cells of one shape, length and pass: eager, in a CUDA graph, and the operation alone."""
+    """The cells of one shape, length and pass: eager, in a CUDA graph, and the operation alone in a graph."""
     if time.time() > record.until:
         record.note(cell, dict)
         return
@@ -219,13 +193,10 @@ def measure_layer(
             states = call.inputs[:3]
     less = {peer: "projections" for peer in runs if peer != "projections"}
     record.cell(f"{cell}, eager", runs, PINNED, more, less)
-    graphs: dict[str, Run | str] = dict.fromkeys(runs, "no CUDA device")
-    if device.type == "cuda":
-        graphs = {peer: Late(functools.partial(graphed, run)) for peer, run in runs.items()}
-    record.cell(f"{cell}, graph", graphs, PINNED, more, less)
+    record.cell(f"{cell}, graph", graphs_of(runs), PINNED, more, less)
     if operations:
         dense = {peer: pass_of(DENSE[peer], states, gradients) for peer in BASES}
-        record.cell(f"{cell}, operation", dense | operations, BASES, more)
+        record.cell(f"{cell}, operation", graphs_of(dense | operations), BASES, more)
 
 
 def keys_of(call: Call) -> float:

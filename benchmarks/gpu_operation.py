@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import subprocess
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from gpu_rows import Record, Row, Run, Shape, Sizes, device_of
@@ -114,6 +115,39 @@ def gradient_of(out: torch.Tensor) -> torch.Tensor:
     """Random numbers for the gradient of an output, the same for every dtype."""
     generator = torch.Generator(out.device).manual_seed(0)
     return torch.randn(out.shape, generator=generator, device=out.device, dtype=device_of()[1]).to(out.dtype)
+
+
+def graphed(run: Run) -> Run:
+    """The same as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+class Late:
+    """A run that is made when it is first called, so that what fails then is that row's."""
+
+    def __init__(self, make: Callable[[], Run]):
+        self.make, self.run = make, None
+
+    def __call__(self) -> Any:
+        if self.run is None:
+            self.run = self.make()
+        return self.run()
+
+
+def graphs_of(runs: dict[str, Run]) -> dict[str, Run | str]:
+    """The same as CUDA graphs, which are recorded when they are first called."""
+    if device_of()[0].type != "cuda":
+        return dict.fromkeys(runs, "no CUDA device")
+    return {peer: Late(functools.partial(graphed, run)) for peer, run in runs.items()}
 
 
 def sdpa(backend: SDPBackend) -> Attention:

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging
 
-from moh_llm.attention import cpu, decode, flash, flex
+from moh_llm.attention import cpu, decode, flash, flex, rotary
 from moh_llm.attention.compiled import DEVICES
 from moh_llm.modeling.interval_attention_moh import NAME, Distant, reference_attention
 from moh_llm.modeling.seen_moh import Seen
@@ -113,5 +113,6 @@ def _instead_of_moh_sparse(*given: Any, **kwargs: Any) -> tuple[torch.Tensor, to
 
 
 AttentionInterface.register(NAME, interval_attention)
+AttentionInterface.register(rotary.NAME, rotary.rotary_embedding)
 AttentionInterface.register("moh_sparse", _instead_of_moh_sparse)
 AttentionMaskInterface.register("moh_sparse", sdpa_mask)

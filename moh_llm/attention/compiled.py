@@ -13,8 +13,10 @@ OPTIONS: dict[str, Any] = {}  # of `torch.compile`
 DEVICES = ["cuda", "xpu"]  # where functions are compiled: where Triton is
 
 
-def compiled(function: Callable[P, R]) -> Callable[P, R]:
+def compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     """The function, compiled where its tensors are on a GPU and nothing compiles it already.
+
+    `options` are those of Inductor.
 
     Sizes of indices and flags may change, and so may those of the first half of the dimensions of other tensors: rows,
     tokens, blocks, and not heads and head sizes. Dynamo would take each new one, or two that happen to be the same, for
@@ -29,13 +31,13 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
         for tensor in tensors:
             changing = (tensor.dim() + 1) // 2 if tensor.is_floating_point() else tensor.dim()
             torch._dynamo.maybe_mark_dynamic(tensor, tuple(range(changing)))
-        return _compile(function, len(tensors))(*args, **kwargs)
+        return _compile(function, len(tensors), **options)(*args, **kwargs)
 
     return call
 
 
 @functools.cache
-def _compile(function: Callable[P, R], count: int) -> Callable[P, R]:
+def _compile(function: Callable[P, R], count: int, **options: Any) -> Callable[P, R]:
     """The function for so many tensors, as a copy: dynamo counts compilations of a function, whatever it is given."""
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
-    return torch.compile(own, **OPTIONS)
+    return torch.compile(own, **(OPTIONS or {"options": options}))

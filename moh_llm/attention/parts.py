@@ -4,12 +4,13 @@ Of one document without padding heads that are always on are dense attention, an
 PyTorch has a kernel for them. All other queries are sorted.
 
 Rows of queries `[B * T * H, D]` are taken apart into the parts' queries, and the parts' outputs are put together
-again; each is the gradient of the other. Sinks are keys like others in the sorted call, and are merged with windows.
-The distant token is merged afterwards: with a score s it has the share sigmoid(s - lse) of the softmax.
+again; each is the gradient of the other. A part's softmax covers what the part reads. The distant token, and the few
+sinks of one document, are merged afterwards with the log-sum-exp; other sinks are keys of the sorted call.
 
 Shapes: B batch, T queries, S keys, H query heads, KV key-value heads, D head size; G, N as in plan.py.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from .plan import Plan, group_table, plan_of
 from .windowed import why_not_windowed
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
+Kinds = tuple[tuple[int, ...], tuple[int, ...]]
+_MOST_SINKS = 8  # that are merged: each is compiled in
 
 
 class Calls(NamedTuple):
@@ -41,9 +44,6 @@ class Calls(NamedTuple):
     windowed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], Outputs]
 
 
-Kinds = tuple[tuple[int, ...], tuple[int, ...]]
-
-
 def attention_of_parts(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -57,18 +57,20 @@ def attention_of_parts(
 ) -> torch.Tensor:
     """`interval_attention` without `seen.visible` and dropout, by a backend's kernels: `[B, T, H, D]`."""
     batch, heads, tokens, size = query.shape
-    always, never = kinds or ((), ())
-    if not (seen.is_causal and tokens == key.shape[2]):
-        always = never = ()
-    elif not seen.window or why_not_windowed(query.device, query.dtype, size) is not None:
+    is_whole = seen.is_causal and tokens == key.shape[2] and seen.sinks <= _MOST_SINKS
+    always, never = kinds if kinds and is_whole else ((), ())
+    if not seen.window or why_not_windowed(query.device, query.dtype, size) is not None:
         never = ()
-    parts = _parts(first, seen, (always, never), key, scaling, calls, _wants_gradients(query, key, value))
+    sinks = [states[:, :, : seen.sinks] for states in (key, value)] if is_whole and seen.sinks else []
+    if sinks:
+        seen = seen._replace(sinks=0)
+    parts, place = _parts(first, seen, (always, never), key, scaling, calls, _wants_gradients(query, key, value))
 
-    rows, states = [part.rows.flatten() for part in parts], query.transpose(1, 2).reshape(-1, size)
-    place = _places(rows, len(states))
-    queries = _apart(states, place, rows)
+    # No view: of a view dynamo looks at what it is a view of.
+    states = torch.ops.aten._unsafe_view(query.transpose(1, 2).contiguous(), (-1, size))
+    rows = [part.rows.flatten() for part in parts]
     outputs, lses = [], []
-    for part, own in zip(parts, queries, strict=True):
+    for part, own in zip(parts, _apart(states, place, rows), strict=True):
         taken = (
             states if len(part.groups) == states.shape[1] else states.index_select(1, part.groups)
             for states in (key, value)
@@ -76,13 +78,11 @@ def attention_of_parts(
         out, lse = part.attend(own.view(*part.rows.shape, size), *taken)
         outputs.append(out.reshape(-1, size))
         lses += [] if lse is None else [lse.reshape(-1, 1)]
-    if distant is None or not lses:
-        together = _together(place, rows, outputs)
-    else:
-        score, far = distant
-        is_far = (first > seen.start) & (seen.hidden > 0)
-        together = _with_distant(place, rows, outputs, lses, is_far, score, seen.hidden, far)
-    return together.view(batch, tokens, heads, size)
+    if lses and (sinks or distant is not None):
+        sinks = [states.repeat_interleave(heads // key.shape[1], 1) for states in sinks]
+        score = [] if distant is None else [*distant]
+        return _merged(place, rows, outputs, lses, first, seen.start, seen.hidden, states, sinks, score, scaling)
+    return _together(place, rows, outputs).view(batch, tokens, heads, size)
 
 
 class _Part(NamedTuple):
@@ -96,7 +96,7 @@ class _Part(NamedTuple):
 
     groups: torch.Tensor
     rows: torch.Tensor
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
 
 
 def _parts(
@@ -107,32 +107,50 @@ def _parts(
     scaling: float,
     calls: Calls,
     gradients: bool,
-) -> list[_Part]:
-    """The parts of all queries, those with a log-sum-exp first."""
-    batch, tokens, heads = first.shape
+) -> tuple[list[_Part], torch.Tensor]:
+    """The parts of all queries, those with a log-sum-exp first, and where each row is in them, `[B * T * H]`."""
+    tokens, heads = first.shape[1:]
+    shared, device = heads // key.shape[1], first.device
     always, never = kinds
     others = tuple(head for head in range(heads) if head not in always and head not in never)
-    shared, device = heads // key.shape[1], first.device
-    parts = []
+    groups, attends, sorted_rows = [], [], []
     if others:
-        groups, table = group_table(others, shared, device)
+        own, table = group_table(others, shared, device)
         plan = plan_of(first, seen, table, key.shape[2], gradients)
-        parts.append(_Part(groups, plan.rows, lambda *states: calls.sorted(*states, plan, scaling)))
+        groups, sorted_rows = [own], [plan.rows]
+        attends = [lambda *states: calls.sorted(*states, plan, scaling)]
+    windowed = functools.partial(_windowed, window=seen.window, scaling=scaling, windowed=calls.windowed)
+    dense = functools.partial(_dense, scaling=scaling, causal=calls.causal)
+    tables, spans = [], []
+    for kind, begin, end, attend in (
+        (never if seen.lead < tokens else (), seen.lead, tokens, windowed),
+        (never if seen.lead else (), 0, seen.lead, dense),
+        (always, 0, tokens, dense),
+    ):
+        for same in _equal_groups(kind, shared):
+            own, table = group_table(same, shared, device)
+            groups.append(own)
+            attends.append(attend)
+            tables.append(table.flatten())
+            spans.append((begin, end))
+    rows, place = _placed(first, sorted_rows, tables, spans)
+    return [_Part(*part) for part in zip(groups, rows, attends, strict=True)], place
 
-    def add(kind: tuple[int, ...], begin: int, end: int, attend: Callable) -> None:
-        """The part of these heads and tokens; of no more heads in one group than in another."""
-        if begin < end:
-            groups, table = group_table(kind, shared, device)
-            row = torch.arange(batch, device=device)[:, None] * tokens + torch.arange(begin, end, device=device)
-            parts.append(_Part(groups, row[..., None] * heads + table.flatten(), attend))
 
-    for kind in _equal_groups(never, shared):
-        add(kind, seen.lead, tokens, lambda *states: _windowed(*states, seen, scaling, calls.windowed))
-    for kind in _equal_groups(never, shared):
-        add(kind, 0, min(seen.lead, tokens), lambda *states: _dense(*states, scaling, calls.causal))
-    for kind in _equal_groups(always, shared):
-        add(kind, 0, tokens, lambda *states: _dense(*states, scaling, calls.causal))
-    return parts
+@compiled
+def _placed(
+    first: torch.Tensor, rows: list[torch.Tensor], tables: list[torch.Tensor], spans: list[tuple[int, int]]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The rows of each part, and where each row is in the parts one after the other.
+
+    `rows` are those of sorted queries. Each other part has the heads in a table, of the tokens in a span.
+    """
+    batch, tokens, heads = first.shape
+    row = torch.arange(batch * tokens, device=first.device).view(batch, tokens, 1) * heads
+    rows = [*rows, *(row[:, slice(*span)] + table for table, span in zip(tables, spans, strict=True))]
+    found = torch.cat([own.flatten() for own in rows])
+    place = found.new_empty(batch * tokens * heads + 1)  # the last is of entries that fill up
+    return rows, place.scatter(0, found, torch.arange(len(found), device=first.device))[:-1]
 
 
 def _wants_gradients(*states: torch.Tensor) -> bool:
@@ -140,42 +158,18 @@ def _wants_gradients(*states: torch.Tensor) -> bool:
 
 
 def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, causal: Callable) -> Outputs:
-    """Causal attention of the first tokens, `[B, tokens, heads, D]`. These have no distant token."""
+    """Causal attention of the first tokens, `[B, tokens, heads, D]`. Nothing is merged with it."""
     end = query.shape[1]
     return causal(query.transpose(1, 2), key[:, :, :end], value[:, :, :end], scaling)[0].transpose(1, 2), None
 
 
 def _windowed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, scaling: float, windowed: Callable
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scaling: float, windowed: Callable
 ) -> Outputs:
-    """Attention of the last tokens, `[B, tokens, heads, D]`, to windows and sinks, and its log-sum-exp."""
-    query, begin = query.transpose(1, 2), max(key.shape[2] - query.shape[1] - seen.window + 1, 0)
-    out, lse = windowed(query, key[:, :, begin:], value[:, :, begin:], seen.window, scaling)
-    if seen.sinks:
-        near = seen.near[:1, -query.shape[2] :, 0].contiguous()
-        sinks = (
-            states[:, :, : seen.sinks].repeat_interleave(query.shape[1] // key.shape[1], 1) for states in (key, value)
-        )
-        out, lse = _with_sinks(out, lse, query, *sinks, near, scaling)
+    """Attention of the last tokens, `[B, tokens, heads, D]`, to windows, and its log-sum-exp."""
+    begin = max(key.shape[2] - query.shape[1] - window + 1, 0)
+    out, lse = windowed(query.transpose(1, 2), key[:, :, begin:], value[:, :, begin:], window, scaling)
     return out.transpose(1, 2), lse.transpose(1, 2)
-
-
-@compiled
-def _with_sinks(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    near: torch.Tensor,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs `[B, H, T, D]` and log-sum-exp with sinks `[B, H, sinks, D]`, where they are before `near` `[1, T]`."""
-    scores = (query.unsqueeze(3).float() * key.unsqueeze(2).float()).sum(-1) * scaling  # [B, H, T, sinks]
-    scores = scores.masked_fill(torch.arange(key.shape[2], device=key.device) >= near[..., None], -torch.inf)
-    total = torch.cat([lse.unsqueeze(-1), scores], dim=-1).logsumexp(-1)
-    sinks = ((scores - total.unsqueeze(-1)).exp().unsqueeze(-1) * value.unsqueeze(2)).sum(3)
-    return (out * (lse - total).exp().unsqueeze(-1) + sinks).to(out.dtype), total
 
 
 def _equal_groups(heads: tuple[int, ...], shared: int) -> list[tuple[int, ...]]:
@@ -189,34 +183,45 @@ def _equal_groups(heads: tuple[int, ...], shared: int) -> list[tuple[int, ...]]:
 
 
 @compiled
-def _with_distant(
+def _merged(
     place: torch.Tensor,
     rows: list[torch.Tensor],
     outputs: list[torch.Tensor],
     lses: list[torch.Tensor],
-    is_far: torch.Tensor,
-    score: torch.Tensor,
+    first: torch.Tensor,
+    start: torch.Tensor,
     hidden: torch.Tensor,
-    far: torch.Tensor,
+    query: torch.Tensor,
+    sinks: list[torch.Tensor],
+    distant: list[torch.Tensor],
+    scaling: float,
 ) -> torch.Tensor:
-    """Outputs put together, `[B * T, H, D]`, with the share of the distant token where `is_far` `[B, T, H]`.
+    """Outputs put together, `[B, T, H, D]`, with the share of sinks and of the distant token where heads are off.
 
-    `lses` are those of the first parts. `score` `[B, T, H]` and `far` `[H, D]` are the token's scores and values.
+    `lses` are those of the first parts; where heads are on nothing is merged, whatever stands for theirs. `query` are
+    rows of queries, `sinks` their keys and values `[B, H, sinks, D]`, `distant` the score `[B, T, H]` and values
+    `[H, D]` of the distant token; either may be empty.
     """
-    out = _together(place, rows, outputs).view(-1, *far.shape)
-    lse = _together(place, rows[: len(lses)], lses).view(-1, *is_far.shape[1:])
-    # Minus infinity is chosen last, so that no gradient is infinity times zero.
-    excess = torch.where(is_far, score + hidden.clamp_min(1).log() - lse, -torch.inf)
-    share = excess.sigmoid().view(*out.shape[:2], 1)
-    return (out + share * (far - out)).to(out.dtype)
+    out, lse = _together(place, rows, outputs), _together(place, rows[: len(lses)], lses)
+    out, lse = out.view(*first.shape, -1), lse.view(first.shape)
+    others = []  # scores [B, T, H], minus infinity where nothing is merged, and values
+    if sinks:
+        key, value = (states.unsqueeze(1).unbind(3) for states in sinks)
+        query = query.view(out.shape).to(lse.dtype)
+        for number in range(len(key)):
+            score = (query * key[number]).sum(-1) * scaling
+            others.append((score.masked_fill(first <= number, -torch.inf), value[number]))
+    if distant:
+        score = distant[0] + hidden.clamp_min(1).log()
+        others.append((torch.where((first > start) & (hidden > 0), score, -torch.inf), distant[1]))
+    total = functools.reduce(torch.logaddexp, (score.to(lse.dtype) for score, _ in others), lse)
+    merged = out * (lse - total).exp().unsqueeze(-1)
+    for score, own in others:
+        merged = merged + (score - total).exp().unsqueeze(-1) * own
+    return merged.to(out.dtype)
 
 
-def _places(rows: list[torch.Tensor], size: int) -> torch.Tensor:
-    """Where each of `size` rows is in the parts one after the other, given the row of each entry; `size` is none."""
-    rows = torch.cat(rows)
-    return rows.new_empty(size + 1).scatter_(0, rows, torch.arange(len(rows), device=rows.device))[:-1]
-
-
+@compiled
 def _taken(states: torch.Tensor, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Rows of each part; any row where there is none."""
     return [states[own.clamp_max(len(states) - 1)] for own in rows]

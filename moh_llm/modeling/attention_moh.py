@@ -58,7 +58,8 @@ class MoHLlamaAttention(llama.LlamaAttention):
         """
         query, key, own_value, shard = self._project(hidden_states)
         gate = self._route(hidden_states, query, seen, shard)
-        query, key = llama.apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
+        rotate = ALL_ATTENTION_FUNCTIONS.get("moh_rotary", llama.apply_rotary_pos_emb)
+        query, key = rotate(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
         key, value = self._update_cache(past_key_values, key, own_value.transpose(1, 2), gate, seen, kwargs)
         how = {"scaling": self.scaling, "dropout": self.attention_dropout if self.training else 0.0}
         implementation, weights = self.config._attn_implementation, None

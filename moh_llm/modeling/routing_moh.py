@@ -64,10 +64,6 @@ def load_balancing_loss(
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 class MoHLinear(nn.Module):
     """A small linear map; not an `nn.Linear`, so that quantisation, adapters and serving engines leave it as it is."""
 
@@ -77,10 +73,15 @@ class MoHLinear(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.zeros(out_features)) if bias else None)
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[..., in_features]` to `[..., out_features]`, in the dtype of `hidden_states`."""
-        bias = None if self.bias is None else self.bias.to(hidden_states.dtype)
-        return nn.functional.linear(hidden_states, self.weight.to(hidden_states.dtype), bias)
+    def forward(self, hidden_states: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """`[..., in_features]` to `[..., out_features]`, in `dtype` (default: that of `hidden_states`)."""
+        dtype, weight = dtype or hidden_states.dtype, self.weight
+        bias = None if self.bias is None else self.bias.to(dtype)
+        is_half = hidden_states.dtype == weight.dtype != dtype
+        if is_half and hidden_states.is_cuda and torch.version.cuda and not torch.is_grad_enabled():
+            out = torch.mm(hidden_states.flatten(0, -2), weight.t(), out_dtype=dtype)  # as exact, and without copies
+            return (out if bias is None else out + bias).view(*hidden_states.shape[:-1], -1)
+        return nn.functional.linear(hidden_states.to(dtype), weight.to(dtype), bias)
 
 
 class IndexedModule(nn.Module):
@@ -222,8 +223,6 @@ class MoHRouter(IndexedModule):
             rounding does not choose between heads.
         """
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
-            if self.router_type not in ("query_norm", "none"):  # these do not read hidden states
-                hidden_states = _at_least_float32(hidden_states)
             logits = self._routed_logits(hidden_states, query_states, shard)
             if all_on is True:
                 return logits, logits.new_ones(*logits.shape[:-1], self.num_heads)
@@ -252,8 +251,8 @@ class MoHRouter(IndexedModule):
         routed = logits.sigmoid() if self.router_type == "threshold" else logits.softmax(-1)
         if self.router_type != "two_stage":
             return logits.new_ones(*logits.shape[:-1], self.shared_groups), routed
-        shared_stage, routed_stage = self.stage(hidden_states).softmax(-1).split(1, dim=-1)  # Eq. 5 and 6
-        return shared_stage * self.shared(hidden_states).softmax(-1), routed_stage * routed
+        shared_stage, routed_stage = self.stage(hidden_states, logits.dtype).softmax(-1).split(1, -1)  # Eq. 5 and 6
+        return shared_stage * self.shared(hidden_states, logits.dtype).softmax(-1), routed_stage * routed
 
     def select(self, logits: Tensor) -> Tensor:
         """1 where a token has a routed group on, else 0, given the groups' logits `[..., U]`."""
@@ -262,13 +261,13 @@ class MoHRouter(IndexedModule):
         return select_top_k(logits, self.top_k) if self.top_k else torch.zeros_like(logits)
 
     def _routed_logits(self, hidden_states: Tensor, query_states: Tensor, shard: HeadShard | None) -> Tensor:
-        if self.router_type == "none":
-            return _at_least_float32(hidden_states.new_zeros(*hidden_states.shape[:-1], self.routed_groups))
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         if self.router_type != "query_norm":
-            return self.routed(hidden_states) if self.num_routed else hidden_states[..., :0]
+            if self.router_type == "none" or not self.num_routed:
+                return hidden_states.new_zeros(*hidden_states.shape[:-1], self.routed_groups, dtype=dtype)
+            return self.routed(hidden_states, dtype)
         # The norm of a group's queries, side by side.
-        queries = query_states.unflatten(-2, (-1, self.group_size)).flatten(-2)
-        norms = _at_least_float32(queries).norm(dim=-1)
+        norms = query_states.unflatten(-2, (-1, self.group_size)).flatten(-2).to(dtype).norm(dim=-1)
         norms = norms if shard is None else shard.gather(norms)
         norms = norms.index_select(-1, self.index[self.shared_groups : self.shared_groups + self.routed_groups])
         if self.routed_groups < 2:
