@@ -195,8 +195,9 @@ def measure_layer(
     record.cell(f"{cell}, eager", runs, PINNED, more, less)
     record.cell(f"{cell}, graph", graphs_of(runs), PINNED, more, less)
     if operations:
-        dense = {peer: pass_of(DENSE[peer], states, gradients) for peer in BASES}
-        record.cell(f"{cell}, operation", graphs_of(dense | operations), BASES, more)
+        operations = {peer: pass_of(DENSE[peer], states, gradients) for peer in BASES} | operations
+        graphs = graphs_of(operations) if device.type == "cuda" else operations
+        record.cell(f"{cell}, operation", graphs, BASES, more)
 
 
 def keys_of(call: Call) -> float:

@@ -29,10 +29,7 @@ register_checkpoint_conversion_mapping(
 def expert_balancing_loss(
     expert_logits: Sequence[Tensor], config: MoHLlamaConfig, attention_mask: Tensor | None = None
 ) -> Tensor | float:
-    """Mixtral's load-balance loss over all tokens of all layers; 0 without experts.
-
-    `expert_logits` are `[B * T, E]` of each layer; an `attention_mask` that is not `[B, T]` is ignored.
-    """
+    """Mixtral's load-balance loss, given logits `[B * T, E]` of each layer; a mask that is not `[B, T]` is ignored."""
     if not expert_logits:
         return 0.0
     mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
