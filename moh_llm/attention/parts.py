@@ -80,8 +80,7 @@ def attention_of_parts(
         lses += [] if lse is None else [lse.reshape(-1, 1)]
     if lses and (sinks or distant is not None):
         sinks = [states.repeat_interleave(heads // key.shape[1], 1) for states in sinks]
-        score = [] if distant is None else [*distant]
-        return _merged(place, rows, outputs, lses, first, seen.start, seen.hidden, states, sinks, score, scaling)
+        return _merged(place, rows, outputs, lses, first, seen, states, sinks, distant, scaling)
     return _together(place, rows, outputs).view(batch, tokens, heads, size)
 
 
@@ -182,42 +181,75 @@ def _equal_groups(heads: tuple[int, ...], shared: int) -> list[tuple[int, ...]]:
     return [tuple(kind) for kind in kinds.values()]
 
 
-@compiled
 def _merged(
     place: torch.Tensor,
     rows: list[torch.Tensor],
     outputs: list[torch.Tensor],
     lses: list[torch.Tensor],
     first: torch.Tensor,
-    start: torch.Tensor,
-    hidden: torch.Tensor,
+    seen: Seen,
     query: torch.Tensor,
     sinks: list[torch.Tensor],
-    distant: list[torch.Tensor],
+    distant: Distant | None,
     scaling: float,
 ) -> torch.Tensor:
     """Outputs put together, `[B, T, H, D]`, with the share of sinks and of the distant token where heads are off.
 
     `lses` are those of the first parts; where heads are on nothing is merged, whatever stands for theirs. `query` are
-    rows of queries, `sinks` their keys and values `[B, H, sinks, D]`, `distant` the score `[B, T, H]` and values
-    `[H, D]` of the distant token; either may be empty.
+    rows of queries, `sinks` their keys and values `[B, H, sinks, D]`; there may be none.
+
+    Two compiled passes: in one, each thread of a row of outputs would compute the row's weights.
     """
-    out, lse = _together(place, rows, outputs), _together(place, rows[: len(lses)], lses)
-    out, lse = out.view(*first.shape, -1), lse.view(first.shape)
-    others = []  # scores [B, T, H], minus infinity where nothing is merged, and values
-    if sinks:
-        key, value = (states.unsqueeze(1).unbind(3) for states in sinks)
-        query = query.view(out.shape).to(lse.dtype)
-        for number in range(len(key)):
-            score = (query * key[number]).sum(-1) * scaling
-            others.append((score.masked_fill(first <= number, -torch.inf), value[number]))
-    if distant:
-        score = distant[0] + hidden.clamp_min(1).log()
-        others.append((torch.where((first > start) & (hidden > 0), score, -torch.inf), distant[1]))
-    total = functools.reduce(torch.logaddexp, (score.to(lse.dtype) for score, _ in others), lse)
-    merged = out * (lse - total).exp().unsqueeze(-1)
-    for score, own in others:
-        merged = merged + (score - total).exp().unsqueeze(-1) * own
+    values = [value.unsqueeze(1) for value in sinks[1].unbind(2)] if sinks else []
+    far = [] if distant is None else [distant[0], seen.start, seen.hidden]
+    weights = _weights(place, rows[: len(lses)], lses, first, query, sinks[:1], far, scaling)
+    values += [] if distant is None else [distant[1]]
+    return _weighted(place, rows, outputs, weights, values)
+
+
+@compiled
+def _weights(
+    place: torch.Tensor,
+    rows: list[torch.Tensor],
+    lses: list[torch.Tensor],
+    first: torch.Tensor,
+    query: torch.Tensor,
+    sinks: list[torch.Tensor],
+    far: list[torch.Tensor],
+    scaling: float,
+) -> torch.Tensor:
+    """What outputs, sinks and the distant token count, `[B, T, H, all]`.
+
+    `sinks` are their keys `[B, H, sinks, D]`, `far` the distant token's scores `[B, T, H]`, `seen.start` and
+    `seen.hidden`; either may be empty.
+    """
+    scores = [_together(place, rows, lses).view(*first.shape, 1)]
+    for keys in sinks:
+        by_token = query.view(*first.shape, keys.shape[-1]).to(scores[0].dtype)
+        found = torch.stack([(by_token * key.unsqueeze(1)).sum(-1) for key in keys.unbind(2)], dim=-1) * scaling
+        number = torch.arange(keys.shape[2], device=keys.device)
+        scores.append(found.masked_fill(first.unsqueeze(-1) <= number, -torch.inf))
+    if far:
+        score, start, hidden = far
+        score = (score + hidden.clamp_min(1).log()).to(scores[0].dtype)
+        scores.append(torch.where((first > start) & (hidden > 0), score, -torch.inf).unsqueeze(-1))
+    return torch.cat(scores, dim=-1).softmax(-1)
+
+
+@compiled
+def _weighted(
+    place: torch.Tensor,
+    rows: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    weights: torch.Tensor,
+    values: list[torch.Tensor],
+) -> torch.Tensor:
+    """Outputs put together and merged, `[B, T, H, D]`; `values` `[B, 1, H, D]` or `[H, D]` are those of the others."""
+    out = _together(place, rows, outputs)
+    own, *others = weights.unsqueeze(-2).unbind(-1)  # each [B, T, H, 1]
+    merged = out.view(*own.shape[:-1], out.shape[-1]) * own
+    for weight, value in zip(others, values, strict=True):
+        merged = merged + weight * value
     return merged.to(out.dtype)
 
 

@@ -55,14 +55,14 @@ def counter(monkeypatch):
 
 @pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_lengths_share_a_compilation(counter, gradients):
-    """Places, taking apart, the sorted call, merging and going backward once for all; the plan twice at most."""
+    """Places, taking apart, the sorted call, weights, merging, going backward: once for all; the plan: twice."""
     for length in range(200, 2001, 360):
         given = arguments(length, gradients=gradients)
         with torch.set_grad_enabled(gradients):
             out = flex.flex_attention(*given)
         if gradients:
             out.sum().backward()
-        assert counter.frame_count <= (7 if gradients else 6)
+        assert counter.frame_count <= (8 if gradients else 7)
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_compiled_is_the_loop(counter):
         out = flex.flex_attention(*given)
         exact = naive_attention(*(states.double() for states in given[:3]), *given[3:])
         torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
-    assert counter.frame_count <= 10
+    assert counter.frame_count <= 13
 
 
 @pytest.mark.parametrize("gradients", [False, True])

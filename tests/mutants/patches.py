@@ -258,8 +258,8 @@ PATCHES = (
     Patch(
         "the distant token's share forgets how many keys it stands for",
         "moh_llm/attention/parts.py",
-        "score + hidden.clamp_min(1).log() - lse",
-        "score - lse",
+        "(score + hidden.clamp_min(1).log()).to",
+        "score.to",
         (
             "tests/attention/test_plan.py",
             "tests/attention/test_parts.py",
