@@ -16,6 +16,7 @@ one has:
   SDPA is pinned to cuDNN and to FA2, and the faster one counts. "beyond" leaves out the linear projections on both
   sides. "operation" is interval attention alone beside dense attention alone, in CUDA graphs.
 - decode: interval attention of one token per row over a cache.
+- kernels: where the time of a layer goes, by PyTorch's profiler.
 - generate: a token with a static cache, which transformers compiles; "beyond" leaves out prompt and first tokens.
 
 After each row a line of JSON is written, so that a run that is cut off leaves its rows; `--resume` goes on after them.
@@ -35,6 +36,7 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # what is 
 import gpu_backends
 import gpu_layers
 import gpu_operation
+import gpu_profile
 from gpu_rows import FULL, LINE, SMALL, Clock, Lost, Record, Row, Sizes, device_of, key_of, read_rows
 
 MINUTES = 8
@@ -50,7 +52,8 @@ SECTIONS: dict[str, tuple[Section | None, int]] = {
     "sorted": (gpu_backends.sorted_calls, 60),
     "layer": (gpu_layers.layer, 110),
     "decode": (gpu_backends.decode, 35),
-    "generate": (gpu_layers.generate, 55),
+    "kernels": (gpu_profile.kernels, 30),
+    "generate": (gpu_layers.generate, 25),
 }
 # The most that attention of a layer of LLaMA3-8B's shape may take, beyond projections: pass, tokens, plan, limit. Up to
 # 2,048 tokens that is asked of CUDA graphs alone.

@@ -262,6 +262,7 @@ def show(row: Row) -> None:
     ms = f"{row['ms']:.4g}" if "ms" in row else ""
     rest = [f"{row['flops'] / row['ms'] / 1e9:.0f} TFLOP/s"] if "flops" in row and ms else []
     rest += [f"{name} {row[name]:.2g}" for name in ("keys", "error") if name in row]
+    rest += [f"{row['us']} us in {len(row['kernels'])} kernels"] if "us" in row else []
     rest += [str(row[name]) for name in ("backend", "failed") if row.get(name)]
     ratios = words(row.get("ratio")), words(row.get("beyond"))
     print(LINE.format(row["cell"], row["peer"], ms, *ratios, "; ".join(rest)), flush=True)

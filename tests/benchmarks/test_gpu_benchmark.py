@@ -37,7 +37,11 @@ def test_every_section_has_its_rows(tmp_path, section):
             if kind in row:
                 median, least, most = row[kind]
                 assert least <= median <= most
-    if section not in ("facts", "correct"):
+    if section == "kernels":
+        assert all(
+            row["us"] == pytest.approx(sum(us for us, _ in row["kernels"].values()), 0.1) for row in rows.values()
+        )
+    elif section not in ("facts", "correct"):
         assert timed
 
 
