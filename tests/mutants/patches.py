@@ -266,6 +266,13 @@ PATCHES = (
         ),
     ),
     Patch(
+        "a sink in a query's window is merged once more",
+        "moh_llm/attention/parts.py",
+        "first.unsqueeze(-1) <= number",
+        "first.unsqueeze(-1) < number",
+        ("tests/attention/test_parts.py",),
+    ),
+    Patch(
         "an engine's requests see each other's keys",
         "moh_llm/serving/paged.py",
         "start, hidden = starts[of], own",
