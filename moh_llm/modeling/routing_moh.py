@@ -223,6 +223,8 @@ class MoHRouter(IndexedModule):
             rounding does not choose between heads.
         """
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
+            if self.router_type == "two_stage":  # whose three maps share one copy
+                hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
             logits = self._routed_logits(hidden_states, query_states, shard)
             if all_on is True:
                 return logits, logits.new_ones(*logits.shape[:-1], self.num_heads)
