@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from torch.utils._triton import has_triton
 from transformers.models.llama import modeling_llama as llama
 
 from .compiled import DEVICES, compiled
@@ -20,12 +21,18 @@ def rotary_embedding(
     where compiled code rounds a product and a sum only once.
     """
     dtypes = {states.dtype for states in (query, key, cos, sin)}
-    if query.device.type not in DEVICES or query.shape[2] == 1 or len(dtypes) > 1 or query.dtype not in _DTYPES:
+    is_plain = len(dtypes) > 1 or query.dtype not in _DTYPES or query.shape[2] == 1
+    if is_plain or torch.compiler.is_compiling() or query.device.type not in DEVICES or not _can_compile(query.device):
         return llama.apply_rotary_pos_emb(query, key, cos, sin)
     # No views: of a view dynamo looks at what it is a view of.
     by_token = (states.transpose(1, 2).contiguous() for states in (query, key))
     query, key = _rotated(*(torch.ops.aten._unsafe_view(states, states.shape) for states in by_token), cos, sin)
     return query.transpose(1, 2), key.transpose(1, 2)
+
+
+def _can_compile(device: torch.device) -> bool:
+    """Whether Triton is there, and takes this GPU, which may be too old for it."""
+    return device.type != "cuda" or has_triton()
 
 
 @functools.partial(compiled, emulate_precision_casts=True)  # each operation rounds, as it does by itself
