@@ -37,7 +37,7 @@ def found(made_once: Callable[..., Path]) -> dict[str, Any]:
     def make(folder: Path) -> None:
         words = [sys.executable, "-m", "tests.goldens.freeze", str(folder / "found.json")]
         done = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.returncode == 0, done.stderr[-2000:]
 
     return json.loads((made_once("goldens", make) / "found.json").read_text())
 
