@@ -1,7 +1,4 @@
-"""SIGKILL of one of four processes under FSDP2, at random moments and while a checkpoint is written.
-
-`benchmarks/faults.py kill-rank` does so more often, and with torchrun.
-"""
+"""SIGKILL of one of four processes under FSDP2, at random moments and while a checkpoint is written."""
 
 import random
 import time
