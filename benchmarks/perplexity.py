@@ -4,16 +4,17 @@
     python benchmarks/perplexity.py out/moh out/recovery/model --base BASE --text "$CORPORA/*c4/train*" \\
         --held-out-share 0.1 --documents 150 --tokens-per-document 128 --overlap-with mixture.yaml
 
-Each text is read whole, or in the documents that the flags choose, in windows of 512 tokens with
-documents isolated. Figures are ratios to the base on the same windows: perplexity / base
-perplexity, and KL(base || model) in nats per token, each with its 95 % interval over
-documents. Overlap is the share of a text's 13-grams of tokens that the named text holds, too. The paper's layer has the
-first model's mean number of active heads.
+Each text is read whole, or in the documents that the flags choose, in windows of 512 tokens with documents isolated.
+Figures compare with the base on the same windows: perplexity / base perplexity, and KL(base || model) in nats per
+token, each with its 95 % interval over documents, and the share of positions at which both give one token the highest
+probability. Overlap is the share of a text's 13-grams of tokens that the named text holds, too. The paper's layer has
+the first model's mean number of active heads.
 """
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import held_out
 from baselines.routers import by_paper_plan
@@ -24,9 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moh_llm.devices import name_device
 from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json
-from moh_llm.intervals import Interval, interval, kls, perplexity_ratios, show_documents, show_figure
+from moh_llm.intervals import interval, kls, perplexity_ratios, show_documents, show_figure
 from moh_llm.metrics import Comparison, compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
+
+MEANS = "perplexity_ratio", "kl", "top1_agreement"
 
 
 def main() -> int:
@@ -64,16 +67,15 @@ def run(args: argparse.Namespace) -> None:
         print(f"\n{text}: {show_documents(first.documents)}, {first.tokens} tokens{overlap}; ", end="")
         print(f"base perplexity {first.reference_perplexity:.2f}")
         for name, own in found[text].items():
-            show(name, own.perplexity_ratio, own.ratio_interval, own.kl, own.kl_interval)
+            show(name, own.figures())
     print(f"\nmean of {len(texts)} texts")
     means = {}
     for name in candidates:
         own = [each[name] for each in found.values()]
         sums = [each.sums for each in own]
-        ratio, kl = (sum(values) / len(own) for values in zip(*((e.perplexity_ratio, e.kl) for e in own), strict=True))
-        means[name] = {"ratio": ratio, "ratio_interval": interval(sums, perplexity_ratios)}
-        means[name] |= {"kl": kl, "kl_interval": interval(sums, kls)}
-        show(name, *means[name].values())
+        means[name] = {key: sum(getattr(each, key) for each in own) / len(own) for key in MEANS}
+        means[name] |= {"ratio_interval": interval(sums, perplexity_ratios), "kl_interval": interval(sums, kls)}
+        show(name, means[name])
     active = {name: model.config.active_heads_per_layer for name, model in models.items()}
     counts = ", ".join(f"{name} {sum(own) / len(own):g}" for name, own in active.items())
     print(f"active heads: {counts} of {base.config.num_attention_heads}; {computed}, {name_device(device)}")
@@ -88,12 +90,11 @@ def run(args: argparse.Namespace) -> None:
         write_json(args.json, {"compute_dtype": computed, "means": means, "texts": by_text})
 
 
-def show(name: str, ratio: float, ratio_interval: Interval | None, kl: float, kl_interval: Interval | None) -> None:
+def show(name: str, figures: dict[str, Any]) -> None:
     """Print one model's figures."""
-    print(
-        f"{name[-40:]:<40} x {show_figure(ratio, ratio_interval, '.4f')}, KL {show_figure(kl, kl_interval, '.4f')}",
-        flush=True,
-    )
+    ratio = show_figure(figures["perplexity_ratio"], figures["ratio_interval"], ".4f")
+    kl = show_figure(figures["kl"], figures["kl_interval"], ".4f")
+    print(f"{name[-40:]:<40} x {ratio}, KL {kl}, same top-1 {figures['top1_agreement']:.1%}", flush=True)
 
 
 if __name__ == "__main__":
