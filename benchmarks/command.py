@@ -1,19 +1,23 @@
-"""What the commands of this folder have in common: how they end, what they compute in, and how they resume.
+"""What the commands of this folder have in common: how they end, what they compute in, how they load models
+and how they resume.
 
 They end with 0, or with 1 and a line that says what is wrong.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moh_llm.devices import choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
+from moh_llm.evaluation.models import check_model
 from moh_llm.files import sha256, write_json
+from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.reading import read_json
 
 
@@ -46,6 +50,21 @@ def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtyp
 def kind_of_device(device: torch.device) -> str:
     """The device by name, for figures that go on on the same one; all CPUs are one kind, whatever their threads."""
     return "CPU" if device.type == "cpu" else name_device(device)
+
+
+def load_dense(name: str | Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A dense model for inference."""
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+
+
+def load_models(
+    base: str, names: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, MoHLlamaForCausalLM]]:
+    """A base and converted models, by their names, for inference. Raises UserError where one is not there."""
+    for name in (base, *names):
+        check_model(name)
+    models = {name: MoHLlamaForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval() for name in names}
+    return load_dense(base, device, dtype), models
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:

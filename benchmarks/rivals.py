@@ -1,4 +1,4 @@
-"""A conversion beside other ways to choose heads, without training: same text, same budgets, same fallback.
+"""Ways to choose heads, without training: conversions by several plans, and other methods, from the same text.
 
     python benchmarks/rivals.py BASE --calibration mixture.yaml --budgets 7 6 5 --seeds 0 1 2 --output out/rivals \\
         --documents 20 --tokens-per-document 512 --text "$CORPORA"/redpajama_c4/train* "$CORPORA"/dolma/train*
@@ -6,13 +6,17 @@
 The base is calibrated once for each seed, which takes its own part of the calibration text and its own draws. A budget
 is the mean number of active heads. Each method's heads, router and fallbacks are fitted to that text:
 
-- "ours": what `convert.py --context 512` writes; and without fallbacks, with as many heads in each layer, with neither;
+- "ours": what `convert.py --context 512 --fallback value` writes;
 - "fixed heads": the same heads for all tokens, with fallbacks refitted (`--router none`);
 - "random heads": a random choice for each token, with fallbacks and budgets fitted to it;
-- "paper's layer": half of the heads shared, scored by the norm of their queries; and with our fallbacks, with our
-  budgets, with both;
-- "MLP on Top-K labels": the router of Deja Vu and Polar Sparsity (`baselines/routers.py`), and with both;
+- "paper's layer": half of the heads shared, scored by the norm of their queries, without fallbacks, with as many heads
+  in each layer; "paper's router" is the same, to be named with one of the words below;
+- "MLP on Top-K labels": the router of Deja Vu and Polar Sparsity (`baselines/routers.py`), likewise;
 - "oracle": ours, but each token keeps the heads whose fallbacks would change the layer's output most.
+
+Words after a comma change a method: "fallback", "budgets" (uneven ones) or "both", "no fallback", "even budgets" or
+"neither", "important shared" and "none shared" (the choice of shared heads), and "by groups" (key-value groups are
+routed). "oracle, no fallback", say, is the oracle of "ours, no fallback".
 
 Heads is the share that is on; KL(base || model), in nats per token, and perplexity / base perplexity are means over
 texts and seeds, with 95 % intervals over documents; "seeds" is the least and the most KL of a seed, and
@@ -24,8 +28,10 @@ import argparse
 import itertools
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +39,67 @@ import held_out
 import numpy as np
 import torch
 import transformers
-from command import add_compute_dtype, device_and_dtype, kind_of_device, status_of
+from accelerate import init_empty_weights
+from baselines.oracle import by_oracle
+from baselines.routers import RandomRouter, RouterFitter, TopKLabelRouter
+from command import add_compute_dtype, device_and_dtype, kind_of_device, load_dense, status_of
 from local_plans import calibration_part
-from rival_methods import NAMES, fit_methods, label_of, open_candidates, save_fits
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from moh_llm.conversion.base import open_base
+from moh_llm.conversion.budget import plan_layers, routing_tensors
+from moh_llm.conversion.calibrate import calibrate, make_fitter
 from moh_llm.conversion.convert import peak_memory_mib
+from moh_llm.conversion.fit import LayerFitter, LayerSample
 from moh_llm.conversion.layers import LayerwiseModel
+from moh_llm.conversion.local_fit import LocalFitter
+from moh_llm.conversion.plan import PlanOptions, build_config, shared_and_active
 from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_figure
 from moh_llm.metrics import Batch, LogitsOf, compare_to_reference, logits_of
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
+
+ROUTERS = {kind.__name__: kind for kind in (MoHRouter, RandomRouter, TopKLabelRouter)}
+NAMES = (
+    "ours", "ours, no fallback", "ours, even budgets", "ours, neither", "fixed heads", "random heads", "paper's layer",
+    "paper's router, fallback", "paper's router, budgets", "paper's router, both", "MLP on Top-K labels",
+    "MLP on Top-K labels, both", "oracle",
+)  # fmt: skip
+FULL, BARE = {"fallback": "value", "budgets": "uneven"}, {"fallback": "none", "budgets": "even"}
+KINDS: dict[str, dict[str, Any]] = {
+    "ours": FULL,
+    "oracle": FULL,
+    "fixed heads": FULL | {"router": "none"},
+    "random heads": FULL | {"chosen_by": "RandomRouter"},
+    "paper's layer": BARE | {"chosen_by": "MoHRouter"},
+    "paper's router": BARE | {"chosen_by": "MoHRouter"},
+    "MLP on Top-K labels": BARE | {"chosen_by": "TopKLabelRouter", "num_shared_heads": 0},
+}
+WORDS: dict[str, dict[str, Any]] = {
+    "fallback": {"fallback": "value"},
+    "budgets": {"budgets": "uneven"},
+    "both": FULL,
+    "no fallback": {"fallback": "none"},
+    "even budgets": {"budgets": "even"},
+    "neither": BARE,
+    "important shared": {"shared": "importance"},
+    "none shared": {"num_shared_heads": 0},
+    "by groups": {"routing_granularity": "kv_group"},
+}
+
+
+@dataclass(frozen=True)
+class Method(PlanOptions):
+    """A plan, the class of a router that takes the place of the plan's, and of how many heads that one's labels are."""
+
+    chosen_by: str | None = None
+    labels: int | None = None
 
 
 def main() -> int:
@@ -59,7 +111,7 @@ def main() -> int:
     held_out.add_arguments(parser)
     parser.add_argument("--budgets", nargs="+", type=budget_of, default=[7, 6], help="mean active heads, such as 4.5")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the calibration")
-    parser.add_argument("--methods", nargs="+", default=list(NAMES), choices=NAMES, metavar="NAME", help="not all")
+    parser.add_argument("--methods", nargs="+", default=list(NAMES), metavar="NAME", help="see above; default: most")
     parser.add_argument("--by-text", action="store_true", help="print a table of each text, too")
     add_compute_dtype(parser, "float32", "since methods may differ by less than bfloat16 rounds")
     parser.add_argument("--output", type=Path, required=True, help="folder of what was fitted, and of figures.json")
@@ -73,9 +125,34 @@ def budget_of(word: str) -> int | float:
     return int(number) if number.is_integer() else number
 
 
+def method_of(name: str, budget: float, heads: int) -> Method:
+    """The method of a name at a mean of `budget` of `heads` heads.
+
+    Raises:
+        UserError: the name is not known, or a method that has as many heads on in all layers, or learns to choose a
+            number of them, gets a fraction.
+    """
+    kind, *words = name.split(", ")
+    if kind not in KINDS or not {*words} <= {*WORDS}:
+        raise UserError(f"--methods {name!r}: one of {', '.join(KINDS)}, and after commas any of {', '.join(WORDS)}")
+    fields: dict[str, Any] = dict(KINDS[kind])
+    if fields.get("chosen_by") == "MoHRouter":
+        fields["num_shared_heads"] = min(int(budget), heads // 2)
+    for word in words:
+        fields |= WORDS[word]
+    if isinstance(budget, int):
+        labels = budget if fields.get("chosen_by") == "TopKLabelRouter" else None
+        return Method(num_active_heads=budget, labels=labels, **fields)
+    if fields["budgets"] == "even" or fields.get("chosen_by") == "TopKLabelRouter":
+        raise UserError(f"{name}/{budget}: this method needs a whole number of heads; leave it out with --methods")
+    return Method(active_ratio=budget / heads, **fields)
+
+
 def run(args: argparse.Namespace) -> None:
     device, dtype, computed = device_and_dtype(args)
     base = open_base(args.base)
+    for name, budget in itertools.product(args.methods, args.budgets):
+        method_of(name, budget, base.config.num_attention_heads)
     tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
     length = min(held_out.WINDOW, base.config.max_position_embeddings)
     texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
@@ -93,7 +170,7 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"{path} holds figures of other models, text or methods; name another folder")
     write_json(path, found)  # what is fitted is of these settings, too
     mixture = mixture_from_arguments(args.calibration)
-    dense = AutoModelForCausalLM.from_pretrained(base.folder, dtype=dtype).to(device).eval()
+    dense = load_dense(base.folder, device, dtype)
     for seed in args.seeds:
         batches = calibration_part(mixture, tokenizer, args.calibration_tokens, length, seed)
         text = held_out.hash_batches(batches)
@@ -122,6 +199,114 @@ def run(args: argparse.Namespace) -> None:
         print_table(found, args.seeds, base.config.num_attention_heads, own)
     print(f"{computed}, {asked['device']}, torch {torch.__version__}, transformers {transformers.__version__}", end="")
     print(f"; seconds {found['seconds']}; peak memory {peak_memory_mib()} MiB")
+
+
+def fit_methods(
+    dense: LayerwiseModel,
+    batches: Sequence[Batch],
+    names: Sequence[str],
+    budgets: Sequence[float],
+    scratch: Path,
+    seed: int,
+) -> dict[str, dict[str, Any]]:
+    """Config, router's class and tensors of each method at each budget, by label; `scratch` holds hidden states."""
+    fitted = dict.fromkeys(fitted_name(name) for name in names)
+    methods = {
+        label_of(name, budget): method_of(name, budget, dense.config.num_attention_heads)
+        for budget in budgets
+        for name in fitted
+    }
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        layers = calibrate(dense, batches, [*methods.values()], Path(folder), seed, make=Fitters(dense))
+    found = {}
+    for (label, method), own in zip(methods.items(), layers, strict=True):
+        config, fits = plan_layers(method, dense.config, own)
+        if method.chosen_by:
+            config.router_type = "query_norm"  # the router of the modelling code that has no weights
+        found[label] = {"config": config.to_dict(), "router": method.chosen_by, "tensors": routing_tensors(fits)}
+    return found
+
+
+class Fitters:
+    """What fits a layer by each method, for `calibrate`, which comes to the layers last to first."""
+
+    def __init__(self, dense: LayerwiseModel):
+        self.dense, self.number, self.sample = dense, len(dense), None
+        self.queries = torch.empty(0)  # of the sample before rotary embedding, `[N, H, D]`
+        self.trained: dict[int | None, TopKLabelRouter] = {}  # of the sample, by the number of heads of its labels
+
+    def __call__(self, method: PlanOptions, base: PreTrainedConfig, sample: LayerSample) -> LayerFitter | LocalFitter:
+        assert isinstance(method, Method)
+        if sample is not self.sample:
+            self.number, self.sample, self.trained = self.number - 1, sample, {}
+            attention = self.dense.layer(self.number).layers[0].self_attn
+            queries = attention.q_proj(sample.inputs.to(self.dense.dtype)).unflatten(-1, (-1, attention.head_dim))
+            self.queries = getattr(attention, "q_norm", torch.nn.Identity())(queries).float()
+        if method.chosen_by is None:
+            return make_fitter(method, base, sample)
+        shared, layers = shared_and_active(method, base)[0], base.num_hidden_layers
+        config = build_config(base, method, [list(range(shared))] * layers, [max(1, shared)] * layers)
+        config.router_type = "query_norm"
+        router = ROUTERS[method.chosen_by](config, self.number).to(sample.inputs.device)
+        if isinstance(router, TopKLabelRouter):
+            if method.labels not in self.trained:
+                router.train_on(sample, method.labels)
+            router = self.trained.setdefault(method.labels, router)
+        return RouterFitter(sample, router, self.queries, method.head_fallback == "value")
+
+
+def save_fits(fits: dict[str, dict[str, Any]], path: Path) -> None:
+    """Write them in one step, as safetensors; methods that share a fit each have it."""
+    tensors = {
+        f"{label}:{name}": tensor.clone() for label, fit in fits.items() for name, tensor in fit["tensors"].items()
+    }
+    methods = {label: {"config": fit["config"], "router": fit["router"]} for label, fit in fits.items()}
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary, metadata={"methods": json.dumps(methods)})
+    temporary.replace(path)
+
+
+def read_fits(path: Path) -> dict[str, dict[str, Any]]:
+    """What `save_fits` has written."""
+    with safe_open(path, framework="pt") as file:
+        fits = {label: fit | {"tensors": {}} for label, fit in json.loads(file.metadata()["methods"]).items()}
+        for key in file.keys():  # noqa: SIM118 (not a dict)
+            label, name = key.split(":", 1)
+            fits[label]["tensors"][name] = file.get_tensor(key)
+    return fits
+
+
+def open_candidates(dense: PreTrainedModel, path: Path, names: Sequence[str]) -> dict[str, LogitsOf]:
+    """The models by label; all share the weights of `dense`."""
+    candidates = {}
+    for label, stored in read_fits(path).items():
+        name, budget = label.split("/")
+        config = MoHLlamaConfig(**{key: value for key, value in stored["config"].items() if key != "model_type"})
+        with init_empty_weights(include_buffers=False):
+            model = MoHLlamaForCausalLM(config)
+            for layer_number, layer in enumerate(model.model.layers if stored["router"] else ()):
+                layer.self_attn.router = ROUTERS[stored["router"]](config, layer_number)
+        # As convert.py writes them; other methods' routers compute in float32.
+        routing = {
+            key: tensor if stored["router"] and ".router." in key else tensor.to(dense.dtype)
+            for key, tensor in stored["tensors"].items()
+        }
+        model.load_state_dict(dense.state_dict() | routing, assign=True)
+        model.to(dense.device).eval()
+        for wanted in names:
+            if fitted_name(wanted) == name:
+                candidates[label_of(wanted, budget)] = by_oracle(model) if wanted != name else logits_of(model)
+    return candidates
+
+
+def label_of(name: str, budget: float | str) -> str:
+    """The key of a method at a budget."""
+    return f"{name}/{budget}"
+
+
+def fitted_name(name: str) -> str:
+    """The method whose heads, router and fallbacks a method has: an oracle those of ours."""
+    return name.replace("oracle", "ours", 1)
 
 
 def compare(
@@ -159,10 +344,11 @@ def print_table(found: dict[str, Any], seeds: Sequence[int], heads: int, texts: 
     """A row for each method and budget, over these texts, in Markdown."""
     of_seeds = [found["seeds"][str(seed)] for seed in seeds]
     labels = list(of_seeds[0][texts[0]][0]["sums"])
+    names = found["asked"]["methods"]
     one = [sums_of(of_seeds[0][text], labels[0]) for text in texts]
     print(f"{', '.join(texts)}: {sum(map(len, one))} documents, {int(sum(sums[:, 0].sum() for sums in one))} tokens")
     print("| heads | method | KL | x base | seeds | less ours |\n|---|---|---|---|---|---|")
-    order = sorted(labels, key=lambda label: (-float(label.split("/")[1]), NAMES.index(label.split("/")[0])))
+    order = sorted(labels, key=lambda label: (-float(label.split("/")[1]), names.index(label.split("/")[0])))
 
     def sums_by_seed(label: str) -> list[list[np.ndarray]]:
         return [[sums_of(seed[text], label) for text in texts] for seed in of_seeds]

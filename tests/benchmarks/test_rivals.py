@@ -19,7 +19,6 @@ from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.routing_moh import select_top_k
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import rival_methods
 import rivals
 from baselines.routers import RandomRouter, RouterFitter, TopKLabelRouter, routed_as
 from local_plans import calibration_part
@@ -53,7 +52,8 @@ def command(base, river, tmp_path, monkeypatch, capsys):
         status = rivals.main()
         printed = capsys.readouterr()
         rows = re.findall(r"^\| 0\.667 \| ([^|]+) \| ([\d.]+) \(.*?\| ([\d.]+) \(", printed.out, re.MULTILINE)
-        record = json.loads((tmp_path / output / "figures.json").read_text())
+        path = tmp_path / output / "figures.json"
+        record = json.loads(path.read_text()) if path.exists() else {}
         return status, {name: (float(kl), float(x)) for name, kl, x in rows}, record, printed.out + printed.err
 
     return run
@@ -64,7 +64,7 @@ def test_every_method_has_a_row_and_ours_is_the_converters(
     command, one_thread, base, river, convert, read_tensors, tmp_path
 ):
     status, rows, record, said = command("out", "--seeds", "0", "1")
-    assert status == 0 and list(rows) == list(rival_methods.NAMES)
+    assert status == 0 and list(rows) == list(rivals.NAMES)
     kl = {name: row[0] for name, row in rows.items()}
     assert kl["oracle"] < kl["ours"] < kl["ours, no fallback"] and len({*kl.values()}) > 10
     less = dict(re.findall(r"^\| 0\.667 \| ([^|]+) \| .*\| (-?[\d.]+) \([^|]*\) \|$", said, re.MULTILINE))
@@ -76,11 +76,11 @@ def test_every_method_has_a_row_and_ours_is_the_converters(
     # With the converter's own text, seed 0 is the converter's model.
     assert convert(base, tmp_path / "moh", "--num-active-heads", str(BUDGET), "--verify", "none") == 0
     written = read_tensors(tmp_path / "moh")
-    fitted = rival_methods.read_fits(tmp_path / "out" / "fits-0.safetensors")[f"ours/{BUDGET}"]["tensors"]
+    fitted = rivals.read_fits(tmp_path / "out" / "fits-0.safetensors")[f"ours/{BUDGET}"]["tensors"]
     assert fitted and all(written[name].equal(tensor) for name, tensor in fitted.items())
     model = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh", dtype=torch.bfloat16).eval()
     dense = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval()
-    (logits,) = rival_methods.open_candidates(dense, tmp_path / "out" / "fits-0.safetensors", ["ours"]).values()
+    (logits,) = rivals.open_candidates(dense, tmp_path / "out" / "fits-0.safetensors", ["ours"]).values()
     batch = {"input_ids": torch.randint(200, (2, 30)), "position_ids": torch.arange(30).expand(2, -1)}
     with torch.no_grad():
         assert logits(batch).equal(logits_of(model)(batch))
@@ -94,9 +94,7 @@ def test_differences_are_of_the_same_documents():
 def test_the_papers_layer_is_that_of_its_preset(command, base, tmp_path):
     assert command("out", "--methods", "paper's layer")[0] == 0
     dense = AutoModelForCausalLM.from_pretrained(base).eval()
-    (logits,) = rival_methods.open_candidates(
-        dense, tmp_path / "out" / "fits-0.safetensors", ["paper's layer"]
-    ).values()
+    (logits,) = rivals.open_candidates(dense, tmp_path / "out" / "fits-0.safetensors", ["paper's layer"]).values()
     plan = PlanOptions(preset="paper", num_active_heads=BUDGET, num_shared_heads=3)
     model = MoHLlamaForCausalLM(build_config(dense.config, plan, [[0, 1, 2]] * 2, [BUDGET] * 2)).eval()
     model.load_state_dict(dense.state_dict())
@@ -113,8 +111,23 @@ def test_a_budget_may_be_a_fraction_of_a_head(command, tmp_path):
     (text,) = record["seeds"]["0"]
     assert said.count(f"{text}: 6 documents") == 2  # over all texts, and of the only one
     assert len(re.findall(r"^\| 0\.750 \| (?:ours|fixed heads) \|", said, re.MULTILINE)) == 4
-    for fitted in rival_methods.read_fits(tmp_path / "out" / "fits-0.safetensors").values():
+    for fitted in rivals.read_fits(tmp_path / "out" / "fits-0.safetensors").values():
         assert sum(fitted["config"]["num_active_heads"]) == 9  # of two layers
+
+
+def test_words_change_a_plan_and_its_oracle_alike(command, tmp_path):
+    names = ["ours", "oracle, even budgets", "ours, important shared, neither"]
+    status, rows, _, _ = command("out", "--methods", *names)
+    assert status == 0 and list(rows) == names and len({*rows.values()}) == len(names)
+    fits = rivals.read_fits(tmp_path / "out" / "fits-0.safetensors")
+    assert list(fits) == [f"{name}/{BUDGET}" for name in ("ours", "ours, even budgets", names[2])]
+    even, bare = (fits[f"{name}/{BUDGET}"]["config"] for name in ("ours, even budgets", names[2]))
+    assert (even["head_fallback"], bare["head_fallback"]) == ("value", "none")
+    assert even["num_active_heads"] == bare["num_active_heads"] == BUDGET
+    groups = rivals.method_of("ours, none shared, by groups", 3, 6)
+    assert (groups.routing_granularity, groups.num_shared_heads) == ("kv_group", 0)
+    status, _, _, said = command("other", "--methods", "ours, by heads")
+    assert status == 1 and "error: --methods 'ours, by heads': one of ours, oracle, " in said
 
 
 @pytest.mark.parametrize("method", ["paper's layer", "MLP on Top-K labels, both"])
