@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from command import add_compute_dtype, device_and_dtype, status_of
+from command import add_compute_dtype, device_and_dtype, load_models, status_of
 from held_out import BATCH, WINDOW
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
@@ -36,7 +36,6 @@ from moh_llm.evaluation.report import as_value
 from moh_llm.files import write_json
 from moh_llm.intervals import interval, kls, perplexity_ratios
 from moh_llm.metrics import compare_to_reference, logits_of
-from moh_llm.modeling import MoHLlamaForCausalLM
 
 NUMBERS = (5, 6, 8, 10, 20, 64)  # of documents
 FIGURES = {"ratio": perplexity_ratios, "KL": kls}
@@ -69,8 +68,7 @@ def cover_documents(args: argparse.Namespace) -> None:
     """Print the table of documents."""
     device, dtype, computed = device_and_dtype(args)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
-    base = AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).to(device).eval()
-    models = {name: MoHLlamaForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval() for name in args.models}
+    base, models = load_models(args.base, args.models, device, dtype)
     length = min(WINDOW, base.config.max_position_embeddings)
     populations: dict[tuple[str, str], np.ndarray] = {}
     for text in args.text:

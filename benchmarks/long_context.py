@@ -23,15 +23,14 @@ from typing import Any
 import held_out
 import numpy as np
 import torch
-from command import add_compute_dtype, device_and_dtype, kind_of_device, status_of
+from command import add_compute_dtype, device_and_dtype, kind_of_device, load_models, status_of
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from moh_llm.analysis.retrieval import TASKS, make_prompt, score
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
 from moh_llm.errors import UserError
-from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json
 from moh_llm.flops import forward_flops
 from moh_llm.intervals import show_figure
@@ -63,8 +62,8 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> None:
     device, dtype, computed = device_and_dtype(args)
-    for name in (args.base, args.model, *args.also):
-        check_model(name)
+    names = [args.model, *args.also]
+    base, models = load_models(args.base, names, device, dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     documents = long_documents(args.text, tokenizer, args.context, args.documents)
     if args.overlap_with:
@@ -72,9 +71,6 @@ def run(args: argparse.Namespace) -> None:
         ids = torch.stack([ids for _, ids in documents])
         one = {"input_ids": ids, "documents": torch.arange(len(ids))[:, None].expand_as(ids)}
         print(f"of the documents' 13-grams that text holds {held_out.overlap([one], read).share:.2%}")
-    names = [args.model, *args.also]
-    base = AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).to(device).eval()
-    models = {name: MoHLlamaForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval() for name in names}
     room = args.context - 100 * len(args.distances)  # the questions come last
     distances = [distance for distance in args.distances if distance <= room]
     asked = {

@@ -18,16 +18,14 @@ from typing import Any
 
 import held_out
 from baselines.routers import by_paper_plan
-from command import add_compute_dtype, device_and_dtype, status_of
+from command import add_compute_dtype, device_and_dtype, load_models, status_of
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from moh_llm.devices import name_device
-from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_documents, show_figure
 from moh_llm.metrics import Comparison, compare_to_reference, logits_of
-from moh_llm.modeling import MoHLlamaForCausalLM
 
 MEANS = "perplexity_ratio", "kl", "top1_agreement"
 
@@ -47,11 +45,8 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> None:
     device, dtype, computed = device_and_dtype(args)
-    for name in (args.base, *args.models):
-        check_model(name)
+    base, models = load_models(args.base, args.models, device, dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
-    base = AutoModelForCausalLM.from_pretrained(args.base, dtype=dtype).to(device).eval()
-    models = {name: MoHLlamaForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval() for name in args.models}
     length = min(held_out.WINDOW, base.config.max_position_embeddings)
     texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
     read = held_out.ngrams_of(args.overlap_with, tokenizer, args.overlap_tokens) if args.overlap_with else None

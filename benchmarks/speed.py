@@ -17,18 +17,16 @@ import argparse
 import copy
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from command import add_compute_dtype, device_and_dtype, status_of
+from command import add_compute_dtype, device_and_dtype, load_models, status_of
 from long_context import HEADLINE, ROWS, hidden_and_gates, keys_read
 from tqdm import tqdm
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     AutoTokenizer,
     Cache,
     DynamicCache,
@@ -48,7 +46,6 @@ from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
 from moh_llm.devices import name_device
 from moh_llm.errors import UserError
-from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json
 from moh_llm.metrics import compare_predictions
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
@@ -89,8 +86,7 @@ def run(args: argparse.Namespace) -> None:
     machine = name_device(device)
     AttentionInterface.register(GROUPED, grouped_attention)
     AttentionMaskInterface.register(GROUPED, sdpa_mask)
-    models = layer_models(args.layer) if args.layer else real_models(args.base, args.models)
-    models = {name: model.to(device, dtype).eval() for name, model in models.items()}
+    models = (layer_models if args.layer else real_models)(args, device, dtype)
     size = models["base"].config.head_dim
     backends = {
         name: choose_for(device, dtype, size, length=length).name for name, length in (("prefill", 256), ("decode", 1))
@@ -112,20 +108,18 @@ def run(args: argparse.Namespace) -> None:
                     write_json(args.json, found)
 
 
-def real_models(base: str, names: Sequence[str]) -> dict[str, PreTrainedModel]:
+def real_models(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
     """The base, and converted models by the names of their folders. Raises UserError where two have one name."""
-    labels = ["base", *(Path(name).name for name in names)]
+    labels = ["base", *(Path(name).name for name in args.models)]
     if len({*labels}) < len(labels):
         raise UserError(f"rows are named after folders, and two are called the same: {', '.join(labels)}; rename one")
-    for name in (base, *names):
-        check_model(name)
-    converted = {Path(name).name: MoHLlamaForCausalLM.from_pretrained(name) for name in names}
-    return {"base": AutoModelForCausalLM.from_pretrained(base), **converted}
+    dense, converted = load_models(args.base, args.models, device, dtype)
+    return dict(zip(labels, [dense, *converted.values()], strict=True))
 
 
-def layer_models(name: str) -> dict[str, PreTrainedModel]:
+def layer_models(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
     """The dense layer, and the layer with half of the heads: always on, by groups or by heads, and routed likewise."""
-    heads, groups, size, width, inner = LAYERS[name]
+    heads, groups, size, width, inner = LAYERS[args.layer]
     shape = {
         **{"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": size, "hidden_size": width},
         **{"intermediate_size": inner, "num_hidden_layers": 1, "vocab_size": 1024, "max_position_embeddings": 1 << 17},
@@ -143,7 +137,7 @@ def layer_models(name: str) -> dict[str, PreTrainedModel]:
     found: dict[str, PreTrainedModel] = {"base": LlamaForCausalLM(LlamaConfig(**shape))}
     for plan, fields in plans.items():
         found[plan] = MoHLlamaForCausalLM(MoHLlamaConfig(**shape, **fields, head_fallback="local"))
-    return found
+    return {name: model.to(device, dtype).eval() for name, model in found.items()}
 
 
 def tokens(args: argparse.Namespace, length: int, batch: int) -> torch.Tensor:
