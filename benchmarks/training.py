@@ -1,7 +1,7 @@
 """What training costs, as ratios to peers in the same run, on a CPU or, where there is one, on an accelerator.
 
     python benchmarks/training.py --rounds 5                  # a model of SmolLM2-135M's shape, random weights
-    python benchmarks/training.py --size tiny --processes     # and one process against two (CPU: one thread each)
+    python benchmarks/training.py --only step --fallback local --length 4096 --blocks 1
 
 - step: a step of cross-entropy of the MoH model (value fallbacks, three quarters of the heads by a linear router; or
   local ones, half of them by a threshold; in both all heads are computed and masked; or local ones and the same five
@@ -9,7 +9,6 @@
   the same loop, each in its own process. The dense model's attention is one call of SDPA, as in transformers.
 - loop: a step of our loop against one of `transformers.Trainer`, both on the dense LLaMA with the same batch, dtype,
   optimiser and clipping; at most 1.05 is asked.
-- processes: tokens/s of two processes (DDP) against one.
 
 Peers take turns within a round, and figures are medians over rounds.
 """
@@ -17,9 +16,7 @@ Peers take turns within a round, and figures are medians over rounds.
 import argparse
 import json
 import multiprocessing
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -43,11 +40,10 @@ from moh_llm.training.parallel import make_accelerator, seed_step
 from moh_llm.training.precision import decide_precision
 from moh_llm.training.step import TrainingStep, accumulate_gradients
 
-SIZES = {
-    "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
-    "tiny": {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 8192},
+SHAPE = {  # SmolLM2-135M's
+    **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
+    **{"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
 }
-HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
 FALLBACKS = {
     "value": {"num_shared_heads": 1, "num_active_heads": 7, "router_type": "linear", "head_fallback": "value"},
     "local": {"num_shared_heads": 1, "num_active_heads": 5, "router_type": "threshold", "head_fallback": "local"},
@@ -59,41 +55,32 @@ Step = Callable[[], None]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="smollm2")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each peer")
     parser.add_argument("--length", type=int, default=512, help="tokens of a block")
     parser.add_argument("--blocks", type=int, default=2, help="blocks of a step, in one pass")
     parser.add_argument("--fallback", choices=FALLBACKS, default="value")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="in --only step")
     parser.add_argument("--mixed-precision", choices=["auto", "no", "bf16"], default="auto", help="as in recipes")
-    parser.add_argument("--processes", action="store_true", help="also one process against two")
     parser.add_argument("--only", nargs="+", choices=["step", "loop"], help="not both")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)  # a process of --processes
     args = parser.parse_args()
     wanted = args.only or ["step", "loop"]
-    if args.gradient_checkpointing and (args.processes or "loop" in wanted):
-        parser.error("--gradient-checkpointing goes with --only step, without --processes")
-    device = name_device(choose_device())
+    if args.gradient_checkpointing and "loop" in wanted:
+        parser.error("--gradient-checkpointing goes with --only step")
+    device = choose_device()
     with tempfile.TemporaryDirectory() as scratch:
         config = decide_precision(recipe(args, Path(scratch)))
         args.mixed_precision = config.mixed_precision
-        if not args.probe:
-            print(f"{args.size}, {args.blocks} x {args.length} tokens a step", end=", ")
-            print(f"mixed precision {args.mixed_precision}, {device}")
-        figures: dict[str, Any] = {"device": device, "mixed_precision": args.mixed_precision}
         dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
-        size = SIZES[args.size]["hidden_size"] // HEADS["num_attention_heads"]
-        figures["attention_backend"] = choose_for(choose_device(), dtype, size).name
-        if args.probe:
-            probe_rate(config, args)
-            return 0
+        backend = choose_for(device, dtype, SHAPE["hidden_size"] // SHAPE["num_attention_heads"]).name
+        print(f"{args.blocks} x {args.length} tokens a step, mixed precision {args.mixed_precision}", end=", ")
+        print(f"{name_device(device)}, attention by {backend}")
+        figures: dict[str, Any] = {"device": name_device(device), "mixed_precision": args.mixed_precision}
+        figures["attention_backend"] = backend
         if "step" in wanted:
             figures["step"] = against_dense(config, args)
         if "loop" in wanted:
             figures["loop"] = against_trainer(config, args, scratch)
-    if args.processes:
-        figures["processes"] = processes(args)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
@@ -106,7 +93,7 @@ def recipe(args: argparse.Namespace, scratch: Path) -> TrainConfig:
         output_dir=str(scratch / "run"),
         max_steps=100,
         mixed_precision=args.mixed_precision,
-        data=DataConfig(sequence_length=args.length, batch_size=args.blocks * world(), micro_batch_size=args.blocks),
+        data=DataConfig(sequence_length=args.length, batch_size=args.blocks, micro_batch_size=args.blocks),
         objective=ObjectiveConfig(kind="cross_entropy"),
         optimizer=OptimizerConfig(),
         report_to=(),
@@ -114,12 +101,12 @@ def recipe(args: argparse.Namespace, scratch: Path) -> TrainConfig:
 
 
 def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
-    """A random model of the size: MoH with the plan of `FALLBACKS`, or its dense twin, which has no router."""
+    """A random model: MoH with the plan of `FALLBACKS`, or its dense twin, which has no router."""
     torch.manual_seed(0)
     heads = {"num_shared_heads": 9, "num_active_heads": 9} if dense else FALLBACKS[args.fallback]
     start = PlanOptions(context=args.length, fallback="local").start  # that of a default conversion
     more = {"max_position_embeddings": max(2048, args.length), "local_start": start}
-    model = MoHLlamaForCausalLM(MoHLlamaConfig(**SIZES[args.size], **HEADS, **heads, **more))
+    model = MoHLlamaForCausalLM(MoHLlamaConfig(**SHAPE, **heads, **more))
     if args.gradient_checkpointing:
         networks.recompute(model)
     return model
@@ -128,7 +115,7 @@ def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
 def batch_of(args: argparse.Namespace) -> dict[str, torch.Tensor]:
     """One process's blocks of a step: random tokens, one document a block."""
     draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, SIZES[args.size]["vocab_size"], (args.blocks, args.length), generator=draw)
+    ids = torch.randint(0, SHAPE["vocab_size"], (args.blocks, args.length), generator=draw)
     positions = torch.arange(args.length).expand(args.blocks, -1)
     return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
 
@@ -159,7 +146,7 @@ def dense_step(config: TrainConfig, args: argparse.Namespace) -> Step:
 def against_trainer(config: TrainConfig, args: argparse.Namespace, scratch: str) -> dict[str, float]:
     """Our step and `transformers.Trainer`'s in turn: its own loop runs, and ours steps in between."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES[args.size], **HEADS, max_position_embeddings=max(2048, args.length)))
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=max(2048, args.length)))
     ours, seconds = dense_step(config, args), {"our loop": [], "Trainer": []}
     ours()
 
@@ -235,40 +222,6 @@ def summary(seconds: dict[str, list[float]], args: argparse.Namespace) -> dict[s
         flush=True,
     )
     return {first: statistics.median(mine), second: statistics.median(theirs), "ratio": ratio, "ratios": ratios}
-
-
-def processes(args: argparse.Namespace) -> dict[str, float]:
-    """Tokens/s of one and of two processes, each with one thread or one GPU and the same blocks per process."""
-    if torch.accelerator.device_count() == 1:
-        print("processes: this machine has one accelerator, two are needed")
-        return {}
-    rates = {}
-    for world in (1, 2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-        command += [__file__, "--probe", "--size", args.size, "--rounds", str(args.rounds)]
-        command += ["--length", str(args.length), "--blocks", str(args.blocks)]
-        command += ["--mixed-precision", args.mixed_precision, "--fallback", args.fallback]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        if not torch.accelerator.is_available():
-            environment["ACCELERATE_USE_CPU"] = "true"
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-        rates[world] = float(done.stdout.split()[-1])
-    print(f"1 process: {rates[1]:.0f} tokens/s, 2: {rates[2]:.0f}, ratio {rates[2] / rates[1]:.3f}", flush=True)
-    return {"1": rates[1], "2": rates[2], "ratio": rates[2] / rates[1]}
-
-
-def probe_rate(config: TrainConfig, args: argparse.Namespace) -> None:
-    """Print tokens/s of all processes; only the first one speaks."""
-    step = our_step(config, args, moh_model(args, dense=False))
-    step()
-    seconds = statistics.median(timed(step) for _ in range(args.rounds))
-    if os.environ.get("RANK", "0") == "0":
-        print(world() * args.blocks * args.length / seconds)
-
-
-def world() -> int:
-    """Processes of this start."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def timed(run: Callable[..., Any], *arguments: Any) -> float:
