@@ -4,10 +4,10 @@
 
 With one seed all methods read the same sequences in the same order, with one schedule (linear warm-up over 5 % of the
 steps, cosine to 10 %) and the same optimizer. They are compared at equal tokens, and at equal FLOPs: methods that need
-fewer per token than the dense model then read more tokens, in a run of their own with its own schedule. FLOPs and
-sizes are those of `benchmarks/scratch_methods.py`: what a method needs by its paper, not what is computed here, so that
-seconds say nothing about what it could save. `--methods all` adds ablations of MoH; `--list` prints methods, their
-parameters and FLOPs, and stops. With `--save` models are kept, for `convert.py`:
+fewer per token than the dense model then read more tokens, in a run of their own with its own schedule. FLOPs are what
+a method needs by its paper, not what is computed here, so that seconds say nothing about what it could save.
+`--methods all` adds ablations of MoH; `--list` prints methods, their parameters and FLOPs, and stops. With `--save`
+models are kept, for `convert.py`:
 
     python benchmarks/scratch.py TEXT... --output out/scratch --methods mixtral --equal tokens --seeds 1 --save
     python convert.py out/scratch/models/mixtral-seed-0-488-steps --output out/moh-mixtral --calibration TEXT...
@@ -17,13 +17,39 @@ or to another `--reference`, are by bootstrap over documents and seeds; with few
 OUTPUT/scratch.json has every run; the same command goes on after an interruption, and with more seeds or methods it
 trains those that are missing. Without `--tokenizer` a byte-level BPE tokenizer is trained on the corpora, without what
 is held out, in OUTPUT/tokenizer.
+
+FLOPs are those of a forward pass with the least that each method needs by its paper (`moh_llm.flops`): keys and values
+of all heads, queries, scores and outputs of the heads or experts that are selected. A backward pass is taken as twice
+that for all. With quantized scores MoH's straight-through gradient reads outputs of heads that are off, too, which is
+not counted.
+
+How large each method is made:
+
+- MoH: the dense model's weights and the routers. Its paper says no number of shared heads for language models, but
+  advises more than 40 % of the active ones; here it is the least such number.
+- MoA: 2H - 1 experts of the dense model's head size, which is chosen here: with one head of keys and values these are
+  the dense attention's parameters. The router's are taken from the feed-forward network.
+- SwitchHead, as in its paper: heads times experts are the dense model's heads; heads are as large as fits into the
+  dense attention's parameters, and the feed-forward network takes the rest.
+- GQE, as in its paper: two query heads per group, of which one is selected; the output projection has fewer parameters
+  than that of grouped-query attention, `dense-gqa`, which the paper compares with.
+- Mixtral: grouped queries, and per token as many FLOPs of the feed-forward network as the dense model. It is here to be
+  converted (`scratch.py --save`), not to be compared.
+- MoH with learned shared heads (`-learned-N`): `moh_llm.training.shared_heads`, over the first half of the steps;
+  `-first-N` is the same but for the shared heads, which are the first. Both route in one stage.
+- `moh-100`: MoH with all heads on, so that its difference to the dense model is due to the weights of its gates.
+- Static: the heads that are off do not exist, keys and values included, so that it has fewer parameters.
+- `-averaged`: outputs of heads are averaged, not summed, as MoH's weights do at first; no head is off, and none routed.
 """
 
 import argparse
 import itertools
+import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +58,25 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from command import keep_settings
+from baselines.gqe import GQEAttention
+from baselines.layers import BaselineAttention, BaselineForCausalLM
+from baselines.moa import MoAAttention
+from baselines.static import StaticAttention
+from baselines.switchhead import SwitchHeadAttention
+from command import keep_settings, status_of
 from overlap import NGrams, numbered
-from scratch_methods import SIZES, Method, make_methods
-from scratch_tables import key, make_table, table_lines
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
+from moh_llm.conversion.base import moh_fields
 from moh_llm.data.mixture import Mixture, mixture_from_arguments
 from moh_llm.data.records import source_documents
 from moh_llm.data.sample import sample_mixture
@@ -50,15 +87,191 @@ from moh_llm.data.windows import validation_batches
 from moh_llm.devices import choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder, write_json
+from moh_llm.flops import forward_flops, forward_parts
+from moh_llm.intervals import Interval, show_interval
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch, logits_of, sums_by_document
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.reading import read_json
 from moh_llm.training.config import SharedHeadsConfig
 from moh_llm.training.optimizer import is_decayed, warmup_cosine
-from moh_llm.training.shared_heads import BETAS, LOGITS, fix_shared_heads, rate_of_logits, set_temperature
+from moh_llm.training.shared_heads import (
+    BETAS,
+    LOGITS,
+    fix_shared_heads,
+    learn_shared_heads,
+    rate_of_logits,
+    set_temperature,
+)
 
 END = "<end>"
 SETTINGS = "corpora", "size", "tokens", "context", "batch", "learning_rate", "mixed_precision", "held_out_tokens"
+SHARES = 75, 50  # percent of the heads that are on
+SHARED = 1 / 8, 1 / 4, 1 / 2  # of the heads, where they are learned
+BALANCE = 0, 0.001, 0.1  # weights of MoH's load-balance loss beside the paper's 0.01
+RESAMPLES = 2000
+LINE = "{:<30}{:>12}{:>14}{:>12}{:>10}{:>10}  {:<20}{:>8}{:>9}"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shape of the dense model: width, feed-forward width, layers and heads, keys and values for each."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    switch_experts: int  # of a head of SwitchHead
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+        return self.hidden // self.heads
+
+
+# Parameters without embeddings: 21k (for tests), 4.8M, 14.2M.
+SIZES = {
+    "tiny": Size(32, 64, 2, 4, switch_experts=2),
+    "5m": Size(256, 704, 6, 8, switch_experts=4),
+    "15m": Size(384, 1024, 8, 12, switch_experts=4),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A model to train: its config, MoH's where it is one, and the attention that takes the place of LLaMA's.
+
+    With `learns_shared` training finds out which heads are the shared ones of the config.
+    """
+
+    config: LlamaConfig | MixtralConfig
+    attention: Callable[[LlamaConfig], BaselineAttention] | None = None
+    learns_shared: bool = False
+
+    def make(self) -> PreTrainedModel:
+        """The model with random weights, drawn from torch's generator."""
+        if self.attention is not None:
+            return BaselineForCausalLM(self.config, self.attention)
+        if self.learns_shared:
+            model = MoHLlamaForCausalLM(MoHLlamaConfig(**self.config.to_dict() | {"num_shared_heads": 0}))
+            learn_shared_heads(model, self.config.num_shared_heads)
+            return model
+        return AutoModelForCausalLM.from_config(self.config)
+
+    def flops_per_token(self, length: int) -> float:
+        """FLOPs of a forward pass, per token of a sequence of `length`."""
+        if isinstance(self.config, MoHLlamaConfig):
+            return forward_flops(self.config, length) / length
+        parts = forward_parts(MoHLlamaConfig(**moh_fields(self.config)), length, dense=True)
+        if self.attention is None:
+            return sum(parts.values()) / length
+        with torch.device("meta"):
+            layer = self.attention(self.config)
+        others = (parts["feed-forward"] + parts["vocabulary"]) / length
+        return others + 2 * self.config.num_hidden_layers * layer.multiply_adds((length + 1) / 2)
+
+    def parameters(self) -> tuple[int, int]:
+        """Number of parameters, and of those that are not in the embeddings of input and output."""
+        with torch.device("meta"):
+            final = replace(self, learns_shared=False).make()
+            counts = {name: weight.numel() for name, weight in final.named_parameters()}
+        inner = sum(n for name, n in counts.items() if "embed_tokens" not in name and "lm_head" not in name)
+        return sum(counts.values()), inner
+
+
+def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Method], list[str]]:
+    """All methods by name, and the names of those that are compared; the others are ablations of MoH, and Mixtral."""
+    fields = {
+        **{"vocab_size": vocab_size, "hidden_size": size.hidden, "intermediate_size": size.intermediate},
+        **{"num_hidden_layers": size.layers, "num_attention_heads": size.heads, "num_key_value_heads": size.heads},
+        **{"head_dim": size.head_dim, "max_position_embeddings": length},
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+    methods = {
+        "dense": Method(LlamaConfig(**fields)),
+        "dense-gqa": Method(LlamaConfig(**fields | {"num_key_value_heads": size.heads // 2})),
+    }
+    averaged = partial(StaticAttention, averaged=True)
+    methods["dense-averaged"] = Method(methods["dense"].config, partial(averaged, heads=size.heads))
+    for percent in SHARES:
+        active = size.heads * percent // 100
+        methods |= {
+            f"moh-{percent}": moh(fields, active),
+            f"moh-{percent}-quantized": moh(fields, active, router_score="quantized"),
+            f"static-{percent}": Method(methods["dense"].config, partial(StaticAttention, heads=active)),
+            f"static-{percent}-averaged": Method(methods["dense"].config, partial(averaged, heads=active)),
+            f"moa-{percent}": matched(
+                methods["dense"], partial(MoAAttention, experts=2 * size.heads - 1, active=active), methods["dense"]
+            ),
+        }
+    methods["switchhead"] = switchhead(methods["dense"], size)
+    methods["gqe"] = Method(methods["dense-gqa"].config, partial(GQEAttention, active=1))
+    compared = list(methods)
+
+    methods["mixtral"] = mixtral(fields, size)
+    active = size.heads * SHARES[0] // 100
+    name, usual = f"moh-{SHARES[0]}", methods[f"moh-{SHARES[0]}"].config
+    one_stage = {"router_type": "linear"}
+    methods |= {
+        "moh-100": moh(fields, size.heads),
+        f"{name}-one-stage": moh(fields, active, **one_stage),
+        f"{name}-no-shared": moh(fields, active, num_shared_heads=0, **one_stage),
+        f"{name}-one-stage-quantized": moh(fields, active, router_score="quantized", **one_stage),
+    }
+    for shared in range(1, active):
+        if shared != usual.num_shared_heads:
+            methods[f"{name}-shared-{shared}"] = moh(fields, active, num_shared_heads=shared)
+    for shared in sorted({max(1, round(share * size.heads)) for share in SHARED}):
+        first = moh(fields, active, num_shared_heads=shared, **one_stage)
+        methods[f"{name}-first-{shared}"] = first
+        methods[f"{name}-learned-{shared}"] = replace(first, learns_shared=True)
+    for weight in BALANCE:
+        methods[f"{name}-balance-{weight:g}"] = moh(fields, active, head_balance_coef=float(weight))
+    return methods, compared
+
+
+def mixtral(fields: dict, size: Size) -> Method:
+    """Eight feed-forward experts; the two that a token selects are as wide as the dense model's network."""
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": size.intermediate // 2}
+    experts["output_router_logits"] = True  # the loss has the load-balance loss
+    return Method(MixtralConfig(**fields | {"num_key_value_heads": size.heads // 2} | experts))
+
+
+def moh(fields: dict, active: int, **plan) -> Method:
+    """MoH by Eq. 5 to 8 (two-stage, weighted, beta 0.01), with what `plan` changes of it."""
+    defaults = {
+        "num_active_heads": active,
+        "num_shared_heads": math.floor(0.4 * active) + 1,
+        "router_type": "two_stage",
+        "router_score": "weighted",
+        "output_router_logits": True,  # the loss has the load-balance loss
+    }
+    return Method(MoHLlamaConfig(**fields | defaults | plan))
+
+
+def switchhead(dense: Method, size: Size) -> Method:
+    """SwitchHead with the dense model's number of parameters."""
+    experts = size.switch_experts
+    heads = size.heads // experts
+    # Queries and keys, experts' values and outputs, and two routers, in multiples of the hidden size.
+    room = 4 * size.heads * size.head_dim - 2 * heads * experts
+    head_dim = room // (2 * heads * (1 + experts)) // 2 * 2  # even, for the rotary embedding
+    config = changed(dense.config, num_attention_heads=heads, num_key_value_heads=heads, head_dim=head_dim)
+    attention = partial(SwitchHeadAttention, experts=experts, active=2)
+    return matched(Method(config), attention, dense)
+
+
+def matched(shape: Method, attention: Callable[[LlamaConfig], BaselineAttention], dense: Method) -> Method:
+    """`shape` with another attention, and the feed-forward width that comes nearest to the parameters of `dense`."""
+    spare = dense.parameters()[1] - Method(shape.config, attention).parameters()[1]
+    config = shape.config
+    width = config.intermediate_size + round(spare / (3 * config.hidden_size * config.num_hidden_layers))
+    return Method(changed(config, intermediate_size=width), attention)
+
+
+def changed(config: LlamaConfig, **fields) -> LlamaConfig:
+    """A copy of a config with other fields."""
+    return LlamaConfig(**config.to_dict() | fields)
 
 
 def main() -> int:
@@ -90,13 +303,13 @@ def main() -> int:
     args = parser.parse_args()
     if min(args.seeds, args.context, args.batch) < 1:
         parser.error("--seeds, --context and --batch must be at least 1")
-    try:
-        with lock_folder(args.output):
-            run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return status_of(locked, args)
+
+
+def locked(args: argparse.Namespace) -> None:
+    """`run` by one process at a time."""
+    with lock_folder(args.output):
+        run(args)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -226,25 +439,17 @@ def opened(
         if differ := [name for name in settings if record["settings"].get(name) != settings[name]]:
             raise UserError(f"{path} is of another {', '.join(differ)}; name another --output, or give the same")
         return record
-    device = choose_device()
     read = NGrams(numbered(source.train) for source in sources)
     documents = torch.cat([batch["documents"][:, 1:][batch["labels"][:, 1:] != -100] for batch in batches])
     return {
         "settings": settings,
-        "environment": {
-            "device": name_device(device),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "environment": {"device": name_device(choose_device()), "torch": torch.__version__}
+        | {"transformers": transformers.__version__},
         "held_out": {
             "tokens_of_documents": documents.unique(return_counts=True)[1].tolist(),
             "overlap": held_out.describe(held_out.overlap(batches, read)),
         },
-        "methods": {},
-        "planned": {},
-        "runs": {},
-        "tables": {},
-    }
+    } | {part: {} for part in ("methods", "planned", "runs", "tables")}
 
 
 def train(model: PreTrainedModel, stream: SequenceStream, steps: int, args: argparse.Namespace, bar: tqdm) -> None:
@@ -255,12 +460,8 @@ def train(model: PreTrainedModel, stream: SequenceStream, steps: int, args: argp
     learning = steps // 2 if groups[False, True] else 0  # steps
     optimizer = torch.optim.AdamW(
         [
-            {
-                "params": weights,
-                "weight_decay": 0.1 * decayed,
-                "logits": logits,
-                "betas": BETAS if logits else (0.9, 0.95),
-            }
+            {"params": weights, "weight_decay": 0.1 * decayed, "logits": logits}
+            | {"betas": BETAS if logits else (0.9, 0.95)}
             for (decayed, logits), weights in groups.items()
         ],
         fused=True,
@@ -302,6 +503,72 @@ def score(model: PreTrainedModel, batches: Sequence[Batch]) -> np.ndarray:
         documents.append(batch["documents"][:, 1:][counted])
     # The other columns are those of comparisons with a reference.
     return sums_by_document(F.pad(torch.cat(nats).double()[:, None], (0, 3)), documents)[:, :2]
+
+
+def key(name: str, seed: int, steps: int) -> str:
+    """What a run is called in the record."""
+    return f"{name}, seed {seed}, {steps} steps"
+
+
+def difference_interval(tokens: np.ndarray, nats: np.ndarray, reference: np.ndarray) -> Interval | None:
+    """95 % interval of the mean over seeds of loss - reference's, by bootstrap over documents and seeds.
+
+    Args:
+        tokens: of each document, `[D]`.
+        nats, reference: of each seed and document, `[S, D]`; seeds are paired.
+
+    Returns:
+        Its two ends; None with fewer than two documents.
+    """
+    if len(tokens) < 2:
+        return None
+    generator, seeds = np.random.default_rng(0), len(nats)
+    drawn = generator.multinomial(len(tokens), np.full(len(tokens), 1 / len(tokens)), RESAMPLES).astype(np.float64)
+    differences = drawn @ (nats - reference).T / (drawn @ tokens)[:, None]
+    weights = generator.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds
+    return np.percentile((differences * weights).sum(1), (2.5, 97.5)).tolist()
+
+
+def make_table(
+    record: dict[str, Any], names: Sequence[str], equal: str, seeds: int, reference: str = "dense"
+) -> list[dict[str, Any]]:
+    """A row for each method: losses of its runs at equal tokens or FLOPs, and their difference to the reference's."""
+    tokens, settings = np.array(record["held_out"]["tokens_of_documents"]), record["settings"]
+
+    def runs_of(name: str) -> list[dict[str, Any]]:
+        return [record["runs"][key(name, seed, record["planned"][equal][name])] for seed in range(seeds)]
+
+    compared, rows = np.array([each["nats"] for each in runs_of(reference)]), []
+    for name in names:
+        runs = runs_of(name)
+        nats = np.array([each["nats"] for each in runs])
+        losses = nats.sum(1) / tokens.sum()
+        row = {
+            "method": name,
+            "tokens": record["planned"][equal][name] * settings["batch"] * settings["context"],
+            "loss": losses.mean().item(),
+            "losses": losses.tolist(),
+            "seconds": sum(each["seconds"] for each in runs) / len(runs),
+        }
+        if name != reference:
+            row["difference"] = ((nats - compared).sum(1) / tokens.sum()).mean().item()
+            row["interval"] = difference_interval(tokens, nats, compared)
+        rows.append(row)
+    return rows
+
+
+def table_lines(record: dict[str, Any], rows: Sequence[dict[str, Any]], reference: str = "dense") -> Iterator[str]:
+    """The lines of a table: "seeds" is the standard deviation over seeds, seconds are of one run."""
+    yield f"difference to {reference}, in nats per token"
+    yield LINE.format("", "parameters", "FLOPs/token", "tokens", "loss", "difference", "95 %", "seeds", "seconds")
+    for row in rows:
+        method = record["methods"][row["method"]]
+        sizes = f"{method['parameters']:,}", f"{method['flops_per_token']:,.0f}", f"{row['tokens']:,}"
+        spread = f"{np.std(row['losses'], ddof=1):.4f}" if len(row["losses"]) > 1 else "-"
+        difference = "-", ""
+        if "difference" in row:
+            difference = f"{row['difference']:+.4f}", show_interval(row["interval"], "+.4f")
+        yield LINE.format(row["method"], *sizes, f"{row['loss']:.4f}", *difference, spread, f"{row['seconds']:.1f}")
 
 
 if __name__ == "__main__":

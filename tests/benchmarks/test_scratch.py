@@ -14,8 +14,7 @@ from moh_llm.modeling import MoHLlamaForCausalLM
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scratch
-from scratch_methods import SIZES, make_methods
-from scratch_tables import difference_interval
+from scratch import SIZES, difference_interval, make_methods
 
 METHODS = ["moh-75", "moa-75", "switchhead", "gqe", "static-50", "moh-75-one-stage-quantized", "moh-75-learned-1"]
 
