@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from moh_llm.devices import choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation.models import check_model
-from moh_llm.files import sha256, write_json
+from moh_llm.files import write_json
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.reading import read_json
 
@@ -81,8 +81,3 @@ def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
         write_json(path, settings)
     elif differ := [name for name, value in settings.items() if read_json(path).get(name) != value]:
         raise UserError(f"{folder} holds results of another {', '.join(differ)} ({path}); name another folder")
-
-
-def mixture_settings(mixture: str) -> dict[str, str]:
-    """A mixture's name, and the hash of its file, for `keep_settings`."""
-    return {"mixture": mixture} | ({"mixture's file": sha256(Path(mixture))} if Path(mixture).is_file() else {})

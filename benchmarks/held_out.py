@@ -1,49 +1,40 @@
-"""The held-out text of benchmarks: which documents, how much of each, and how much of it other text holds as well."""
+"""The held-out text of benchmarks: which documents, how much of each, and which 13-grams of it other text holds."""
 
 import argparse
 import hashlib
 import itertools
-import re
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from overlap import NGRAM, NGrams, Overlap, numbered
 from transformers import PreTrainedTokenizerBase
 
 from moh_llm.data.mixture import mixture_from_arguments, mixture_from_files
 from moh_llm.data.records import source_documents
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import Shard, TokenStream
-from moh_llm.data.tokenizer import TextTokenizer, is_held_out
+from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.data.windows import fixed_batches
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 
 WINDOW, BATCH = 512, 4  # tokens in a sequence of the tables for short contexts, and sequences in a batch
+NGRAM = 13  # tokens; the usual length at which a match is no chance (GPT-3 and later reports)
+# Odd, so that no token id loses bits in the product.
+_MIX, _STEP = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x9E3779B97F4A7C15)
+
+Numbered = tuple[np.ndarray, np.ndarray]  # token ids `[N]` and the number of each one's document `[N]`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that choose documents."""
-    parser.add_argument("--tokens", type=int, default=1 << 40, help="read at most this many tokens of each text")
     parser.add_argument("--documents", type=int, metavar="N", help="read at most N documents of each text")
-    parser.add_argument(
-        "--matching",
-        metavar="PATTERN",
-        help="read only documents in which this regular expression is found, of a language, say: [\\u4e00-\\u9fff]{9}",
-    )
     parser.add_argument("--tokens-per-document", type=int, metavar="T", help="read the first T tokens of each document")
     parser.add_argument(
         "--last",
         action="store_true",
         help="with --documents: the last N; calibration, which reads a file from its beginning, does not get there",
-    )
-    parser.add_argument(
-        "--held-out-share",
-        type=float,
-        metavar="SHARE",
-        help="read only documents that a mixture with this validation_share holds out from tuning and calibration",
     )
 
 
@@ -65,38 +56,13 @@ def _read(
 ) -> list[Batch]:
     (source,) = mixture_from_files([name]).sources
     texts: Iterable[str] = (text for _, text in source_documents(source))
-    if args.held_out_share is not None:
-        texts = (text for text in texts if is_held_out(text, args.held_out_share))
-    if args.matching is not None:
-        texts = filter(re.compile(args.matching).search, texts)
     if args.documents is not None:
         texts = deque(texts, args.documents) if args.last else itertools.islice(texts, args.documents)
-    pieces: list[np.ndarray] = []
-    total = 0
-    for _, ids in TextTokenizer.of(tokenizer).encode(texts):
-        pieces.append(ids[: args.tokens_per_document])
-        total += len(pieces[-1])
-        if total >= args.tokens:
-            break
+    pieces = [ids[: args.tokens_per_document] for _, ids in TextTokenizer.of(tokenizer).encode(texts)]
     stream = TokenStream.of([Shard.of(pieces)])
     if len(stream) < length:
         raise UserError(f"{name}: {len(pieces)} documents were chosen, {len(stream)} tokens, fewer than {length}")
-    return fixed_batches([stream], [1.0], length, min(args.tokens, len(stream)), batch_size)
-
-
-def ngrams_of(arguments: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int | None) -> NGrams:
-    """The n-grams that tuning or calibration may read of text files or a mixture: all of its training part.
-
-    With `tokens` only the first ones, by the mixture's weights.
-    """
-    sources = sample_mixture(mixture_from_arguments(arguments), tokenizer, tokens, None if tokens is None else 0)
-    lengths = [len(s.train) if tokens is None else min(len(s.train), round(tokens * s.weight)) for s in sources]
-    return NGrams(numbered(s.train.part(0, length)) for s, length in zip(sources, lengths, strict=True))
-
-
-def ngrams_of_batches(batches: Sequence[Batch]) -> NGrams:
-    """The n-grams of what was read as these batches."""
-    return NGrams([_numbered(batches)])
+    return fixed_batches([stream], [1.0], length, len(stream), batch_size)
 
 
 def hash_batches(batches: Sequence[Batch]) -> str:
@@ -104,17 +70,92 @@ def hash_batches(batches: Sequence[Batch]) -> str:
     return hashlib.sha256(b"".join(batch["input_ids"].numpy().tobytes() for batch in batches)).hexdigest()
 
 
+class Overlap(NamedTuple):
+    """Of some text its n-grams and tokens, and how many of them the other text holds."""
+
+    ngrams: int
+    shared: int
+    tokens: int
+    covered: int  # tokens that lie in a shared n-gram
+
+    @property
+    def share(self) -> float:
+        """Share of the n-grams."""
+        return self.shared / max(1, self.ngrams)
+
+    @property
+    def covered_share(self) -> float:
+        """Share of the tokens."""
+        return self.covered / max(1, self.tokens)
+
+    def record(self) -> dict[str, Any]:
+        """The shares, for records."""
+        return {"ngram": NGRAM, "ngrams": self.ngrams, "shared": self.share, "tokens_covered": self.covered_share}
+
+
+class NGrams:
+    """The n-grams of some text, as sorted hashes of 64 bits.
+
+    Args:
+        parts: token ids and their documents' numbers; no n-gram spans two documents, or two parts.
+    """
+
+    def __init__(self, parts: Iterable[Numbered]):
+        hashes = [_hashes(ids)[_within(documents)] for ids, documents in parts]
+        self.known = np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, dtype=np.uint64)
+
+    def overlap(self, ids: np.ndarray, documents: np.ndarray) -> Overlap:
+        """How much of another text these n-grams hold."""
+        inside, hashes = _within(documents), _hashes(ids)
+        shared = np.isin(hashes, self.known) & inside
+        starts = np.zeros(len(ids) + 1, dtype=np.int64)
+        starts[: len(shared)] += shared
+        starts[NGRAM : NGRAM + len(shared)] -= shared
+        covered = int((np.cumsum(starts) > 0).sum())
+        return Overlap(int(inside.sum()), int(shared.sum()), len(ids), covered)
+
+
+def ngrams_of(arguments: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> NGrams:
+    """The n-grams that tuning may read of text files or a mixture: all of its training part."""
+    sources = sample_mixture(mixture_from_arguments(arguments), tokenizer)
+    return NGrams(numbered(source.train) for source in sources)
+
+
+def ngrams_of_batches(batches: Sequence[Batch]) -> NGrams:
+    """The n-grams of what was read as these batches."""
+    return NGrams([_numbered(batches)])
+
+
 def overlap(batches: Sequence[Batch], read: NGrams) -> Overlap:
     """How much of the held-out `batches` lies in what was `read`."""
     return read.overlap(*_numbered(batches))
 
 
-def describe(found: Overlap | None) -> dict[str, Any] | None:
-    """For records: the share of the text's n-grams, and of its tokens that lie in such an n-gram."""
-    if found is None:
-        return None
-    return {"ngram": NGRAM, "ngrams": found.ngrams, "shared": found.share, "tokens_covered": found.covered_share}
+def numbered(stream: TokenStream) -> Numbered:
+    """All tokens of a stream, with the numbers of their documents."""
+    ids, begins = stream.read(0, len(stream))
+    first = np.zeros(len(ids), dtype=np.int64)
+    first[begins] = 1
+    return ids, np.cumsum(first)
 
 
-def _numbered(batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndarray]:
+def _numbered(batches: Sequence[Batch]) -> Numbered:
     return tuple(np.concatenate([b[key].flatten().numpy() for b in batches]) for key in ("input_ids", "documents"))
+
+
+def _within(documents: np.ndarray) -> np.ndarray:
+    """Which n-grams, by the positions at which they start, lie in one document."""
+    count = max(0, len(documents) - NGRAM + 1)
+    return documents[:count] == documents[len(documents) - count :]
+
+
+def _hashes(ids: np.ndarray) -> np.ndarray:
+    """A hash of each n-gram by its start: a polynomial of scattered ids, modulo 2^64."""
+    scattered = (ids.astype(np.uint64) + np.uint64(1)) * _MIX
+    scattered ^= scattered >> np.uint64(31)
+    count = max(0, len(ids) - NGRAM + 1)
+    found = np.zeros(count, dtype=np.uint64)
+    for offset in range(NGRAM if count else 0):
+        found = found * _STEP + scattered[offset : offset + count]
+        found ^= found >> np.uint64(29)
+    return found

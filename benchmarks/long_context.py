@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     documents = long_documents(args.text, tokenizer, args.context, args.documents)
     if args.overlap_with:
-        read = held_out.ngrams_of(args.overlap_with, tokenizer, None)
+        read = held_out.ngrams_of(args.overlap_with, tokenizer)
         ids = torch.stack([ids for _, ids in documents])
         one = {"input_ids": ids, "documents": torch.arange(len(ids))[:, None].expand_as(ids)}
         print(f"of the documents' 13-grams that text holds {held_out.overlap([one], read).share:.2%}")

@@ -1,8 +1,8 @@
 """How far converted models are from their base on given text, beside the paper's layer.
 
     python benchmarks/perplexity.py out/moh --base BASE --text c4/validation.jsonl book/validation.jsonl
-    python benchmarks/perplexity.py out/moh out/recovery/model --base BASE --text "$CORPORA/*c4/train*" \\
-        --held-out-share 0.1 --documents 150 --tokens-per-document 128 --overlap-with mixture.yaml
+    python benchmarks/perplexity.py out/moh out/recovery/model --base BASE --text "$CORPORA"/*/validation* \\
+        --documents 150 --tokens-per-document 128 --overlap-with mixture.yaml
 
 Each text is read whole, or in the documents that the flags choose, in windows of 512 tokens with documents isolated.
 Figures compare with the base on the same windows: perplexity / base perplexity, and KL(base || model) in nats per
@@ -37,7 +37,6 @@ def main() -> int:
     parser.add_argument("--base", required=True, help="the dense model they were converted from")
     held_out.add_arguments(parser)
     parser.add_argument("--overlap-with", nargs="+", metavar="TEXT", help="text files or a mixture, as for convert")
-    parser.add_argument("--overlap-tokens", type=int, metavar="N", help="only its first N tokens, as for calibration")
     add_compute_dtype(parser)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     return status_of(run, parser.parse_args())
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     length = min(held_out.WINDOW, base.config.max_position_embeddings)
     texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
-    read = held_out.ngrams_of(args.overlap_with, tokenizer, args.overlap_tokens) if args.overlap_with else None
+    read = held_out.ngrams_of(args.overlap_with, tokenizer) if args.overlap_with else None
     candidates = {name: logits_of(model) for name, model in models.items()}
     candidates["paper's layer"] = by_paper_plan(models[args.models[0]])
     found: dict[str, dict[str, Comparison]] = {}

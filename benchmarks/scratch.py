@@ -6,8 +6,7 @@ With one seed all methods read the same sequences in the same order, with one sc
 steps, cosine to 10 %) and the same optimizer. They are compared at equal tokens, and at equal FLOPs: methods that need
 fewer per token than the dense model then read more tokens, in a run of their own with its own schedule. FLOPs are what
 a method needs by its paper, not what is computed here, so that seconds say nothing about what it could save.
-`--methods all` adds ablations of MoH; `--list` prints methods, their parameters and FLOPs, and stops. With `--save`
-models are kept, for `convert.py`:
+`--methods all` adds ablations of MoH. With `--save` models are kept, for `convert.py`:
 
     python benchmarks/scratch.py TEXT... --output out/scratch --methods mixtral --equal tokens --seeds 1 --save
     python convert.py out/scratch/models/mixtral-seed-0-488-steps --output out/moh-mixtral --calibration TEXT...
@@ -64,7 +63,6 @@ from baselines.moa import MoAAttention
 from baselines.static import StaticAttention
 from baselines.switchhead import SwitchHeadAttention
 from command import keep_settings, status_of
-from overlap import NGrams, numbered
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import (
@@ -280,7 +278,6 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder of scratch.json and the tokenizer")
     parser.add_argument("--size", choices=SIZES, default="5m", help="parameters of the dense model without embeddings")
     parser.add_argument("--methods", nargs="+", help="names, or all; the dense model is always trained")
-    parser.add_argument("--list", action="store_true", help="print the methods and stop")
     parser.add_argument("--tokens", type=int, default=4_000_000, help="of a run at equal tokens")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
     parser.add_argument("--reference", default="dense", help="the method that differences are to, by default dense")
@@ -326,12 +323,6 @@ def run(args: argparse.Namespace) -> None:
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"--methods {' '.join(unknown)}: not known; choose from {', '.join(known)}")
     costs = {name: known[name].flops_per_token(args.context) for name in names}
-    if args.list:
-        for name in names:
-            total, inner = known[name].parameters()
-            sizes = f"{total:>12,} parameters{inner:>12,} without embeddings"
-            print(f"{name:<30}{sizes}{costs[name]:>14,.0f} FLOPs per token")
-        return
     steps = args.tokens // (args.context * args.batch)
     if steps < 2:
         raise UserError(f"--tokens {args.tokens} make {steps} steps of {args.context * args.batch} tokens; raise it")
@@ -439,7 +430,7 @@ def opened(
         if differ := [name for name in settings if record["settings"].get(name) != settings[name]]:
             raise UserError(f"{path} is of another {', '.join(differ)}; name another --output, or give the same")
         return record
-    read = NGrams(numbered(source.train) for source in sources)
+    read = held_out.NGrams(held_out.numbered(source.train) for source in sources)
     documents = torch.cat([batch["documents"][:, 1:][batch["labels"][:, 1:] != -100] for batch in batches])
     return {
         "settings": settings,
@@ -447,7 +438,7 @@ def opened(
         | {"transformers": transformers.__version__},
         "held_out": {
             "tokens_of_documents": documents.unique(return_counts=True)[1].tolist(),
-            "overlap": held_out.describe(held_out.overlap(batches, read)),
+            "overlap": held_out.overlap(batches, read).record(),
         },
     } | {part: {} for part in ("methods", "planned", "runs", "tables")}
 

@@ -11,7 +11,7 @@ from moh_llm.data.opening import docstrings, embedded_documents
 from moh_llm.data.shards import Shard, TokenStream
 from moh_llm.data.tokenizer import is_held_out
 
-_SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "overlap.py"))
+_SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "held_out.py"))
 NGRAM, NGrams, Numbered, numbered = (_SCRIPT[name] for name in ("NGRAM", "NGrams", "Numbered", "numbered"))
 
 

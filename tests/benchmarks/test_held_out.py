@@ -31,8 +31,6 @@ def test_the_last_ones_need_a_number(byte_tokenizer, tmp_path):
         ([], [0, 1, 2, 3, 4]),
         (["--documents", "2"], [0, 1]),
         (["--documents", "2", "--last"], [3, 4]),
-        (["--matching", r"def \w+\(", "--documents", "2", "--last"], [2, 4]),
-        (["--matching", "[\u4e00-\u9fff]{9}"], [3]),
     ],
 )
 def test_documents_are_chosen(words, wanted, byte_tokenizer, tmp_path):

@@ -40,8 +40,7 @@ def test_a_conversion_is_nearer_than_the_papers_layer_and_random_heads(
     assert convert(base, tmp_path / "moh", *flags, "--verify", "none") == 0
     converted = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").eval()
     length = 2048 if shape is LONG else 256
-    chosen = {"documents": 2, "last": True, "tokens_per_document": length, "tokens": 2 * length}
-    args = argparse.Namespace(**chosen, matching=None, held_out_share=None)
+    args = argparse.Namespace(documents=2, last=True, tokens_per_document=length)
     texts = held_out.read_texts([str(river)], args, AutoTokenizer.from_pretrained(base), length, 1)
 
     def by_chance(batch: Batch) -> torch.Tensor:
