@@ -21,7 +21,7 @@ routed). "oracle, no fallback", say, is the oracle of "ours, no fallback".
 Heads is the share that is on; KL(base || model), in nats per token, and perplexity / base perplexity are means over
 texts and seeds, with 95 % intervals over documents; "seeds" is the least and the most KL of a seed, and
 "less ours" the difference to the KL of "ours" on the same documents.
---output holds what was fitted and the figures of each batch: the same command goes on where it stopped.
+--output holds what was fitted and the figures of each text: the same command goes on where it stopped.
 """
 
 import argparse
@@ -42,7 +42,7 @@ import transformers
 from accelerate import init_empty_weights
 from baselines.oracle import by_oracle
 from baselines.routers import RandomRouter, RouterFitter, TopKLabelRouter
-from command import add_compute_dtype, device_and_dtype, kind_of_device, load_dense, status_of
+from command import add_compute_dtype, device_and_dtype, keep_settings, kind_of_device, load_dense, status_of
 from local_plans import calibration_part
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -115,8 +115,7 @@ def main() -> int:
     parser.add_argument("--by-text", action="store_true", help="print a table of each text, too")
     add_compute_dtype(parser, "float32", "since methods may differ by less than bfloat16 rounds")
     parser.add_argument("--output", type=Path, required=True, help="folder of what was fitted, and of figures.json")
-    args = parser.parse_args()
-    return status_of(run, args)
+    return status_of(run, parser.parse_args())
 
 
 def budget_of(word: str) -> int | float:
@@ -161,14 +160,11 @@ def run(args: argparse.Namespace) -> None:
     asked |= {"base": base.fingerprint, "torch": torch.__version__, "transformers": transformers.__version__}
     asked["hashes of texts"] = {name: held_out.hash_batches(batches) for name, batches in texts.items()}
     asked["device"] = kind_of_device(device)
-    args.output.mkdir(parents=True, exist_ok=True)
+    keep_settings(args.output, asked)
     path = args.output / "figures.json"
-    found: dict[str, Any] = {"asked": asked, "calibration": {}, "seconds": {}, "seeds": {}}
+    found: dict[str, Any] = {"calibration": {}, "seconds": {}, "seeds": {}}
     if path.exists():
         found = json.loads(path.read_text())
-        if found.get("asked") != asked:
-            raise UserError(f"{path} holds figures of other models, text or methods; name another folder")
-    write_json(path, found)  # what is fitted is of these settings, too
     mixture = mixture_from_arguments(args.calibration)
     dense = load_dense(base.folder, device, dtype)
     for seed in args.seeds:
@@ -188,15 +184,18 @@ def run(args: argparse.Namespace) -> None:
             save_fits(fit_methods(layers, batches, args.methods, args.budgets, args.output, seed), fits)
             seconds["calibration"] = round(time.perf_counter() - began, 1)
         candidates = open_candidates(dense, fits, args.methods)
-        figures = found["seeds"].setdefault(str(seed), {})
-
-        def save(spent: float, seconds: dict[str, float] = seconds) -> None:
-            seconds["scoring"] = round(seconds["scoring"] + spent, 1)
+        figures = found["seeds"].setdefault(str(seed), {})  # of each text the sums over its documents, by label
+        for name in [name for name in texts if name not in figures]:
+            began = time.perf_counter()
+            progress = tqdm(texts[name], desc=f"seed {seed}, {Path(name).name}", unit="batch")
+            results = compare_to_reference(candidates, logits_of(dense), progress)
+            figures[name] = {label: one.sums.tolist() for label, one in results.items()}
+            seconds["scoring"] = round(seconds["scoring"] + time.perf_counter() - began, 1)
             write_json(path, found)
-
-        compare(candidates, logits_of(dense), texts, figures, save)
     for own in [list(texts), *([name] for name in texts if args.by_text)]:
-        print_table(found, args.seeds, base.config.num_attention_heads, own)
+        print_table(
+            [found["seeds"][str(seed)] for seed in args.seeds], args.methods, base.config.num_attention_heads, own
+        )
     print(f"{computed}, {asked['device']}, torch {torch.__version__}, transformers {transformers.__version__}", end="")
     print(f"; seconds {found['seconds']}; peak memory {peak_memory_mib()} MiB")
 
@@ -309,49 +308,16 @@ def fitted_name(name: str) -> str:
     return name.replace("oracle", "ours", 1)
 
 
-def compare(
-    candidates: dict[str, LogitsOf],
-    reference: LogitsOf,
-    texts: dict[str, list[Batch]],
-    found: dict[str, Any],
-    save: Callable[[float], None],
-) -> None:
-    """Add the batches to `found` that it lacks: for each text a list of their documents and sums over these."""
-    total = sum(map(len, texts.values()))
-    with tqdm(total=total, desc="score", unit="batch", initial=sum(map(len, found.values()))) as bar:
-        for name, batches in texts.items():
-            done = found.setdefault(name, [])
-            for batch in batches[len(done) :]:
-                began = time.perf_counter()
-                results = compare_to_reference(candidates, reference, [batch])
-                documents = batch["documents"][:, 1:][batch["labels"][:, 1:] != -100].unique().tolist()
-                done.append({"documents": documents, "sums": {key: row.sums.tolist() for key, row in results.items()}})
-                save(time.perf_counter() - began)
-                bar.update()
-
-
-def sums_of(batches: Sequence[dict[str, Any]], label: str) -> np.ndarray:
-    """Sums over a text's documents `[D, 5]`, as `Comparison` has them, from those over parts in each batch."""
-    sums: dict[int, np.ndarray] = {}
-    for document, row in itertools.chain.from_iterable(
-        zip(b["documents"], b["sums"][label], strict=True) for b in batches
-    ):
-        sums[document] = sums.get(document, np.zeros(5)) + np.array(row)
-    return np.stack(list(sums.values()))
-
-
-def print_table(found: dict[str, Any], seeds: Sequence[int], heads: int, texts: list[str]) -> None:
+def print_table(of_seeds: list[dict[str, Any]], names: list[str], heads: int, texts: list[str]) -> None:
     """A row for each method and budget, over these texts, in Markdown."""
-    of_seeds = [found["seeds"][str(seed)] for seed in seeds]
-    labels = list(of_seeds[0][texts[0]][0]["sums"])
-    names = found["asked"]["methods"]
-    one = [sums_of(of_seeds[0][text], labels[0]) for text in texts]
+    labels = list(of_seeds[0][texts[0]])
+    one = [np.array(of_seeds[0][text][labels[0]]) for text in texts]
     print(f"{', '.join(texts)}: {sum(map(len, one))} documents, {int(sum(sums[:, 0].sum() for sums in one))} tokens")
     print("| heads | method | KL | x base | seeds | less ours |\n|---|---|---|---|---|---|")
     order = sorted(labels, key=lambda label: (-float(label.split("/")[1]), names.index(label.split("/")[0])))
 
     def sums_by_seed(label: str) -> list[list[np.ndarray]]:
-        return [[sums_of(seed[text], label) for text in texts] for seed in of_seeds]
+        return [[np.array(seed[text][label]) for text in texts] for seed in of_seeds]
 
     def over_seeds(by_seed: list[list[np.ndarray]]) -> list[np.ndarray]:
         return [np.mean(own, axis=0) for own in zip(*by_seed, strict=True)]  # documents are the same for all seeds

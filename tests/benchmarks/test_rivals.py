@@ -136,25 +136,24 @@ def test_methods_that_need_a_whole_number_of_heads_say_so(command, method):
     assert status == 1 and f"error: {method}/4.5: this method needs a whole number of heads" in said
 
 
-def test_it_goes_on_where_it_stopped(command, one_thread, tmp_path, capsys):
-    flags = ["--methods", *PLAIN]
+def test_it_goes_on_where_it_stopped(command, one_thread, river, tmp_path):
+    (tmp_path / "part.jsonl").write_text("".join(river.read_text().splitlines(keepends=True)[:24]))
+    flags = ["--methods", *PLAIN, "--text", str(river), str(tmp_path / "part.jsonl")]
     _, rows, record, _ = command("out", *flags)
-    (batches,) = record["seeds"]["0"].values()
-    assert len(batches) > 1
-    whole = json.dumps(batches)
-    del batches[1:]
+    whole, second = json.dumps(record["seeds"]), str(tmp_path / "part.jsonl")
+    assert record["seeds"]["0"].pop(second)
     path = tmp_path / "out" / "figures.json"
     path.write_text(json.dumps(record))
     stamp = (tmp_path / "out" / "fits-0.safetensors").stat().st_mtime_ns
     status, again, record, _ = command("out", *flags)
-    assert status == 0 and again == rows and json.dumps(*record["seeds"]["0"].values()) == whole
+    assert status == 0 and again == rows and json.loads(whole) == record["seeds"]
     assert (tmp_path / "out" / "fits-0.safetensors").stat().st_mtime_ns == stamp
     status, _, _, said = command("out", "--methods", "ours")
-    assert status == 1 and "other models, text or methods" in said
+    assert status == 1 and "holds results of another" in said
     # Fits of other settings are not taken, though nothing is scored yet.
     path.write_text(json.dumps(record | {"seeds": {}, "seconds": {}}))
     status, _, _, said = command("out", *flags, "--calibration-tokens", "512")
-    assert status == 1 and "other models, text or methods" in said
+    assert status == 1 and "holds results of another" in said
     path.write_text(json.dumps(record | {"calibration": {"0": "other"}}))
     status, _, _, said = command("out", *flags)
     assert status == 1 and "another calibration text" in said
