@@ -71,8 +71,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=8)
     add_compute_dtype(parser)
     parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args()
-    return status_of(run, args)
+    return status_of(run, parser.parse_args())
 
 
 def run(args: argparse.Namespace) -> None:
@@ -124,17 +123,12 @@ def keys_of(models: dict[str, str], texts: dict[str, list[str]], base: str, dtyp
         if not isinstance(AutoConfig.from_pretrained(name), MoHLlamaConfig):
             continue
         model = MoHLlamaForCausalLM.from_pretrained(name, dtype=dtype).to(choose_device(None)).eval()
-        found[label] = {
-            benchmark: float(np.mean([share_read(model, tokenizer(text)["input_ids"]) for text in own]))
-            for benchmark, own in texts.items()
-        }
+        found[label] = {}
+        for benchmark, own in texts.items():
+            ids = [torch.tensor([tokenizer(text)["input_ids"]], device=model.device) for text in own]
+            shares = [keys_read(hidden_and_gates(model, each)[1].mean(0), model.config) for each in ids]
+            found[label][benchmark] = float(np.mean(shares))
     return found
-
-
-def share_read(model: MoHLlamaForCausalLM, tokens: list[int]) -> float:
-    """The share of the base's keys that the model reads in one text."""
-    _, on = hidden_and_gates(model, torch.tensor([tokens], device=model.device))
-    return keys_read(on.mean(0), model.config)
 
 
 def chosen(suite: Suite, names: Sequence[str] | None) -> Suite:
@@ -181,34 +175,26 @@ def table(found: dict[str, dict[str, Items]], benchmarks: Sequence[Benchmark]) -
     best = [max(names, key=margins.__getitem__) for names in forms.values()]
     draws = {name: draw(len(found["base"][name].right), seed) for seed, name in enumerate(best)}
     above = [name for name in best if ends(margin(found["base"][name], draws[name]))[0] > 0]
-    rows = []
-    for name in best:
-        for label in found:
-            base, own, w = found["base"][name], found[label][name], draws[name]
-            row = figures(
-                mean(own.right, w), margin(own, w), margin(base, w), mean(own.gold - base.gold, w),
-                mean(own.gold - base.gold, w) / mean(own.size, w), has_share=name in above,
-            )  # fmt: skip
-            rows.append({"benchmark": name, "model": label, "items": len(own.right)} | row)
-    for label in found:
-        pairs = {name: (found["base"][name], found[label][name], draws[name]) for name in best}
 
-        def over(names: Sequence[str], value: Callable[[Items, Items, np.ndarray], np.ndarray], pairs: Any = pairs):
-            return np.mean([value(*pairs[name]) for name in names], axis=0)
+    def row(name: str, label: str, names: Sequence[str], ranked: Sequence[str], has_share: bool) -> dict[str, Any]:
+        """Means over `names`, of margins over `ranked`."""
 
-        row = figures(
-            over(best, lambda base, own, w: mean(own.right, w)),
-            over(above or best, lambda base, own, w: margin(own, w)),
-            over(above or best, lambda base, own, w: margin(base, w)),
-            over(best, lambda base, own, w: mean(own.gold - base.gold, w)),
-            over(best, lambda base, own, w: mean(own.gold - base.gold, w) / mean(own.size, w)),
-            has_share=bool(above),
+        def over(value: Callable[[Items, Items, np.ndarray], np.ndarray], names: Sequence[str] = names) -> np.ndarray:
+            return np.mean([value(found["base"][n], found[label][n], draws[n]) for n in names], axis=0)
+
+        own = figures(
+            over(lambda base, own, w: mean(own.right, w)),
+            over(lambda base, own, w: margin(own, w), ranked),
+            over(lambda base, own, w: margin(base, w), ranked),
+            over(lambda base, own, w: mean(own.gold - base.gold, w)),
+            over(lambda base, own, w: mean(own.gold - base.gold, w) / mean(own.size, w)),
+            has_share=has_share,
         )
-        count = sum(len(own.right) for _, own, _ in pairs.values())
-        rows.append(
-            {"benchmark": f"mean of {len(best)}, {len(above)} above chance", "model": label, "items": count} | row
-        )
-    return rows
+        return {"benchmark": name, "model": label, "items": sum(len(found[label][n].right) for n in names)} | own
+
+    rows = [row(name, label, [name], [name], name in above) for name in best for label in found]
+    mean_of = f"mean of {len(best)}, {len(above)} above chance"
+    return rows + [row(mean_of, label, best, above or best, bool(above)) for label in found]
 
 
 def draw(count: int, seed: int) -> np.ndarray:
