@@ -1,5 +1,4 @@
-"""What the commands of this folder have in common: how they end, what they compute in, how they load models
-and how they resume.
+"""What the commands of this folder share: how they end, what they compute in, how they load models and resume.
 
 They end with 0, or with 1 and a line that says what is wrong.
 """

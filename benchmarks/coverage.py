@@ -17,7 +17,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from command import add_compute_dtype, device_and_dtype, load_models, status_of
@@ -33,7 +32,6 @@ from moh_llm.devices import name_device
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.margin import kept_share
 from moh_llm.evaluation.report import as_value
-from moh_llm.files import write_json
 from moh_llm.intervals import interval, kls, perplexity_ratios
 from moh_llm.metrics import compare_to_reference, logits_of
 
@@ -58,7 +56,6 @@ def main() -> int:
     for job, run, draws in ((documents, cover_documents, 2000), (items, cover_items, 500)):
         job.add_argument("--draws", type=int, default=draws)
         job.add_argument("--seed", type=int, default=0)
-        job.add_argument("--json", type=Path, help="write the table there, too")
         job.set_defaults(job=run)
     args = parser.parse_args()
     return status_of(args.job, args)
@@ -84,21 +81,18 @@ def cover_documents(args: argparse.Namespace) -> None:
     print(f"share of {args.draws} draws, seed {args.seed}; {computed}, {name_device(device)}\n")
     print(f"| text | documents | model | figure | interval | {' | '.join(map(str, NUMBERS))} |")
     print("|---|---|---|---|---|" + "---|" * len(NUMBERS))
-    rows: list[dict[str, Any]] = []
+    all_shares: dict[str, list[dict[int, float]]] = {"bootstrap": [], "printed": []}
     for (text, name), sums in populations.items():
         for figure, function in FIGURES.items():
             shares = cover_population(sums, function, args.draws, args.seed)
             for method, by_number in shares.items():
                 cells = " | ".join(f"{100 * share:.1f}" for share in by_number.values())
                 print(f"| {text} | {len(sums)} | {Path(name).name} | {figure} | {method} | {cells} |", flush=True)
-                row = {"text": text, "documents": len(sums), "model": Path(name).name, "figure": figure}
-                rows.append(row | {"interval": method, "shares": by_number})
+                all_shares[method].append(by_number)
     print("\nleast of all")
-    for method in ("bootstrap", "printed"):
-        least = [min(row["shares"][n] for row in rows if row["interval"] == method) for n in NUMBERS]
+    for method, found in all_shares.items():
+        least = [min(shares[n] for shares in found) for n in NUMBERS]
         print(f"| {method} | " + " | ".join(f"{100 * share:.1f}" for share in least) + " |")
-    if args.json:
-        write_json(args.json, {"compute_dtype": computed, "draws": args.draws, "seed": args.seed, "rows": rows})
 
 
 def cover_population(
@@ -109,12 +103,8 @@ def cover_population(
     held: dict[str, dict[int, float]] = {"bootstrap": {}, "printed": {}}
     for number in NUMBERS:
         drawn = sums[generator.integers(0, len(sums), (draws, number))]
-        found = {
-            "bootstrap": [bootstrap(one, figure) for one in drawn],
-            "printed": [interval([o], figure) for o in drawn],
-        }
-        for method, intervals in found.items():
-            held[method][number] = float(np.mean([covers(ends, truth) for ends in intervals]))
+        held["bootstrap"][number] = float(np.mean([covers(bootstrap(one, figure), truth) for one in drawn]))
+        held["printed"][number] = float(np.mean([covers(interval([one], figure), truth) for one in drawn]))
     return held
 
 
@@ -130,16 +120,12 @@ def cover_items(args: argparse.Namespace) -> None:
     print(f"least share of {args.draws} draws, seed {args.seed}, over bases of {BASES} and {LOST} of the items lost\n")
     print("| items | differ | difference: 1.96 errors | Newcombe | printed | share: 1.96 errors | printed |")
     print("|---|---|---|---|---|---|---|")
-    rows = []
     for items, differing in itertools.product(ITEMS, DIFFERING):
         found = [cover_scores(items, base, differing, lost, args) for base, lost in settings(differing)]
         least = {key: min(one[key] for one in found if not math.isnan(one[key])) for key in found[0]}
         print(
             f"| {items} | {differing:.0%} | " + " | ".join(f"{100 * v:.1f}" for v in least.values()) + " |", flush=True
         )
-        rows.append({"items": items, "differing": differing, "least": least})
-    if args.json:
-        write_json(args.json, {"draws": args.draws, "seed": args.seed, "rows": rows})
 
 
 def settings(differing: float) -> Iterator[tuple[float, float]]:

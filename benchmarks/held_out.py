@@ -32,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--documents", type=int, metavar="N", help="read at most N documents of each text")
     parser.add_argument("--tokens-per-document", type=int, metavar="T", help="read the first T tokens of each document")
     parser.add_argument(
-        "--last",
-        action="store_true",
-        help="with --documents: the last N; calibration, which reads a file from its beginning, does not get there",
+        "--last", action="store_true", help="the last N of --documents, which calibration does not reach"
     )
 
 

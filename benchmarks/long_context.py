@@ -56,8 +56,7 @@ def main() -> int:
     parser.add_argument("--distances", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 7000])
     add_compute_dtype(parser, "float32", "since bfloat16 rounds by as much as the smallest KL here")
     parser.add_argument("--json", type=Path, help="write the figures there, after each document")
-    args = parser.parse_intermixed_args()
-    return status_of(run, args)
+    return status_of(run, parser.parse_intermixed_args())
 
 
 def run(args: argparse.Namespace) -> None:
@@ -73,14 +72,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"of the documents' 13-grams that text holds {held_out.overlap([one], read).share:.2%}")
     room = args.context - 100 * len(args.distances)  # the questions come last
     distances = [distance for distance in args.distances if distance <= room]
-    asked = {
-        "models": {name: identify(name).sha256 for name in (args.base, *names)},
-        "texts": args.text,
-        "context": args.context,
-        "distances": distances,
-        "dtype": computed,
-        "device": kind_of_device(device),
-    }
+    asked = {"models": {name: identify(name).sha256 for name in (args.base, *names)}, "texts": args.text}
+    asked |= {"context": args.context, "distances": distances, "dtype": computed, "device": kind_of_device(device)}
     found: dict[str, Any] = {"asked": asked, "documents": {}, "prompts": {}}
     if args.json and args.json.exists():
         earlier = json.loads(args.json.read_text())

@@ -38,7 +38,7 @@ def main() -> int:
     held_out.add_arguments(parser)
     parser.add_argument("--overlap-with", nargs="+", metavar="TEXT", help="text files or a mixture, as for convert")
     add_compute_dtype(parser)
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=Path, help="write the means there, too")
     return status_of(run, parser.parse_args())
 
 
@@ -74,14 +74,7 @@ def run(args: argparse.Namespace) -> None:
     counts = ", ".join(f"{name} {sum(own) / len(own):g}" for name, own in active.items())
     print(f"active heads: {counts} of {base.config.num_attention_heads}; {computed}, {name_device(device)}")
     if args.json:
-        by_text = {
-            text: {
-                name: {"documents": each.documents, "tokens": each.tokens} | each.figures()
-                for name, each in own.items()
-            }
-            for text, own in found.items()
-        }
-        write_json(args.json, {"compute_dtype": computed, "means": means, "texts": by_text})
+        write_json(args.json, {"compute_dtype": computed, "means": means})
 
 
 def show(name: str, figures: dict[str, Any]) -> None:

@@ -237,13 +237,9 @@ def mixtral(fields: dict, size: Size) -> Method:
 
 def moh(fields: dict, active: int, **plan) -> Method:
     """MoH by Eq. 5 to 8 (two-stage, weighted, beta 0.01), with what `plan` changes of it."""
-    defaults = {
-        "num_active_heads": active,
-        "num_shared_heads": math.floor(0.4 * active) + 1,
-        "router_type": "two_stage",
-        "router_score": "weighted",
-        "output_router_logits": True,  # the loss has the load-balance loss
-    }
+    defaults = {"num_active_heads": active, "num_shared_heads": math.floor(0.4 * active) + 1}
+    defaults |= {"router_type": "two_stage", "router_score": "weighted"}
+    defaults["output_router_logits"] = True  # the loss has the load-balance loss
     return Method(MoHLlamaConfig(**fields | defaults | plan))
 
 
@@ -287,16 +283,10 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512, help="tokens in a sequence")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="the highest")
-    parser.add_argument(
-        "--mixed-precision",
-        choices=["auto", "no", "bf16"],
-        default="auto",
-        help="of training, not of scores (auto: what OUTPUT was begun with, bf16 where this device computes it fast)",
-    )
+    words = "of training, not of scores (auto: that of OUTPUT, else bf16 where this device computes it fast)"
+    parser.add_argument("--mixed-precision", choices=["auto", "no", "bf16"], default="auto", help=words)
     parser.add_argument("--held-out-tokens", type=int, default=200_000)
-    parser.add_argument(
-        "--save", action="store_true", help="keep trained models in OUTPUT/models, but for those of other papers"
-    )
+    parser.add_argument("--save", action="store_true", help="keep models that convert in OUTPUT/models")
     args = parser.parse_args()
     if min(args.seeds, args.context, args.batch) < 1:
         parser.error("--seeds, --context and --batch must be at least 1")
@@ -402,13 +392,8 @@ def trained_tokenizer(args: argparse.Namespace, mixture: Mixture) -> Path:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(
-        texts(),
-        trainers.BpeTrainer(
-            vocab_size=args.vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-        ),
-    )
+    words = {"special_tokens": [END], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    backend.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=args.vocab_size, **words))
     with new_folder(folder) as temporary:
         keep_settings(temporary, settings)
         PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(temporary)
@@ -487,8 +472,7 @@ def score(model: PreTrainedModel, batches: Sequence[Batch]) -> np.ndarray:
     logits = logits_of(model.eval())
     nats, documents = [], []
     for batch in batches:
-        targets = batch["labels"][:, 1:]
-        counted = targets != -100
+        counted = (targets := batch["labels"][:, 1:]) != -100
         predicted = logits(batch)[:, :-1].float().cpu()[counted]
         nats.append(F.cross_entropy(predicted, targets[counted], reduction="none"))
         documents.append(batch["documents"][:, 1:][counted])
@@ -504,12 +488,8 @@ def key(name: str, seed: int, steps: int) -> str:
 def difference_interval(tokens: np.ndarray, nats: np.ndarray, reference: np.ndarray) -> Interval | None:
     """95 % interval of the mean over seeds of loss - reference's, by bootstrap over documents and seeds.
 
-    Args:
-        tokens: of each document, `[D]`.
-        nats, reference: of each seed and document, `[S, D]`; seeds are paired.
-
-    Returns:
-        Its two ends; None with fewer than two documents.
+    `tokens` of each document, `[D]`; nats of each seed and document, `[S, D]`, seeds being paired. None with fewer than
+    two documents.
     """
     if len(tokens) < 2:
         return None

@@ -1,6 +1,6 @@
 """Time of converted models over their dense base's: prefill and decoding, the whole model and its attention alone.
 
-    python benchmarks/speed.py BASE --models out/half out/fixed --text long1.jsonl --lengths 2048 8192 --json speed.json
+    python benchmarks/speed.py BASE --models out/half out/fixed --text long1.jsonl --lengths 2048 8192
     python benchmarks/speed.py --layer llama3-8b --lengths 2048 8192 --batch 1
 
 Models take turns in each round; a ratio is the median over rounds of time / the base's in the same round, with the
@@ -15,6 +15,7 @@ with random weights instead, without KL: half of the heads fixed, and half route
 
 import argparse
 import copy
+import itertools
 import statistics
 import sys
 from pathlib import Path
@@ -46,7 +47,6 @@ from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
 from moh_llm.devices import name_device
 from moh_llm.errors import UserError
-from moh_llm.files import write_json
 from moh_llm.metrics import compare_predictions
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
@@ -73,7 +73,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="of decoding in a round")
     parser.add_argument("--cache", choices=CACHES, default="dynamic", help="in decoding")
     add_compute_dtype(parser)
-    parser.add_argument("--json", type=Path, help="write the figures there, after each row")
     args = parser.parse_args()
     if bool(args.layer) == bool(args.base) or (args.base and not (args.models and args.text)):
         parser.error("give a BASE with --models and --text, or --layer alone")
@@ -83,29 +82,19 @@ def main() -> int:
 @torch.inference_mode()
 def run(args: argparse.Namespace) -> None:
     device, dtype, computed = device_and_dtype(args)
-    machine = name_device(device)
     AttentionInterface.register(GROUPED, grouped_attention)
     AttentionMaskInterface.register(GROUPED, sdpa_mask)
     models = (layer_models if args.layer else real_models)(args, device, dtype)
-    size = models["base"].config.head_dim
-    backends = {
-        name: choose_for(device, dtype, size, length=length).name for name, length in (("prefill", 256), ("decode", 1))
-    }
-    found: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "dtype": computed}
-    found |= {"attention_backend": backends, "rows": []}
-    print(f"{machine}; torch {torch.__version__}; {computed}; {args.rounds} rounds")
+    chosen = [choose_for(device, dtype, models["base"].config.head_dim, length=length).name for length in (256, 1)]
+    print(f"{name_device(device)}; torch {torch.__version__}; {computed}; {args.rounds} rounds; ", end="")
+    print(f"attention of a prefill by {chosen[0]}, of a step by {chosen[1]}")
     ratios = "x base (least to most)", "attention (least to most)"
     print(LINE.format("model", "pass", "tokens", "rows", "ms", *ratios, "keys", "KL", "cache"))
-    for length in args.lengths:
-        for batch in args.batch:
-            ids = tokens(args, length + args.steps, batch).to(device)
-            for name in args.passes:
-                rows = measure(name, models, ids, length, args)
-                for row in rows:
-                    show(row)
-                found["rows"] += rows
-                if args.json:
-                    write_json(args.json, found)
+    for length, batch in itertools.product(args.lengths, args.batch):
+        ids = tokens(args, length + args.steps, batch).to(device)
+        for name in args.passes:
+            for row in measure(name, models, ids, length, args):
+                show(row)
 
 
 def real_models(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
@@ -198,11 +187,8 @@ def measure(
         if isinstance(model, MoHLlamaForCausalLM):
             hidden, gates = hidden_and_gates(model, ids[:1, :length])
             row["keys"] = keys_read(gates.mean(0), model.config, length - 1 if name == "decode" else 0)
-            if (
-                not args.layer
-                and name == "prefill"
-                and HEADLINE + ROWS <= length <= model.config.max_position_embeddings
-            ):
+            known = HEADLINE + ROWS <= length <= model.config.max_position_embeddings
+            if known and name == "prefill" and not args.layer:
                 row["kl"] = divergence(models["base"], model, hidden, ids[:1, :length])
         rows.append(row)
     return rows

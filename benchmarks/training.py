@@ -14,13 +14,12 @@ Peers take turns within a round, and figures are medians over rounds.
 """
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from moh_llm.conversion.plan import PlanOptions
 from moh_llm.devices import choose_device, name_device
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
-from moh_llm.training.config import DataConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from moh_llm.training.config import DataConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.optimizer import make_optimizer, set_learning_rates
 from moh_llm.training.parallel import make_accelerator, seed_step
 from moh_llm.training.precision import decide_precision
@@ -49,8 +48,9 @@ FALLBACKS = {
     "local": {"num_shared_heads": 1, "num_active_heads": 5, "router_type": "threshold", "head_fallback": "local"},
     "fixed": {"num_shared_heads": 5, "num_active_heads": 5, "router_type": "none", "head_fallback": "local"},
 }
-PROCESSES = multiprocessing.get_context("spawn")
+SPAWN = multiprocessing.get_context("spawn")
 Step = Callable[[], None]
+step: Step  # of a peer's process
 
 
 def main() -> int:
@@ -62,7 +62,6 @@ def main() -> int:
     parser.add_argument("--gradient-checkpointing", action="store_true", help="in --only step")
     parser.add_argument("--mixed-precision", choices=["auto", "no", "bf16"], default="auto", help="as in recipes")
     parser.add_argument("--only", nargs="+", choices=["step", "loop"], help="not both")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
     args = parser.parse_args()
     wanted = args.only or ["step", "loop"]
     if args.gradient_checkpointing and "loop" in wanted:
@@ -75,33 +74,22 @@ def main() -> int:
         backend = choose_for(device, dtype, SHAPE["hidden_size"] // SHAPE["num_attention_heads"]).name
         print(f"{args.blocks} x {args.length} tokens a step, mixed precision {args.mixed_precision}", end=", ")
         print(f"{name_device(device)}, attention by {backend}")
-        figures: dict[str, Any] = {"device": name_device(device), "mixed_precision": args.mixed_precision}
-        figures["attention_backend"] = backend
         if "step" in wanted:
-            figures["step"] = against_dense(config, args)
+            against_dense(config, args)
         if "loop" in wanted:
-            figures["loop"] = against_trainer(config, args, scratch)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+            against_trainer(config, args, scratch)
     return 0
 
 
 def recipe(args: argparse.Namespace, scratch: Path) -> TrainConfig:
     """The recipe of a step: cross-entropy, every weight trained."""
-    return TrainConfig(
-        model="none",
-        output_dir=str(scratch / "run"),
-        max_steps=100,
-        mixed_precision=args.mixed_precision,
-        data=DataConfig(sequence_length=args.length, batch_size=args.blocks, micro_batch_size=args.blocks),
-        objective=ObjectiveConfig(kind="cross_entropy"),
-        optimizer=OptimizerConfig(),
-        report_to=(),
-    )
+    data = DataConfig(sequence_length=args.length, batch_size=args.blocks, micro_batch_size=args.blocks)
+    more = {"data": data, "objective": ObjectiveConfig(kind="cross_entropy"), "report_to": ()}
+    return TrainConfig("none", str(scratch / "run"), 100, mixed_precision=args.mixed_precision, **more)
 
 
 def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
-    """A random model: MoH with the plan of `FALLBACKS`, or its dense twin, which has no router."""
+    """A random model: MoH with the plan of `FALLBACKS`, or its dense twin, whose attention is one call of SDPA."""
     torch.manual_seed(0)
     heads = {"num_shared_heads": 9, "num_active_heads": 9} if dense else FALLBACKS[args.fallback]
     start = PlanOptions(context=args.length, fallback="local").start  # that of a default conversion
@@ -138,16 +126,11 @@ def our_step(config: TrainConfig, args: argparse.Namespace, model: MoHLlamaForCa
     return run
 
 
-def dense_step(config: TrainConfig, args: argparse.Namespace) -> Step:
-    """The same of the dense model, whose attention is one call of SDPA."""
-    return our_step(config, args, moh_model(args, dense=True))
-
-
-def against_trainer(config: TrainConfig, args: argparse.Namespace, scratch: str) -> dict[str, float]:
+def against_trainer(config: TrainConfig, args: argparse.Namespace, scratch: str) -> None:
     """Our step and `transformers.Trainer`'s in turn: its own loop runs, and ours steps in between."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=max(2048, args.length)))
-    ours, seconds = dense_step(config, args), {"our loop": [], "Trainer": []}
+    ours, seconds = our_step(config, args, moh_model(args, dense=True)), {"our loop": [], "Trainer": []}
     ours()
 
     class Turns(TrainerCallback):
@@ -158,59 +141,52 @@ def against_trainer(config: TrainConfig, args: argparse.Namespace, scratch: str)
             seconds["Trainer"].append(now() - self.began)
             seconds["our loop"].append(timed(ours))
 
+    silent = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
     arguments = TrainingArguments(
-        output_dir=scratch,
+        scratch,
         bf16=args.mixed_precision == "bf16",
         use_cpu=not torch.accelerator.is_available(),
         per_device_train_batch_size=args.blocks,
         max_steps=args.rounds + 1,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
         remove_unused_columns=False,
+        **{"weight_decay": 0.1, "adam_beta2": 0.95, "max_grad_norm": 1.0},
+        **silent,
     )
     batch = batch_of(args)
     rows = [{name: tensor[row] for name, tensor in batch.items()} for row in range(args.blocks)] * (args.rounds + 1)
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Turns()]).train()
-    return summary({name: times[1:] for name, times in seconds.items()}, args)
+    show({name: times[1:] for name, times in seconds.items()}, args)
 
 
-def against_dense(config: TrainConfig, args: argparse.Namespace) -> dict[str, float]:
+def against_dense(config: TrainConfig, args: argparse.Namespace) -> None:
     """Steps of the MoH model and of its peer in turn, each in a process of its own.
 
     In one process they would share a heap, and the smaller of the two would find the memory it needs already mapped
     where the other has to ask for more: a difference that nobody who trains one model meets.
     """
-    seconds: dict[str, list[float]] = {"MoH": [], "dense": []}
-    pipes = {}
-    for name in seconds:
-        pipes[name], end = PROCESSES.Pipe()
-        PROCESSES.Process(target=take_turns, args=(config, args, name, end), daemon=True).start()
-        pipes[name].recv()
+    peers = {name: ProcessPoolExecutor(1, SPAWN, prepare, (config, args, name)) for name in ("MoH", "dense")}
+    for peer in peers.values():
+        peer.submit(take_turn).result()  # warms up
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
     for _ in range(args.rounds):
-        for name, pipe in pipes.items():
-            pipe.send("step")
-            seconds[name].append(pipe.recv())
-    for pipe in pipes.values():
-        pipe.send(None)
-    return summary(seconds, args)
+        for name, peer in peers.items():
+            seconds[name].append(peer.submit(take_turn).result())
+    show(seconds, args)
 
 
-def take_turns(config: TrainConfig, args: argparse.Namespace, name: str, pipe: Connection) -> None:
-    """A peer's process: a step, and its seconds, whenever a message asks for it."""
-    step = dense_step(config, args) if name == "dense" else our_step(config, args, moh_model(args, dense=False))
-    step()
-    pipe.send("ready")
-    while pipe.recv() is not None:
-        pipe.send(timed(step))
+def prepare(config: TrainConfig, args: argparse.Namespace, name: str) -> None:
+    """Begin a peer's process."""
+    global step
+    step = our_step(config, args, moh_model(args, dense=name == "dense"))
 
 
-def summary(seconds: dict[str, list[float]], args: argparse.Namespace) -> dict[str, float]:
-    """Print and return medians, and the median over rounds of the first peer's time over the second's."""
+def take_turn() -> float:
+    """Seconds of a step in a peer's process."""
+    return timed(step)
+
+
+def show(seconds: dict[str, list[float]], args: argparse.Namespace) -> None:
+    """Print medians, and the median over rounds of the first peer's time over the second's."""
     (first, mine), (second, theirs) = seconds.items()
     ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
     ratio = statistics.median(ratios)
@@ -221,13 +197,12 @@ def summary(seconds: dict[str, list[float]], args: argparse.Namespace) -> dict[s
         f"({min(ratios):.3f} to {max(ratios):.3f}) over {len(mine)} rounds",
         flush=True,
     )
-    return {first: statistics.median(mine), second: statistics.median(theirs), "ratio": ratio, "ratios": ratios}
 
 
-def timed(run: Callable[..., Any], *arguments: Any) -> float:
-    """Seconds that a call takes."""
+def timed(step: Step) -> float:
+    """Seconds that a step takes."""
     began = now()
-    run(*arguments)
+    step()
     return now() - began
 
 
