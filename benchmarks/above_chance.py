@@ -123,12 +123,17 @@ def keys_of(models: dict[str, str], texts: dict[str, list[str]], base: str, dtyp
         if not isinstance(AutoConfig.from_pretrained(name), MoHLlamaConfig):
             continue
         model = MoHLlamaForCausalLM.from_pretrained(name, dtype=dtype).to(choose_device(None)).eval()
-        found[label] = {}
-        for benchmark, own in texts.items():
-            ids = [torch.tensor([tokenizer(text)["input_ids"]], device=model.device) for text in own]
-            shares = [keys_read(hidden_and_gates(model, each)[1].mean(0), model.config) for each in ids]
-            found[label][benchmark] = float(np.mean(shares))
+        found[label] = {
+            benchmark: float(np.mean([share_read(model, tokenizer(text)["input_ids"]) for text in own]))
+            for benchmark, own in texts.items()
+        }
     return found
+
+
+def share_read(model: MoHLlamaForCausalLM, tokens: list[int]) -> float:
+    """The share of the base's keys that the model reads in one text."""
+    _, on = hidden_and_gates(model, torch.tensor([tokens], device=model.device))
+    return keys_read(on.mean(0), model.config)
 
 
 def chosen(suite: Suite, names: Sequence[str] | None) -> Suite:

@@ -104,8 +104,7 @@ def batch_of(args: argparse.Namespace) -> dict[str, torch.Tensor]:
     """One process's blocks of a step: random tokens, one document a block."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(0, SHAPE["vocab_size"], (args.blocks, args.length), generator=draw)
-    positions = torch.arange(args.length).expand(args.blocks, -1)
-    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(args.length).expand(args.blocks, -1)}
 
 
 def our_step(config: TrainConfig, args: argparse.Namespace, model: MoHLlamaForCausalLM) -> Step:
