@@ -1,7 +1,12 @@
-"""Which keys of a recipe may change when a run is resumed."""
+"""Which keys of a recipe may change when a run is resumed, and which ones are gone."""
 
 from typing import Any
 
+# Keys of earlier recipes that are gone, with the value that runs now have and what does the key's work. A recipe that
+# has one is refused. The record of a run may have it: that run goes on unless the value would change its curve.
+GONE: dict[str, tuple[Any, str]] = {
+    "gradient_checkpointing_every": (1, "gradient_checkpointing recomputes every layer"),
+}
 # Keys that name places, and the group that publishes a finished run. The run record holds hashes of what `model`,
 # `base` and the mixture name, and those are compared.
 _PLACES = {"model", "output_dir", "base", "hub", "data.mixture"}
@@ -32,13 +37,24 @@ def changed_keys(recorded: dict[str, Any], current: dict[str, Any], finished: bo
         finished: whether the run of ``recorded`` is finished. Keys that do not change the training curve
             (``save_dtype``, say) then matter, too, since they would have no effect.
     """
-    return _differing(recorded, current, _PLACES if finished else _PLACES | _HARMLESS, "")
+    left_out = _HARMLESS & GONE.keys() if finished else _HARMLESS
+    return _differing(recorded, current, _PLACES | left_out, "")
+
+
+def without_gone_keys(recorded: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The recipe of a record without the keys that are gone."""
+    return {
+        name: without_gone_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else value
+        for name, value in recorded.items()
+        if prefix + name not in GONE
+    }
 
 
 def _differing(recorded: dict[str, Any], current: dict[str, Any], left_out: set[str], prefix: str) -> list[str]:
     changed = []
     for name in sorted(recorded.keys() | current.keys()):
-        old, new = recorded.get(name), current.get(name)
+        now, _ = GONE.get(prefix + name, (None, ""))
+        old, new = recorded.get(name, now), current.get(name, now)
         later = name not in recorded and new == _BEFORE.get(prefix + name, False)
         if prefix + name in left_out or old == new or later:
             continue

@@ -210,12 +210,6 @@ class TrainConfig(Keys):
         "auto",
     )
     gradient_checkpointing: bool = key("recompute activations in the backward pass to save memory", False)
-    gradient_checkpointing_every: int = key(
-        "with gradient_checkpointing: recompute the first of each so many layers, and keep the others' activations; "
-        "1: recompute all",
-        1,
-        at_least=1,
-    )
     activation_offloading: bool = key(
         "with gradient_checkpointing: keep the inputs of recomputed layers in the CPU's memory until they are needed",
         False,
@@ -285,14 +279,10 @@ class TrainConfig(Keys):
                 f"schedule.{name}={value} must not exceed optimizer.learning_rate={self.optimizer.learning_rate}; "
                 "lower it too",
             )
-        for name, given in (
-            ("gradient_checkpointing_every", self.gradient_checkpointing_every > 1),
-            ("activation_offloading", self.activation_offloading),
-        ):
-            require(
-                self.gradient_checkpointing or not given,
-                f"{name}={getattr(self, name)} is about layers that are recomputed: set gradient_checkpointing to true",
-            )
+        require(
+            self.gradient_checkpointing or not self.activation_offloading,
+            "activation_offloading=True is about layers that are recomputed: set gradient_checkpointing to true",
+        )
         require(
             self.quantization is None or self.lora is not None,
             f"quantization={self.quantization} needs adapters, as 4-bit weights cannot be trained: set lora, or "

@@ -163,8 +163,8 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
     """Bytes that the forward pass of a micro-batch keeps, and that a layer's backward pass adds temporarily.
 
     With gradient checkpointing a layer keeps its input and router logits alone, with offloading without the input, and
-    one layer at a time is recomputed. Under autocast copies of the layers' weights are kept by the backward pass of
-    layers that are not recomputed, and in autocast's cache until the forward pass ends. The backward pass adds
+    one layer at a time is recomputed. Under autocast copies of the layers' weights are kept by their backward pass, or,
+    where it recomputes them, in autocast's cache until the forward pass ends. The backward pass adds
     gradients of the MLP's widest tensors, two at a time, of the stream, and of a tied head, which waits for the
     embedding's.
     """
@@ -173,15 +173,14 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
     # Token ids; sines and cosines; the boolean mask that keeps documents apart in the base's attention; the last norm.
     kept = 8 + 2 * stream * model.head_dim + (4 + stream) * model.hidden_size
     kept += length * any(_is_base(model, number, length) for number in range(model.num_hidden_layers))
-    layers, recomputed, masks = [], [], _masks(model, precision.products, length)
+    layers, masks = [], _masks(model, precision.products, length)
     for number, active in enumerate(model.active_heads_per_layer):
         group_size, shared = model.heads_per_group, len(model.shared_heads_per_layer[number])
         routed, top_k = len(model.routed_heads(number)) // group_size, (active - shared) // group_size
         attention = _attention(config, model, precision.products, number)
         layers.append(_layer(config, model, precision, routed, top_k) + attention)
         kept += 8 * (routed + top_k)  # logits; the load-balance loss's softmax and chosen heads (int64)
-        if config.gradient_checkpointing and number % config.gradient_checkpointing_every == 0:
-            recomputed.append(layers[-1])
+        if config.gradient_checkpointing:
             kept += 0 if config.activation_offloading else stream * model.hidden_size
         else:
             kept += layers[-1]
@@ -192,16 +191,11 @@ def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, p
     if model.tie_word_embeddings and not config.is_base_frozen:
         backward += stream * model.hidden_size * model.vocab_size
     copies = precision.products * sizes.linear if precision.casts else 0
-    kept += masks if len(recomputed) < len(layers) else 0
-    if not recomputed:
-        return tokens * kept + copies, backward
-    copied = copies * (model.num_hidden_layers - len(recomputed)) // model.num_hidden_layers
-    cached = copied if config.is_base_frozen else copies
-    again = (
-        tokens * (max(recomputed) + (masks if len(recomputed) == len(layers) else 0))
-        + copies // model.num_hidden_layers
-    )
-    return tokens * kept + cached, again + backward - (cached - copied)
+    if not config.gradient_checkpointing:
+        return tokens * (kept + masks) + copies, backward
+    cached = 0 if config.is_base_frozen else copies
+    again = tokens * (max(layers) + masks) + copies // model.num_hidden_layers
+    return tokens * kept + cached, again + backward - cached
 
 
 def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, routed: int, top_k: int) -> int:

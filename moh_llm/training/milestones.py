@@ -20,6 +20,7 @@ from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.records.run import CheckpointRecord, RunRecord
 from moh_llm.training import networks
+from moh_llm.training.changed_keys import without_gone_keys
 from moh_llm.training.checkpoints import RECORD, verified_record
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.parallel import loading_full_models
@@ -84,7 +85,7 @@ def export_checkpoint(checkpoint: Path, output: Path, overwrite: bool = False) -
         raise UserError(f"{checkpoint} is no complete checkpoint: {error}") from error
     place = checkpoint.resolve().parent.parent / RUN_RECORD
     run = RunRecord.read(place)
-    config = make_config(run.config, str(place))
+    config = make_config(without_gone_keys(run.config), str(place))
     check_output_folder(output, overwrite, [config.model, checkpoint])
     if mark_model(config) != run.model:
         raise UserError(f"model={config.model} is not what the run in {place.parent} began with; restore it")

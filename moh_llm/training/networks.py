@@ -124,7 +124,7 @@ def make_student(config: TrainConfig, device: torch.device | None = None, empty:
     if config.shared_heads is not None:
         learn_shared_heads(network, config.shared_heads.number)
     if config.gradient_checkpointing:
-        recompute(network, config.gradient_checkpointing_every, config.activation_offloading)
+        recompute(network, config.activation_offloading)
     return trainable(config, network)
 
 
@@ -150,16 +150,15 @@ def trainable(config: TrainConfig, network: MoHLlamaForCausalLM) -> torch.nn.Mod
     return network
 
 
-def recompute(network: MoHLlamaForCausalLM, every: int = 1, offload: bool = False) -> None:
-    """Recompute the first of each ``every`` layers in the backward pass, from its input.
+def recompute(network: MoHLlamaForCausalLM, offload: bool = False) -> None:
+    """Recompute each layer in the backward pass, from its input, which with ``offload`` waits in the CPU's memory.
 
-    With ``offload`` that input waits in the CPU's memory. No loss or gradient changes.
+    No loss or gradient changes.
     """
     # The re-entrant kind would lose the load-balance loss's gradient.
     network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for number, layer in enumerate(network.model.layers):
-        layer.gradient_checkpointing = number % every == 0
-        if offload:
+    if offload:
+        for layer in network.model.layers:
             layer._gradient_checkpointing_func = partial(_with_input_on_cpu, layer._gradient_checkpointing_func)
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from moh_llm.errors import UserError
 from moh_llm.reading import parse_yaml, read_yaml
 from moh_llm.terminal import say_aside
+from moh_llm.training.changed_keys import GONE
 from moh_llm.training.config import TrainConfig
 
 # Keys of earlier recipes, by their names today: the error about one says the other.
@@ -179,6 +180,8 @@ def _flatten(content: dict, keys: dict[str, Key], where: str, prefix: str = "") 
     """Place, dotted name and value of the keys in nested maps; a group is an empty map before its keys."""
     for part, value in content.items():
         name = f"{prefix}{part}"
+        if name in GONE:
+            raise UserError(f"{where}: the key {name} is gone: {GONE[name][1]}")
         if name not in keys:
             nearest = difflib.get_close_matches(name, keys, n=1, cutoff=0.0)[0]
             # A bare key that lives in a group is a likelier slip than a similar spelling.

@@ -6,7 +6,7 @@ import yaml
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
-from moh_llm.training.changed_keys import changed_keys
+from moh_llm.training.changed_keys import GONE, changed_keys, without_gone_keys
 from moh_llm.training.config import HubConfig, LoraConfig, TrainConfig
 from moh_llm.training.recipe import RENAMED, load_config, recipe_keys
 
@@ -204,6 +204,13 @@ def test_changed_keys_are_those_that_change_the_curve() -> None:
     assert changed_keys(old | given, old | {"gate_gradient": "exact"}) == ["gate_gradient"]
 
 
+def test_a_record_with_keys_that_are_gone_is_todays_unless_they_changed_the_curve() -> None:
+    new: dict = {"max_steps": 3, "data": {"batch_size": 4}}
+    earlier = new | {"gradient_checkpointing_every": 2}
+    assert without_gone_keys(earlier) == new
+    assert changed_keys(earlier, new) == changed_keys(earlier, new, finished=True) == []
+
+
 @pytest.mark.parametrize("is_override", [False, True])
 def test_attention_of_earlier_recipes_is_replaced_with_a_line(recipe: Path, capsys, is_override: bool) -> None:
     load_config(recipe)
@@ -232,3 +239,10 @@ def test_an_earlier_key_is_refused_with_its_new_name(recipe: Path, old: str, new
     assert new in recipe_keys()
     with pytest.raises(UserError, match=f"unknown key '{old}'; the nearest known key is '{new}'"):
         load_config(recipe, [f"--{old}", "1"])
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_key_that_is_gone_is_refused_with_what_does_its_work(recipe: Path, name: str) -> None:
+    assert name not in recipe_keys()
+    with pytest.raises(UserError, match=re.escape(f"command line: the key {name} is gone: {GONE[name][1]}")):
+        load_config(recipe, [f"--{name}", "1"])

@@ -14,9 +14,11 @@ from trained import read_checkpoint, read_log, read_record, unfinish
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
+from moh_llm.files import write_json
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import checkpoint_writer
 from moh_llm.training.loop import train
+from moh_llm.training.milestones import export_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,6 +142,23 @@ def test_a_finished_run_is_left_alone(configure, run) -> None:
     record = train(configure(), say=said.append).content()
     assert {**record, "config": None} == {**read_record(run), "config": None}  # whose output_dir is another
     assert "nothing to do" in said[-1]
+
+
+def test_the_record_of_an_earlier_version_is_read(configure, finished_run, run, tmp_path: Path) -> None:
+    """Its recipe has keys that are gone."""
+    config = read_record(run)["config"] | {"gradient_checkpointing_every": 2}
+    write_json(run / "run.json", read_record(run) | {"config": config})
+    export_checkpoint(run / "checkpoints" / "step-000006", tmp_path / "exported")
+    said: list[str] = []
+    train(configure(), say=said.append)
+    assert "nothing to do" in said[-1]
+    unfinish(run, 4)
+    train(configure(), say=said.append)
+    assert any("resumed from" in line for line in said) and read_log(run) == read_log(finished_run)
+    weights = load_file(finished_run / "model" / "model.safetensors")
+    for folder in (tmp_path / "exported", run / "model"):
+        again = load_file(folder / "model.safetensors")
+        assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
 
 
 def test_a_finished_run_is_refused_what_it_did_not_do(
