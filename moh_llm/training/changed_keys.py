@@ -6,6 +6,7 @@ from typing import Any
 # has one is refused. The record of a run may have it: that run goes on unless the value would change its curve.
 GONE: dict[str, tuple[Any, str]] = {
     "gradient_checkpointing_every": (1, "gradient_checkpointing recomputes every layer"),
+    "save_dtype": (None, "weights are saved in the dtype of model, which moh-llm convert --dtype chooses"),
 }
 # Keys that name places, and the group that publishes a finished run. The run record holds hashes of what `model`,
 # `base` and the mixture name, and those are compared.
@@ -35,7 +36,7 @@ def changed_keys(recorded: dict[str, Any], current: dict[str, Any], finished: bo
         recorded: one recipe.
         current: the other.
         finished: whether the run of ``recorded`` is finished. Keys that do not change the training curve
-            (``save_dtype``, say) then matter, too, since they would have no effect.
+            (``gradient_checkpointing``, say) then matter, too, since they would have no effect.
     """
     left_out = _HARMLESS & GONE.keys() if finished else _HARMLESS
     return _differing(recorded, current, _PLACES | left_out, "")

@@ -230,9 +230,6 @@ class TrainConfig(Keys):
         "those of the model folder; null: not quantized",
         None,
     )
-    save_dtype: Literal["float32", "bfloat16", "float16"] | None = key(
-        "dtype of the saved weights; null: that of the model folder", None
-    )
     data: DataConfig = key("what is read", DataConfig())
     optimizer: OptimizerConfig = key("AdamW", OptimizerConfig())
     schedule: ScheduleConfig = key("learning rate over the steps", ScheduleConfig())

@@ -19,8 +19,9 @@ from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.records.run import CheckpointRecord, RunRecord
+from moh_llm.terminal import say_aside
 from moh_llm.training import networks
-from moh_llm.training.changed_keys import without_gone_keys
+from moh_llm.training.changed_keys import GONE, without_gone_keys
 from moh_llm.training.checkpoints import RECORD, verified_record
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.parallel import loading_full_models
@@ -86,6 +87,8 @@ def export_checkpoint(checkpoint: Path, output: Path, overwrite: bool = False) -
     place = checkpoint.resolve().parent.parent / RUN_RECORD
     run = RunRecord.read(place)
     config = make_config(without_gone_keys(run.config), str(place))
+    if dtype := run.config.get("save_dtype"):
+        say_aside(f"{place}: the key save_dtype={dtype} is gone: {GONE['save_dtype'][1]}")
     check_output_folder(output, overwrite, [config.model, checkpoint])
     if mark_model(config) != run.model:
         raise UserError(f"model={config.model} is not what the run in {place.parent} began with; restore it")

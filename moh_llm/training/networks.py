@@ -285,7 +285,7 @@ def save_network(
     if config.lora is not None:
         network = network.merge_and_unload()
     fix_shared_heads(network)
-    dtype = _cast(network, Path(config.model), config.save_dtype)
+    dtype = _cast(network, Path(config.model))
     with new_folder(folder, overwrite=True) as temporary:
         try:
             network.save_pretrained(temporary)
@@ -304,16 +304,14 @@ def save_network(
         write_seal(temporary, made)
 
 
-def _cast(network: torch.nn.Module, folder: Path, save_dtype: str | None) -> torch.dtype:
-    """Cast the weights to ``save_dtype``, or each to the dtype that it has in ``folder``; the dtype of the matrices.
+def _cast(network: torch.nn.Module, folder: Path) -> torch.dtype:
+    """Cast each weight to the dtype that it has in ``folder``; returns the dtype of the matrices.
 
     Raises:
         UserError: a weight is too large for its dtype.
     """
     weight_map = read_weight_map(folder)[1]
     stored, widest = tensor_dtypes(folder, weight_map), matrix_dtype(folder, weight_map) or torch.float32
-    if save_dtype is not None:
-        stored, widest = {}, getattr(torch, save_dtype)
     with torch.no_grad():
         for name, weight in network.named_parameters():
             weight.data = cast_weight(weight.data, stored.get(name, widest), name)

@@ -241,7 +241,7 @@ def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Find
     milestones = config.max_steps // keep.milestone_every if keep.milestone_every else 0
     kept = keep.save_total_limit + milestones + 1
     models = 1 + (milestones if config.hub is not None and config.hub.milestones else 0)
-    dtype = getattr(torch, config.save_dtype) if config.save_dtype else model.dtype or torch.float32
+    dtype = model.dtype or torch.float32
     number = min(made, kept)
     checkpoints, saved = 12 * sizes.trained * number, sizes.base * dtype.itemsize * models
     there = sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))

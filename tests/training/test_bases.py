@@ -98,7 +98,7 @@ def test_what_is_trained_is_what_transformers_loads(model: Path, change: Callabl
 @pytest.mark.parametrize("change", [own_head, session], ids=["own head", "session"])
 def test_a_run_saves_the_model_that_it_trained(model: Path, configure, tmp_path: Path, change) -> None:
     change(model)
-    train(configure(model=str(model), max_steps=2, save_dtype="float32"))
+    train(configure(model=str(model), max_steps=2))
     saved = tmp_path / "run" / "model"
     network = MoHLlamaForCausalLM.from_pretrained(saved).eval()
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()

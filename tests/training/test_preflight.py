@@ -127,9 +127,11 @@ def test_too_little_disk_is_a_fault(configure, model_folder, tmp_path, monkeypat
     leave(needed - 1)
     check, text = the_fault(diagnose(config))
     assert check == "disk" and "3 checkpoints" in text and "free some" in text
-    assert diagnose(
-        configure(output_dir=str(tmp_path / "c"), save_dtype="bfloat16", max_steps=4)
-    ).fit  # two, and half the model
+    half = Path(shutil.copytree(model_folder, tmp_path / "half"))
+    config_json = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(config_json | {"dtype": "bfloat16"}))
+    short = configure(model=str(half), output_dir=str(tmp_path / "c"), max_steps=4)
+    assert diagnose(short).fit  # two, and half the model
     # What the run has written already is paid for.
     old = tmp_path / "a" / "b" / "checkpoints" / "step-000002"
     old.mkdir(parents=True)
