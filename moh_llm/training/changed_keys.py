@@ -6,6 +6,7 @@ from typing import Any
 # has one is refused. The record of a run may have it: that run goes on unless the value would change its curve.
 GONE: dict[str, tuple[Any, str]] = {
     "gradient_checkpointing_every": (1, "gradient_checkpointing recomputes every layer"),
+    "optimizer.epsilon": (1e-8, "AdamW has PyTorch's, 1e-8"),
     "save_dtype": (None, "weights are saved in the dtype of model, which moh-llm convert --dtype chooses"),
 }
 # Keys that name places, and the group that publishes a finished run. The run record holds hashes of what `model`,

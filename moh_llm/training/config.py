@@ -47,7 +47,6 @@ class OptimizerConfig(Keys, group="optimizer"):
     router_learning_rate: float | None = key("highest learning rate of the routers; null: learning_rate", 1e-3, above=0)
     weight_decay: float = key("decoupled weight decay of matrices", 0.1, at_least=0)
     betas: tuple[float, float] = key("decay rates of AdamW's two moments", (0.9, 0.95))
-    epsilon: float = key("AdamW's epsilon", 1e-8, above=0)
     max_grad_norm: float | None = key("gradients are clipped to this l2 norm; null: not clipped", 1.0, above=0)
 
     def __post_init__(self) -> None:

@@ -44,7 +44,6 @@ def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim
             for (kind, decayed), weights in sorted(groups.items(), key=lambda item: item[0])
         ],
         lr=settings.learning_rate,
-        eps=settings.epsilon,
         fused=True,  # one pass over weights, gradients and moments: a fifth of the time on CPU
     )
 

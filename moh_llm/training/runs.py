@@ -28,7 +28,7 @@ from moh_llm.records.identity import identify
 from moh_llm.records.model import read_moh_config
 from moh_llm.records.run import LogLine, ModelMark, RunRecord
 from moh_llm.records.seal import FileMark, find_fault
-from moh_llm.training.changed_keys import changed_keys
+from moh_llm.training.changed_keys import GONE, changed_keys
 from moh_llm.training.config import TrainConfig
 
 RECORD, LOG, TRACKERS = "run.json", "log.jsonl", "tensorboard"
@@ -180,9 +180,11 @@ def _as_json(config: TrainConfig) -> dict[str, Any]:
 
 def _refuse(folder: Path, changed: list[str]) -> None:
     if changed:
+        gone = ", ".join(name for name in changed if name in GONE)
+        way = f"Resume with the version that began it, as this one has no {gone}" if gone else "Put them back to resume"
         raise UserError(
             f"output_dir={folder} holds a run with another recipe; different: {', '.join(changed)}. "
-            "Put them back to resume, name a new --output_dir, or pass --overwrite to start anew"
+            f"{way}, name a new --output_dir, or pass --overwrite to start anew"
         )
 
 

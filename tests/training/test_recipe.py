@@ -209,6 +209,9 @@ def test_a_record_with_keys_that_are_gone_is_todays_unless_they_changed_the_curv
     earlier = new | {"gradient_checkpointing_every": 2, "save_dtype": "float32"}
     assert without_gone_keys(earlier) == new
     assert changed_keys(earlier, new) == changed_keys(earlier, new, finished=True) == []
+    for epsilon, changed in ((1e-8, []), (1e-6, ["optimizer.epsilon"])):
+        earlier = new | {"optimizer": {"learning_rate": 1e-3, "epsilon": epsilon}}
+        assert changed_keys(earlier, new | {"optimizer": {"learning_rate": 1e-3}}) == changed
 
 
 @pytest.mark.parametrize("is_override", [False, True])

@@ -147,6 +147,7 @@ def test_a_finished_run_is_left_alone(configure, run) -> None:
 def test_the_record_of_an_earlier_version_is_read(configure, finished_run, run, tmp_path: Path, capsys) -> None:
     """Its recipe has keys that are gone."""
     config = read_record(run)["config"] | {"gradient_checkpointing_every": 2, "save_dtype": "bfloat16"}
+    config["optimizer"]["epsilon"] = 1e-8
     write_json(run / "run.json", read_record(run) | {"config": config})
     export_checkpoint(run / "checkpoints" / "step-000006", tmp_path / "exported")
     assert "the key save_dtype=bfloat16 is gone: " in capsys.readouterr().err
@@ -154,8 +155,13 @@ def test_the_record_of_an_earlier_version_is_read(configure, finished_run, run, 
     train(configure(), say=said.append)
     assert "nothing to do" in said[-1]
     unfinish(run, 4)
+    write_json(run / "run.json", read_record(run) | {"config": config})
     train(configure(), say=said.append)
     assert any("resumed from" in line for line in said) and read_log(run) == read_log(finished_run)
+    config["optimizer"]["epsilon"] = 1e-6
+    write_json(run / "run.json", read_record(run) | {"config": config, "status": "running"})
+    with pytest.raises(UserError, match=r"optimizer\.epsilon\. Resume with the version that began it"):
+        train(configure())
     weights = load_file(finished_run / "model" / "model.safetensors")
     for folder in (tmp_path / "exported", run / "model"):
         again = load_file(folder / "model.safetensors")
