@@ -27,11 +27,8 @@ def check_attention(config: TrainConfig, device: torch.device) -> None:
     if config.mixed_precision != "bf16":
         raise UserError(f"attn_implementation={name} computes in bfloat16; set mixed_precision to bf16")
     # transformers tells documents apart in batches of one row only; in others they would see each other.
-    for key, rows in (
-        ("data.micro_batch_size", config.data.micro_batch_size),
-        ("evaluation.batch_size", config.evaluation.batch_size),
-    ):
-        if rows > 1:
-            raise UserError(
-                f"attn_implementation={name} keeps documents apart in batches of one sequence only; set {key} to 1"
-            )
+    if config.data.micro_batch_size > 1:
+        raise UserError(
+            f"attn_implementation={name} keeps documents apart in batches of one sequence only; "
+            "set data.micro_batch_size to 1"
+        )

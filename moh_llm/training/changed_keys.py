@@ -6,6 +6,7 @@ from typing import Any
 # has one is refused. The record of a run may have it: that run goes on unless the value would change its curve.
 GONE: dict[str, tuple[Any, str]] = {
     "gradient_checkpointing_every": (1, "gradient_checkpointing recomputes every layer"),
+    "evaluation.batch_size": (None, "held-out text is scored in batches of data.micro_batch_size sequences"),
     "optimizer.epsilon": (1e-8, "AdamW has PyTorch's, 1e-8"),
     "save_dtype": (None, "weights are saved in the dtype of model, which moh-llm convert --dtype chooses"),
 }

@@ -25,7 +25,9 @@ class DataConfig(Keys, group="data"):
     )
     sequence_length: int = key("tokens per sequence", 512, at_least=2)
     batch_size: int = key("sequences per optimiser step, in all", 4, at_least=1)
-    micro_batch_size: int = key("sequences per micro-batch; the rest of the step is accumulated", 1, at_least=1)
+    micro_batch_size: int = key(
+        "sequences per forward pass, in scoring, too; the rest of a step is accumulated", 1, at_least=1
+    )
     dataloader_num_workers: int = key(
         "processes that read ahead; 0: sequences are read when they are needed", 0, at_least=0
     )
@@ -138,7 +140,6 @@ class EvaluationConfig(Keys, group="evaluation"):
     max_tokens: int | None = key(
         "held-out tokens to score, the first ones of each document; null: those of 64 documents", None, at_least=1
     )
-    batch_size: int = key("sequences per forward pass", 2, at_least=1)
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ class _Training:
         self.stream = SequenceStream(self.sources, data.sequence_length, self.config.seed)
         self.stream.check_epochs(self.config.max_steps * data.batch_size)
         self.held_out = validation_batches(
-            self.sources, data.sequence_length, evaluation.max_tokens, evaluation.batch_size
+            self.sources, data.sequence_length, evaluation.max_tokens, data.micro_batch_size
         )
 
     def build_networks(self) -> None:

@@ -159,7 +159,6 @@ LACKS = [
         {"data.micro_batch_size": 2},
         "batches of one sequence only; set data.micro_batch_size",
     ),
-    ("flash_attention_2", CUDA, {"evaluation.batch_size": 2}, "of one sequence only; set evaluation.batch_size to 1"),
     ("flash_attention_2", CUDA, {}, None),
     ("flash_attention_3", CUDA, {}, None),
     ("flex_attention", CUDA, {"mixed_precision": "no", "data.micro_batch_size": 2}, None),
@@ -172,7 +171,7 @@ def test_attention_that_cannot_be_had_is_refused(configure, monkeypatch, name, d
     there = keys.pop("package", True)
     found = {known: (lambda: there, package) for known, (_, package) in attention._FLASH.items()}
     monkeypatch.setattr(attention, "_FLASH", found)
-    single = {"mixed_precision": "bf16", "data.micro_batch_size": 1, "evaluation.batch_size": 1}
+    single = {"mixed_precision": "bf16", "data.micro_batch_size": 1}
     config = configure(attn_implementation=name, **single | keys)
     if message is None:
         attention.check_attention(config, device)
