@@ -140,6 +140,11 @@ class StepBatches(Dataset):
         return self.stream.batch((step - 1) * self.batch_size + self.first, self.count)
 
 
+def reading_processes(device: torch.device) -> int:
+    """Processes that read ahead for one that trains on ``device``: none on a CPU, whose cores train."""
+    return 0 if device.type == "cpu" else 2
+
+
 def step_loader(batches: StepBatches, steps: Iterable[int], num_workers: int = 0) -> DataLoader:
     """The batches of the given steps in their order, read ahead by `num_workers` processes."""
     # A separate generator: a loader would otherwise draw from torch's, which would change dropout.

@@ -2,10 +2,13 @@
 
 from typing import Any
 
+_READERS = "beside a GPU two processes read ahead for each that trains, on a CPU none"
 # Keys of earlier recipes that are gone, with the value that runs now have and what does the key's work. A recipe that
 # has one is refused. The record of a run may have it: that run goes on unless the value would change its curve.
 GONE: dict[str, tuple[Any, str]] = {
     "gradient_checkpointing_every": (1, "gradient_checkpointing recomputes every layer"),
+    "data.dataloader_num_workers": (None, _READERS),
+    "data.num_workers": (None, _READERS),
     "evaluation.batch_size": (None, "held-out text is scored in batches of data.micro_batch_size sequences"),
     "optimizer.epsilon": (1e-8, "AdamW has PyTorch's, 1e-8"),
     "save_dtype": (None, "weights are saved in the dtype of model, which moh-llm convert --dtype chooses"),
@@ -26,6 +29,7 @@ _HARMLESS = {
     "evaluation.eval_steps",
     "evaluation.batch_size",
     "data.dataloader_num_workers",
+    "data.num_workers",
 }
 # Keys of later versions, and what runs did before they were there. A switch was off.
 _BEFORE = {"gate_gradient": "exact"}

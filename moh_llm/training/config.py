@@ -28,9 +28,6 @@ class DataConfig(Keys, group="data"):
     micro_batch_size: int = key(
         "sequences per forward pass, in scoring, too; the rest of a step is accumulated", 1, at_least=1
     )
-    dataloader_num_workers: int = key(
-        "processes that read ahead; 0: sequences are read when they are needed", 0, at_least=0
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from moh_llm.attention import choose_for
 from moh_llm.claims.training import held_out_scores
 from moh_llm.data.shards import TokenizedSource, tokens_for
-from moh_llm.data.stream import SequenceStream, StepBatches, make_receipt, step_loader
+from moh_llm.data.stream import SequenceStream, StepBatches, make_receipt, reading_processes, step_loader
 from moh_llm.data.windows import validation_batches
 from moh_llm.devices import name_device
 from moh_llm.errors import UserError
@@ -264,7 +264,7 @@ class _Training:
         config, accelerator, data = self.config, self.accelerator, self.config.data
         steps = range(self.done + 1, config.max_steps + 1)
         part = StepBatches(self.stream, data.batch_size, accelerator.process_index, accelerator.num_processes)
-        batches = step_loader(part, steps, data.dataloader_num_workers)
+        batches = step_loader(part, steps, reading_processes(accelerator.device))
         fastest = peak_rate(accelerator, config, self.networks.network.config)
         line_of_progress = ProgressLine(self.done, config.max_steps)
         with (

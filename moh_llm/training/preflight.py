@@ -23,7 +23,6 @@ from moh_llm.devices import (
     GPUS,
     accelerator_memory,
     check_memory,
-    check_workers,
     choose_device,
     find_gpu,
     memory_bytes,
@@ -363,7 +362,7 @@ def check_teacher(config: TrainConfig) -> Finding | None:
 
 
 def check_machine(config: TrainConfig, processes: int, divided: bool = False) -> Finding | None:
-    """Raise UserError for more workers, a larger batch, or more CPU memory than the machine has, and `check_experts`.
+    """Raise UserError for a larger batch or more CPU memory than the machine has, and `check_experts`.
 
     Returns the warning of `check_router_rate` where there is one.
 
@@ -373,7 +372,6 @@ def check_machine(config: TrainConfig, processes: int, divided: bool = False) ->
         divided: whether these divide the weights among them.
     """
     data = config.data
-    check_workers(data.dataloader_num_workers, "data.dataloader_num_workers")
     batch = _BYTES_PER_TOKEN * data.batch_size * data.sequence_length // processes
     check_memory(batch, f"a step of data.batch_size={data.batch_size:,} sequences", "lower it")
     model = read_model_config(config)

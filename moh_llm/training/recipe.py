@@ -24,7 +24,6 @@ RENAMED = {
     "output": "output_dir",
     "trackers": "report_to",
     "data.block_length": "data.sequence_length",
-    "data.num_workers": "data.dataloader_num_workers",
     "optimizer.max_gradient_norm": "optimizer.max_grad_norm",
     "evaluation.every": "evaluation.eval_steps",
     "checkpoint.every": "checkpoint.save_steps",

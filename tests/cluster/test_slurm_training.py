@@ -70,7 +70,6 @@ def recipe(make_llama: Callable[..., Path], convert: Callable[..., int], river: 
         "evaluation": {"eval_steps": 0},
         "checkpoint": {"save_steps": 20},
     }
-    content["data"]["dataloader_num_workers"] = 1
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
     return tmp_path / "recipe.yaml"
 

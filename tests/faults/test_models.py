@@ -201,7 +201,6 @@ def test_an_override_that_grows_by_its_aliases(base: Path, refused: Callable[...
         ({"optimizer": {"weight_decay": float("inf")}}, "optimizer.weight_decay"),
         ({"checkpoint": {"save_steps": 0}}, "checkpoint.save_steps"),
         ({"data": {"batch_size": 10**9}}, "data.batch_size"),
-        ({"data": {"dataloader_num_workers": 10**9}}, "data.dataloader_num_workers"),
         ({"data": {"batch_size": 10**6, "micro_batch_size": 10**6}}, "memory"),
         ({"lora": {"rank": 10**9}}, "lora.rank"),
         ({"model": "a" * 5000}, "too long"),

@@ -64,7 +64,7 @@ def test_a_signal_to_the_launcher_ends_the_run_in_one_line(
 ) -> None:
     environment["GPUS"] = str(processes)
     words = ["ddp", recipe, "--max_steps", "100000", "--checkpoint.save_steps", "100000"]
-    words += ["--evaluation.eval_steps", "0", "--data.dataloader_num_workers", "1"]
+    words += ["--evaluation.eval_steps", "0"]
     log = tmp_path / "run" / "log.jsonl"
     command = [str(word) for word in [RECIPES / "launch" / "one_node.sh", *words]]
     with subprocess.Popen(

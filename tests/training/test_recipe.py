@@ -207,6 +207,7 @@ def test_changed_keys_are_those_that_change_the_curve() -> None:
 def test_a_record_with_keys_that_are_gone_is_todays_unless_they_changed_the_curve() -> None:
     new: dict = {"max_steps": 3, "data": {"batch_size": 4}, "evaluation": {"eval_steps": 3}}
     earlier = new | {"gradient_checkpointing_every": 2, "save_dtype": "float32"}
+    earlier["data"] = new["data"] | {"dataloader_num_workers": 2}
     earlier["evaluation"] = new["evaluation"] | {"batch_size": 2}
     assert without_gone_keys(earlier) == new
     assert changed_keys(earlier, new) == changed_keys(earlier, new, finished=True) == []
