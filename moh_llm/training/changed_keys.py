@@ -3,12 +3,16 @@
 from typing import Any
 
 _READERS = "beside a GPU two processes read ahead for each that trains, on a CPU none"
+_JUMPS = "a step counts as diverged where loss or gradient is not finite; optimizer.max_grad_norm bounds what others do"
 # Keys of earlier recipes that are gone, with the value that runs now have and what does the key's work. A recipe that
 # has one is refused. The record of a run may have it: that run goes on unless the value would change its curve.
 GONE: dict[str, tuple[Any, str]] = {
     "gradient_checkpointing_every": (1, "gradient_checkpointing recomputes every layer"),
     "data.dataloader_num_workers": (None, _READERS),
     "data.num_workers": (None, _READERS),
+    "divergence.most_in_a_row": (None, "5 dropped steps in a row end the run"),
+    "divergence.spike_factor": (None, _JUMPS),
+    "divergence.window": (None, _JUMPS),
     "evaluation.batch_size": (None, "held-out text is scored in batches of data.micro_batch_size sequences"),
     "optimizer.epsilon": (1e-8, "AdamW has PyTorch's, 1e-8"),
     "save_dtype": (None, "weights are saved in the dtype of model, which moh-llm convert --dtype chooses"),
@@ -30,6 +34,8 @@ _HARMLESS = {
     "evaluation.batch_size",
     "data.dataloader_num_workers",
     "data.num_workers",
+    "divergence.most_in_a_row",
+    "divergence.window",
 }
 # Keys of later versions, and what runs did before they were there. A switch was off.
 _BEFORE = {"gate_gradient": "exact"}

@@ -160,20 +160,13 @@ class CheckpointConfig(Keys, group="checkpoint"):
 
 @dataclass(frozen=True)
 class DivergenceConfig(Keys, group="divergence"):
-    """Handling of a step whose loss or gradient is not finite, or whose loss jumps."""
+    """Handling of a step whose loss or gradient is not finite."""
 
     action: Literal["stop", "skip", "roll_back"] = key(
-        "stop: end the run; skip: drop the step; roll_back: also go back to the last checkpoint's weights", "stop"
+        "stop: end the run; skip: drop the step; roll_back: also go back to the last checkpoint's weights. Five "
+        "dropped steps in a row end the run",
+        "stop",
     )
-    spike_factor: float | None = key(
-        "a loss above this times the median of recent steps is a spike; null: only what is not finite counts",
-        None,
-        above=1,
-    )
-    window: int = key(
-        "recent steps that the median is taken of; there are no spikes before there are as many", 50, at_least=1
-    )
-    most_in_a_row: int = key("end the run after this many steps in a row were dropped", 5, at_least=1)
 
 
 @dataclass(frozen=True)
@@ -238,7 +231,7 @@ class TrainConfig(Keys):
     )
     evaluation: EvaluationConfig = key("scores on held-out text", EvaluationConfig())
     checkpoint: CheckpointConfig = key("checkpoints to resume from", CheckpointConfig())
-    divergence: DivergenceConfig = key("what is done when the loss is not finite or jumps", DivergenceConfig())
+    divergence: DivergenceConfig = key("what is done when loss or gradient is not finite", DivergenceConfig())
     hub: HubConfig | None = key("what is published on the Hub; null: nothing is", None)
     report_to: tuple[str, ...] = key(
         "where curves go beside log.jsonl: tensorboard, wandb, trackio, or another that accelerate knows",

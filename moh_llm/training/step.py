@@ -8,8 +8,6 @@ Shapes: B sequences, L positions, C hidden size, N positions with a target, U ro
 
 import contextlib
 import math
-import statistics
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -38,6 +36,8 @@ from moh_llm.training.losses import (
 from moh_llm.training.networks import trained_weights
 from moh_llm.training.parallel import clip_gradients, sum_over_processes
 from moh_llm.training.reference import Reference
+
+MOST_IN_A_ROW = 5  # dropped steps in a row that end the run
 
 
 class TrainingStep(nn.Module):
@@ -205,7 +205,7 @@ def accumulate_gradients(
 
 
 class DivergenceWatch:
-    """Decides whether a step diverged, from the losses of earlier steps.
+    """Decides whether a step diverged, and whether too many have.
 
     Its state is derived from the log, so that a resumed run decides as an uninterrupted one.
 
@@ -216,11 +216,10 @@ class DivergenceWatch:
 
     def __init__(self, config: DivergenceConfig, log: Iterable[LogLine]):
         self._config = config
-        self._recent: deque[float] = deque(maxlen=config.window)
         self._in_a_row = 0
         for line in log:
             if line.step > 0:
-                self._note(line.loss, line.dropped)
+                self._note(line.dropped)
 
     def judge(self, step: int, loss: float, gradient_norm: float) -> str | None:
         """The reason to drop the step; None to keep it.
@@ -228,8 +227,12 @@ class DivergenceWatch:
         Raises:
             UserError: the recipe says to stop, or too many steps in a row were dropped.
         """
-        reason = self._fault(loss, gradient_norm)
-        self._note(loss, reason)
+        reason = None
+        if not math.isfinite(loss):
+            reason = "the loss is not finite"
+        elif not math.isfinite(gradient_norm):
+            reason = "the gradient is not finite"
+        self._note(reason)
         if reason is None:
             return None
         if self._config.action == "stop":
@@ -237,27 +240,12 @@ class DivergenceWatch:
                 f"step {step}: {reason}; lower optimizer.learning_rate or set divergence.action to skip or roll_back, "
                 "and pass --overwrite; checkpoints are of the steps before"
             )
-        if self._in_a_row >= self._config.most_in_a_row:
+        if self._in_a_row >= MOST_IN_A_ROW:
             raise UserError(
-                f"step {step}: {reason}, and so for {self._in_a_row} steps in a row (divergence.most_in_a_row); "
-                "lower optimizer.learning_rate and pass --overwrite"
+                f"step {step}: {reason}, and so for {self._in_a_row} steps in a row; lower "
+                "optimizer.learning_rate and pass --overwrite"
             )
         return reason
 
-    def _fault(self, loss: float, gradient_norm: float) -> str | None:
-        if not math.isfinite(loss):
-            return "the loss is not finite"
-        if not math.isfinite(gradient_norm):
-            return "the gradient is not finite"
-        factor = self._config.spike_factor
-        if factor is None or len(self._recent) < self._config.window:
-            return None
-        usual = statistics.median(self._recent)
-        if loss > factor * usual:
-            return f"the loss jumped to {loss:.4g} from a median of {usual:.4g}"
-        return None
-
-    def _note(self, loss: float | None, dropped: str | None) -> None:
-        if dropped is None and loss is not None:
-            self._recent.append(loss)
+    def _note(self, dropped: str | None) -> None:
         self._in_a_row = 0 if dropped is None else self._in_a_row + 1

@@ -211,6 +211,10 @@ def test_a_record_with_keys_that_are_gone_is_todays_unless_they_changed_the_curv
     earlier["evaluation"] = new["evaluation"] | {"batch_size": 2}
     assert without_gone_keys(earlier) == new
     assert changed_keys(earlier, new) == changed_keys(earlier, new, finished=True) == []
+    earlier["divergence"] = {"action": "stop", "spike_factor": None, "window": 20, "most_in_a_row": 3}
+    assert changed_keys(earlier, new | {"divergence": {"action": "stop"}}) == []
+    earlier["divergence"]["spike_factor"] = 3.0
+    assert changed_keys(earlier, new | {"divergence": {"action": "stop"}}) == ["divergence.spike_factor"]
     for epsilon, changed in ((1e-8, []), (1e-6, ["optimizer.epsilon"])):
         earlier = new | {"optimizer": {"learning_rate": 1e-3, "epsilon": epsilon}}
         assert changed_keys(earlier, new | {"optimizer": {"learning_rate": 1e-3}}) == changed
