@@ -33,9 +33,10 @@ def check_hub(config: TrainConfig) -> None:
     # The tuned model inherits the conversion's record, not that of an earlier run.
     lineage = Lineage(start, read_lineage(start).conversion, None)
     try:
-        check_publishable(config.hub.repo_id, lineage, config.hub.licence)
+        check_publishable(config.hub.repo_id, lineage)
     except UserError as error:
-        message = str(error).replace("--licence", "--hub.licence").replace("--repo-id", "--hub.repo_id")
+        way_out = "leave out hub, and publish the tuned model by moh-llm publish --licence ID"
+        message = str(error).replace("pass --licence ID", way_out).replace("--repo-id", "--hub.repo_id")
         raise UserError(message) from error
 
 
@@ -51,13 +52,13 @@ def write_run_card(config: TrainConfig) -> None:
 
 def run_options(hub: HubConfig, run: Path, revision: str | None = None) -> PublishOptions:
     """How RUN/model is published; that of RUN/milestones/step-N goes to the branch step-N."""
-    return PublishOptions(run / "model", hub.repo_id, hub.private, revision, run=run, licence=hub.licence)
+    return PublishOptions(run / "model", hub.repo_id, hub.private, revision, run=run)
 
 
 def command_line(options: PublishOptions) -> str:
     """The `moh-llm publish` command for the options that training sets, quoted for a shell."""
     words = ["moh-llm", "publish", str(options.folder), "--repo-id", options.repo_id]
-    for flag, value in (("--revision", options.revision), ("--run", options.run), ("--licence", options.licence)):
+    for flag, value in (("--revision", options.revision), ("--run", options.run)):
         words += [] if value is None else [flag, str(value)]
     return shlex.join(words + ["--private"] * options.private)
 

@@ -7,6 +7,7 @@ _JUMPS = "a step counts as diverged where loss or gradient is not finite; optimi
 # Keys of earlier recipes that are gone, with the value that runs now have and what does the key's work. A recipe that
 # has one is refused. The record of a run may have it: that run goes on unless the value would change its curve.
 GONE: dict[str, tuple[Any, str]] = {
+    "hub.licence": (None, "the licence on record is taken; moh-llm publish --licence names one that is not"),
     "gradient_checkpointing_every": (1, "gradient_checkpointing recomputes every layer"),
     "data.dataloader_num_workers": (None, _READERS),
     "data.num_workers": (None, _READERS),

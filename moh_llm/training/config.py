@@ -171,11 +171,10 @@ class DivergenceConfig(Keys, group="divergence"):
 
 @dataclass(frozen=True)
 class HubConfig(Keys, group="hub"):
-    """Publishing what the run makes, as `moh-llm publish` does."""
+    """Publishing what the run makes, under the base's licence, as `moh-llm publish` does."""
 
     repo_id: str = key("repository that gets the tuned model, ORG/NAME (required)", "")
     private: bool = key("make the repository private", False)
-    licence: str | None = key("the Hub's id of the licence; null: the base's", None)
     milestones: bool = key("publish the model of each milestone, too, to a branch such as step-000100", False)
 
     def __post_init__(self) -> None:

@@ -142,7 +142,7 @@ def test_the_environment_sets_no_key(recipe: Path, monkeypatch: pytest.MonkeyPat
         (["--schedule.warmup_steps", "7"], "schedule.warmup_steps=7 must not exceed max_steps=6"),
         (["--optimizer.learning_rate", "1e-5"], "must not exceed optimizer.learning_rate=1e-05"),
         (["--lora.target_modules", "[]"], "lora.target_modules is empty"),
-        (["--licence", "mit"], "unknown key 'licence'; the nearest known key is 'hub.licence'"),
+        (["--repo_id", "a/b"], "unknown key 'repo_id'; the nearest known key is 'hub.repo_id'"),
         (["--gate_gradient", "selected"], "must be exact or sampled or none; sampled costs"),
         (["--gate_gradient", "all"], "gate_gradient=all must be exact or sampled or none"),
         (["--sparse_gate_gradient", "exact"], "the nearest known key is 'gate_gradient'"),
