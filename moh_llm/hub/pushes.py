@@ -52,7 +52,7 @@ def write_run_card(config: TrainConfig) -> None:
 
 def run_options(hub: HubConfig, run: Path, revision: str | None = None) -> PublishOptions:
     """How RUN/model is published; that of RUN/milestones/step-N goes to the branch step-N."""
-    return PublishOptions(run / "model", hub.repo_id, hub.private, revision, run=run)
+    return PublishOptions(run / "model", hub.repo_id, revision=revision, run=run)
 
 
 def command_line(options: PublishOptions) -> str:
@@ -60,7 +60,7 @@ def command_line(options: PublishOptions) -> str:
     words = ["moh-llm", "publish", str(options.folder), "--repo-id", options.repo_id]
     for flag, value in (("--revision", options.revision), ("--run", options.run)):
         words += [] if value is None else [flag, str(value)]
-    return shlex.join(words + ["--private"] * options.private)
+    return shlex.join(words)
 
 
 class MilestonePushes:

@@ -7,14 +7,15 @@ _JUMPS = "a step counts as diverged where loss or gradient is not finite; optimi
 # Keys of earlier recipes that are gone, with the value that runs now have and what does the key's work. A recipe that
 # has one is refused. The record of a run may have it: that run goes on unless the value would change its curve.
 GONE: dict[str, tuple[Any, str]] = {
-    "hub.licence": (None, "the licence on record is taken; moh-llm publish --licence names one that is not"),
-    "gradient_checkpointing_every": (1, "gradient_checkpointing recomputes every layer"),
     "data.dataloader_num_workers": (None, _READERS),
     "data.num_workers": (None, _READERS),
     "divergence.most_in_a_row": (None, "5 dropped steps in a row end the run"),
     "divergence.spike_factor": (None, _JUMPS),
     "divergence.window": (None, _JUMPS),
     "evaluation.batch_size": (None, "held-out text is scored in batches of data.micro_batch_size sequences"),
+    "gradient_checkpointing_every": (1, "gradient_checkpointing recomputes every layer"),
+    "hub.licence": (None, "the licence on record is taken; moh-llm publish --licence names one that is not"),
+    "hub.private": (None, "create the repository as private on the Hub before the run; one that exists stays as it is"),
     "optimizer.epsilon": (1e-8, "AdamW has PyTorch's, 1e-8"),
     "save_dtype": (None, "weights are saved in the dtype of model, which moh-llm convert --dtype chooses"),
 }

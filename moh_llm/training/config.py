@@ -174,7 +174,6 @@ class HubConfig(Keys, group="hub"):
     """Publishing what the run makes, under the base's licence, as `moh-llm publish` does."""
 
     repo_id: str = key("repository that gets the tuned model, ORG/NAME (required)", "")
-    private: bool = key("make the repository private", False)
     milestones: bool = key("publish the model of each milestone, too, to a branch such as step-000100", False)
 
     def __post_init__(self) -> None:

@@ -67,13 +67,13 @@ def test_a_push_that_fails_is_no_failed_training_and_the_same_command_tries_agai
     recipe, fake_hub, proven, capsys, tmp_path
 ):
     fake_hub.refuse = 403
-    command = ["train", str(recipe), "--hub.private", "true"]
+    command = ["train", str(recipe)]
     assert main(command) == 2
     printed, model = capsys.readouterr(), tmp_path / "run" / "model"
     line = printed.err.splitlines()[-1]
     assert line.startswith(f"error: training is finished, its model is {model}; publishing it failed: the token may")
     retry = line.partition("`")[2].partition("`")[0]
-    run = ["--run", str(tmp_path / "run"), "--private"]
+    run = ["--run", str(tmp_path / "run")]
     assert shlex.split(retry) == ["moh-llm", "publish", str(model), "--repo-id", "org/moh", *run]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
     assert os.environ["HF_TOKEN"] not in printed.out + printed.err
@@ -85,7 +85,7 @@ def test_a_push_that_fails_is_no_failed_training_and_the_same_command_tries_agai
     assert main(command) == 0
     output = capsys.readouterr().out
     assert "nothing to do" in output and f"published: {fake_hub.url}/org/moh" in output
-    assert list(fake_hub.branches["org/moh"]) == ["main"] and fake_hub.private["org/moh"]
+    assert list(fake_hub.branches["org/moh"]) == ["main"]
     sent = fake_hub.branches["org/moh"]["main"]
     assert set(sent) == {*(path.name for path in model.iterdir()), "run.json", ".gitattributes"}
     assert sent["model.safetensors"] == (model / "model.safetensors").read_bytes() and "README.md" in sent

@@ -85,8 +85,9 @@ def test_a_milestone_that_was_missed_is_made_at_the_next_start(configure, tmp_pa
 def test_the_hub_group_is_switched_on_by_any_key(configure):
     assert configure().hub is None
     assert configure(**{"hub.repo_id": "org/moh"}).hub == HubConfig("org/moh")
-    assert configure(hub='{"repo_id": "org/moh", "private": true}').hub == HubConfig("org/moh", private=True)
-    for unnamed in ({"hub.private": True}, {"hub": "{}"}, {"hub.repo_id": "moh"}):
+    several = configure(hub='{"repo_id": "org/moh", "milestones": true}', **{"checkpoint.milestone_every": 2})
+    assert several.hub == HubConfig("org/moh", milestones=True)
+    for unnamed in ({"hub.milestones": True}, {"hub": "{}"}, {"hub.repo_id": "moh"}):
         with pytest.raises(UserError, match=r"hub\.repo_id=(moh )?\s?must name a repository on the Hub, ORG/NAME"):
             configure(**unnamed)
     with pytest.raises(UserError, match=r"hub\.milestones=true needs milestones: set checkpoint\.milestone_every"):
