@@ -17,6 +17,7 @@ GONE: dict[str, tuple[Any, str]] = {
     "hub.licence": (None, "the licence on record is taken; moh-llm publish --licence names one that is not"),
     "hub.private": (None, "create the repository as private on the Hub before the run; one that exists stays as it is"),
     "optimizer.epsilon": (1e-8, "AdamW has PyTorch's, 1e-8"),
+    "schedule.start_learning_rate": (1e-5, "warm-up rises from 1e-5"),
     "save_dtype": (None, "weights are saved in the dtype of model, which moh-llm convert --dtype chooses"),
 }
 # Keys that name places, and the group that publishes a finished run. The run record holds hashes of what `model`,

@@ -26,8 +26,9 @@ from moh_llm.errors import UserError
 from moh_llm.files import share_files
 from moh_llm.records.run import CheckpointRecord
 from moh_llm.records.seal import mark_files
-from moh_llm.training.checkpoints import RECORD, checkpoint_folder, steps_of
+from moh_llm.training.checkpoints import RECORD, checkpoint_folder
 from moh_llm.training.config import CheckpointConfig
+from moh_llm.training.runs import steps_of
 from moh_llm.training.zero import ADAMW_MOMENTS, by_deepspeed, gather_state
 
 

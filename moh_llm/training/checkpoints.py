@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from moh_llm.errors import UserError
 from moh_llm.records.run import CheckpointRecord
 from moh_llm.records.seal import find_fault
-from moh_llm.training.runs import Run
+from moh_llm.training.runs import Run, steps_of
 from moh_llm.training.zero import ADAMW_MOMENTS, by_deepspeed, scatter_state
 
 RECORD = "checkpoint.json"
@@ -159,9 +159,3 @@ def is_to_be_finished_anew(run: Run, say: Callable[[str], None]) -> bool:
         )
     say(f"{run.model} is damaged ({fault}); it is made anew from the last checkpoint")
     return True
-
-
-def steps_of(checkpoints: Path) -> list[int]:
-    """The steps after which the checkpoints there were made, incomplete ones among them."""
-    numbers = [path.name.removeprefix("step-") for path in checkpoints.glob("step-*") if path.is_dir()]
-    return [int(number) for number in numbers if number.isdigit()]

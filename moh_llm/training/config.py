@@ -56,10 +56,9 @@ class OptimizerConfig(Keys, group="optimizer"):
 
 @dataclass(frozen=True)
 class ScheduleConfig(Keys, group="schedule"):
-    """Linear warm-up, then cosine; the routers' rate follows the same curve, scaled."""
+    """Linear warm-up from 1e-5, then cosine; the routers' rate follows the same curve, scaled."""
 
     warmup_steps: int = key("steps of linear warm-up", 2, at_least=0)
-    start_learning_rate: float = key("learning rate of the first warm-up step", 1e-5, at_least=0)
     final_learning_rate: float = key("learning rate of the last step", 5e-6, at_least=0)
     anneal_steps: int = key(
         "steps over which active heads fall from all of them to the model's number; 0: at once", 0, at_least=0
@@ -257,13 +256,11 @@ class TrainConfig(Keys):
             f"shared_heads.steps={self.shared_heads and self.shared_heads.steps} must not exceed "
             f"max_steps={self.max_steps}; lower it or train longer",
         )
-        for name in ("start_learning_rate", "final_learning_rate"):
-            value = getattr(self.schedule, name)
-            require(
-                value <= self.optimizer.learning_rate,
-                f"schedule.{name}={value} must not exceed optimizer.learning_rate={self.optimizer.learning_rate}; "
-                "lower it too",
-            )
+        last, highest = self.schedule.final_learning_rate, self.optimizer.learning_rate
+        require(
+            last <= highest,
+            f"schedule.final_learning_rate={last} must not exceed optimizer.learning_rate={highest}; lower it too",
+        )
         require(
             self.gradient_checkpointing or not self.activation_offloading,
             "activation_offloading=True is about layers that are recomputed: set gradient_checkpointing to true",

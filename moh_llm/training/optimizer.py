@@ -13,6 +13,8 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.networks import full_shape, trained_weights
 from moh_llm.training.shared_heads import BETAS, LOGITS, rate_of_logits
 
+WARMUP_FROM = 1e-5  # learning rate of the first step of warm-up
+
 
 def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
     """Whether weight decay acts on a parameter: on matrices, and never on biases and norms, whatever their shape.
@@ -94,7 +96,7 @@ def learning_rates(config: TrainConfig, step: int) -> tuple[float, float]:
         step,
         config.schedule.warmup_steps,
         config.max_steps,
-        config.schedule.start_learning_rate,
+        min(WARMUP_FROM, highest),
         highest,
         config.schedule.final_learning_rate,
     )

@@ -150,7 +150,7 @@ def _recipe(model: Model) -> dict[str, Any]:
         "report_to": [],
         "data": {"mixture": str(model.mixture), "sequence_length": SEQUENCE, "batch_size": 4, "micro_batch_size": 2},
         "optimizer": {"learning_rate": 1e-3, "router_learning_rate": 1e-2},
-        "schedule": {"warmup_steps": 2, "start_learning_rate": 1e-4, "final_learning_rate": 1e-4},
+        "schedule": {"warmup_steps": 2, "final_learning_rate": 1e-4},
         "evaluation": {"eval_steps": 3, "max_tokens": 2048},
         "checkpoint": {"save_steps": 1, "save_total_limit": STEPS},  # all, so that each step can be made again
     }

@@ -122,7 +122,7 @@ def _rates(run: Run, step: int) -> dict[str, float]:
     """Learning rates of a step: up in a line from the first one, then down a half cosine to the last one."""
     schedule, optimizer = run.recipe["schedule"], run.recipe["optimizer"]
     highest, warmup = optimizer["learning_rate"], schedule["warmup_steps"]
-    first, last = schedule["start_learning_rate"], schedule["final_learning_rate"]
+    first, last = 1e-5, schedule["final_learning_rate"]
     points = [first + (highest - first) * done / warmup for done in range(warmup)]
     curve = (1 + np.cos(np.linspace(0, np.pi, STEPS - warmup))) / 2
     rate = float([*points, *(last + (highest - last) * curve)][step - 1])

@@ -84,7 +84,7 @@ def write_recipe(model_folder: Path, mixture_file: Path) -> Callable[[Path], Pat
             "max_steps": 6,
             "data": {"mixture": str(mixture_file), "sequence_length": 32, "batch_size": 4, "micro_batch_size": 2},
             "optimizer": {"learning_rate": 1e-3, "router_learning_rate": 1e-2},
-            "schedule": {"warmup_steps": 1, "start_learning_rate": 1e-4, "final_learning_rate": 1e-4},
+            "schedule": {"warmup_steps": 1, "final_learning_rate": 1e-4},
             "evaluation": {"eval_steps": 3, "max_tokens": 512},
             "checkpoint": {"save_steps": 2},
         }

@@ -34,7 +34,7 @@ def recipe_file(mixture_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "max_steps": 4,
         "data": {"mixture": str(mixture_file), "sequence_length": 32, "batch_size": 4, "micro_batch_size": 4},
         "optimizer": {"learning_rate": 1e-2, "router_learning_rate": 1e-2},
-        "schedule": {"warmup_steps": 1, "start_learning_rate": 1e-4, "final_learning_rate": 1e-3},
+        "schedule": {"warmup_steps": 1, "final_learning_rate": 1e-3},
         "evaluation": {"eval_steps": 4, "max_tokens": 512},
         "report_to": [],
     }

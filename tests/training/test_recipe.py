@@ -72,7 +72,7 @@ def test_values_are_those_of_yaml_1_2(recipe: Path, name: str, text: str, value:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("schedule.start_learning_rate", "1:30.5"), ("optimizer.betas", "[0, 1:3]")]
+    ("name", "text"), [("schedule.final_learning_rate", "1:30.5"), ("optimizer.betas", "[0, 1:3]")]
 )
 def test_sexagesimal_numbers_are_refused(recipe: Path, name: str, text: str) -> None:
     with pytest.raises(UserError, match=re.escape(name)):

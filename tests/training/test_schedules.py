@@ -27,6 +27,12 @@ def test_short_runs_have_a_rate_at_every_step(total: int) -> None:
     assert rates == [1e-5, 1e-3, 1e-4][:total]
 
 
+def test_warmup_begins_at_1e_5_or_at_a_lower_highest_rate(configure) -> None:
+    assert learning_rates(configure(), 0)[0] == 1e-5
+    low = {"optimizer.learning_rate": 1e-6, "schedule.final_learning_rate": 0}
+    assert [learning_rates(configure(**low), step)[0] for step in (0, 1)] == [1e-6, 1e-6]
+
+
 def test_the_routers_rate_follows_the_same_curve(configure) -> None:
     config = configure(max_steps=10)
     for step in range(10):
