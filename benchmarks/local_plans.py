@@ -3,8 +3,7 @@
     python benchmarks/local_plans.py BASE --calibration a.jsonl b.jsonl --output DIR --keys 0.67 0.5 0.33 \
         --routers threshold linear none --granularities head kv_group
 
-writes a folder for each share of keys, router, granularity and window; `--attention-times` adds plans whose budget is a
-share of the time of the base's attention, as it is measured here. Each is what `convert.py BASE --fallback local
+writes a folder for each share of keys, router, granularity and window. Each is what `convert.py BASE --fallback local
 --keys X --router R --routing-granularity G --local-window W --verify none` writes with the same text, without the
 records of a conversion; with several windows documents' first tokens up to the longest are left out of all fits. With
 `--fallback value --routers linear none` heads that are off read no keys, so that shares of keys are shares of heads.
@@ -43,7 +42,6 @@ from command import add_compute_dtype, device_and_dtype, status_of
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from moh_llm.conversion.attention_time import AttentionTimes, measure_attention
 from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.budget import allocate, plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import calibrate, make_fitter
@@ -128,39 +126,29 @@ def run(args: argparse.Namespace) -> None:
     if args.streaming and args.fallback != "local":
         raise UserError("--streaming plans have local fallbacks; drop --fallback")
     base = open_base(args.base)
-    budgets = {f"{share:g}": {"keys": share} for share in args.keys}
-    budgets |= {f"time-{share:g}": {"attention_time": share} for share in args.attention_times}
     windows = args.windows or [PlanOptions(context=args.context).window]
     plans = {
-        f"{budget}-{router}-{granularity}-{window}": PlanOptions(
+        f"{share:g}-{router}-{granularity}-{window}": PlanOptions(
+            keys=share,
             router=router,
             fallback=args.fallback,
             local_window=window,
             local_start=args.local_start,
             context=args.context,
             routing_granularity=granularity,
-            **budgets[budget],
         )
-        for budget, router, granularity, window in itertools.product(budgets, args.routers, args.granularities, windows)
+        for share, router, granularity, window in itertools.product(
+            args.keys, args.routers, args.granularities, windows
+        )
     }
     for name, plan in plans.items():
         shared_and_active(plan, base.config)
         check_output_folder(args.output / name, overwrite=False, reads=[args.base])
     dense, batches = open_calibration(args, base)
     args.output.mkdir(parents=True, exist_ok=True)
-    measured: dict[PlanOptions, AttentionTimes] = {}
-    for plan in plans.values():
-        alike = dataclasses.replace(plan, keys=None, attention_time=None)
-        if plan.attention_time is not None and alike not in measured:
-            measured[alike] = measure_attention(base.config, plan, dense.dtype, dense.device)
-            print(f"{plan.router_type}, {plan.routing_granularity}, window {plan.local_window}: {measured[alike]}")
-    times = [
-        measured[dataclasses.replace(plan, attention_time=None)] if plan.attention_time is not None else None
-        for plan in plans.values()
-    ]
     make = make_streaming if args.streaming else make_fitter
     with tempfile.TemporaryDirectory(dir=args.output) as scratch:
-        calibrated = calibrate(dense, batches, [*plans.values()], Path(scratch), args.seed, times, make)
+        calibrated = calibrate(dense, batches, [*plans.values()], Path(scratch), args.seed, make)
     for (name, plan), layers in zip(plans.items(), calibrated, strict=True):
         config, fits = plan_layers(plan, base.config, layers)
         config.dtype = base.dtype

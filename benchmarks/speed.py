@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from clock import attention_clock, now
 from command import add_compute_dtype, device_and_dtype, load_models, status_of
 from long_context import HEADLINE, ROWS, hidden_and_gates, keys_read
 from tqdm import tqdm
@@ -42,7 +43,6 @@ from transformers.masking_utils import sdpa_mask
 
 from moh_llm import MoHCache
 from moh_llm.attention import choose_for
-from moh_llm.conversion.attention_time import attention_clock, now
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
 from moh_llm.devices import name_device

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from clock import now
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from moh_llm.attention import choose_for
-from moh_llm.conversion.attention_time import now
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.devices import choose_device, name_device
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM

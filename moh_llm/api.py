@@ -58,7 +58,6 @@ def convert(
     num_active_heads: int | None = None,
     active_ratio: float | None = None,
     keys: float | None = None,
-    attention_time: float | None = None,
     shared: Literal["first", "importance"] = "first",
     router: Literal["linear", "threshold", "query_norm", "none"] | None = None,
     routing_granularity: Literal["head", "kv_group"] | None = None,
@@ -91,8 +90,6 @@ def convert(
         num_active_heads: mean number of heads per token and layer, shared ones included.
         active_ratio: the same as a share of the heads (default: 0.75).
         keys: the same as a share of the keys that the base's attention reads at ``context`` tokens.
-        attention_time: the same as a share of the time of the base's attention at ``context`` tokens; a layer
-            is timed on this device with heads of each kind.
         shared: which heads are shared: the first, or those that cost most to drop.
         router: how a token selects heads; "threshold": as many as score above zero; "none": the same heads are on for
             all tokens (default: "threshold" with local fallbacks, else "linear").

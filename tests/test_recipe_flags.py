@@ -73,6 +73,18 @@ def test_a_bad_recipe_ends_in_one_line(tmp_path, capsys, text, message) -> None:
     assert told.startswith("error: ") and told.count("\n") == 1 and message in told and "bad.yaml" in told
 
 
+@pytest.mark.parametrize("flag", convert.REMOVED)
+def test_an_option_that_was_removed_names_what_does_its_work(tmp_path, capsys, flag) -> None:
+    assert main(["convert", "base", "--output", str(tmp_path / "out"), f"{flag}=1"]) == 2
+    told = capsys.readouterr().err
+    assert told == f"error: {flag} was removed: {convert.REMOVED[flag]}\n"
+    key = flag.removeprefix("--").replace("-", "_")
+    (tmp_path / "r.yaml").write_text(f"base: b\n{key}: true\n")
+    assert main(["convert", str(tmp_path / "r.yaml")]) == 2
+    told = capsys.readouterr().err
+    assert told == f"error: recipe {tmp_path}/r.yaml: {key} was removed: {convert.REMOVED[flag]}\n"
+
+
 def test_a_recipe_converts_like_its_flags(make_llama, river, tmp_path) -> None:
     base = make_llama()
     flags = ["--calibration", str(river), "--calibration-tokens", "512", "--verify", "none", "--num-active-heads", "3"]

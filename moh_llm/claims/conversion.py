@@ -2,7 +2,7 @@
 
 from moh_llm.claims.claim import Claim, ModelRecords
 from moh_llm.intervals import show_documents, show_interval
-from moh_llm.records.conversion import Conversion, Parameters, Plan, Verification, distinct_ends
+from moh_llm.records.conversion import Conversion, Parameters, Verification, distinct_ends
 from moh_llm.records.lineage import in_words
 
 _PROOF = "conversion.verification"
@@ -130,18 +130,6 @@ def parameters_added(parameters: Parameters) -> Claim:
     if parameters.routers is not None and parameters.fallbacks is not None:
         added = f"{parameters.routers:,} of routers and {parameters.fallbacks:,} of fallbacks"
     return Claim("parameters_added", figures, f"{parameters.dense:,} of the base, {added}")
-
-
-def attention_time_asked(plan: Plan) -> Claim | None:
-    """The time of attention that was the budget."""
-    if plan.attention_time is None:
-        return None
-    figures = {"conversion.plan.attention_time": plan.attention_time, "conversion.plan.context": plan.context}
-    text = (
-        f"Attention at {plan.context} tokens is asked to take {plan.attention_time:.3f} of the base's time, by the "
-        "times of heads of each kind on this machine."
-    )
-    return Claim("attention_time_asked", figures, text)
 
 
 def conversion_took(conversion: Conversion) -> Claim:

@@ -4,10 +4,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moh_llm.commands.recipe_flags import RemovedOption
 from moh_llm.terminal import console, say
 
 if TYPE_CHECKING:
     from moh_llm.records.conversion import Conversion, Verification
+
+REMOVED = {
+    "--attention-time": "state the budget as a share of the keys that are read, with --keys",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads.add_argument("--num-active-heads", type=int, metavar="N", help="mean heads per token, shared ones included")
     heads.add_argument("--active-ratio", type=float, metavar="X", help="the same as a share (default: 0.75)")
     heads.add_argument("--keys", type=float, metavar="X", help="the same as a share of the keys read at the context")
-    heads.add_argument(
-        "--attention-time",
-        type=float,
-        metavar="X",
-        help="the same as a share of the time of the base's attention at the context, measured on this device",
-    )
     heads.add_argument("--shared", choices=["first", "importance"], default="first", help="which heads are shared")
     heads.add_argument(
         "--router",
@@ -112,6 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="Hub revision of the base")
     parser.add_argument("--push-to-hub", metavar="ORG/NAME", help="then publish the model, as moh-llm publish does")
     parser.add_argument("--licence", metavar="ID", help="the Hub's id of its licence, to publish (default: the base's)")
+    for flag, instead in REMOVED.items():
+        parser.add_argument(flag, action=RemovedOption, instead=instead)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -138,7 +139,7 @@ def restore(args: argparse.Namespace) -> int:
     import moh_llm
     from moh_llm.errors import UserError
 
-    counts = ("num_shared_heads", "num_active_heads", "active_ratio", "keys", "attention_time")
+    counts = ("num_shared_heads", "num_active_heads", "active_ratio", "keys")
     plan = ("preset", *counts, "router", "routing_granularity", "budgets", "fallback")
     for flag in (*plan, "tokenizer", "new_embeddings", "pad_to_multiple_of", "dtype"):
         if getattr(args, flag) is not None:
@@ -174,7 +175,7 @@ def check_push(args: argparse.Namespace) -> None:
 
 def print_conversion(record: "Conversion", output: Path) -> None:
     """Print the head plan, the cost and the verification."""
-    from moh_llm.claims.conversion import attention_time_asked, calibration_text, conversion_took, parameters_added
+    from moh_llm.claims.conversion import calibration_text, conversion_took, parameters_added
     from moh_llm.claims.heads import heads_read
 
     plan = record.plan
@@ -193,7 +194,7 @@ def print_conversion(record: "Conversion", output: Path) -> None:
         say(f"a document's first {max(start[0], start[1] + start[2]):,} tokens have all heads on")
     if plan.budgets == "uneven":
         say(f"heads asked for by layer: {' '.join(map(str, plan.active_heads))}")
-    claims = (attention_time_asked(plan), calibration_text(record), heads_read(record.verification, heads))
+    claims = (calibration_text(record), heads_read(record.verification, heads))
     for claim in claims:
         if claim is not None:
             say(claim.text)

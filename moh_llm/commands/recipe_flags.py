@@ -15,6 +15,18 @@ from moh_llm.errors import UserError
 from moh_llm.reading import read_yaml
 
 
+class RemovedOption(argparse.Action):
+    """An option of earlier versions: where it is given, the error says what does its work now."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, instead: str):
+        super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        self.instead = instead
+
+    def __call__(self, *_: Any) -> None:
+        """Raise UserError."""
+        raise UserError(f"{self.option_strings[0]} was removed: {self.instead}")
+
+
 def expand_recipe(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """The arguments with a recipe, where the first one names a YAML file, in the words of the command line.
 
@@ -38,7 +50,8 @@ def expand_recipe(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
     flags: list[str] = []
     for key, value in content.items():
         if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            current = [name for name, action in known.items() if not isinstance(action, RemovedOption)]
+            nearest = difflib.get_close_matches(str(key), current, n=1, cutoff=0.0)[0]
             raise UserError(f"recipe {words[0]}: unknown key {key!r}; the nearest known key is {nearest!r}")
         action = known[key]
         given = list(_texts(words[0], key, value, action))
@@ -61,6 +74,8 @@ def _texts(recipe: str, key: str, value: Any, action: argparse.Action) -> Iterat
     is_switch = action.nargs == 0
     if value is None or (is_switch and value is False):
         return
+    if isinstance(action, RemovedOption):
+        raise UserError(f"recipe {recipe}: {key} was removed: {action.instead}")
     if is_switch != (value is True) or isinstance(value, dict):
         expected = "true or false" if is_switch else "a value"
         raise UserError(f"recipe {recipe}: {key}={value} must be {expected}")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from transformers import PreTrainedConfig
@@ -19,7 +18,7 @@ def plan_layers(
 ) -> tuple[MoHLlamaConfig, list[RoutingFit]]:
     """The converted model's config, and what its layers take of the fits, nothing where nothing is fitted.
 
-    Budgets are even, or the uneven ones of least estimated KL: of heads, or of the time of attention.
+    Budgets are even, or the uneven ones of least estimated KL.
     """
     shared, active = shared_and_active(plan, base)
     heads, layers = base.num_attention_heads, base.num_hidden_layers
@@ -27,12 +26,7 @@ def plan_layers(
     shared_heads = [list(range(shared))] * layers
     local_heads: list[list[int]] = []
     fits: list[RoutingFit] = []
-    if calibrated and plan.attention_time is not None:
-        plans = [[(fit.time, fit.cost) for fit in layer.by_time if fit.time is not None] for layer in calibrated]
-        chosen = spend_time(plans, plan.attention_time)
-        fits = [layer.by_time[place] for layer, place in zip(calibrated, chosen, strict=True)]
-        budgets = [heads - fit.dropped for fit in fits]
-    elif calibrated:
+    if calibrated:
         shared_heads = [layer.shared_heads for layer in calibrated]
         if plan.uneven:
             budgets = [heads - drops for drops in allocate([c.costs for c in calibrated], heads * layers - active)]
@@ -41,11 +35,6 @@ def plan_layers(
     if fits:
         shared_heads, local_heads = [fit.shared_heads for fit in fits], [fit.local_heads for fit in fits]
     return build_config(base, plan, shared_heads, budgets, local_heads), fits
-
-
-def mean_time(fits: Sequence[RoutingFit]) -> float:
-    """Share of the time of the base's attention that layers with these fits take, as it was measured for each kind."""
-    return round(sum(fit.time or 0.0 for fit in fits) / len(fits), 4)
 
 
 def routing_tensors(fits: Sequence[RoutingFit]) -> dict[str, torch.Tensor]:
@@ -88,32 +77,3 @@ def allocate(costs: Sequence[Mapping[int, float]], total: int) -> list[int]:
         plan.append(choice[total])
         total -= choice[total]
     return plan[::-1]
-
-
-def spend_time(layers: Sequence[Sequence[tuple[float, float]]], share: float) -> list[int]:
-    """Which of its plans each layer takes, for a mean time of `share` at most and the least summed cost.
-
-    Args:
-        layers: per layer (time, cost) of its plans, by falling time and with a rising cost for each time that is saved.
-        share: mean time of the layers.
-
-    Raises:
-        UserError: the fastest plans take longer.
-    """
-    chosen, left = [0] * len(layers), sum(plans[0][0] for plans in layers) - share * len(layers)
-    steps = sorted(
-        ((fast[1] - slow[1]) / (slow[0] - fast[0]), layer, place, slow[0] - fast[0])
-        for layer, plans in enumerate(layers)
-        for place, (slow, fast) in enumerate(pairwise(plans), 1)
-    )
-    for _, layer, place, saved in steps:
-        if left <= 1e-9:
-            break
-        chosen[layer], left = place, left - saved
-    if left > 1e-9:
-        least = sum(plans[-1][0] for plans in layers) / len(layers)
-        raise UserError(
-            f"--attention-time {share} is less than the {least:.3f} that attention takes here with the fewest heads; "
-            "ask for more time, or lower --local-start or --local-window"
-        )
-    return chosen

@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from moh_llm.conversion.attention_time import AttentionTimes
 from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.local_fit import LocalFitter
@@ -26,14 +25,12 @@ class LayerCalibration:
         importance: per group, the estimated KL (nats per token) of always dropping it alone.
         fits: number of dropped heads -> router and fallbacks; empty where nothing is fitted.
         group_size: heads per group; a token drops all heads of a group or none.
-        by_time: instead of `fits`, those that a budget of time chooses from, from the slowest on.
     """
 
     shared_heads: list[int]
     importance: list[float]
     fits: dict[int, RoutingFit]
     group_size: int = 1
-    by_time: list[RoutingFit] = field(default_factory=list)
 
     @property
     def costs(self) -> dict[int, float]:
@@ -67,7 +64,6 @@ def calibrate(
     plans: Sequence[PlanOptions],
     scratch: Path,
     seed: int = 0,
-    times: Sequence[AttentionTimes | None] = (),
     make: Callable[[PlanOptions, PreTrainedConfig, LayerSample], LayerFitter | LocalFitter] = make_fitter,
 ) -> list[list[LayerCalibration]]:
     """Fit every layer of a dense base on batches of `input_ids` and `position_ids` `[B, T]`.
@@ -78,7 +74,6 @@ def calibrate(
         plans: which heads are shared, and what is fitted for which numbers of dropped heads.
         scratch: a folder for the hidden states: tokens x hidden size x layers numbers.
         seed: draws the labels y.
-        times: of each plan, where its budget is a time.
         make: what fits a layer.
 
     Returns:
@@ -91,17 +86,12 @@ def calibrate(
     for sample, local in layer_samples(base, batches, windows, skipped, scratch, seed):
         fitters: dict[PlanOptions, LayerFitter | LocalFitter] = {}
         fits: dict[tuple[PlanOptions, int], RoutingFit] = {}
-        for plan, layers, plan_times in zip(plans, found, times or [None] * len(plans), strict=True):
-            alike = dataclasses.replace(plan, num_active_heads=None, active_ratio=None, keys=None, attention_time=None)
+        for plan, layers in zip(plans, found, strict=True):
+            alike = dataclasses.replace(plan, num_active_heads=None, active_ratio=None, keys=None)
             if alike not in fitters:
                 sample.local = local.get(in_sight(plan))
                 fitters[alike] = make(plan, base.config, sample)
             fitter, group_size = fitters[alike], plan.heads_per_group(base.config)
-            if plan_times is not None:
-                assert isinstance(fitter, LocalFitter)
-                by_time = fitter.fits_by_time(plan_times)
-                layers.append(LayerCalibration([], fitter.importance, {}, group_size, by_time))
-                continue
             drops = drops_to_fit(plan, base.config)
             for dropped in drops:
                 if (alike, dropped) not in fits:

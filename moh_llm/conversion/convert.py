@@ -13,9 +13,8 @@ import torch
 import transformers
 
 import moh_llm
-from moh_llm.conversion.attention_time import measure_attention
 from moh_llm.conversion.base import BaseCheckpoint, open_base
-from moh_llm.conversion.budget import mean_time, plan_layers, routing_tensors
+from moh_llm.conversion.budget import plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate, in_sight
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.description import arithmetic, calibration_record
@@ -146,10 +145,7 @@ def convert(options: ConversionOptions) -> Conversion:
         calibrated: list[LayerCalibration] | None = None
         if plan.needs_calibration:
             batches = calibration_batches(sources, length, options.calibration_tokens)
-            times = None
-            if plan.attention_time is not None:
-                times = measure_attention(base.config, plan, computed, device)
-            (calibrated,) = calibrate(dense, batches, [plan], folder, times=[times])
+            (calibrated,) = calibrate(dense, batches, [plan], folder)
             record.calibration = calibration_record(
                 options.calibration.name, sources, length, options.calibration_tokens, calibrated
             )
@@ -165,7 +161,6 @@ def convert(options: ConversionOptions) -> Conversion:
             active_heads=config.active_heads_per_layer,
             context=length,
             keys_read=round(keys_read(config, length), 4),
-            attention_time=None if plan.attention_time is None else mean_time(fits),
             local_window=config.local_window if plan.head_fallback == "local" else None,
             local_sinks=config.local_sinks if plan.head_fallback == "local" else None,
             local_start=config.local_start if plan.head_fallback == "local" else None,

@@ -51,10 +51,7 @@ def calibration_record(
         length, tokens: of a window, and of how many in all calibration was asked for.
         calibrated: per layer.
     """
-    costs = [
-        {str(fit.dropped): float(f"{fit.cost:.4g}") for fit in layer.by_time or layer.fits.values()}
-        for layer in calibrated
-    ]
+    costs = [{str(fit.dropped): float(f"{fit.cost:.4g}") for fit in layer.fits.values()} for layer in calibrated]
     streams, shares = [source.train for source in sources], [source.weight for source in sources]
     windows = window_counts(streams, shares, length, tokens)
     names = _numbered([source.name for source in sources])

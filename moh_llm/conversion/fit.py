@@ -67,7 +67,6 @@ class RoutingFit:
         tensors: by name within the attention layer: `router.routed.*`, `fallback.*`.
         shared_heads: ids of the heads that are always on.
         local_heads: ids of the heads that are never on.
-        time: share of the time of the dense layer's attention, where it was measured.
     """
 
     dropped: int
@@ -75,7 +74,6 @@ class RoutingFit:
     tensors: dict[str, torch.Tensor]
     shared_heads: list[int]
     local_heads: list[int] = field(default_factory=list)
-    time: float | None = None
 
 
 class Ridge:

@@ -16,13 +16,10 @@ which needs one number per token and head: plans are compared by trying them.
 Shapes: N tokens, C hidden size, H query heads, U groups of heads that are switched together.
 """
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from moh_llm.conversion.attention_time import AttentionTimes
 from moh_llm.conversion.fit import LayerSample, Ridge, RoutingFit, group_costs, group_metric
 from moh_llm.devices import wide
 
@@ -77,26 +74,6 @@ class LocalFitter:
         tried = ((self._cost(shared, local, dropped), shared, local) for shared, local in self._plans(dropped))
         cost, shared, local = min(tried, key=lambda plan: plan[0])
         return self._fit(dropped, cost, shared, local)
-
-    def fits_by_time(self, times: AttentionTimes) -> list[RoutingFit]:
-        """Plans of any number of dropped heads by falling time, from that of all heads on.
-
-        They are those on the lower convex hull of estimated KL over time: spending time on the steepest step first is
-        then the best for several layers together.
-        """
-        groups, size = len(self.ranked), self.group_size
-        tried = [TimedPlan(1.0, 0.0, 0, self.ranked, [])]
-        for dropped in range(1, groups + 1):
-            for shared, local in self._plans(dropped * size):
-                routed = groups - len(shared) - len(local)
-                on = groups - dropped - len(shared)
-                time = times.share(len(shared) * size, routed * size, on * size)
-                cost = self._cost(shared, local, dropped * size)
-                tried.append(TimedPlan(time, cost, dropped * size, shared, local))
-        return [
-            dataclasses.replace(self._fit(plan.dropped, plan.cost, plan.shared, plan.local), time=plan.time)
-            for plan in lower_hull(tried)
-        ]
 
     def _fit(self, dropped: int, cost: float, shared: Sequence[int], local: Sequence[int]) -> RoutingFit:
         """The tensors of one plan."""
@@ -153,33 +130,6 @@ class LocalFitter:
 
     def _heads(self, groups: Sequence[int]) -> list[int]:
         return sorted(group * self.group_size + i for group in groups for i in range(self.group_size))
-
-
-class TimedPlan(NamedTuple):
-    """Groups that are always on (`shared`) and never on (`local`); `dropped` heads are off at the mean."""
-
-    time: float
-    cost: float
-    dropped: int
-    shared: list[int]
-    local: list[int]
-
-
-def lower_hull(plans: Iterable[TimedPlan]) -> list[TimedPlan]:
-    """Those that no mixture of others beats in time and cost, by falling time and so by rising cost."""
-    hull: list[TimedPlan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.cost, plan.time)):
-        if hull and plan.time >= hull[-1].time:
-            continue  # one that costs no more is as fast
-        while len(hull) > 1 and _slope(hull[-2], plan) <= _slope(hull[-2], hull[-1]):
-            hull.pop()
-        hull.append(plan)
-    return hull
-
-
-def _slope(slow: TimedPlan, fast: TimedPlan) -> float:
-    """Cost per time that is saved."""
-    return (fast.cost - slow.cost) / (slow.time - fast.time)
 
 
 def _threshold(logits: torch.Tensor, drops: int) -> torch.Tensor:

@@ -28,8 +28,6 @@ class PlanOptions:
         num_active_heads: heads per token, shared ones included; with uneven budgets the mean over layers.
         active_ratio: instead of `num_active_heads`, a share of the heads.
         keys: instead of these, a share of the keys that the base's attention reads at `context` tokens.
-        attention_time: instead of these, a share of the time that the base's attention takes at `context` tokens on
-            this device; see `moh_llm.conversion.attention_time`.
         context: tokens in a sequence.
         router: "linear", "threshold", "query_norm", or "none", which has the same heads on for all tokens.
         shared: "first" or "importance".
@@ -48,7 +46,6 @@ class PlanOptions:
     num_active_heads: int | None = None
     active_ratio: float | None = None
     keys: float | None = None
-    attention_time: float | None = None
     context: int = 512
     router: str | None = None
     shared: str = "first"
@@ -73,14 +70,6 @@ class PlanOptions:
             raise UserError("the threshold router is fitted with local fallbacks; add --fallback local")
         if self.router == "none" and self.num_shared_heads is not None:
             raise UserError("with --router none the heads that are on are the shared ones; drop --num-shared-heads")
-        if self.attention_time is not None:
-            if self.head_fallback != "local" or not self.mixes:
-                raise UserError(
-                    "--attention-time chooses which heads are always on, routed and never on, with local fallbacks: "
-                    "add --fallback local, and drop --preset and --num-shared-heads"
-                )
-            if not self.uneven:
-                raise UserError("--attention-time spends one budget over all layers; drop --budgets even")
 
     @property
     def router_type(self) -> str:
@@ -148,8 +137,7 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
     whole heads per layer, an uneven one to the nearest whole head of the model. Where key-value
     groups are routed, read "group" for "head", and below eight of them none is shared: with few to
     choose from a fixed one costs more. With local fallbacks, and without a router, the fit finds the
-    shared heads, and zero stands for them here. `keys` is rounded down. With `attention_time` the fit
-    finds the active heads, and the most that there can be stand for them here.
+    shared heads, and zero stands for them here. `keys` is rounded down.
 
     Raises:
         UserError: counts that no layer can follow.
@@ -160,7 +148,6 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
         "--num-active-heads": active,
         "--active-ratio": options.active_ratio,
         "--keys": options.keys,
-        "--attention-time": options.attention_time,
     }
     flags = [flag for flag, value in given.items() if value is not None]
     if len(flags) > 1:
@@ -186,8 +173,6 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
     low = shared if options.head_fallback == "local" else max(group_size, shared)
     if active is not None:
         total = active * layers
-    elif options.attention_time is not None:
-        total = heads * layers
     elif options.keys is not None:
         seen = options.window + options.local_sinks
         fallback = (

@@ -64,8 +64,6 @@ class Plan(Record):
         context: tokens in a sequence of calibration and verification.
         keys_read: share of the keys of the base's attention that is read at that length with as many heads on as are
             asked for.
-        attention_time: likewise of the time of the base's attention, where that was the budget: by the times of heads
-            of each kind on the machine that converted.
         local_window, local_sinks: what local fallbacks attend to; None with others.
         local_start: how many first tokens of a document have all heads on.
     """
@@ -82,7 +80,6 @@ class Plan(Record):
     active_heads: list[int]
     context: int | None = None
     keys_read: float | None = None
-    attention_time: float | None = None
     local_window: int | None = None
     local_sinks: int | None = None
     local_start: int | None = None

@@ -6,7 +6,7 @@ import random
 import pytest
 from transformers import LlamaConfig
 
-from moh_llm.conversion.budget import allocate, spend_time
+from moh_llm.conversion.budget import allocate
 from moh_llm.conversion.plan import PlanOptions, build_config, drops_to_fit, shared_and_active
 from moh_llm.errors import UserError
 
@@ -198,27 +198,3 @@ def test_plan_is_the_cheapest_of_all(seed):
         else:
             with pytest.raises(UserError, match=f"impossible head plan: {total} heads cannot be dropped"):
                 allocate(costs, total)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_time_is_spent_at_the_least_cost(seed):
-    """No plans of the layers that take as little time cost less."""
-    chance = random.Random(seed)
-    layers = []
-    for _ in range(3):
-        times = sorted((chance.uniform(0.1, 0.9) for _ in range(chance.randint(0, 4))), reverse=True)
-        plans, slope = [(1.0, 0.0)], 0.0
-        for time in times:
-            slope += chance.random()
-            plans.append((time, plans[-1][1] + slope * (plans[-1][0] - time)))
-        layers.append(plans)
-    every = [[sum(part) for part in zip(*plans, strict=True)] for plans in itertools.product(*layers)]
-    least = min(time for time, _ in every) / 3
-    for share in (1.0, (1 + least) / 2, least):
-        chosen = [plans[place] for plans, place in zip(layers, spend_time(layers, share), strict=True)]
-        time, cost = (sum(part) for part in zip(*chosen, strict=True))
-        assert time <= 3 * share + 1e-9
-        assert cost == pytest.approx(min(other for taken, other in every if taken <= time + 1e-9))
-    assert spend_time(layers, 1.0) == [0, 0, 0]
-    with pytest.raises(UserError, match=f"0.01 is less than the {least:.3f} that attention takes here"):
-        spend_time(layers, 0.01)

@@ -272,7 +272,6 @@ ON_THEIR_OWN: dict[str, tuple[Maker, Callable[[Facts], Figures | None]]] = {
         lambda records: made.parameters_added(records.conversion.arithmetic.parameters),
         lambda facts: facts.below("conversion.arithmetic.parameters"),
     ),
-    "attention_time_asked": (lambda records: made.attention_time_asked(records.conversion.plan), _never),
     "conversion_took": (
         lambda records: made.conversion_took(records.conversion),
         lambda facts: facts.take(

@@ -149,7 +149,6 @@ def _plan(recount: Recount) -> dict[str, Any]:
         "active_heads": active,
         "context": CONTEXT,
         "keys_read": Near(costs.keys_read(config, CONTEXT), 5e-5),
-        "attention_time": None,
         "local_window": CONTEXT // 16 if is_local else None,
         "local_sinks": 4 if is_local else None,
         "local_start": CONTEXT // 8 if is_local else None,
