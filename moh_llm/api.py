@@ -72,8 +72,6 @@ def convert(
     heldout_tokens: int | None = None,
     verify: Literal["full", "quick", "none"] = "full",
     tokenizer: PathLike | None = None,
-    new_embeddings: Literal["mean", "pieces"] | None = None,
-    pad_to_multiple_of: int | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto",
     link: bool = False,
@@ -108,9 +106,6 @@ def convert(
         verify: "quick" reads 2,048 held-out tokens, "none" verifies nothing.
         tokenizer: folder or Hub id of a tokenizer that has the base's tokens, with their ids, and new ones (default:
             the base's own).
-        new_embeddings: what rows of new tokens begin as: the mean of all tokens' rows, or of those that the base splits
-            the token's text into (default: "pieces").
-        pad_to_multiple_of: the rows of the embedding are rounded up to a multiple of it.
         dtype: dtype of the written weights (default: the base's own).
         compute_dtype: dtype that the base is run in; "auto": bfloat16 where this device computes it fast, else
             float32.
@@ -143,12 +138,6 @@ def convert(
             raise UserError(f"--{name} {tokens} must be at least 1")
     if dtype and link:
         raise UserError("--link keeps the base's bytes and --dtype changes them; drop one")
-    if tokenizer is None:
-        for flag, value in {"new-embeddings": new_embeddings, "pad-to-multiple-of": pad_to_multiple_of}.items():
-            if value is not None:
-                raise UserError(f"--{flag} is about the rows of new tokens; pass --tokenizer, too, or drop it")
-    if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
-        raise UserError(f"--pad-to-multiple-of {pad_to_multiple_of} must be at least 1")
     place = Path(expand_home(output))
     texts = [calibration] if isinstance(calibration, str | os.PathLike) else calibration
     record = convert_checkpoint(
@@ -160,7 +149,6 @@ def convert(
             plan=_options(PlanOptions, given, routing_granularity=routing_granularity or "head"),
             calibration=mixture_from_arguments([expand_home(text) for text in texts]) if texts else EMBEDDED,
             tokenizer=None if tokenizer is None else expand_home(tokenizer),
-            new_embeddings=new_embeddings or "pieces",
             dtype=getattr(torch, dtype) if dtype else None,
         )
     )

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 REMOVED = {
     "--attention-time": "state the budget as a share of the keys that are read, with --keys",
+    "--new-embeddings": "a new token's row is the mean of the rows of its pieces in the base's tokenizer",
+    "--pad-to-multiple-of": "the rows of the embedding are always rounded up to a multiple of 64",
 }
 
 
@@ -85,19 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--verify", choices=["full", "quick", "none"], default="full", help="quick: on 2,048 tokens; none: no proof"
     )
 
-    tokens = parser.add_argument_group("more tokens")
-    tokens.add_argument(
+    parser.add_argument(
         "--tokenizer", metavar="FOLDER", help="a tokenizer with the base's tokens and new ones: folder or Hub id"
     )
-    tokens.add_argument(
-        "--new-embeddings",
-        choices=["mean", "pieces"],
-        help="rows of new tokens: the mean of all rows, or of those that the base splits their text into (default)",
-    )
-    tokens.add_argument(
-        "--pad-to-multiple-of", type=int, metavar="N", help="round the rows of the embedding up to a multiple"
-    )
-
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], help="of the written weights (default: the base's own)"
     )
@@ -141,7 +133,7 @@ def restore(args: argparse.Namespace) -> int:
 
     counts = ("num_shared_heads", "num_active_heads", "active_ratio", "keys")
     plan = ("preset", *counts, "router", "routing_granularity", "budgets", "fallback")
-    for flag in (*plan, "tokenizer", "new_embeddings", "pad_to_multiple_of", "dtype"):
+    for flag in (*plan, "tokenizer", "dtype"):
         if getattr(args, flag) is not None:
             raise UserError(f"--to-dense copies the dense weights as they are; drop --{flag.replace('_', '-')}")
     restored = moh_llm.to_dense(
@@ -189,7 +181,7 @@ def print_conversion(record: "Conversion", output: Path) -> None:
         + (", by whole key-value groups" if plan.routing_granularity == "kv_group" else ""),
     )
     if added := record.vocabulary:
-        say(f"{added.new_tokens} new tokens, rows by {added.new_embeddings}: {added.base_rows} -> {added.rows} rows")
+        say(f"{added.new_tokens} new tokens: {added.base_rows} -> {added.rows} rows")
     if None not in (start := (plan.local_start, plan.local_window, plan.local_sinks)):
         say(f"a document's first {max(start[0], start[1] + start[2]):,} tokens have all heads on")
     if plan.budgets == "uneven":

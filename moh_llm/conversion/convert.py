@@ -64,8 +64,6 @@ class ConversionOptions:
             (`held_out_tokens`).
         verify: "full" reads all held-out tokens, "quick" the first 2,048, "none" proves nothing.
         tokenizer: folder or Hub id of a tokenizer with more tokens than the base's (`plan_widening`); None: the base's.
-        new_embeddings: "mean" or "pieces", how rows of new tokens are made.
-        pad_to_multiple_of: the rows of the embedding are rounded up to a multiple of it.
         dtype: dtype of the written weights; None keeps the base's bytes.
         compute_dtype: "auto", "bfloat16" or "float32", that the base is run in (`moh_llm.devices.compute_dtype`).
         link: hard-link the base's files rather than copy them.
@@ -82,8 +80,6 @@ class ConversionOptions:
     heldout_tokens: int | None = None
     verify: str = "full"
     tokenizer: str | None = None
-    new_embeddings: str = "pieces"
-    pad_to_multiple_of: int | None = None
     dtype: torch.dtype | None = None
     compute_dtype: str = "auto"
     link: bool = False
@@ -113,9 +109,7 @@ def convert(options: ConversionOptions) -> Conversion:
     if options.verify == "quick":
         wanted = min(wanted, QUICK_TOKENS)
     _check_machine(options, base, 0 if options.verify == "none" else wanted)
-    widening = None
-    if options.tokenizer is not None:
-        widening = plan_widening(base, options.tokenizer, options.new_embeddings, options.pad_to_multiple_of)
+    widening = None if options.tokenizer is None else plan_widening(base, options.tokenizer)
     sources: list[TokenizedSource] = []
     if reads_text:
         tokenizer = widening.tokenizer if widening else open_tokenizer(base.folder, base.config.vocab_size)

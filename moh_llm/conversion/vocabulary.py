@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from moh_llm.records.tensors import EMBEDDING, HEAD
 
 # Embedding of the input, and of the output where that is another matrix.
 _TABLES = (EMBEDDING, HEAD)
+_MULTIPLE = 64  # rows: kernels of matrix products are slower with other numbers
 _TOKENIZER_FILES = {*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja"}
 
 
@@ -40,16 +42,12 @@ class Widening:
     record: Vocabulary
 
 
-def plan_widening(base: BaseCheckpoint, name: str, new_embeddings: str, multiple: int | None) -> Widening:
+def plan_widening(base: BaseCheckpoint, name: str) -> Widening:
     """Compare the tokenizer of a folder or Hub id with the base's.
 
     Args:
         base: what is to be widened.
         name: of the tokenizer.
-        new_embeddings: "mean": a new row is the mean of the base's rows of tokens; "pieces": the mean of the rows that
-            the base has for the new token's text. Special tokens, and tokens that are parts of a character, get the
-            mean of all.
-        multiple: the number of rows is rounded up to a multiple of it; None: not rounded.
 
     Raises:
         UserError: it cannot be read, does not keep the base's ids, or has no new token.
@@ -68,21 +66,21 @@ def plan_widening(base: BaseCheckpoint, name: str, new_embeddings: str, multiple
     new_ids = sorted(set(wanted.values()) - known)
     if not new_ids:
         raise UserError(f"--tokenizer {name} has no token that {base.name} lacks; drop --tokenizer")
-    rows = max(rows, 1 + new_ids[-1])
-    if multiple is not None:
-        rows = -(-rows // multiple) * multiple
+    rows = math.ceil(max(rows, 1 + new_ids[-1]) / _MULTIPLE) * _MULTIPLE
     record = Vocabulary(
         tokenizer=last_component(name),
         base_rows=base.config.vocab_size,
         rows=rows,
         new_tokens=len(new_ids),
-        new_embeddings=new_embeddings,
     )
     return Widening(tokenizer, own, new_ids, rows, record)
 
 
 def widen(base: BaseCheckpoint, widening: Widening, folder: Path) -> BaseCheckpoint:
     """Write the base with more tokens into an empty folder; return it.
+
+    A new row is the mean of the rows that the base has for the new token's text. Special tokens, tokens that are parts
+    of a character, and rows that no token has get the mean of the base's rows of tokens.
 
     Files without an embedding are links to the base's. The tokenizer takes the place of the base's.
 
@@ -91,7 +89,7 @@ def widen(base: BaseCheckpoint, widening: Widening, folder: Path) -> BaseCheckpo
     """
     folder.mkdir()
     known = torch.tensor(sorted({n for n in widening.own.get_vocab().values() if n < base.config.vocab_size}))
-    pieces = _pieces(base, widening) if widening.record.new_embeddings == "pieces" else {}
+    pieces = _pieces(base, widening)
     shards = [folder / shard.name for shard in base.shards]
     for shard, target in zip(base.shards, shards, strict=True):
         if any(base.weight_map.get(name) == shard.name for name in _TABLES):

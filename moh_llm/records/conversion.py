@@ -40,7 +40,6 @@ class Vocabulary(Record):
         tokenizer: its name, without a path.
         base_rows, rows: of the embedding, in the base and now.
         new_tokens: how many of the tokenizer's tokens the base has no row for.
-        new_embeddings: "mean" or "pieces": how their rows were made.
         dense_sha256: `moh_llm.records.identity.WeightHashes.dense` of the converted model. The base has another.
     """
 
@@ -48,7 +47,6 @@ class Vocabulary(Record):
     base_rows: int
     rows: int
     new_tokens: int
-    new_embeddings: str
     dense_sha256: str | None = None
 
 

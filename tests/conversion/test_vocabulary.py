@@ -25,22 +25,21 @@ def wider(made_once: Callable[..., Path]) -> Path:
     return made_once("wider-tokenizer", save_wider_tokenizer)
 
 
-def expected_row(table: torch.Tensor, tokenizer, token: str, how: str) -> torch.Tensor:
+def expected_row(table: torch.Tensor, tokenizer, token: str) -> torch.Tensor:
     """The row of a new token, given the base's rows."""
-    if how == "mean" or token == "<|user|>":
+    if token in ("", "<|user|>"):
         return table[:OLD].double().mean(0).float()
     return torch.stack([table[tokenizer.convert_tokens_to_ids(byte.replace(" ", "Ġ"))] for byte in token]).mean(0)
 
 
-@pytest.mark.parametrize("how", ["mean", "pieces"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_bases_tokens_stay_as_they_were(
-    make_llama, convert, wider: Path, read_tensors, tmp_path: Path, tied: bool, how: str, one_thread: None
+    make_llama, convert, wider: Path, read_tensors, tmp_path: Path, tied: bool, one_thread: None
 ) -> None:
     # Of several files, with rows that no token of the base has.
     base = make_llama(tie_word_embeddings=tied, vocab_size=OLD + 1, max_shard_size="40KB", max_position_embeddings=64)
     output = tmp_path / "moh"
-    flags = ["--tokenizer", str(wider), "--new-embeddings", how, "--pad-to-multiple-of", "8", "--link"]
+    flags = ["--tokenizer", str(wider), "--link"]
     assert convert(base, output, *flags) == 0
     before, after = read_tensors(base), read_tensors(output)
     names = ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not tied)
@@ -51,12 +50,12 @@ def test_the_bases_tokens_stay_as_they_were(
         kept = after[name][:OLD] if name in names else after[name]
         assert torch.equal(kept, tensor[: len(kept)]), name
     for name in names:
-        assert after[name].shape == (264, 32)
+        assert after[name].shape == (320, 32)
         for token in NEW:
             row = after[name][tokenizer.convert_tokens_to_ids(token)]
-            torch.testing.assert_close(row, expected_row(before[name], known, token, how), rtol=1e-5, atol=1e-6)
-        mean = expected_row(before[name], known, "", "mean")
-        torch.testing.assert_close(after[name][261:], mean.expand(3, -1), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(row, expected_row(before[name], known, token), rtol=1e-5, atol=1e-6)
+        mean = expected_row(before[name], known, "")
+        torch.testing.assert_close(after[name][261:], mean.expand(59, -1), rtol=1e-5, atol=1e-6)
 
     moh, dense = MoHLlamaForCausalLM.from_pretrained(output).eval(), AutoModelForCausalLM.from_pretrained(base).eval()
     ids = torch.randint(1, OLD, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -68,10 +67,10 @@ def test_the_bases_tokens_stay_as_they_were(
 def test_records_say_what_was_added(make_llama, convert, wider: Path, tmp_path: Path, capsys) -> None:
     base, output = make_llama(max_position_embeddings=64), tmp_path / "moh"
     assert convert(base, output, "--tokenizer", str(wider)) == 0
-    assert "4 new tokens, rows by pieces: 257 -> 261 rows" in capsys.readouterr().out
+    assert "4 new tokens: 257 -> 320 rows" in capsys.readouterr().out
     record, (entry,) = read_conversion(output), read_chain(output).entries
     added = record.vocabulary
-    assert (added.base_rows, added.rows, added.new_tokens, added.new_embeddings) == (257, 261, 4, "pieces")
+    assert (added.base_rows, added.rows, added.new_tokens) == (257, 320, 4)
     assert (added.tokenizer, entry.new_tokens) == (wider.name, 4)
     assert entry.dense_sha256 == record.base.dense_sha256 != added.dense_sha256 == entry.made.dense
     assert record.base.name == str(base)
@@ -86,7 +85,7 @@ def test_the_way_back_keeps_the_tokens(make_llama, convert, wider: Path, tmp_pat
     assert convert(base, output, "--tokenizer", str(wider)) == 0
     assert main(["convert", str(output), "--to-dense", "--output", str(dense)]) == 0
     back, moh = AutoModelForCausalLM.from_pretrained(dense), MoHLlamaForCausalLM.from_pretrained(output)
-    assert (back.config.model_type, back.config.vocab_size) == ("llama", 261)
+    assert (back.config.model_type, back.config.vocab_size) == ("llama", 320)
     ids = torch.tensor([AutoTokenizer.from_pretrained(dense)("the mill, <|user|>")["input_ids"]])
     assert {258, 259, 260} < {*ids[0].tolist()}
     with torch.no_grad(), moh.all_heads_active():
@@ -103,7 +102,6 @@ REFUSED = {
         r"token .* has id [12] in .*, and this tokenizer gives it id [12]; add tokens to the base's own",
     ),
     "none": ("gone", [], "has no tokenizer that loads"),
-    "multiple": ("wider", ["--pad-to-multiple-of", "0"], "--pad-to-multiple-of 0 must be at least 1"),
     "dense": ("wider", ["--to-dense"], "--to-dense copies the dense weights as they are; drop --tokenizer"),
 }
 
@@ -126,9 +124,3 @@ def test_other_tokenizers_are_refused(
     assert convert(make_llama(), tmp_path / "moh", "--tokenizer", str(folder), *flags) != 0
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "moh").exists()
-
-
-@pytest.mark.parametrize("flag", ["--new-embeddings=mean", "--pad-to-multiple-of=8"])
-def test_rows_of_new_tokens_need_a_tokenizer(make_llama, convert, tmp_path: Path, capsys, flag: str) -> None:
-    assert convert(make_llama(), tmp_path / "moh", flag) != 0
-    assert f"{flag.split('=')[0]} is about the rows of new tokens; pass --tokenizer" in capsys.readouterr().err
