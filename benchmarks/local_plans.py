@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
         config.dtype = base.dtype
         routing = {key: tensor.to(base.dtype) for key, tensor in routing_tensors(fits).items()}
         with new_folder(args.output / name) as folder:
-            write_description(folder, base, config, write_weights(folder, base, routing, link=True))
+            write_description(folder, base, config, write_weights(folder, base, routing))
         active = config.active_heads_per_layer
         cost = sum(fit.cost for fit in fits)
         print(f"{name}: {sum(active) / len(active):.3f} heads per layer, estimated KL {cost:.4f}", flush=True)

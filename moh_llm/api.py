@@ -74,7 +74,6 @@ def convert(
     tokenizer: PathLike | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto",
-    link: bool = False,
     revision: str | None = None,
     overwrite: bool = False,
 ) -> "Conversion":
@@ -109,7 +108,6 @@ def convert(
         dtype: dtype of the written weights (default: the base's own).
         compute_dtype: dtype that the base is run in; "auto": bfloat16 where this device computes it fast, else
             float32.
-        link: hard-link the base's weights instead of copying them.
         revision: Hub revision of the base.
         overwrite: replace ``output`` if it is not empty.
 
@@ -136,8 +134,6 @@ def convert(
     for name, tokens in counts.items():
         if tokens is not None and tokens < 1:
             raise UserError(f"--{name} {tokens} must be at least 1")
-    if dtype and link:
-        raise UserError("--link keeps the base's bytes and --dtype changes them; drop one")
     place = Path(expand_home(output))
     texts = [calibration] if isinstance(calibration, str | os.PathLike) else calibration
     record = convert_checkpoint(
@@ -161,7 +157,6 @@ def to_dense(
     model: PathLike,
     output: PathLike,
     *,
-    link: bool = False,
     revision: str | None = None,
     overwrite: bool = False,
 ) -> "Restored":
@@ -170,7 +165,7 @@ def to_dense(
     Args:
         model: folder or Hub id of the MoH model.
         output: folder to make.
-        link, revision, overwrite: as for `convert`.
+        revision, overwrite: as for `convert`.
 
     Returns:
         The model's type, how many tensors were dropped, and the time it took.
@@ -181,7 +176,7 @@ def to_dense(
     from moh_llm.conversion.convert import restore_dense
     from moh_llm.reading import expand_home
 
-    return restore_dense(expand_home(model), Path(expand_home(output)), overwrite, link, revision)
+    return restore_dense(expand_home(model), Path(expand_home(output)), overwrite, revision)
 
 
 def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **overrides: Any) -> "RunRecord":

@@ -38,10 +38,10 @@ def test_shipped_recipes_are_read_and_explain_every_key(command) -> None:
 
 def test_flags_override_the_recipe(tmp_path) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text("base: b\noutput: o\nnum_active_heads: 7\ncalibration: [a.txt, b.txt]\nlink: true\n")
+    path.write_text("base: b\noutput: o\nnum_active_heads: 7\ncalibration: [a.txt, b.txt]\noverwrite: true\n")
     parser = parser_of(convert)
     args = parser.parse_args(expand_recipe(parser, [str(path), "--num_active_heads", "6", "--output=x"]))
-    assert (args.base, args.output, args.num_active_heads, args.link) == ("b", Path("x"), 6, True)
+    assert (args.base, args.output, args.num_active_heads, args.overwrite) == ("b", Path("x"), 6, True)
     assert args.calibration == ["a.txt", "b.txt"]
 
 
@@ -57,7 +57,7 @@ def test_values_are_the_words_of_the_recipe(tmp_path, word) -> None:
     ("text", "message"),
     [
         ("bases: b\n", "unknown key 'bases'; the nearest known key is 'base'"),
-        ("link: 3\n", "link=3 must be true or false"),
+        ("overwrite: 3\n", "overwrite=3 must be true or false"),
         ("num_active_heads: true\n", "num_active_heads=True must be a value"),
         ("num_active_heads: [6, 7]\n", "num_active_heads takes one value, not 2"),
         ("- 3\n", "must hold `key: value` lines"),

@@ -14,6 +14,7 @@ REMOVED = {
     "--attention-time": "state the budget as a share of the keys that are read, with --keys",
     "--new-embeddings": "a new token's row is the mean of the rows of its pieces in the base's tokenizer",
     "--pad-to-multiple-of": "the rows of the embedding are always rounded up to a multiple of 64",
+    "--link": "the base's weights are always copied",
 }
 
 
@@ -99,7 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="dtype that the base is run in (default: bfloat16 where this device computes it fast, else float32)",
     )
-    parser.add_argument("--link", action="store_true", help="hard-link the base's weights rather than copy them")
     parser.add_argument("--revision", help="Hub revision of the base")
     parser.add_argument("--push-to-hub", metavar="ORG/NAME", help="then publish the model, as moh-llm publish does")
     parser.add_argument("--licence", metavar="ID", help="the Hub's id of its licence, to publish (default: the base's)")
@@ -136,9 +136,7 @@ def restore(args: argparse.Namespace) -> int:
     for flag in (*plan, "tokenizer", "dtype"):
         if getattr(args, flag) is not None:
             raise UserError(f"--to-dense copies the dense weights as they are; drop --{flag.replace('_', '-')}")
-    restored = moh_llm.to_dense(
-        args.base, args.output, link=args.link, revision=args.revision, overwrite=args.overwrite
-    )
+    restored = moh_llm.to_dense(args.base, args.output, revision=args.revision, overwrite=args.overwrite)
     say(
         f"{args.base}: {restored.dropped_tensors} routing tensors dropped, the dense model's byte for byte; "
         f"a {restored.model_type} model in {args.output}, {restored.seconds:.1f} s"

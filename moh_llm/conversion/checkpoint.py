@@ -3,7 +3,6 @@
 At most one shard's tensors are in memory, and none where shards are copied or linked.
 """
 
-import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -15,7 +14,6 @@ from transformers import PreTrainedConfig
 
 import moh_llm.modeling
 from moh_llm.conversion.base import BaseCheckpoint, accompanying
-from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.records.conversion import NAME as CONVERSION
 from moh_llm.records.lineage import NAME as LINEAGE
@@ -43,7 +41,6 @@ def write_weights(
     base: BaseCheckpoint,
     routing: dict[str, torch.Tensor],
     dtype: torch.dtype | None = None,
-    link: bool = False,
 ) -> dict[str, str]:
     """Write the weights of a converted model, or of the dense base where there is no routing tensor.
 
@@ -53,7 +50,6 @@ def write_weights(
             hold nothing else.
         routing: the routers' and fallbacks' tensors by name; may be empty.
         dtype: cast the weights to it, one shard at a time.
-        link: hard-link files rather than copy them.
 
     Returns:
         The index: tensor name -> file name. `write_description` writes it, last.
@@ -72,8 +68,6 @@ def write_weights(
                 mixed = kept != set(file.keys())
             if mixed or dtype is not None:
                 _rewrite_shard(shard, target, kept, dtype)
-            elif link:
-                _link(shard, target)
             else:
                 shutil.copyfile(shard, target)
     weight_map = {tensor: renamed[file] for tensor, file in base.weight_map.items()}
@@ -101,13 +95,6 @@ def write_description(
         total = sum(_tensor_bytes(folder / name) for name in files)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / INDEX_NAME, index)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source.resolve(), target)  # of the file itself: a Hub snapshot holds symbolic links
-    except OSError as error:
-        raise UserError(f"cannot hard-link {source} to {target.parent} ({error.strerror}); drop --link") from error
 
 
 def _rewrite_shard(source: Path, target: Path, kept: Collection[str], dtype: torch.dtype | None) -> None:

@@ -66,7 +66,6 @@ class ConversionOptions:
         tokenizer: folder or Hub id of a tokenizer with more tokens than the base's (`plan_widening`); None: the base's.
         dtype: dtype of the written weights; None keeps the base's bytes.
         compute_dtype: "auto", "bfloat16" or "float32", that the base is run in (`moh_llm.devices.compute_dtype`).
-        link: hard-link the base's files rather than copy them.
         revision: Hub revision of the base.
         overwrite: whether a non-empty output folder may be replaced.
     """
@@ -82,7 +81,6 @@ class ConversionOptions:
     tokenizer: str | None = None
     dtype: torch.dtype | None = None
     compute_dtype: str = "auto"
-    link: bool = False
     revision: str | None = None
     overwrite: bool = False
 
@@ -160,7 +158,7 @@ def convert(options: ConversionOptions) -> Conversion:
             local_start=config.local_start if plan.head_fallback == "local" else None,
             **{name: getattr(config, name) for name in fields},
         )
-        weight_map = write_weights(folder, base, routing, options.dtype, options.link)
+        weight_map = write_weights(folder, base, routing, options.dtype)
         record.arithmetic = arithmetic(config, base, routing, length)
         if options.verify != "none":
             converted = LayerwiseModel(folder, weight_map, config, computed, device)
@@ -202,9 +200,7 @@ class Restored:
     seconds: float
 
 
-def restore_dense(
-    name: str, output: Path, overwrite: bool = False, link: bool = False, revision: str | None = None
-) -> Restored:
+def restore_dense(name: str, output: Path, overwrite: bool = False, revision: str | None = None) -> Restored:
     """Write the plain checkpoint inside a MoH one: its dense tensors' bytes, without routers and fallbacks.
 
     What the base had beside the tensors of its architecture is not in the MoH model, so it is not here.
@@ -223,7 +219,7 @@ def restore_dense(
         raise UserError(f"{name} weighs heads by their scores (router_score weighted): there is no dense model inside")
     with lock_folder(output), new_folder(output, overwrite) as folder:
         config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
-        weight_map = write_weights(folder, base, {}, link=link)
+        weight_map = write_weights(folder, base, {})
         if records.chain.runs:
             records.chain.write(folder / LINEAGE)
         write_description(folder, base, config, weight_map, remote_code=False)

@@ -1,6 +1,5 @@
 """Conversion through the command: what is written, and that it loads anywhere."""
 
-import errno
 import json
 import os
 import re
@@ -154,25 +153,6 @@ def test_paper_preset_adds_no_tensor_and_without_proof_reads_no_text(make_llama,
     config = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").config
     assert (config.num_shared_heads, config.num_active_heads, config.router_type) == (2, 3, "query_norm")
     assert (config.shared_heads, config.router_score, config.head_fallback) == (None, "quantized", "none")
-
-
-def test_links(make_llama, convert, tmp_path):
-    base = make_llama(max_shard_size="20KB")
-    assert convert(base, tmp_path / "moh", "--link") == 0
-    originals, written = (sorted(folder.glob("*.safetensors")) for folder in (base, tmp_path / "moh"))
-    assert [path.stat().st_ino for path in originals] == [path.stat().st_ino for path in written[:-1]]
-    assert written[-1].stat().st_nlink == 1
-
-
-def test_links_across_file_systems_are_refused(make_llama, convert, tmp_path, monkeypatch, capsys):
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-    monkeypatch.setattr(os, "link", refuse)
-    assert convert(make_llama(), tmp_path / "moh", "--link") == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: cannot hard-link") and error.endswith("drop --link")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_index_is_written_last(make_llama, convert, tmp_path, monkeypatch):

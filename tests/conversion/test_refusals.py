@@ -176,7 +176,6 @@ BAD_INPUT = {
     "output in the way": (_output_in_the_way, "exists and is not empty; pass --overwrite"),
     "output is a file": (_output_is_a_file, "is a file; name a folder"),
     "output below a file": (_output_below_a_file, "lies below"),
-    "cast links": (flags("--dtype", "bfloat16", "--link"), "--link keeps the base's bytes and --dtype changes them"),
     "too many active": (flags("--num-active-heads", "5"), "num_active_heads=5 must lie between"),
     "licence of nothing": (flags("--licence", "mit"), "--licence is for publishing; pass --push-to-hub ORG/NAME"),
     "query norm, uneven": (flags("--router", "query_norm", "--budgets", "uneven"), "linear router; drop query_norm"),
