@@ -15,6 +15,8 @@ REMOVED = {
     "--new-embeddings": "a new token's row is the mean of the rows of its pieces in the base's tokenizer",
     "--pad-to-multiple-of": "the rows of the embedding are always rounded up to a multiple of 64",
     "--link": "the base's weights are always copied",
+    "--push-to-hub": "moh-llm publish FOLDER --repo-id ORG/NAME publishes what was converted",
+    "--licence": "moh-llm publish FOLDER --repo-id ORG/NAME takes --licence",
 }
 
 
@@ -101,28 +103,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype that the base is run in (default: bfloat16 where this device computes it fast, else float32)",
     )
     parser.add_argument("--revision", help="Hub revision of the base")
-    parser.add_argument("--push-to-hub", metavar="ORG/NAME", help="then publish the model, as moh-llm publish does")
-    parser.add_argument("--licence", metavar="ID", help="the Hub's id of its licence, to publish (default: the base's)")
     for flag, instead in REMOVED.items():
         parser.add_argument(flag, action=RemovedOption, instead=instead)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, print what was done, and publish the model if asked to."""
+    """Convert, and print what was done."""
     import moh_llm
 
-    check_push(args)  # what would keep the model from being published, before it is converted
     if args.to_dense:
         return restore(args)  # the way back: the dense checkpoint inside an MoH model
     print_conversion(moh_llm.convert(**conversion_arguments(args)), args.output)
-    if args.push_to_hub is not None:
-        moh_llm.publish(args.output, args.push_to_hub, licence=args.licence)
     return 0
 
 
 def conversion_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `moh_llm.convert`: all flags but those of the other jobs of this command."""
-    others = {"command", "run", "main", "command_line", "to_dense", "push_to_hub", "licence"}
+    others = {"command", "run", "main", "command_line", "to_dense"}
     return {name: value for name, value in vars(args).items() if name not in others}
 
 
@@ -142,25 +139,6 @@ def restore(args: argparse.Namespace) -> int:
         f"a {restored.model_type} model in {args.output}, {restored.seconds:.1f} s"
     )
     return 0
-
-
-def check_push(args: argparse.Namespace) -> None:
-    """Raise UserError for what would keep the converted model from being published, before it is converted."""
-    from moh_llm.conversion.base import open_base
-    from moh_llm.errors import UserError
-    from moh_llm.hub.lineage import Lineage
-    from moh_llm.hub.publish import check_publishable
-    from moh_llm.records.conversion import Conversion
-
-    if args.push_to_hub is None:
-        if args.licence is not None:
-            raise UserError("--licence is for publishing; pass --push-to-hub ORG/NAME, too, or drop it")
-        return
-    if args.to_dense:
-        raise UserError("--push-to-hub publishes MoH models, and --to-dense makes none; drop one")
-    base = open_base(args.base, args.revision, args.preset == "paper")
-    conversion = Conversion(base=base.identity())
-    check_publishable(args.push_to_hub, Lineage(base.folder, conversion, None), args.licence)
 
 
 def print_conversion(record: "Conversion", output: Path) -> None:

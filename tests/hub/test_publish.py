@@ -187,17 +187,6 @@ def test_folders_and_names_that_cannot_be_published(folder, fake_hub, monkeypatc
     assert not fake_hub.requests
 
 
-def test_convert_can_publish_what_it_made(make_llama, convert, forked_proof, fake_hub, tmp_path, capsys):
-    base = make_llama(num_attention_heads=8)
-    (base / "LICENSE").write_text("Apache License\nVersion 2.0, January 2004\n")
-    assert convert(base, tmp_path / "moh", "--push-to-hub", "moh") == 2
-    assert "cannot be a repository" in capsys.readouterr().err and not (tmp_path / "moh").exists()
-    assert convert(base, tmp_path / "moh", "--push-to-hub", "org/moh") == 0
-    sent = fake_hub.branches["org/moh"]["main"]
-    assert json.loads(sent["conversion.json"])["base"]["name"] == base.name
-    assert set(sent) == {*_state(tmp_path / "moh"), "README.md", ".gitattributes"}
-
-
 @pytest.mark.parametrize("step", ["check_files", "other_code", "prove"])
 def test_a_copy_that_is_removed_meanwhile_is_reported(folder, fake_hub, proven, monkeypatch, capsys, step):
     plain = getattr(publishing, step)
