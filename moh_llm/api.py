@@ -74,13 +74,12 @@ def convert(
     tokenizer: PathLike | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto",
-    revision: str | None = None,
     overwrite: bool = False,
 ) -> "Conversion":
     """Convert a pretrained LLaMA checkpoint into an MoH one, and verify it.
 
     Args:
-        base: folder or Hub id of a checkpoint in safetensors, dense or MoH.
+        base: folder, Hub id or Hub id@revision of a checkpoint in safetensors, dense or MoH.
         output: folder to make.
         preset: "paper" for the paper's layer: half of the heads shared, 3/4 active, heads selected by query norm.
         num_shared_heads: heads of each layer that are always on (default: 1/8 of them, at least 1).
@@ -108,7 +107,6 @@ def convert(
         dtype: dtype of the written weights (default: the base's own).
         compute_dtype: dtype that the base is run in; "auto": bfloat16 where this device computes it fast, else
             float32.
-        revision: Hub revision of the base.
         overwrite: replace ``output`` if it is not empty.
 
     Returns:
@@ -157,15 +155,14 @@ def to_dense(
     model: PathLike,
     output: PathLike,
     *,
-    revision: str | None = None,
     overwrite: bool = False,
 ) -> "Restored":
     """Write the dense checkpoint inside an MoH model, byte for byte, without routers and fallbacks.
 
     Args:
-        model: folder or Hub id of the MoH model.
+        model: folder, Hub id or Hub id@revision of the MoH model.
         output: folder to make.
-        revision, overwrite: as for `convert`.
+        overwrite: as for `convert`.
 
     Returns:
         The model's type, how many tensors were dropped, and the time it took.
@@ -176,7 +173,7 @@ def to_dense(
     from moh_llm.conversion.convert import restore_dense
     from moh_llm.reading import expand_home
 
-    return restore_dense(expand_home(model), Path(expand_home(output)), overwrite, revision)
+    return restore_dense(expand_home(model), Path(expand_home(output)), overwrite)
 
 
 def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **overrides: Any) -> "RunRecord":

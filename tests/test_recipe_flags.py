@@ -48,9 +48,9 @@ def test_flags_override_the_recipe(tmp_path) -> None:
 @pytest.mark.parametrize("word", ["12e4567", "010", "0o10", "1:30", "no", "2024-01-01", "1_000", "1e-5"])
 def test_values_are_the_words_of_the_recipe(tmp_path, word) -> None:
     """A commit's hash can look like a number."""
-    (tmp_path / "r.yaml").write_text(f"base: {word}\noutput: o\nrevision: {word}\ncalibration: [{word}, a]\n")
+    (tmp_path / "r.yaml").write_text(f"base: {word}\noutput: o\ntokenizer: {word}\ncalibration: [{word}, a]\n")
     args = (parser := parser_of(convert)).parse_args(expand_recipe(parser, [str(tmp_path / "r.yaml")]))
-    assert (args.base, args.revision, args.calibration) == (word, word, [word, "a"])
+    assert (args.base, args.tokenizer, args.calibration) == (word, word, [word, "a"])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ REMOVED = {
     "--attention-time": "state the budget as a share of the keys that are read, with --keys",
     "--new-embeddings": "a new token's row is the mean of the rows of its pieces in the base's tokenizer",
     "--pad-to-multiple-of": "the rows of the embedding are always rounded up to a multiple of 64",
+    "--revision": "BASE@REVISION names a revision on the Hub",
     "--link": "the base's weights are always copied",
     "--push-to-hub": "moh-llm publish FOLDER --repo-id ORG/NAME publishes what was converted",
     "--licence": "moh-llm publish FOLDER --repo-id ORG/NAME takes --licence",
@@ -22,7 +23,7 @@ REMOVED = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    parser.add_argument("base", metavar="BASE", help="folder or Hub id of a checkpoint (safetensors), dense or MoH")
+    parser.add_argument("base", metavar="BASE", help="folder or Hub id[@REVISION] of a checkpoint, dense or MoH")
     parser.add_argument("--output", required=True, type=Path, help="folder to make")
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it is not empty")
     parser.add_argument("--to-dense", action="store_true", help="write the plain checkpoint inside the MoH model BASE")
@@ -102,7 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="dtype that the base is run in (default: bfloat16 where this device computes it fast, else float32)",
     )
-    parser.add_argument("--revision", help="Hub revision of the base")
     for flag, instead in REMOVED.items():
         parser.add_argument(flag, action=RemovedOption, instead=instead)
 
@@ -133,7 +133,7 @@ def restore(args: argparse.Namespace) -> int:
     for flag in (*plan, "tokenizer", "dtype"):
         if getattr(args, flag) is not None:
             raise UserError(f"--to-dense copies the dense weights as they are; drop --{flag.replace('_', '-')}")
-    restored = moh_llm.to_dense(args.base, args.output, revision=args.revision, overwrite=args.overwrite)
+    restored = moh_llm.to_dense(args.base, args.output, overwrite=args.overwrite)
     say(
         f"{args.base}: {restored.dropped_tensors} routing tensors dropped, the dense model's byte for byte; "
         f"a {restored.model_type} model in {args.output}, {restored.seconds:.1f} s"

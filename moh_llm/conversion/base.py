@@ -92,7 +92,7 @@ class BaseCheckpoint:
     """A dense checkpoint on disk, or the dense part of a MoH one.
 
     Attributes:
-        name: path or Hub id as the user gave it.
+        name: path or Hub id as the user gave it, without a revision.
         folder: where its files lie.
         revision: commit hash on the Hub; None for a local folder.
         is_moh: whether it is a MoH model already.
@@ -126,13 +126,21 @@ class BaseCheckpoint:
 
 
 def open_base(name: str, revision: str | None = None, paper_preset: bool = False) -> BaseCheckpoint:
-    """Find a base by local folder or Hub id and check that it can be converted.
+    """Find a base and check that it can be converted.
+
+    Args:
+        name: local folder, Hub id, or Hub id@revision.
+        revision: of the Hub: branch, tag or commit.
+        paper_preset: whether it gets the paper's layer.
 
     Raises:
         UserError: no such folder or model; no safetensors weights; a truncated or missing shard; a
             tensor that the architecture needs is missing or has another shape; an architecture that
             cannot be converted; quantised weights; an adapter; a file of it is a link that leads out of its folder.
     """
+    hub_id, at, named = name.partition("@")
+    if at and named and may_be_hub_id(hub_id) and not Path(expand_home(name)).exists():
+        name, revision = hub_id, named
     folder, commit = _locate(name, revision)
     check_links(folder, [folder / "config.json", *accompanying(folder)])
     fields = read_config(folder)

@@ -55,7 +55,7 @@ class ConversionOptions:
     """One conversion.
 
     Attributes:
-        base: local folder or Hub id of a LLaMA checkpoint.
+        base: local folder, Hub id or Hub id@revision of a LLaMA checkpoint.
         output: folder to make.
         plan: which heads, which router.
         calibration: text to fit the router on and, its held-out part, to verify on.
@@ -66,7 +66,6 @@ class ConversionOptions:
         tokenizer: folder or Hub id of a tokenizer with more tokens than the base's (`plan_widening`); None: the base's.
         dtype: dtype of the written weights; None keeps the base's bytes.
         compute_dtype: "auto", "bfloat16" or "float32", that the base is run in (`moh_llm.devices.compute_dtype`).
-        revision: Hub revision of the base.
         overwrite: whether a non-empty output folder may be replaced.
     """
 
@@ -81,7 +80,6 @@ class ConversionOptions:
     tokenizer: str | None = None
     dtype: torch.dtype | None = None
     compute_dtype: str = "auto"
-    revision: str | None = None
     overwrite: bool = False
 
 
@@ -96,7 +94,7 @@ def convert(options: ConversionOptions) -> Conversion:
     texts = [file for source in options.calibration.sources for file in source.files] if reads_text else []
     read = [options.base, *texts, *([options.tokenizer] if options.tokenizer else [])]
     check_output_folder(options.output, options.overwrite, reads=read)
-    base = open_base(options.base, options.revision, paper_preset=options.plan.preset == "paper")
+    base = open_base(options.base, paper_preset=options.plan.preset == "paper")
     records = _read_records(base)
     length = min(options.context, base.config.max_position_embeddings)
     if length < options.context != LONGEST:
@@ -200,7 +198,7 @@ class Restored:
     seconds: float
 
 
-def restore_dense(name: str, output: Path, overwrite: bool = False, revision: str | None = None) -> Restored:
+def restore_dense(name: str, output: Path, overwrite: bool = False) -> Restored:
     """Write the plain checkpoint inside a MoH one: its dense tensors' bytes, without routers and fallbacks.
 
     What the base had beside the tensors of its architecture is not in the MoH model, so it is not here.
@@ -210,7 +208,7 @@ def restore_dense(name: str, output: Path, overwrite: bool = False, revision: st
     """
     started = time.perf_counter()
     check_output_folder(output, overwrite, reads=[name])
-    base = open_base(name, revision)
+    base = open_base(name)
     records = _read_records(base)
     config = base.config
     if not base.is_moh:

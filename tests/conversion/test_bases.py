@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from moh_llm.cli import main
+from moh_llm.conversion.base import open_base
 from moh_llm.records.identity import hash_weights
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -304,6 +305,22 @@ def test_biases_that_a_family_does_not_have(make_model, convert, tmp_path, one_t
     assert torch.equal(logits(base), wanted)
     assert convert(base, tmp_path / "moh") == 0
     assert torch.equal(logits(tmp_path / "moh"), wanted)
+
+
+@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/1", None])
+def test_a_revision_on_the_hub_follows_an_at_sign(base, monkeypatch, revision):
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, revision, **_: asked.append((name, revision)) or str(base)
+    )
+    assert open_base(f"me/base@{revision}" if revision else "me/base").name == "me/base"
+    assert asked == [("me/base", revision)]
+
+
+def test_a_folder_may_have_an_at_sign_in_its_name(base, tmp_path, monkeypatch):
+    shutil.copytree(base, tmp_path / "base@v1")
+    monkeypatch.chdir(tmp_path)
+    assert (open_base("base@v1").name, open_base("base@v1").revision) == ("base@v1", None)
 
 
 # ---- links
