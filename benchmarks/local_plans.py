@@ -4,7 +4,7 @@
         --routers threshold linear none --granularities head kv_group
 
 writes a folder for each share of keys, router, granularity and window. Each is what `convert.py BASE --fallback local
---keys X --router R --routing-granularity G --local-window W --verify none` writes with the same text, without the
+--keys X --router R --routing-granularity G --local-window W --heldout-tokens 0` writes with the same text, without the
 records of a conversion; with several windows documents' first tokens up to the longest are left out of all fits. With
 `--fallback value --routers linear none` heads that are off read no keys, so that shares of keys are shares of heads.
 With `--streaming --routers none` it is a plan in the manner of DuoAttention: fixed heads, and the others attend to the

@@ -70,7 +70,6 @@ def convert(
     context: int = 8192,
     calibration_tokens: int = 24576,
     heldout_tokens: int | None = None,
-    verify: Literal["full", "quick", "none"] = "full",
     tokenizer: PathLike | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto",
@@ -100,8 +99,8 @@ def convert(
         calibration: text files, or one mixture (.yaml), to fit and verify on (default: what Python itself ships).
         context: tokens in a sequence of the text, at most what the base was made for.
         calibration_tokens: tokens to fit on.
-        heldout_tokens: tokens to verify on, the first ones of each document (default: those of 64 documents).
-        verify: "quick" reads 2,048 held-out tokens, "none" verifies nothing.
+        heldout_tokens: tokens to verify on, the first ones of each document; 0 verifies nothing (default: those of 64
+            documents).
         tokenizer: folder or Hub id of a tokenizer that has the base's tokens, with their ids, and new ones (default:
             the base's own).
         dtype: dtype of the written weights (default: the base's own).
@@ -128,10 +127,10 @@ def convert(
     from moh_llm.locking import lock_folder
     from moh_llm.reading import expand_home
 
-    counts = {"context": context, "calibration-tokens": calibration_tokens, "heldout-tokens": heldout_tokens}
-    for name, tokens in counts.items():
-        if tokens is not None and tokens < 1:
-            raise UserError(f"--{name} {tokens} must be at least 1")
+    counts = {"context": (context, 1), "calibration-tokens": (calibration_tokens, 1)}
+    for name, (tokens, least) in (counts | {"heldout-tokens": (heldout_tokens, 0)}).items():
+        if tokens is not None and tokens < least:
+            raise UserError(f"--{name} {tokens} must be at least {least}")
     place = Path(expand_home(output))
     texts = [calibration] if isinstance(calibration, str | os.PathLike) else calibration
     record = convert_checkpoint(

@@ -108,7 +108,7 @@ def test_evaluate(moh, base, tmp_path, capsys, unrendered, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("budgets", "unevn"), ("router", "top_k"), ("fallback", "locl"), ("verify", "yes"), ("dtype", "int8")],
+    [("budgets", "unevn"), ("router", "top_k"), ("fallback", "locl"), ("dtype", "int8")],
 )
 def test_an_unknown_word_is_refused(base, tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}='{value}' must be '"):

@@ -118,7 +118,7 @@ def test_a_mixtures_own_folder_may_hold_one_named_tilde(home, tmp_path):
 
 def test_functions_expand_it(home, make_llama):
     (home / "base").symlink_to(make_llama())
-    moh_llm.convert("~/base", "~/moh", preset="paper", verify="none")
+    moh_llm.convert("~/base", "~/moh", preset="paper", heldout_tokens=0)
     moh_llm.to_dense("~/moh", Path("~/dense"))
     assert sorted(path.name for path in home.iterdir()) == ["base", "dense", "moh"]
 
@@ -160,7 +160,7 @@ def made(made_once, make_llama) -> Path:
     return made_once("linked", make)
 
 
-PLAIN = ["--preset", "paper", "--verify", "none"]
+PLAIN = ["--preset", "paper", "--heldout-tokens", "0"]
 WRITERS = ["convert", "dense", "init", "tokenize", "train", "evaluate", "quickstart"]
 
 

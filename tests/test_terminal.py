@@ -20,7 +20,7 @@ from moh_llm.terminal import say
 
 PACKAGE = Path(moh_llm.__file__).parent
 LATIN = os.fsdecode(b"caf\xe9")  # a name that is not UTF-8
-PLAIN = ["--preset", "paper", "--verify", "none"]
+PLAIN = ["--preset", "paper", "--heldout-tokens", "0"]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_records_hold_the_bytes_of_a_name_as_escapes(tmp_path):
 
 def test_text_is_read_from_a_file_whose_name_is_not_utf8(make_llama, river, tmp_path, capsys):
     (tmp_path / f"{LATIN}.jsonl").write_bytes(river.read_bytes())
-    flags = ["--calibration", str(tmp_path / f"{LATIN}.jsonl"), "--calibration-tokens", "1024", "--verify", "none"]
+    flags = ["--calibration", str(tmp_path / f"{LATIN}.jsonl"), "--calibration-tokens", "1024", "--heldout-tokens", "0"]
     assert main(["convert", str(make_llama()), *flags, "--output", str(tmp_path / "moh")]) == 0
     assert "caf%E9.jsonl" in capsys.readouterr().out
     assert "caf%E9.jsonl" in (tmp_path / "moh" / "conversion.json").read_text(encoding="utf-8")

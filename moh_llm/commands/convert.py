@@ -14,6 +14,7 @@ REMOVED = {
     "--attention-time": "state the budget as a share of the keys that are read, with --keys",
     "--new-embeddings": "a new token's row is the mean of the rows of its pieces in the base's tokenizer",
     "--pad-to-multiple-of": "the rows of the embedding are always rounded up to a multiple of 64",
+    "--verify": "--heldout-tokens says how much text is verified, 0 for none",
     "--revision": "BASE@REVISION names a revision on the Hub",
     "--link": "the base's weights are always copied",
     "--push-to-hub": "moh-llm publish FOLDER --repo-id ORG/NAME publishes what was converted",
@@ -85,10 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--heldout-tokens",
         type=int,
         metavar="N",
-        help="held-out tokens to verify on, the first ones of each document (default: those of 64 documents)",
-    )
-    text.add_argument(
-        "--verify", choices=["full", "quick", "none"], default="full", help="quick: on 2,048 tokens; none: no proof"
+        help="tokens to verify on, the first of each held-out document; 0: no proof (default: those of 64 documents)",
     )
 
     parser.add_argument(
@@ -173,7 +171,7 @@ def print_conversion(record: "Conversion", output: Path) -> None:
     if record.verification:
         _print_proof(record.verification)
     else:
-        say("nothing was verified (--verify none)")
+        say("nothing was verified (--heldout-tokens 0)")
     say(f"written to {output} in {conversion_took(record).text}; its record:", output / "conversion.json")
 
 

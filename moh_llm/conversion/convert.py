@@ -45,7 +45,6 @@ from moh_llm.records.tensors import cast_weight
 from moh_llm.terminal import say_aside
 
 _BATCH_TOKENS = 2048
-QUICK_TOKENS = 2048  # what `--verify quick` reads
 WIDENED = ".widened"  # folder of the base with more tokens, until the conversion is done
 LONGEST = 8192  # tokens of context, by default
 
@@ -60,9 +59,8 @@ class ConversionOptions:
         plan: which heads, which router.
         calibration: text to fit the router on and, its held-out part, to verify on.
         context: tokens in a sequence of calibration and verification, at most what the base was made for.
-        calibration_tokens, heldout_tokens: how much of it; of held-out text None is windows of 64 documents
-            (`held_out_tokens`).
-        verify: "full" reads all held-out tokens, "quick" the first 2,048, "none" proves nothing.
+        calibration_tokens, heldout_tokens: how much of it; of held-out text 0 proves nothing, and None is windows
+            of 64 documents (`held_out_tokens`).
         tokenizer: folder or Hub id of a tokenizer with more tokens than the base's (`plan_widening`); None: the base's.
         dtype: dtype of the written weights; None keeps the base's bytes.
         compute_dtype: "auto", "bfloat16" or "float32", that the base is run in (`moh_llm.devices.compute_dtype`).
@@ -76,7 +74,6 @@ class ConversionOptions:
     context: int = LONGEST
     calibration_tokens: int = 24576
     heldout_tokens: int | None = None
-    verify: str = "full"
     tokenizer: str | None = None
     dtype: torch.dtype | None = None
     compute_dtype: str = "auto"
@@ -90,7 +87,8 @@ def convert(options: ConversionOptions) -> Conversion:
         UserError: bad input, as early as it can be detected; the output folder is then as before.
     """
     started = time.perf_counter()
-    reads_text = options.plan.needs_calibration or options.verify != "none"
+    verifies = options.heldout_tokens != 0
+    reads_text = options.plan.needs_calibration or verifies
     texts = [file for source in options.calibration.sources for file in source.files] if reads_text else []
     read = [options.base, *texts, *([options.tokenizer] if options.tokenizer else [])]
     check_output_folder(options.output, options.overwrite, reads=read)
@@ -101,10 +99,8 @@ def convert(options: ConversionOptions) -> Conversion:
         say_aside(f"--context {options.context} is above the {length} positions of {options.base}: {length} are used")
     plan = dataclasses.replace(options.plan, context=length)
     shared_and_active(plan, base.config)  # impossible counts fail before anything runs
-    wanted = options.heldout_tokens or held_out_tokens(length)
-    if options.verify == "quick":
-        wanted = min(wanted, QUICK_TOKENS)
-    _check_machine(options, base, 0 if options.verify == "none" else wanted)
+    wanted = options.heldout_tokens or held_out_tokens(length)  # sampled without a proof, too: the fit is the same
+    _check_machine(options, base, wanted if verifies else 0)
     widening = None if options.tokenizer is None else plan_widening(base, options.tokenizer)
     sources: list[TokenizedSource] = []
     if reads_text:
@@ -113,7 +109,7 @@ def convert(options: ConversionOptions) -> Conversion:
         rows = widening.rows if widening else base.config.vocab_size
         sources = sample_mixture(options.calibration, tokenizer, options.calibration_tokens, wanted, long, length, rows)
     held_out: list[Batch] = []
-    if options.verify != "none":
+    if verifies:
         held_out = validation_batches(sources, length, wanted, rows_of(length))
 
     with lock_folder(options.output), new_folder(options.output, options.overwrite) as folder:
@@ -158,10 +154,10 @@ def convert(options: ConversionOptions) -> Conversion:
         )
         weight_map = write_weights(folder, base, routing, options.dtype)
         record.arithmetic = arithmetic(config, base, routing, length)
-        if options.verify != "none":
+        if verifies:
             converted = LayerwiseModel(folder, weight_map, config, computed, device)
             prompt = None
-            if options.verify == "full" and length >= LONG:
+            if length >= LONG:
                 prompt = retrieval_prompt(held_out, tokenizer, sum(in_sight(plan) or ()))
             record.verification = verify(dense, converted, held_out, prompt=prompt)
         write_description(folder, base, config, weight_map)

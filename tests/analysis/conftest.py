@@ -121,7 +121,7 @@ def default_moh(
     """A LLaMA of 2 layers and 8 heads as `moh-llm convert` makes it for short texts, not to be changed."""
     folder = tmp_path_factory.mktemp("default") / "moh"
     base = make_llama(num_attention_heads=8, hidden_size=64, max_position_embeddings=2048, initializer_range=0.1)
-    assert convert(base, folder, "--context", "512", "--verify", "none") == 0
+    assert convert(base, folder, "--context", "512", "--heldout-tokens", "0") == 0
     config = MoHLlamaConfig.from_pretrained(folder)
     assert (config.router_type, config.head_fallback) == ("linear", "value")
     fewer, more = sorted(config.active_heads_per_layer)

@@ -19,7 +19,9 @@ import long_context
 def folders(make_llama, convert, tmp_path_factory):
     base, moh = make_llama(), tmp_path_factory.mktemp("moh") / "local"
     assert (
-        convert(base, moh, "--fallback", "local", "--local-window", "8", "--active-ratio", "0.5", "--verify", "none")
+        convert(
+            base, moh, "--fallback", "local", "--local-window", "8", "--active-ratio", "0.5", "--heldout-tokens", "0"
+        )
         == 0
     )
     return base, moh

@@ -17,9 +17,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def model(make_llama, convert, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "groups"
-    flags = ["--fallback", "local", "--context", "64", "--local-window", "8", "--local-start", "16", "--verify", "none"]
+    flags = ["--fallback", "local", "--context", "64", "--local-window", "8", "--local-start", "16"]
     base = make_llama(num_attention_heads=4, num_key_value_heads=2)
-    assert convert(base, folder, *flags, "--num-active-heads", "2", "--routing-granularity", "kv_group") == 0
+    flags += ["--num-active-heads", "2", "--routing-granularity", "kv_group", "--heldout-tokens", "0"]
+    assert convert(base, folder, *flags) == 0
     return folder
 
 

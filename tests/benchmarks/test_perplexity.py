@@ -16,7 +16,7 @@ import speed
 def test_each_model_has_the_figures_it_has_alone(make_llama, convert, river, tmp_path, monkeypatch, capsys):
     base = make_llama(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, max_position_embeddings=256)
     for name, heads in (("three", "3"), ("two", "2")):
-        flags = ["--num-active-heads", heads, "--verify", "none", "--context", "64", "--calibration", str(river)]
+        flags = ["--num-active-heads", heads, "--heldout-tokens", "0", "--context", "64", "--calibration", str(river)]
         assert convert(base, tmp_path / name, *flags, "--calibration-tokens", "1024") == 0
     chosen = ["--documents", "6", "--last", "--tokens-per-document", "100"]
 

@@ -36,7 +36,7 @@ def folders(made_once, make_llama, convert) -> dict[str, Path]:
     """Conversions with a chat template."""
 
     def make(name: str, folder: Path) -> None:
-        convert(make_llama(max_position_embeddings=256), folder / "moh", *PLANS[name], "--verify", "none")
+        convert(make_llama(max_position_embeddings=256), folder / "moh", *PLANS[name], "--heldout-tokens", "0")
         tokenizer = AutoTokenizer.from_pretrained(folder / "moh")
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(folder / "moh")

@@ -31,7 +31,8 @@ def folders(made_once, make_llama, convert) -> dict[str, Path]:
 
     def make(name: str) -> Path:
         base = make_llama(num_hidden_layers=2)
-        return made_once(f"trl-{name}", lambda folder: convert(base, folder / "moh", *flags[name], "--verify", "none"))
+        given = [*flags[name], "--heldout-tokens", "0"]
+        return made_once(f"trl-{name}", lambda folder: convert(base, folder / "moh", *given))
 
     return {name: make(name) / "moh" for name in flags}
 

@@ -62,7 +62,7 @@ def folders(made_once, make_llama, convert) -> dict[str, Path]:
 
     def make(number: int, plan: list[str]) -> Path:
         base = make_llama(hidden_size=128, head_dim=32, max_position_embeddings=256)
-        return made_once(f"vllm-{number}", lambda folder: convert(base, folder / "moh", *plan, "--verify", "none"))
+        return made_once(f"vllm-{number}", lambda folder: convert(base, folder / "moh", *plan, "--heldout-tokens", "0"))
 
     return {name: make(number, plan) / "moh" for number, (name, plan) in enumerate(PLANS.items())}
 

@@ -221,7 +221,7 @@ def test_dtypes_are_kept_and_the_models_is_that_of_its_matrices(
 ):
     own = mixed(base, vectors, matrices, **others)
     edit_config(base, dtype=said)
-    assert convert(base, tmp_path / "moh", "--verify", "none") == 0
+    assert convert(base, tmp_path / "moh", "--heldout-tokens", "0") == 0
     written = read_tensors(tmp_path / "moh")
     for name, value in own.items():
         assert written[name].dtype == value.dtype and torch.equal(written[name], value)
@@ -265,7 +265,7 @@ def test_tensors_that_the_architecture_does_not_have_are_left_out(
 
 def test_a_base_without_strays_warns_of_nothing(base, convert, tmp_path, capsys):
     edit(base, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    assert convert(base, tmp_path / "moh", "--verify", "none") == 0
+    assert convert(base, tmp_path / "moh", "--heldout-tokens", "0") == 0
     assert "warning" not in capsys.readouterr().err
 
 
@@ -333,7 +333,7 @@ def test_a_base_whose_files_are_links_into_a_hub_cache(base, convert, tmp_path):
     for number, file in enumerate(sorted(base.iterdir())):
         shutil.copyfile(file, cached / "blobs" / f"{number:040x}")
         (cached / "snapshots" / "c0ffee" / file.name).symlink_to(f"../../blobs/{number:040x}")
-    assert convert(cached / "snapshots" / "c0ffee", tmp_path / "moh", "--verify", "none") == 0
+    assert convert(cached / "snapshots" / "c0ffee", tmp_path / "moh", "--heldout-tokens", "0") == 0
 
 
 LINKED = ["LICENSE.txt", "README.md", "config.json", "model.safetensors", "tokenizer.json"]
@@ -349,7 +349,7 @@ def test_a_file_that_is_a_link_out_of_the_base_is_refused(base, convert, tmp_pat
             (folder / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("of the machine")
     (base / name).symlink_to(tmp_path / name)
-    assert convert(base, tmp_path / "moh", "--verify", "none") == 2
+    assert convert(base, tmp_path / "moh", "--heldout-tokens", "0") == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and str(base / name) in errors[0] and "is a link" in errors[0]
     assert not (tmp_path / "moh").exists()
@@ -359,5 +359,5 @@ def test_a_folder_that_is_a_link(base, convert, tmp_path):
     (base / "LICENSE").write_text("Terms.")
     (base / "NOTICE").symlink_to("LICENSE")
     (tmp_path / "name").symlink_to(base)
-    assert convert(tmp_path / "name", tmp_path / "moh", "--verify", "none") == 0
+    assert convert(tmp_path / "name", tmp_path / "moh", "--heldout-tokens", "0") == 0
     assert (tmp_path / "moh" / "NOTICE").read_text() == "Terms."

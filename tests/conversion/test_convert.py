@@ -125,8 +125,8 @@ def test_whole_groups(make_llama, convert, tmp_path, capsys, flags):
 def test_how_much_is_verified(make_llama, convert, tmp_path):
     base, text = make_llama(), tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"Story {n} of a river. " * 20}) + "\n" for n in range(500)))
-    for kind in ("none", "quick", "full"):
-        flags = ["--calibration", str(text), "--verify", kind, "--heldout-tokens", "4096"]
+    for kind, tokens in (("none", "0"), ("quick", "2048"), ("full", "4096")):
+        flags = ["--calibration", str(text), "--heldout-tokens", tokens]
         assert convert(base, tmp_path / kind, *flags) == 0
     assert "verification" not in record_of(tmp_path / "none")
     quick, full = (record_of(tmp_path / kind)["verification"] for kind in ("quick", "full"))
@@ -145,7 +145,7 @@ def test_paper_preset_adds_no_tensor_and_without_proof_reads_no_text(make_llama,
         path.unlink()
     monkeypatch.setattr("moh_llm.conversion.convert.sample_mixture", forbidden)
     monkeypatch.setattr("moh_llm.conversion.convert.calibrate", forbidden)
-    arguments = ["convert", str(base), "--output", str(tmp_path / "moh"), "--preset", "paper", "--verify", "none"]
+    arguments = ["convert", str(base), "--output", str(tmp_path / "moh"), "--preset", "paper", "--heldout-tokens", "0"]
     assert main(arguments) == 0
     assert record_of(tmp_path / "moh").keys() >= {"plan", "arithmetic"}
     assert (tmp_path / "moh" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
@@ -269,7 +269,7 @@ def test_chat_templates_beside_the_default_one_travel(make_llama, convert, tmp_p
     (base / "chat_template.jinja").write_text("{{ 'plain' }}")
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 'tools' }}")
-    assert convert(base, tmp_path / "moh", "--preset", "paper", "--verify", "none") == 0
+    assert convert(base, tmp_path / "moh", "--preset", "paper", "--heldout-tokens", "0") == 0
     templates = AutoTokenizer.from_pretrained(tmp_path / "moh").chat_template
     assert templates == {"default": "{{ 'plain' }}", "tool_use": "{{ 'tools' }}"}
     assert main(["convert", str(tmp_path / "moh"), "--to-dense", "--output", str(tmp_path / "dense")]) == 0
@@ -304,6 +304,6 @@ def test_stories_reproduce_the_golden_logits(shared, tmp_path):
 def test_a_context_beyond_the_bases_positions_is_told(make_llama, convert, tmp_path, capsys):
     base = make_llama(max_position_embeddings=64)
     for asked, told in {"128": 1, "64": 0}.items():
-        assert convert(base, tmp_path / asked, "--context", asked, "--preset", "paper", "--verify", "none") == 0
+        assert convert(base, tmp_path / asked, "--context", asked, "--preset", "paper", "--heldout-tokens", "0") == 0
         assert capsys.readouterr().err.count("is above the 64 positions") == told
     assert record_of(tmp_path / "128")["plan"]["context"] == 64

@@ -131,9 +131,9 @@ def test_an_old_folder_beside_a_finished_swap_goes(tmp_path, dead_process):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--preset", "paper", "--verify", "none"],
-        ["--preset", "paper", "--verify", "none", "--dtype", "bfloat16"],
-        ["--verify", "none"],
+        ["--preset", "paper", "--heldout-tokens", "0"],
+        ["--preset", "paper", "--heldout-tokens", "0", "--dtype", "bfloat16"],
+        ["--heldout-tokens", "0"],
     ],
     ids=["copied", "cast", "scratch"],
 )

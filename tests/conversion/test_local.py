@@ -50,7 +50,8 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
 @pytest.mark.parametrize("router", ["none", "linear", "threshold"])
 def test_it_runs_with_transformers_alone(base, convert, tmp_path, router):
     flags = ["--fallback", "local", "--local-window", "16", "--local-sinks", "2", "--router", router]
-    assert convert(base, tmp_path / "moh", *flags, "--active-ratio", "0.5", "--context", "128", "--verify", "none") == 0
+    flags += ["--active-ratio", "0.5", "--context", "128", "--heldout-tokens", "0"]
+    assert convert(base, tmp_path / "moh", *flags) == 0
     moh = AutoModelForCausalLM.from_pretrained(tmp_path / "moh", trust_remote_code=True)
     dense, tokenizer = LlamaForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(tmp_path / "moh")
     ids = tokenizer("The river was high that spring, and the boats lay tied. " * 4, return_tensors="pt").input_ids
@@ -69,7 +70,7 @@ def test_it_runs_with_transformers_alone(base, convert, tmp_path, router):
 @pytest.mark.parametrize("fallback", ["value", "none"])
 def test_fixed_heads_with_other_fallbacks(base, convert, tmp_path, fallback):
     flags = ["--router", "none", "--fallback", fallback, "--num-active-heads", "3", "--context", "128"]
-    assert convert(base, tmp_path / "moh", *flags, "--verify", "none") == 0
+    assert convert(base, tmp_path / "moh", *flags, "--heldout-tokens", "0") == 0
     config = MoHLlamaConfig.from_pretrained(tmp_path / "moh")
     assert config.shared_heads_per_layer and sum(config.active_heads_per_layer) == 6
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")

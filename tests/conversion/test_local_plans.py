@@ -27,7 +27,7 @@ def test_each_model_is_the_converters(make_llama, convert, read_tensors, tmp_pat
     assert capsys.readouterr().out.count("heads per layer, estimated KL") == 4
     monkeypatch.setattr(sys, "argv", [*command, "--fallback", "value", "--routers", "linear"])
     assert local_plans.main() == 0
-    shared = ["--calibration", str(text), "--verify", "none", *numbers[2:]]
+    shared = ["--calibration", str(text), "--heldout-tokens", "0", *numbers[2:]]
     flags = ["--fallback", "local", "--local-window", "16", *shared]
     asked = {f"0.6-{router}-head-16": [*flags, *numbers[:2], "--router", router] for router in ("threshold", "none")}
     asked["0.6-linear-head-8"] = ["--fallback", "value", *shared, *numbers[:2]]

@@ -128,7 +128,7 @@ BAD_INPUT = {
         f"{Q_PROJ} has a value of 100000, which float16 cannot hold",
     ),
     "beyond float16, not verified": (
-        large_weight("--dtype", "float16", "--preset", "paper", "--verify", "none"),
+        large_weight("--dtype", "float16", "--preset", "paper", "--heldout-tokens", "0"),
         f"{Q_PROJ} has a value of 100000, which float16 cannot hold (65504 at most); take bfloat16",
     ),
     "other size": (
@@ -215,7 +215,7 @@ def test_an_output_that_may_not_be_made(make_llama, convert, tmp_path, capsys):
 
 def test_routing_flags_do_not_go_with_the_way_back(make_llama, convert, tmp_path, capsys):
     """Flags that --to-dense cannot follow are refused, not passed over."""
-    assert convert(make_llama(), tmp_path / "moh", "--preset", "paper", "--verify", "none") == 0
+    assert convert(make_llama(), tmp_path / "moh", "--preset", "paper", "--heldout-tokens", "0") == 0
     arguments = ["convert", str(tmp_path / "moh"), "--to-dense", "--output", str(tmp_path / "dense")]
     for flag, value in (("--dtype", "bfloat16"), ("--routing-granularity", "head")):
         assert main([*arguments, flag, value]) == 2

@@ -90,7 +90,7 @@ def test_the_way_back_keeps_the_tokens(make_llama, convert, wider: Path, tmp_pat
     with torch.no_grad(), moh.all_heads_active():
         assert torch.equal(back(ids).logits, moh(ids).logits)
     # And on: what was widened is converted like any other.
-    assert convert(dense, tmp_path / "again", "--verify", "none") == 0
+    assert convert(dense, tmp_path / "again", "--heldout-tokens", "0") == 0
 
 
 REFUSED = {

@@ -76,7 +76,7 @@ def tiny_llama(made_once: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def tiny_moh(tiny_llama: Path, convert: Callable[..., int], made_once: Callable[..., Path]) -> Path:
     """The tiny LLaMA as `moh-llm convert` makes it for short texts, which local fallbacks leave as they are."""
-    flags = ["--context", "512", "--verify", "none"]
+    flags = ["--context", "512", "--heldout-tokens", "0"]
     folder = made_once("tiny_moh", lambda folder: convert(tiny_llama, folder / "moh", *flags)) / "moh"
     config = json.loads((folder / "config.json").read_text())
     assert (config["router_type"], config["head_fallback"]) == ("linear", "value")
@@ -88,7 +88,7 @@ def tiny_moh(tiny_llama: Path, convert: Callable[..., int], made_once: Callable[
 @pytest.fixture(scope="session")
 def paper_moh(tiny_llama: Path, convert: Callable[..., int], made_once: Callable[..., Path]) -> Path:
     """The tiny LLaMA with the paper's layer (query norm, half of the heads shared, 6 of 8 on), not to be changed."""
-    flags = ["--preset", "paper", "--verify", "none"]
+    flags = ["--preset", "paper", "--heldout-tokens", "0"]
     return made_once("paper_moh", lambda folder: convert(tiny_llama, folder / "moh", *flags)) / "moh"
 
 

@@ -94,7 +94,7 @@ def test_models_are_computed_in_the_devices_dtype(
         "analyse",
         lambda model, *rest, **more: (loaded.append(f"analysis in {model.dtype}"), {"error": "left out"})[1],
     )
-    assert convert(tiny_llama, tmp_path / "moh", "--verify", "none", "--dtype", "bfloat16") == 0
+    assert convert(tiny_llama, tmp_path / "moh", "--heldout-tokens", "0", "--dtype", "bfloat16") == 0
     capsys.readouterr()
     words = [tmp_path / "moh", "--base", tiny_llama, "--suite", "smoke", "--limit", "1", "--device", "cpu"]
     monkeypatch.setenv("MOH_LLM_COMPUTE_DTYPE", dtype)

@@ -40,7 +40,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def convert(base: Path, *flags: object) -> tuple[object, ...]:
-    return ("convert", base, "--preset", "paper", "--verify", "none", "--output", base.parent / "moh", *flags)
+    return ("convert", base, "--preset", "paper", "--heldout-tokens", "0", "--output", base.parent / "moh", *flags)
 
 
 def edit(path: Path, **fields: Any) -> None:
@@ -108,14 +108,14 @@ def _recipe(converted: Path, **keys: Any) -> Path:
 @pytest.mark.parametrize("content", [DEEP, "[1]", "{", '"text"'], ids=["deep", "list", "cut", "text"])
 def test_files_that_are_no_objects(base: Path, refused: Callable[..., str], name: str, content: str) -> None:
     (base / name).write_text(content)
-    assert name in refused("convert", base, "--output", base.parent / "moh", "--verify", "none")
+    assert name in refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_pipe_is_not_waited_for(base: Path, refused: Callable[..., str], name: str) -> None:
     (base / name).unlink()
     os.mkfifo(base / name)
-    assert "is no regular file" in refused("convert", base, "--output", base.parent / "moh", "--verify", "none")
+    assert "is no regular file" in refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
 
 
 @pytest.mark.parametrize("file", [7, None, ["model.safetensors"], "x" * 300, "a\0b", "../model.safetensors"])
@@ -154,7 +154,7 @@ def test_a_tokenizer_with_ids_beyond_the_embedding(base: Path, refused: Callable
     content = json.loads((base / "tokenizer.json").read_text())
     content["model"]["vocab"]["a"] = 10**9
     (base / "tokenizer.json").write_text(json.dumps(content))
-    assert "id 1000000000" in refused("convert", base, "--output", base.parent / "moh", "--verify", "none")
+    assert "id 1000000000" in refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_recipes_that_cannot_be_carried_out(
     words: str,
 ) -> None:
     model = tmp_path / "moh"
-    convert(make_llama(), model, "--preset", "paper", "--verify", "none")
+    convert(make_llama(), model, "--preset", "paper", "--heldout-tokens", "0")
     assert words in refused("train", _recipe(model, **keys))
     assert not (tmp_path / "run").exists()
 

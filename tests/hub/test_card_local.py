@@ -125,7 +125,7 @@ def test_a_base_of_the_hub_brings_licence_and_language(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert convert(Path("org/base"), tmp_path / "moh", "--preset", "paper", "--verify", "none") == 0
+    assert convert(Path("org/base"), tmp_path / "moh", "--preset", "paper", "--heldout-tokens", "0") == 0
     sections, data = read(tmp_path / "moh")
     assert (data["license"], data["language"], data["base_model"]) == ("apache-2.0", ["en", "fr"], "org/base")
     assert "according to the model card of the base" in sections["Base model and licence"]

@@ -191,7 +191,7 @@ def test_the_dense_model_inside_goes_by_the_lineage(folder: Path, tmp_path: Path
 def test_a_base_that_changed_is_told(folder: Path, convert: Callable[..., int], tmp_path: Path, capsys) -> None:
     fewer_heads(folder)
     capsys.readouterr()
-    assert convert(folder, tmp_path / "again", "--preset", "paper", "--verify", "none") == 0
+    assert convert(folder, tmp_path / "again", "--preset", "paper", "--heldout-tokens", "0") == 0
     to_dense(folder, tmp_path / "dense")
     found = [line for line in capsys.readouterr().err.splitlines() if "of its records only the base" in line]
     assert len(found) == 2 and all("config.json was changed" in line for line in found)

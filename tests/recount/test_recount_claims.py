@@ -48,7 +48,7 @@ def test_claims_state_what_is_so(records, facts):
 
 def test_a_tuned_model_that_is_converted_again_keeps_its_training(model_of, tmp_path):
     model = model_of("local")
-    moh_llm.convert(model.tuned, output=tmp_path / "again", preset="paper", verify="none")
+    moh_llm.convert(model.tuned, output=tmp_path / "again", preset="paper", heldout_tokens=0)
     config, lineage = MoHLlamaConfig.from_pretrained(tmp_path / "again"), read_lineage(tmp_path / "again")
     tokens = {"chain.tokens": STEPS * model.recipe["data"]["batch_size"] * SEQUENCE}
     expected = {"text_of_training": tokens, "trained_tokens": tokens, "untuned": {"chain.runs": 1}}

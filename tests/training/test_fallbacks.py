@@ -52,7 +52,7 @@ def test_they_are_trained_and_saved(configure, model_folder: Path, read_tensors,
 def local_folders(made_once, base_folder: Path, convert) -> dict[str, Path]:
     """Conversions with local fallbacks, routed and fixed."""
     flags = ["--fallback", "local", "--local-window", "6", "--local-sinks", "2", "--context", "64"]
-    flags += ["--active-ratio", "0.5", "--verify", "none"]
+    flags += ["--active-ratio", "0.5", "--heldout-tokens", "0"]
     routed, by_score = (["--router", router, "--num-shared-heads", "1"] for router in ("linear", "threshold"))
     return {
         "linear": made_once("local", lambda folder: convert(base_folder, folder, *flags, *routed)),
@@ -151,7 +151,7 @@ def test_a_step_that_nothing_can_be_learned_from_leaves_a_frozen_base_as_it_is(
     configure, base_folder: Path, convert, read_tensors, tmp_path: Path
 ) -> None:
     """All documents end among the first tokens, which have all heads on: no fallback is read."""
-    flags = ["--fallback", "local", "--context", "64", "--local-start", "16", "--verify", "none"]
+    flags = ["--fallback", "local", "--context", "64", "--local-start", "16", "--heldout-tokens", "0"]
     assert convert(base_folder, tmp_path / "moh", *flags) == 0
     (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": f"{n:04}"}) + "\n" for n in range(500)))
     mixture = {"name": "short", "validation_share": 0.3, "sources": {"short": {"weight": 1, "files": "short.jsonl"}}}
