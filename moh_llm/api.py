@@ -56,7 +56,6 @@ def convert(
     preset: Literal["paper"] | None = None,
     num_shared_heads: int | None = None,
     num_active_heads: int | None = None,
-    active_ratio: float | None = None,
     keys: float | None = None,
     shared: Literal["first", "importance"] = "first",
     router: Literal["linear", "threshold", "query_norm", "none"] | None = None,
@@ -82,8 +81,7 @@ def convert(
         output: folder to make.
         preset: "paper" for the paper's layer: half of the heads shared, 3/4 active, heads selected by query norm.
         num_shared_heads: heads of each layer that are always on (default: 1/8 of them, at least 1).
-        num_active_heads: mean number of heads per token and layer, shared ones included.
-        active_ratio: the same as a share of the heads (default: 0.75).
+        num_active_heads: mean number of heads per token and layer, shared ones included (default: 3/4 of them).
         keys: the same as a share of the keys that the base's attention reads at ``context`` tokens.
         shared: which heads are shared: the first, or those that cost most to drop.
         router: how a token selects heads; "threshold": as many as score above zero; "none": the same heads are on for

@@ -14,6 +14,7 @@ REMOVED = {
     "--attention-time": "state the budget as a share of the keys that are read, with --keys",
     "--new-embeddings": "a new token's row is the mean of the rows of its pieces in the base's tokenizer",
     "--pad-to-multiple-of": "the rows of the embedding are always rounded up to a multiple of 64",
+    "--active-ratio": "--keys takes a share of the keys that are read, --num-active-heads a number of heads",
     "--verify": "--heldout-tokens says how much text is verified, 0 for none",
     "--revision": "BASE@REVISION names a revision on the Hub",
     "--link": "the base's weights are always copied",
@@ -32,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads = parser.add_argument_group("head plan")
     heads.add_argument("--preset", choices=["paper"], help="the paper's layer: half shared, 3/4 active, query norm")
     heads.add_argument("--num-shared-heads", type=int, metavar="N", help="always-on heads (default: 1/8, at least 1)")
-    heads.add_argument("--num-active-heads", type=int, metavar="N", help="mean heads per token, shared ones included")
-    heads.add_argument("--active-ratio", type=float, metavar="X", help="the same as a share (default: 0.75)")
+    heads.add_argument("--num-active-heads", type=int, metavar="N", help="mean heads per token (default: 3/4 of them)")
     heads.add_argument("--keys", type=float, metavar="X", help="the same as a share of the keys read at the context")
     heads.add_argument("--shared", choices=["first", "importance"], default="first", help="which heads are shared")
     heads.add_argument(
@@ -126,7 +126,7 @@ def restore(args: argparse.Namespace) -> int:
     import moh_llm
     from moh_llm.errors import UserError
 
-    counts = ("num_shared_heads", "num_active_heads", "active_ratio", "keys")
+    counts = ("num_shared_heads", "num_active_heads", "keys")
     plan = ("preset", *counts, "router", "routing_granularity", "budgets", "fallback")
     for flag in (*plan, "tokenizer", "dtype"):
         if getattr(args, flag) is not None:

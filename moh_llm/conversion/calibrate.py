@@ -87,7 +87,7 @@ def calibrate(
         fitters: dict[PlanOptions, LayerFitter | LocalFitter] = {}
         fits: dict[tuple[PlanOptions, int], RoutingFit] = {}
         for plan, layers in zip(plans, found, strict=True):
-            alike = dataclasses.replace(plan, num_active_heads=None, active_ratio=None, keys=None)
+            alike = dataclasses.replace(plan, num_active_heads=None, keys=None)
             if alike not in fitters:
                 sample.local = local.get(in_sight(plan))
                 fitters[alike] = make(plan, base.config, sample)

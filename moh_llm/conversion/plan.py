@@ -26,8 +26,7 @@ class PlanOptions:
             router, even budgets, no fallbacks); None for ours.
         num_shared_heads: heads per layer.
         num_active_heads: heads per token, shared ones included; with uneven budgets the mean over layers.
-        active_ratio: instead of `num_active_heads`, a share of the heads.
-        keys: instead of these, a share of the keys that the base's attention reads at `context` tokens.
+        keys: instead of `num_active_heads`, a share of the keys that the base's attention reads at `context` tokens.
         context: tokens in a sequence.
         router: "linear", "threshold", "query_norm", or "none", which has the same heads on for all tokens.
         shared: "first" or "importance".
@@ -44,7 +43,6 @@ class PlanOptions:
     preset: str | None = None
     num_shared_heads: int | None = None
     num_active_heads: int | None = None
-    active_ratio: float | None = None
     keys: float | None = None
     context: int = 512
     router: str | None = None
@@ -144,17 +142,10 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
     """
     heads, layers, group_size = config.num_attention_heads, config.num_hidden_layers, options.heads_per_group(config)
     shared, active = options.num_shared_heads, options.num_active_heads
-    given = {
-        "--num-active-heads": active,
-        "--active-ratio": options.active_ratio,
-        "--keys": options.keys,
-    }
-    flags = [flag for flag, value in given.items() if value is not None]
-    if len(flags) > 1:
-        raise UserError(f"give {flags[0]} or {flags[1]}, not both")
-    for flag, value in given.items():
-        if flag != "--num-active-heads" and value is not None and not 0 < value <= 1:
-            raise UserError(f"{flag} {value} must be above 0 and at most 1")
+    if active is not None and options.keys is not None:
+        raise UserError("give --num-active-heads or --keys, not both")
+    if options.keys is not None and not 0 < options.keys <= 1:
+        raise UserError(f"--keys {options.keys} must be above 0 and at most 1")
     if shared is not None and not 0 <= shared <= heads:
         raise UserError(
             f"impossible head plan: num_shared_heads={shared} must lie between 0 and num_attention_heads={heads}"
@@ -186,13 +177,12 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
                 f"{options.all_heads_until} tokens, which have all heads on, and fallbacks read at {options.context} "
                 "tokens; ask for more keys, or lower --local-start or --local-window"
             )
-    elif options.active_ratio is None and paper:
+    elif paper:
         total = max(low, (heads // 2 + heads // 4) // group_size * group_size) * layers
     else:
-        mean = (options.active_ratio or 0.75) * heads / group_size
+        mean = 0.75 * heads / group_size
         total = group_size * (round(mean * layers) if options.uneven else math.floor(mean + 1e-9) * layers)
-        if options.active_ratio is None:  # three quarters of few heads may be fewer than are shared
-            total = max(total, low * layers)
+        total = max(total, low * layers)  # three quarters of few heads may be fewer than are shared
     if not low * layers <= total <= heads * layers:
         raise UserError(
             f"impossible head plan: num_active_heads={total / layers:g} must lie between "

@@ -20,7 +20,7 @@ def folders(make_llama, convert, tmp_path_factory):
     base, moh = make_llama(), tmp_path_factory.mktemp("moh") / "local"
     assert (
         convert(
-            base, moh, "--fallback", "local", "--local-window", "8", "--active-ratio", "0.5", "--heldout-tokens", "0"
+            base, moh, "--fallback", "local", "--local-window", "8", "--num-active-heads", "2", "--heldout-tokens", "0"
         )
         == 0
     )

@@ -22,8 +22,8 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 pytestmark = [pytest.mark.clients, pytest.mark.slow]
 PLANS = {
-    "value": ["--active-ratio", "0.5", "--context", "64"],
-    "local": ["--active-ratio", "0.6", "--context", "64", "--fallback", "local", "--local-window", "6"],
+    "value": ["--num-active-heads", "2", "--context", "64"],
+    "local": ["--keys", "0.78", "--context", "64", "--fallback", "local", "--local-window", "6"],
 }
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 # By default the cache takes what memory there is, and warming up tens of seconds.

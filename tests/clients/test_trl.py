@@ -27,7 +27,7 @@ ARGUMENTS = {
 def folders(made_once, make_llama, convert) -> dict[str, Path]:
     """The default conversions, of short and of long context."""
     local = ["--fallback", "local", "--local-window", "6", "--local-sinks", "2", "--local-start", "12"]
-    flags = {"value": ["--active-ratio", "0.7"], "local": [*local, "--active-ratio", "0.6", "--context", "64"]}
+    flags = {"value": ["--num-active-heads", "3"], "local": [*local, "--keys", "0.76", "--context", "64"]}
 
     def make(name: str) -> Path:
         base = make_llama(num_hidden_layers=2)

@@ -30,13 +30,13 @@ SETTINGS = {
     **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"},
     **{"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "WARNING"},
 }
-VALUE = ["--context", "64", "--active-ratio", "0.5"]
+VALUE = ["--context", "64", "--num-active-heads", "2"]
 LOCAL = [*VALUE, "--fallback", "local", "--local-window", "6"]
 START = [*LOCAL, "--local-start", "24", "--budgets", "even"]
 PLANS = {
     "value fallback": VALUE,
     "value fallback by key-value groups": [*VALUE, "--routing-granularity", "kv_group"],
-    "the paper's layer": ["--preset", "paper", "--num-shared-heads", "1", "--active-ratio", "0.5"],
+    "the paper's layer": ["--preset", "paper", "--num-shared-heads", "1", "--num-active-heads", "2"],
     "local fallback": [*LOCAL, "--local-start", "0", "--budgets", "even"],
     "local fallback, linear router, `local_start`": [*START, "--router", "linear"],
     "local fallback by key-value groups": [*START, "--routing-granularity", "kv_group"],

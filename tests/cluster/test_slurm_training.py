@@ -59,7 +59,9 @@ class Job:
 @pytest.fixture
 def recipe(make_llama: Callable[..., Path], convert: Callable[..., int], river: Path, tmp_path: Path) -> Path:
     """A recipe on the conversion of a random model of 2 layers."""
-    convert(make_llama(max_position_embeddings=64, tie_word_embeddings=True), tmp_path / "moh", "--active-ratio", "0.5")
+    convert(
+        make_llama(max_position_embeddings=64, tie_word_embeddings=True), tmp_path / "moh", "--num-active-heads", "2"
+    )
     mixture = {"name": "river", "sources": {"river": {"weight": 1, "files": str(river)}}}
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump(mixture))
     content = {

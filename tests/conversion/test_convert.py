@@ -81,12 +81,12 @@ def test_what_the_record_says(make_llama, convert, read_tensors, river, tmp_path
 
 
 def test_uneven_budgets_sum_to_the_asked_total(make_llama, convert, tmp_path):
-    """0.8 of 3 layers of 4 heads is 9.6: ten, which no even budget gives, saved where a layer hardly matters."""
+    """0.84 of 3 layers of 4 heads is 10.1: ten, which no even budget gives, saved where a layer hardly matters."""
     base = make_llama(num_hidden_layers=3)
     tensors = load_file(base / "model.safetensors")
     tensors["model.layers.1.self_attn.o_proj.weight"] *= 1e-4
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    assert convert(base, tmp_path / "moh", "--active-ratio", "0.8") == 0
+    assert convert(base, tmp_path / "moh", "--keys", "0.84") == 0
     assert json.loads((tmp_path / "moh" / "config.json").read_text())["num_active_heads"] == [4, 2, 4]
     assert record_of(tmp_path / "moh")["plan"]["active_heads"] == [4, 2, 4]
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")

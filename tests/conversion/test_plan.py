@@ -24,20 +24,20 @@ def by_group(**options):
     [
         (PlanOptions(), 32, 32, (4, 720)),
         (PlanOptions(), 9, 9, (1, 202)),  # 202.5, half to even
-        (PlanOptions(active_ratio=0.77), 9, 9, (1, 208)),  # 207.9
-        (PlanOptions(active_ratio=1.0), 9, 9, (1, 270)),
+        (PlanOptions(keys=0.77), 9, 9, (1, 207)),  # 207.9
+        (PlanOptions(keys=1.0), 9, 9, (1, 270)),
         (PlanOptions(num_active_heads=2), 32, 32, (2, 60)),
         (PlanOptions(num_shared_heads=7), 9, 9, (7, 210)),
         (PlanOptions(num_shared_heads=0), 9, 9, (0, 202)),
         (PlanOptions(), 1, 1, (1, 30)),
         (PlanOptions(budgets="even"), 9, 9, (1, 180)),
-        (PlanOptions(budgets="even", active_ratio=15 / 22), 22, 22, (2, 450)),  # the product is a little below 15
+        (PlanOptions(budgets="even", keys=15 / 22), 22, 22, (2, 450)),  # the product is a little below 15
         (PlanOptions(router="query_norm"), 9, 9, (1, 180)),
         (PlanOptions(preset="paper"), 32, 32, (16, 720)),
         (PlanOptions(preset="paper"), 9, 9, (4, 180)),
         (PlanOptions(preset="paper"), 1, 1, (0, 30)),
         (PlanOptions(preset="paper", num_active_heads=7), 9, 9, (4, 210)),
-        (PlanOptions(preset="paper", active_ratio=0.8), 9, 9, (4, 210)),
+        (PlanOptions(preset="paper", keys=0.8), 9, 9, (4, 210)),
         (PlanOptions(preset="paper", router="linear"), 9, 9, (4, 180)),
         (PlanOptions(preset="paper", router="linear", fallback="local"), 9, 9, (4, 180)),
         (PlanOptions(fallback="local"), 9, 9, (0, 202)),
@@ -45,7 +45,7 @@ def by_group(**options):
         (by_group(), 9, 3, (0, 204)),  # 67.5 groups, half to even
         (by_group(num_active_heads=7), 9, 3, (0, 210)),
         (by_group(num_shared_heads=3), 9, 3, (3, 204)),
-        (by_group(budgets="even", active_ratio=2 / 3), 9, 3, (0, 180)),
+        (by_group(budgets="even", keys=2 / 3), 9, 3, (0, 180)),
         (by_group(), 64, 32, (8, 1440)),
         (by_group(num_active_heads=2), 32, 16, (2, 60)),
         (by_group(), 8, 1, (0, 240)),
@@ -86,8 +86,8 @@ def test_split_groups_are_refused_with_the_numbers_that_work(options, layers, me
 
 
 def test_an_uneven_total_of_whole_groups_need_not_be_even():
-    """Two layers of 9 heads with 0.8 of them on: 14.4, which is 5 groups, and no mean of whole heads."""
-    assert shared_and_active(by_group(active_ratio=0.8), llama(9, 2, num_key_value_heads=3)) == (0, 15)
+    """Two layers of 9 heads with 0.84 of them on: 15.1, which is 5 groups, and no mean of whole heads."""
+    assert shared_and_active(by_group(keys=0.84), llama(9, 2, num_key_value_heads=3)) == (0, 15)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_what_follows_from_the_router(options, expected):
         ({"num_shared_heads": 0, "num_active_heads": 0}, "num_active_heads=0 must lie between 1 and"),
         ({"num_shared_heads": 5}, "num_shared_heads=5 must lie between 0 and num_attention_heads=4"),
         ({"num_shared_heads": -1}, "num_shared_heads=-1 must lie between 0 and num_attention_heads=4"),
-        ({"active_ratio": 1.5}, "--active-ratio 1.5 must be above 0 and at most 1"),
-        ({"active_ratio": 0.0}, "--active-ratio 0.0 must be above 0"),
-        ({"active_ratio": 0.5, "num_active_heads": 2}, "--num-active-heads or --active-ratio, not both"),
+        ({"keys": 1.5}, "--keys 1.5 must be above 0 and at most 1"),
+        ({"keys": 0.0}, "--keys 0.0 must be above 0"),
+        ({"keys": 0.5, "num_active_heads": 2}, "--num-active-heads or --keys, not both"),
         ({"router": "query_norm", "budgets": "uneven"}, "fitted together with the linear router; drop query_norm"),
         ({"preset": "paper", "fallback": "value"}, "fitted together with the linear router; drop query_norm"),
         ({"preset": "paper", "fallback": "local"}, "fitted together with the linear router; drop query_norm"),
@@ -143,7 +143,7 @@ def test_many_heads_are_fitted_at_few_numbers_of_drops(heads, shared):
 def test_drops_of_even_and_empty_plans():
     assert drops_to_fit(PlanOptions(), llama(32)) == [1, *range(2, 29, 2)]
     assert drops_to_fit(PlanOptions(budgets="even"), llama(32)) == [8]
-    assert drops_to_fit(PlanOptions(budgets="even", active_ratio=1.0), llama(32)) == [1]
+    assert drops_to_fit(PlanOptions(budgets="even", num_active_heads=32), llama(32)) == [1]
     assert drops_to_fit(PlanOptions(preset="paper"), llama(32)) == []
     assert drops_to_fit(PlanOptions(), llama(1)) == []
     assert drops_to_fit(PlanOptions(num_shared_heads=4), llama(4)) == []

@@ -25,7 +25,7 @@ from moh_llm.records.model import read_weight_map
 def folders(make_llama, convert, tmp_path_factory):
     """A base of three layers and its conversion, with uneven budgets and fallbacks."""
     base, moh = make_llama(num_hidden_layers=3), tmp_path_factory.mktemp("out") / "moh"
-    assert convert(base, moh, "--shared", "importance", "--active-ratio", "0.7", "--heldout-tokens", "0") == 0
+    assert convert(base, moh, "--shared", "importance", "--keys", "0.7", "--heldout-tokens", "0") == 0
     assert len(set(AutoConfig.from_pretrained(moh).active_heads_per_layer)) > 1
     return base, moh
 
@@ -148,7 +148,7 @@ def test_layer_figures(folders, batches, one_thread):
 
 
 def test_nothing_is_lost_with_all_heads_active(make_llama, convert, tmp_path):
-    assert convert(make_llama(), tmp_path / "moh", "--active-ratio", "1") == 0
+    assert convert(make_llama(), tmp_path / "moh", "--num-active-heads", "4") == 0
     proof = json.loads((tmp_path / "moh" / "conversion.json").read_text())["verification"]
     for layer in proof["layers"]:
         assert layer == {"attention_output_error": 0, "head_load": [1, 1, 1, 1]}

@@ -13,7 +13,7 @@ from moh_llm.modeling import MoHLlamaForCausalLM
 def converted(make_llama, convert, tmp_path_factory) -> Path:
     """A default conversion: linear router, fallbacks, budgets that differ between layers."""
     folder = tmp_path_factory.mktemp("conversion") / "moh"
-    assert convert(make_llama(num_hidden_layers=3), folder, "--active-ratio", "0.7", "--heldout-tokens", "0") == 0
+    assert convert(make_llama(num_hidden_layers=3), folder, "--keys", "0.7", "--heldout-tokens", "0") == 0
     return folder
 
 

@@ -39,7 +39,7 @@ def model_folder(made_once: Callable[..., Path], base_folder: Path, convert: Cal
 
     It has linear routers, fallbacks, one shared head per layer, and uneven budgets: 3 and 1 active heads.
     """
-    folder = made_once("moh", lambda folder: convert(base_folder, folder, "--active-ratio", "0.5"))
+    folder = made_once("moh", lambda folder: convert(base_folder, folder, "--num-active-heads", "2"))
     config = MoHLlamaConfig.from_pretrained(folder)
     assert (config.router_type, config.head_fallback) == ("linear", "value")
     assert config.active_heads_per_layer == [3, 1]
@@ -49,7 +49,7 @@ def model_folder(made_once: Callable[..., Path], base_folder: Path, convert: Cal
 @pytest.fixture(scope="session")
 def paper_folder(made_once: Callable[..., Path], base_folder: Path, convert: Callable[..., int]) -> Path:
     """The paper's layer of `base_folder`: of 2 active heads in each layer one is shared, and none has a fallback."""
-    flags = ["--preset", "paper", "--num-shared-heads", "1", "--active-ratio", "0.5"]
+    flags = ["--preset", "paper", "--num-shared-heads", "1", "--num-active-heads", "2"]
     folder = made_once("paper-moh", lambda folder: convert(base_folder, folder, *flags))
     assert MoHLlamaConfig.from_pretrained(folder).active_heads_per_layer == [2, 2]
     return folder

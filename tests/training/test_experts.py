@@ -35,7 +35,7 @@ def mixtral_folder(made_once, make_model) -> Path:
 @pytest.fixture
 def configure_experts(configure, mixtral_folder: Path, made_once, convert):
     """`configure` with the default conversion of that Mixtral."""
-    folder = made_once("moh-mixtral", lambda folder: convert(mixtral_folder, folder, "--active-ratio", "0.5"))
+    folder = made_once("moh-mixtral", lambda folder: convert(mixtral_folder, folder, "--num-active-heads", "2"))
     return lambda **keys: configure(model=str(folder), **keys)
 
 

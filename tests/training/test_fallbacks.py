@@ -52,7 +52,7 @@ def test_they_are_trained_and_saved(configure, model_folder: Path, read_tensors,
 def local_folders(made_once, base_folder: Path, convert) -> dict[str, Path]:
     """Conversions with local fallbacks, routed and fixed."""
     flags = ["--fallback", "local", "--local-window", "6", "--local-sinks", "2", "--context", "64"]
-    flags += ["--active-ratio", "0.5", "--heldout-tokens", "0"]
+    flags += ["--num-active-heads", "2", "--heldout-tokens", "0"]
     routed, by_score = (["--router", router, "--num-shared-heads", "1"] for router in ("linear", "threshold"))
     return {
         "linear": made_once("local", lambda folder: convert(base_folder, folder, *flags, *routed)),

@@ -23,7 +23,7 @@ def folders(made_once, base_folder: Path, convert, model_folder: Path, paper_fol
     flags = ["--fallback", "local", "--local-window", "6", "--local-sinks", "2", "--context", "64"]
     flags += ["--heldout-tokens", "0"]
     for kind in ("threshold", "none"):
-        given = [*flags, "--active-ratio", "0.5", "--router", kind]
+        given = [*flags, "--num-active-heads", "2", "--router", kind]
         found[kind] = made_once(f"read-{kind}", lambda folder, given=given: convert(base_folder, folder, *given))
     return found
 

@@ -18,7 +18,7 @@ from moh_llm.training.loop import train
 def wider_model(made_once: Callable[..., Path], base_folder: Path, convert: Callable[..., int]) -> Path:
     """A conversion of `base_folder` with four more tokens."""
     tokenizer = made_once("tokenizer-of-more", save_wider_tokenizer)
-    flags = ["--tokenizer", str(tokenizer), "--active-ratio", "0.5"]
+    flags = ["--tokenizer", str(tokenizer), "--num-active-heads", "2"]
     return made_once("moh-of-more", lambda folder: convert(base_folder, folder, *flags))
 
 

@@ -26,7 +26,7 @@ needs_bitsandbytes = pytest.mark.skipif(
 @pytest.fixture(scope="session")
 def wide_folder(made_once, make_llama, convert) -> Path:
     """The default conversion of a LLaMA of those sizes, not to be changed."""
-    flags = ["--active-ratio", "0.5", "--heldout-tokens", "0"]
+    flags = ["--num-active-heads", "2", "--heldout-tokens", "0"]
     base = make_llama(max_position_embeddings=64, tie_word_embeddings=True, **SIZES)
     return made_once("wide", lambda folder: convert(base, folder, *flags))
 
@@ -186,7 +186,7 @@ def test_attention_that_cannot_be_had_is_refused(configure, monkeypatch, name, d
 def test_flex_attention_gives_what_sdpa_gives(make_llama, convert, tmp_path: Path, flags: tuple[str, ...]) -> None:
     base = make_llama(hidden_size=64, num_attention_heads=4)
     context = ("--context", "64") if flags else ()
-    convert(base, tmp_path / "moh", "--active-ratio", "0.5", "--heldout-tokens", "0", *flags, *context)
+    convert(base, tmp_path / "moh", "--num-active-heads", "2", "--heldout-tokens", "0", *flags, *context)
     model = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").eval()
     ids = torch.randint(1, 200, (2, 128), generator=torch.Generator().manual_seed(0))
     packed = torch.stack([torch.cat([torch.arange(n), torch.arange(128 - n)]) for n in (50, 90)])
