@@ -152,13 +152,21 @@ def river(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def convert(river: Path) -> Callable[..., int]:
-    """`moh-llm convert BASE --output OUTPUT FLAGS` on little text; returns the exit status."""
+def convert(river: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
+    """`moh-llm convert BASE --output OUTPUT FLAGS` on little text; returns the exit status.
+
+    `shared=X`, `budgets=X` and `local_sinks=N` among the flags are lines of a recipe.
+    """
     from moh_llm.cli import main
 
     def run(base: Path, output: Path, *flags: str) -> int:
         small = ["--calibration", str(river), "--calibration-tokens", "1024", "--heldout-tokens", "256"]
-        return main(["convert", str(base), "--output", str(output), *small, *flags])
+        lines = [flag for flag in flags if flag.startswith(("shared=", "budgets=", "local_sinks="))]
+        flags, source = tuple(flag for flag in flags if flag not in lines), base
+        if lines:
+            source = tmp_path_factory.mktemp("recipe") / "convert.yaml"
+            source.write_text(json.dumps({"base": str(base)} | dict(line.split("=") for line in lines)))
+        return main(["convert", str(source), "--output", str(output), *small, *flags])
 
     return run
 

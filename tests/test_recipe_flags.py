@@ -85,6 +85,20 @@ def test_an_option_that_was_removed_names_what_does_its_work(tmp_path, capsys, f
     assert told == f"error: recipe {tmp_path}/r.yaml: {key} was removed: {convert.REMOVED[flag]}\n"
 
 
+@pytest.mark.parametrize(
+    "words", [["--shared", "importance"], ["--budgets=even"], ["--local_sinks", "2"], ["--budg=even"]]
+)
+def test_an_option_of_recipes_alone_is_no_flag(tmp_path, capsys, words) -> None:
+    assert main(["convert", "base", "--output", str(tmp_path / "out"), *words]) == 2
+    (key,) = (key for key in ("shared", "budgets", "local_sinks") if key.startswith(words[0][2:6]))
+    flag = f"--{key.replace('_', '-')}"
+    told = capsys.readouterr().err
+    assert told == f"error: {flag} was removed: write {key} into a recipe, or pass it to the Python API\n"
+    (tmp_path / "r.yaml").write_text("base: b\noutput: o\nshared: importance\nbudgets: even\nlocal_sinks: 2\n")
+    args = (parser := parser_of(convert)).parse_args(expand_recipe(parser, [str(tmp_path / "r.yaml")]))
+    assert (args.shared, args.budgets, args.local_sinks) == ("importance", "even", 2)
+
+
 def test_a_recipe_converts_like_its_flags(make_llama, river, tmp_path) -> None:
     base = make_llama()
     flags = ["--calibration", str(river), "--calibration-tokens", "512", "--heldout-tokens", "0"]

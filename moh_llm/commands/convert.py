@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moh_llm.commands.recipe_flags import RemovedOption
+from moh_llm.commands.recipe_flags import RecipeOption, RemovedOption
 from moh_llm.terminal import console, say
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads.add_argument("--num-shared-heads", type=int, metavar="N", help="always-on heads (default: 1/8, at least 1)")
     heads.add_argument("--num-active-heads", type=int, metavar="N", help="mean heads per token (default: 3/4 of them)")
     heads.add_argument("--keys", type=float, metavar="X", help="the same as a share of the keys read at the context")
-    heads.add_argument("--shared", choices=["first", "importance"], default="first", help="which heads are shared")
     heads.add_argument(
         "--router",
         choices=["linear", "threshold", "query_norm", "none"],
@@ -47,9 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is on or off as one: a head (default), or the heads that share keys and values",
     )
     heads.add_argument(
-        "--budgets", choices=["uneven", "even"], help="heads per layer: by what the layer loses (default), or equal"
-    )
-    heads.add_argument(
         "--fallback",
         choices=["value", "local", "none"],
         help="what replaces a head that is off (default: local at 2,048 tokens of context or more, else value)",
@@ -59,9 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="last tokens that a local fallback sees (default: 256; below 2,048 tokens of context 1/16 of it)",
-    )
-    heads.add_argument(
-        "--local-sinks", type=int, default=4, metavar="N", help="first tokens that a local fallback sees"
     )
     heads.add_argument(
         "--local-start",
@@ -101,6 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="dtype that the base is run in (default: bfloat16 where this device computes it fast, else float32)",
     )
+    parser.add_argument("--shared", action=RecipeOption, choices=["first", "importance"])
+    parser.add_argument("--budgets", action=RecipeOption, choices=["uneven", "even"])
+    parser.add_argument("--local-sinks", action=RecipeOption, type=int)
     for flag, instead in REMOVED.items():
         parser.add_argument(flag, action=RemovedOption, instead=instead)
 
@@ -129,7 +125,7 @@ def restore(args: argparse.Namespace) -> int:
     counts = ("num_shared_heads", "num_active_heads", "keys")
     plan = ("preset", *counts, "router", "routing_granularity", "budgets", "fallback")
     for flag in (*plan, "tokenizer", "dtype"):
-        if getattr(args, flag) is not None:
+        if getattr(args, flag, None) is not None:
             raise UserError(f"--to-dense copies the dense weights as they are; drop --{flag.replace('_', '-')}")
     restored = moh_llm.to_dense(args.base, args.output, overwrite=args.overwrite)
     say(

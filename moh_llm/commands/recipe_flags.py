@@ -1,4 +1,4 @@
-"""YAML recipes of `convert` and `evaluate`: each key is the name of a flag, with underscores.
+"""YAML recipes of `convert` and `evaluate`: each key is the name of a flag, with underscores, or of a `RecipeOption`.
 
     python convert.py recipes/convert_llama3_8b.yaml --num_active_heads 24
 
@@ -27,6 +27,17 @@ class RemovedOption(argparse.Action):
         raise UserError(f"{self.option_strings[0]} was removed: {self.instead}")
 
 
+class RecipeOption(argparse.Action):
+    """An option that recipes and the Python API have, and the command line has not."""
+
+    def __init__(self, *args: Any, **more: Any):
+        super().__init__(*args, **more, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+    def __call__(self, parser: argparse.ArgumentParser, found: argparse.Namespace, value: Any, *_: Any) -> None:
+        """Take the recipe's value."""
+        setattr(found, self.dest, value)
+
+
 def expand_recipe(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """The arguments with a recipe, where the first one names a YAML file, in the words of the command line.
 
@@ -37,9 +48,13 @@ def expand_recipe(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
         arguments: what follows the command's name.
 
     Raises:
-        UserError: the recipe cannot be read, holds a key that is no flag, or a value that no flag takes.
+        UserError: the words hold an option that only recipes have; the recipe cannot be read, holds a key that is no
+            option, or a value that the option does not take.
     """
     words = [_hyphens(word) for word in arguments]
+    for action in parser._actions:
+        if isinstance(action, RecipeOption):
+            _refuse_flag(action, words)
     if not words or not words[0].endswith((".yaml", ".yml")):
         return words
     content = read_yaml(Path(words[0]), words=True)  # a hash of digits stays one
@@ -61,6 +76,14 @@ def expand_recipe(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
             named += given
     # Positional arguments first: a flag that takes several values would swallow them.
     return [*named, *flags, *words[1:]]
+
+
+def _refuse_flag(action: argparse.Action, words: Sequence[str]) -> None:
+    """Raise UserError where the words of the command line hold that option, whole or shortened."""
+    (flag,) = action.option_strings
+    names = (word.partition("=")[0] for word in words)
+    if any(len(name) > 2 and flag.startswith(name) for name in names):
+        raise UserError(f"{flag} was removed: write {action.dest} into a recipe, or pass it to the Python API")
 
 
 def _hyphens(word: str) -> str:

@@ -58,7 +58,7 @@ class PlanOptions:
         if self.router_type == "query_norm" and (self.budgets == "uneven" or self.fallback in ("value", "local")):
             raise UserError("uneven budgets and fallbacks are fitted together with the linear router; drop query_norm")
         if self.window < 1 or self.local_sinks < 0:
-            flag, least = ("--local-window", 1) if self.window < 1 else ("--local-sinks", 0)
+            flag, least = ("--local-window", 1) if self.window < 1 else ("local_sinks", 0)
             raise UserError(f"{flag} {min(self.window, self.local_sinks)} must be at least {least}")
         if self.local_start is not None and not 0 <= self.local_start < self.context:
             raise UserError(

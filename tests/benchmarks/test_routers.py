@@ -25,8 +25,8 @@ GROUPS = ["--routing-granularity", "kv_group"]
     ("shape", "flags"),
     [
         (EIGHT, []),
-        (EIGHT | {"num_hidden_layers": 3}, [*GROUPS, "--shared", "importance"]),
-        (EIGHT | {"num_hidden_layers": 3}, [*GROUPS, "--num-shared-heads", "0", "--budgets", "even"]),
+        (EIGHT | {"num_hidden_layers": 3}, [*GROUPS, "shared=importance"]),
+        (EIGHT | {"num_hidden_layers": 3}, [*GROUPS, "--num-shared-heads", "0", "budgets=even"]),
         (LONG, ["--keys", "0.6", "--context", "2048"]),
         (LONG, ["--keys", "0.6", "--context", "2048", "--router", "none"]),
     ],

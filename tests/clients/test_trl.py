@@ -26,7 +26,7 @@ ARGUMENTS = {
 @pytest.fixture(scope="module")
 def folders(made_once, make_llama, convert) -> dict[str, Path]:
     """The default conversions, of short and of long context."""
-    local = ["--fallback", "local", "--local-window", "6", "--local-sinks", "2", "--local-start", "12"]
+    local = ["--fallback", "local", "--local-window", "6", "local_sinks=2", "--local-start", "12"]
     flags = {"value": ["--num-active-heads", "3"], "local": [*local, "--keys", "0.76", "--context", "64"]}
 
     def make(name: str) -> Path:

@@ -32,12 +32,12 @@ SETTINGS = {
 }
 VALUE = ["--context", "64", "--num-active-heads", "2"]
 LOCAL = [*VALUE, "--fallback", "local", "--local-window", "6"]
-START = [*LOCAL, "--local-start", "24", "--budgets", "even"]
+START = [*LOCAL, "--local-start", "24", "budgets=even"]
 PLANS = {
     "value fallback": VALUE,
     "value fallback by key-value groups": [*VALUE, "--routing-granularity", "kv_group"],
     "the paper's layer": ["--preset", "paper", "--num-shared-heads", "1", "--num-active-heads", "2"],
-    "local fallback": [*LOCAL, "--local-start", "0", "--budgets", "even"],
+    "local fallback": [*LOCAL, "--local-start", "0", "budgets=even"],
     "local fallback, linear router, `local_start`": [*START, "--router", "linear"],
     "local fallback by key-value groups": [*START, "--routing-granularity", "kv_group"],
     "local fallback, no router": [*LOCAL, "--local-start", "0", "--router", "none"],

@@ -96,9 +96,7 @@ def test_uneven_budgets_sum_to_the_asked_total(make_llama, convert, tmp_path):
 GROUPS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "num_hidden_layers": 3}
 
 
-@pytest.mark.parametrize(
-    "flags", [["--shared", "importance"], ["--num-shared-heads", "0", "--budgets", "even"]], ids=str
-)
+@pytest.mark.parametrize("flags", [["shared=importance"], ["--num-shared-heads", "0", "budgets=even"]], ids=str)
 def test_whole_groups(make_llama, convert, tmp_path, capsys, flags):
     """Every token has both heads of a group on or off."""
     assert convert(make_llama(**GROUPS), tmp_path / "moh", "--routing-granularity", "kv_group", *flags) == 0
@@ -107,7 +105,7 @@ def test_whole_groups(make_llama, convert, tmp_path, capsys, flags):
     config, plan, proof = moh.config, record["plan"], record["verification"]
     assert (config.routing_granularity, config.moh_format, plan["routing_granularity"]) == ("kv_group", 2, "kv_group")
     assert [list(costs) for costs in record["calibration"]["estimated_kl_by_drops"]] == (
-        [["2", "4", "6"]] * 3 if "importance" in flags else [["2"]] * 3
+        [["2", "4", "6"]] * 3 if "shared=importance" in flags else [["2"]] * 3
     )
     assert sum(plan["active_heads"]) == 18 and not any(active % 2 for active in plan["active_heads"])
     gates = []
@@ -211,7 +209,7 @@ AutoModelForCausalLM.from_pretrained(sys.argv[3], trust_remote_code=True)
 
 def test_importance_and_dtype(make_llama, convert, tmp_path):
     base = make_llama()
-    flags = ["--shared", "importance", "--num-shared-heads", "2", "--dtype", "bfloat16"]
+    flags = ["shared=importance", "--num-shared-heads", "2", "--dtype", "bfloat16"]
     assert convert(base, tmp_path / "moh", *flags) == 0
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")
     assert moh.dtype == torch.bfloat16

@@ -112,7 +112,7 @@ def test_the_way_back(converted, read_tensors, ids, tmp_path, one_thread):
 @pytest.mark.slow
 def test_local_fallbacks_in_every_family(converted, convert, ids, tmp_path, one_thread):
     """Up to window and sinks they are the base bit for bit, and beyond with all heads on."""
-    local = ["--fallback", "local", "--local-window", "9", "--local-sinks", "3"]
+    local = ["--fallback", "local", "--local-window", "9", "local_sinks=3"]
     local += ["--num-active-heads", str(AutoConfig.from_pretrained(converted.base).num_attention_heads // 2)]
     assert convert(converted.base, tmp_path / "moh", *local, "--heldout-tokens", "0") == 0
     moh, base = (

@@ -49,7 +49,7 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
 
 @pytest.mark.parametrize("router", ["none", "linear", "threshold"])
 def test_it_runs_with_transformers_alone(base, convert, tmp_path, router):
-    flags = ["--fallback", "local", "--local-window", "16", "--local-sinks", "2", "--router", router]
+    flags = ["--fallback", "local", "--local-window", "16", "local_sinks=2", "--router", router]
     flags += ["--num-active-heads", "2", "--context", "128", "--heldout-tokens", "0"]
     assert convert(base, tmp_path / "moh", *flags) == 0
     moh = AutoModelForCausalLM.from_pretrained(tmp_path / "moh", trust_remote_code=True)

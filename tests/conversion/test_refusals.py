@@ -177,7 +177,7 @@ BAD_INPUT = {
     "output is a file": (_output_is_a_file, "is a file; name a folder"),
     "output below a file": (_output_below_a_file, "lies below"),
     "too many active": (flags("--num-active-heads", "5"), "num_active_heads=5 must lie between"),
-    "query norm, uneven": (flags("--router", "query_norm", "--budgets", "uneven"), "linear router; drop query_norm"),
+    "query norm, uneven": (flags("--router", "query_norm", "budgets=uneven"), "linear router; drop query_norm"),
 }
 
 

@@ -53,8 +53,8 @@ def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> boo
     "plan",
     [
         ["--num-shared-heads", "2"],
-        ["--num-active-heads", "2", "--shared", "importance"],
-        ["--router", "query_norm", "--budgets", "even", "--fallback", "none"],
+        ["--num-active-heads", "2", "shared=importance"],
+        ["--router", "query_norm", "budgets=even", "--fallback", "none"],
         ["--preset", "paper"],
         ["--routing-granularity", "kv_group", "--num-shared-heads", "0"],
     ],

@@ -25,7 +25,7 @@ from moh_llm.records.model import read_weight_map
 def folders(make_llama, convert, tmp_path_factory):
     """A base of three layers and its conversion, with uneven budgets and fallbacks."""
     base, moh = make_llama(num_hidden_layers=3), tmp_path_factory.mktemp("out") / "moh"
-    assert convert(base, moh, "--shared", "importance", "--keys", "0.7", "--heldout-tokens", "0") == 0
+    assert convert(base, moh, "shared=importance", "--keys", "0.7", "--heldout-tokens", "0") == 0
     assert len(set(AutoConfig.from_pretrained(moh).active_heads_per_layer)) > 1
     return base, moh
 

@@ -80,7 +80,7 @@ def test_padding_packing_and_caches_do_not_change_them(make_pair, ids, name):
 def test_the_default_conversion_without_the_package(make_llama, convert, tmp_path):
     """Converted with local fallbacks, and loaded by the code beside it in a process that never saw `moh_llm`."""
     base = make_llama(num_attention_heads=8, hidden_size=64, initializer_range=0.1)
-    flags = ["--fallback", "local", "--local-window", "8", "--local-sinks", "2", "--local-start", "24"]
+    flags = ["--fallback", "local", "--local-window", "8", "local_sinks=2", "--local-start", "24"]
     assert convert(base, tmp_path / "moh", *flags, "--context", "128", "--heldout-tokens", "0") == 0
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh", dtype=torch.float64)
     assert moh.config.router_type == "threshold" and moh.config.local_start == 24

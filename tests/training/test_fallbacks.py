@@ -51,7 +51,7 @@ def test_they_are_trained_and_saved(configure, model_folder: Path, read_tensors,
 @pytest.fixture(scope="session")
 def local_folders(made_once, base_folder: Path, convert) -> dict[str, Path]:
     """Conversions with local fallbacks, routed and fixed."""
-    flags = ["--fallback", "local", "--local-window", "6", "--local-sinks", "2", "--context", "64"]
+    flags = ["--fallback", "local", "--local-window", "6", "local_sinks=2", "--context", "64"]
     flags += ["--num-active-heads", "2", "--heldout-tokens", "0"]
     routed, by_score = (["--router", router, "--num-shared-heads", "1"] for router in ("linear", "threshold"))
     return {

@@ -20,7 +20,7 @@ LENGTH = 40
 def folders(made_once, base_folder: Path, convert, model_folder: Path, paper_folder: Path) -> dict[str, Path]:
     """Models whose tokens have as many heads on as is asked for, and models whose tokens do not."""
     found = {"value": model_folder, "paper": paper_folder, "full": model_folder}
-    flags = ["--fallback", "local", "--local-window", "6", "--local-sinks", "2", "--context", "64"]
+    flags = ["--fallback", "local", "--local-window", "6", "local_sinks=2", "--context", "64"]
     flags += ["--heldout-tokens", "0"]
     for kind in ("threshold", "none"):
         given = [*flags, "--num-active-heads", "2", "--router", kind]

@@ -182,7 +182,7 @@ def test_attention_that_cannot_be_had_is_refused(configure, monkeypatch, name, d
 
 
 @pytest.mark.slow  # torch compiles it
-@pytest.mark.parametrize("flags", [(), ("--fallback", "local", "--local-window", "6", "--local-sinks", "2")])
+@pytest.mark.parametrize("flags", [(), ("--fallback", "local", "--local-window", "6", "local_sinks=2")])
 def test_flex_attention_gives_what_sdpa_gives(make_llama, convert, tmp_path: Path, flags: tuple[str, ...]) -> None:
     base = make_llama(hidden_size=64, num_attention_heads=4)
     context = ("--context", "64") if flags else ()

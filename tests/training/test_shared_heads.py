@@ -17,7 +17,7 @@ from moh_llm.training.loop import train
 from moh_llm.training.shared_heads import LOGITS, fix_shared_heads, learn_shared_heads, soft_top_k
 
 USELESS = [[0, 1], [1]]  # heads of each layer whose output is not read; training begins with the first two shared
-PLAN = ["--num-shared-heads", "0", "--num-active-heads", "3", "--budgets", "even", "--heldout-tokens", "0"]
+PLAN = ["--num-shared-heads", "0", "--num-active-heads", "3", "budgets=even", "--heldout-tokens", "0"]
 
 
 @pytest.fixture(scope="session")
