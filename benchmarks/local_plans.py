@@ -83,7 +83,6 @@ def main() -> int:
     parser.add_argument("--routers", nargs="+", default=["threshold"], choices=["threshold", "linear", "none"])
     parser.add_argument("--fallback", default="local", choices=["local", "value"])
     parser.add_argument("--granularities", nargs="+", default=["head"], choices=["head", "kv_group"])
-    parser.add_argument("--attention-times", type=float, nargs="*", default=[])
     parser.add_argument("--streaming", action="store_true", help="fallbacks without a token for what is out of sight")
     parser.add_argument("--windows", type=int, nargs="+", help="default: that of convert.py")
     args = parser.parse_args()
