@@ -7,14 +7,14 @@
 ``moh-llm evaluate`` is the same command (moh_llm/commands/evaluate.py: flags, `run`, what is printed), and
 `moh_llm.evaluate` the same as a Python function.
 
-How `moh_llm.evaluate` works (moh_llm/reporting/evaluate.py):
+How `moh_llm.evaluate` works (moh_llm/evaluation/evaluate.py):
 
 1. Read the suite and its data. Every row that will be scored is checked before a model is loaded.
 2. Score each model on each benchmark with lm-eval, one model in memory at a time (moh_llm/evaluation/runner.py).
 3. Compare with the base: differences on the same items, shares of the base's score and of its margin over chance,
-   each with a 95 % interval (moh_llm/evaluation/report.py).
+   each with a 95 % interval (moh_llm/evaluation/record.py).
 4. Analyse what the heads of MoH models did on the benchmarks' prompts (moh_llm/analysis).
-5. Write report.html, report.md and report.json (moh_llm/reporting/report.py).
+5. Write report.html, report.md and report.json (moh_llm/evaluation/report.py).
 
 This file has the name of Hugging Face's `evaluate` library, which lm-eval imports. So the script takes its folder off
 the import path, and whoever imports `evaluate` with this folder on the path gets the library.

@@ -31,7 +31,7 @@ from moh_llm.data.windows import validation_batches
 from moh_llm.devices import name_device
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.margin import kept_share
-from moh_llm.evaluation.report import as_value
+from moh_llm.evaluation.record import as_value
 from moh_llm.intervals import interval, kls, perplexity_ratios
 from moh_llm.metrics import compare_to_reference, logits_of
 

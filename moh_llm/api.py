@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 if TYPE_CHECKING:
     from moh_llm.conversion.convert import Restored
+    from moh_llm.evaluation.evaluate import Evaluation
     from moh_llm.hub.publish import Publication
     from moh_llm.records.conversion import Conversion
     from moh_llm.records.run import RunRecord
-    from moh_llm.reporting.evaluate import Evaluation
     from moh_llm.training.config import TrainConfig
 
 PathLike = str | os.PathLike[str]
@@ -255,9 +255,9 @@ def evaluate(
     """
     given = locals()
     _refuse_unknown(evaluate, given)
+    from moh_llm.evaluation.evaluate import EvaluationOptions
+    from moh_llm.evaluation.evaluate import evaluate as evaluate_models
     from moh_llm.reading import expand_home
-    from moh_llm.reporting.evaluate import EvaluationOptions
-    from moh_llm.reporting.evaluate import evaluate as evaluate_models
 
     # lm-eval draws a bar for each task's prompts, 57 of them for MMLU; the bars over requests stay.
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -7,14 +7,14 @@ from typing import Any
 
 from moh_llm.claims import evaluation
 from moh_llm.cli import main
-from moh_llm.evaluation.report import build_report
+from moh_llm.evaluation.markdown import render_markdown
+from moh_llm.evaluation.record import build_record
+from moh_llm.evaluation.report import build_document
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import Score
 from moh_llm.evaluation.suite import Benchmark, Suite
 from moh_llm.records.evaluation import EvaluationRecord, Row
 from moh_llm.records.identity import Identity
-from moh_llm.reporting.markdown import render_markdown
-from moh_llm.reporting.report import build_document
 
 ITEMS = 200
 RIGHT = {"A": 0.7, "B": 0.5, "C": 0.6}
@@ -93,7 +93,7 @@ def record_of(
             stored_dtype="bfloat16" if label == "base" else "float32",
             chances={name: None if chance is None else [[chance] * ITEMS] for name, chance in chances.items()},
         )
-    return build_report(suite, results, None, 8, data_dir, f"moh-llm evaluate {' '.join(models)}")
+    return build_record(suite, results, None, 8, data_dir, f"moh-llm evaluate {' '.join(models)}")
 
 
 def make_report(
@@ -113,4 +113,4 @@ def make_report(
         }
         results[label] = ModelScores(f"folder/{label}", Identity(label, label, None), "float32", "cpu", 64, made)
         results[label].chances = {n: [[chances[n]] * len(found[n])] if n in chances else None for n in found}
-    return build_report(Suite("two", "Two benchmarks", benchmarks), results, limit, 8, None, "moh-llm evaluate")
+    return build_record(Suite("two", "Two benchmarks", benchmarks), results, limit, 8, None, "moh-llm evaluate")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moh_llm.terminal import say
 
 if TYPE_CHECKING:
-    from moh_llm.reporting.evaluate import Evaluation
+    from moh_llm.evaluation.evaluate import Evaluation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

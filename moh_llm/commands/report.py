@@ -30,11 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the report. Returns 1 where a model fell behind the baseline, else 0; raises UserError."""
+    from moh_llm.evaluation.report import write_report
+    from moh_llm.evaluation.runs import names_of, read_runs, runs_behind
     from moh_llm.files import check_output_folder, new_folder
     from moh_llm.locking import lock_folder
-    from moh_llm.reporting.evaluations import models_of, names_of, runs_behind
-    from moh_llm.reporting.libraries import require_matplotlib
-    from moh_llm.reporting.runs import read_runs
 
     if args.output is None and len(args.folders) > 1:
         raise UserError(f"{len(args.folders)} folders have no common place for the report; name one with --output")
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
         read = [read_evaluation(folder) for folder in evaluations]
         record = merge(dict(zip(names_of(evaluations), read, strict=True)))
-        behind = runs_behind(models_of(record), folders)
+        behind = runs_behind(record.described_models, folders)
         if args.baseline is not None:
             allowed = 0.5 if args.max_drop is None else args.max_drop
             drops = check_regression(record, read_evaluation(args.baseline), allowed)
@@ -62,10 +61,6 @@ def run(args: argparse.Namespace) -> int:
     # A run that goes on gets many reports in its own folder.
     overwrite = args.overwrite or (args.output is None and _is_ours(output))
     check_output_folder(output, overwrite, [*_read_from(args), *behind])
-    require_matplotlib()
-
-    from moh_llm.reporting.report import write_report
-
     with lock_folder(output), new_folder(output, overwrite) as folder:
         write_report(folder, runs, args.command_line, record)
     say(f"report: {output / 'report.html'}, report.md, report.json")

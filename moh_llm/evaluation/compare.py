@@ -7,7 +7,7 @@ from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.margin import margin_left
-from moh_llm.evaluation.report import average_rows
+from moh_llm.evaluation.record import average_rows
 from moh_llm.evaluation.statistics import plain_mean
 from moh_llm.records.evaluation import VERSION, EvaluationRecord, Row, SuiteRecord
 

@@ -1,203 +1,126 @@
-"""Building the record of an evaluation. Figures are in percent."""
+"""The report of evaluations and training runs: one document, written as an HTML file and as Markdown, and its record.
+
+Needs matplotlib.
+"""
 
 import datetime
-import shutil
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-from moh_llm.evaluation import statistics
-from moh_llm.evaluation.margin import average_margin, compare_with_base, kept_share, plain_mean
-from moh_llm.evaluation.models import describe_model, other_base
-from moh_llm.evaluation.result_cache import ResultCache, file_name, installed_versions
-from moh_llm.evaluation.runner import ModelScores
-from moh_llm.evaluation.scoring import SEEDS, Score
-from moh_llm.evaluation.suite import Benchmark, Suite
-from moh_llm.records.evaluation import (
-    VERSION,
-    Average,
-    AverageFigures,
-    EvaluationRecord,
-    Failure,
-    Figures,
-    ModelRecord,
-    Row,
-    SuiteRecord,
-    Value,
-)
+from moh_llm import __version__
+from moh_llm.evaluation import run_tables, tables
+from moh_llm.evaluation.document import Block, Charts, Commands, Document, Heading, Paragraph, Section, facts
+from moh_llm.evaluation.groups import Group, compare, differences, group_runs, reference_words, same_held_out_text
+from moh_llm.evaluation.markdown import render_markdown
+from moh_llm.evaluation.page import render_html
+from moh_llm.evaluation.router_charts import router_blocks
+from moh_llm.evaluation.run_charts import training_charts
+from moh_llm.evaluation.runs import Record, TrainingRun, summarise
+from moh_llm.evaluation.score_charts import cost_charts, head_table, score_charts
+from moh_llm.evaluation.tables import long_context_tables
+from moh_llm.files import write_json, write_text
+from moh_llm.records.evaluation import EvaluationRecord
 
 
-def build_report(
-    suite: Suite,
-    scores: dict[str, ModelScores],
-    limit: int | None,
-    batch_size: int | str,
-    data_dir: Path | None,
-    command: str,
-    processes: int = 1,
-    share_prefixes: bool = False,
-) -> EvaluationRecord:
-    """Put what `score` returned, labelled as `label_models` does, into one record.
+def write_report(
+    folder: Path, runs: Sequence[TrainingRun], command: str, evaluation: EvaluationRecord | None = None
+) -> None:
+    """Write ``report.html``, ``report.md`` and ``report.json`` into ``folder``.
 
-    ``limit``, ``batch_size``, ``data_dir``, ``processes`` and ``share_prefixes`` are those of the run, ``command``
-    the line that repeats it.
+    Args:
+        folder: an empty one.
+        runs: what `read_runs` returned; may be empty where there is an evaluation.
+        command: the line that repeats the report.
+        evaluation: a record made by `build_record` or `merge`. Then ``report.json`` holds it, with what
+            there is of the runs under ``training``.
     """
-    rows = [_row(benchmark, scores, from_hub=suite.data_folder(data_dir) is None) for benchmark in suite.benchmarks]
-    source = "Hugging Face Hub" if data_dir is None else str(data_dir)
-    compared = {label: label != "base" and "base" in scores for label in scores}
-    return EvaluationRecord(
-        version=VERSION,
-        suite=SuiteRecord(name=suite.name, title=suite.title, columns=list(suite.columns)),
-        models={label: _model(result, scores["base"] if compared[label] else None) for label, result in scores.items()},
-        benchmarks=rows,
-        average=average_rows(rows, compared, suite.columns),
-        errors=[
-            Failure(model=label, benchmark=name, error=error)
-            for label, result in scores.items()
-            for name, error in result.errors.items()
-        ],
-        limit=limit,
-        partial_data=[row.name for row in rows if limit is None and _is_partial(row)],
-        data="the suite's own" if suite.data else source,
-        dtype=" and ".join(dict.fromkeys(result.dtype for result in scores.values())),
-        batch_size=batch_size,
-        share_prefixes=share_prefixes,
-        processes=processes,
-        seeds=dict(SEEDS),
-        versions=installed_versions(),
-        command=command,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        analysis={},
-    )
+    groups = group_runs(runs) if runs else []
+    of_runs = training_record(runs, groups, command) if runs else None
+    if evaluation and of_runs:
+        evaluation.training = of_runs
+    record = evaluation.content() if evaluation else of_runs
+    document = build_document(evaluation, groups, command)
+    write_text(folder / "report.md", render_markdown(document))
+    write_json(folder / "report.json", record)
+    write_text(folder / "report.html", render_html(document, record))
 
 
-def add_samples(folder: Path, report: EvaluationRecord, cache: ResultCache) -> None:
-    """Copy the logs of all scored items into ``folder`` and name each in ``report``.
-
-    Raises UserError when the disk refuses (through `new_folder`).
-    """
-    for row in report.benchmarks:
-        for label, figures in row.scores.items():
-            place = Path("samples") / file_name(label) / f"{file_name(row.name)}.jsonl"
-            (folder / place).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(cache.samples_file(label, row.name), folder / place)
-            figures.samples = str(place)
-
-
-def average_rows(rows: Sequence[Row], compared: dict[str, bool], columns: Sequence[str]) -> Average:
-    """Plain means over the benchmarks that every model has a score on, and its difference where it has a base.
-
-    ``compared``: whether the model of that label is compared with the base. ``columns``: the published ones, whose
-    averages are over the same benchmarks; None for one that lacks a figure on any of them.
-    """
-    complete = [
-        row
-        for row in rows
-        if all(
-            label in row.scores and (row.scores[label].delta or not has_base) for label, has_base in compared.items()
+def build_document(evaluation: EvaluationRecord | None, groups: Sequence[Group] = (), command: str = "") -> Document:
+    """The report of an evaluation, of training runs, or of both; see `write_report`."""
+    runs = [run for group in groups for run in group.runs]
+    title = f"Training run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} training runs"
+    lead: list[Block] = []
+    sections: list[Section] = []
+    if evaluation:
+        title, lead = evaluation.suite.title, tables.lead(evaluation)
+        blocks = [*tables.benchmark_blocks(evaluation), Charts(score_charts(evaluation))]
+        sections += [Section("benchmarks", "Benchmarks", blocks), *_long_context_sections(evaluation)]
+    if runs:
+        sections += _training_sections(groups, runs)
+    if evaluation:
+        sections += _analysis_sections(evaluation)
+        blocks = [tables.model_table(evaluation), facts(tables.settings(evaluation))]
+        sections.append(Section("environment", "Environment", [*blocks, Commands(evaluation.command)]))
+    if command and not (evaluation and command == evaluation.command):
+        about = [f"{name} {number}" for name, number in _versions().items()]
+        sections.append(
+            Section("report", "This report", [Paragraph(f"{', '.join(about)}. {_now()}."), Commands(command)])
         )
+    return Document(title, lead, sections)
+
+
+def _long_context_sections(evaluation: EvaluationRecord) -> list[Section]:
+    """Figures at long context that the models' conversions recorded, if they did."""
+    blocks: list[Block] = []
+    for label, model in evaluation.models.items():
+        tables = long_context_tables(model.by_position, model.retrieval)
+        blocks += [Heading(label), *tables] if tables else []
+    about = Paragraph("From each model's conversion.json: the converted model against its base on held-out text.")
+    return [Section("long-context", "Long context", [about, *blocks])] if blocks else []
+
+
+def _training_sections(groups: Sequence[Group], runs: Sequence[TrainingRun]) -> list[Section]:
+    blocks: list[Block] = run_tables.comparison(groups) if len(runs) > 1 else []
+    blocks.append(Charts(training_charts(groups)))
+    for run in runs:
+        blocks += [Heading(run.name), *run_tables.run_blocks(run)]
+    return [Section("training", "Training", blocks)]
+
+
+def _analysis_sections(evaluation: EvaluationRecord) -> list[Section]:
+    """Results of the head analyses, without those that failed."""
+    known = {label: found for label, found in evaluation.analysis.items() if "error" not in found}
+    if not known:
+        return []
+    blocks = [head_table(known), Charts(cost_charts(known, list(evaluation.models)))]
+    return [Section("efficiency", "Efficiency", blocks)] + [
+        Section(f"routers-{number}", f"Routers of {label}", router_blocks(number, found))
+        for number, (label, found) in enumerate(known.items(), start=1)
     ]
-    scores: dict[str, AverageFigures] = {}
-    if complete:
-        for label in compared:
-            mean = plain_mean([row.scores[label] for row in complete])
-            scores[label] = AverageFigures(**mean.content())
-        for label in (label for label, has_base in compared.items() if has_base):
-            delta = plain_mean([row.scores[label].delta for row in complete])
-            scores[label].delta, scores[label].recovery = delta, kept_share(scores[label], scores["base"], delta)
-            scores[label].margin_kept = average_margin(complete, label)
-    published = {column: _published_mean(complete, column) for column in columns}
-    return Average(over=len(complete), total=len(rows), published=published, scores=scores)
 
 
-def _published_mean(rows: Sequence[Row], column: str) -> float | None:
-    figures = [row.published[column] for row in rows if column in row.published]
-    return statistics.plain_mean(figures) if figures and len(figures) == len(rows) else None
+def training_record(runs: Sequence[TrainingRun], groups: Sequence[Group], command: str) -> Record:
+    """The record of some runs' figures, in their groups."""
+    return {
+        "runs": [summarise(run) for run in runs],
+        "groups": [
+            {"name": group.name, "runs": [run.name for run in group.runs], "seeds": [run.seed for run in group.runs]}
+            for group in groups
+        ],
+        "differences": differences(groups),
+        "reference": reference_words(groups)[0],
+        "same_held_out_text": same_held_out_text(runs),
+        "comparison": compare(groups),
+        "versions": _versions(),
+        "command": command,
+        "created": _now(),
+    }
 
 
-def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -> Row:
-    """One benchmark: the figures of each model that has a score, and their paired difference to the base."""
-    name = benchmark.name
-    found = {label: result.scores[name] for label, result in scores.items() if name in result.scores}
-    chances = next((result.chances.get(name) for result in scores.values()), None)
-    digest = next((result.data[name] for result in scores.values() if name in result.data), None)
-    configs = {part.config for part in benchmark.expand()}
-    row = Row(
-        name=name,
-        shots=benchmark.shots,
-        metric=benchmark.metric if benchmark.filter == "none" else f"{benchmark.metric} ({benchmark.filter})",
-        dataset=benchmark.dataset,
-        dataset_config=configs.pop() if len(configs) == 1 else None,  # None where several are read as one benchmark
-        revision=benchmark.revision if from_hub else None,
-        # The Hub's is a digest of `datasets`' fingerprints, other ones in other versions of it: the commit says more.
-        data_sha256=None if from_hub else digest,
-        eval_split=benchmark.eval_split,
-        fewshot_split=benchmark.fewshot_split,
-        items_in_full=benchmark.items,
-        chance_rule=benchmark.chance,
-        chance=None if chances is None else round(100 * statistics.mean(chances), 6),
-        note=benchmark.note,
-        published=dict(benchmark.published),
-        scores={label: _figures(result, chances) for label, result in found.items()},
-    )
-    for label, figures in row.scores.items():
-        if label != "base" and "base" in found:
-            figures.delta = as_value(statistics.difference(found[label].strata, found["base"].strata), -1, 1)
-            compare_with_base(figures, row.scores["base"])
-    return row
+def _versions() -> dict[str, str]:
+    return {"moh_llm": __version__, "matplotlib": version("matplotlib")}
 
 
-def _figures(result: Score, chances: statistics.Strata | None) -> Figures:
-    chance = 0.0 if chances is None else statistics.mean(chances)
-    margins = None if chances is None else statistics.difference(result.strata, chances)
-    return Figures(
-        **as_value(result.strata, 0, 1).content(),
-        items=result.items,
-        seconds=round(result.seconds, 2),
-        items_per_second=_rate(result.items, result.seconds),
-        batch_size=result.batch_size,
-        truncated=result.truncated,
-        tasks={task: {"value": 100 * value, "items": items} for task, (value, items) in result.tasks.items()},
-        margin=None if margins is None else as_value(margins, -chance, 1 - chance),
-    )
-
-
-def as_value(strata: statistics.Strata, low: float, high: float) -> Value:
-    """The mean of scores or differences between two bounds, in percent."""
-    error, interval = statistics.standard_error(strata), statistics.mean_interval(strata, low, high)
-    return Value(
-        value=100 * statistics.mean(strata),
-        stderr=None if error is None else 100 * error,
-        interval=interval and [100 * end for end in interval],
-    )
-
-
-def _rate(items: int, seconds: float) -> float | None:
-    """Items per second, to four digits."""
-    return float(f"{items / seconds:.4g}") if seconds > 0 else None
-
-
-def _is_partial(row: Row) -> bool:
-    return any(figures.items < row.items_in_full for figures in row.scores.values())
-
-
-def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:
-    """A model's record and how it was run; speed is over all benchmarks that were scored."""
-    items = sum(score.items for score in result.scores.values())
-    seconds = sum(score.seconds for score in result.scores.values())
-    return ModelRecord(
-        **describe_model(result.model, result.records),
-        weights_sha256=result.identity.weights,
-        plan_sha256=result.identity.plan,
-        revision=result.identity.revision,
-        dtype=result.dtype,
-        stored_dtype=result.stored_dtype,
-        device=result.device,
-        attention_backend=result.attention_backend,
-        hardware=" / ".join(dict.fromkeys(name for name in result.hardware.values() if name)),
-        context=result.context,
-        seconds=round(seconds, 2),
-        items=items,
-        items_per_second=_rate(items, seconds),
-        compared=base is not None,
-        other_base=base and other_base(result.records, base.model, base.identity.revision),
-    )
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -13,6 +13,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from moh_llm.claims import ModelRecords, claims_of
 from moh_llm.claims.evaluation import warnings
 from moh_llm.errors import UserError
+from moh_llm.evaluation.document import Caution, facts
+from moh_llm.evaluation.markdown import Safe, address, code, plain, render_blocks, text, visible
+from moh_llm.evaluation.run_tables import held_out, receipt, recipe
+from moh_llm.evaluation.runs import Record, TrainingRun
+from moh_llm.evaluation.tables import benchmark_blocks, long_context_tables
 from moh_llm.files import write_text
 from moh_llm.hub import sections
 from moh_llm.hub.checks import CARD, scrub
@@ -22,12 +27,6 @@ from moh_llm.hub.lineage import Lineage, is_hub_id, read_lineage
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.model import read_moh_config
 from moh_llm.records.seal import add_to_seal
-from moh_llm.reporting.benchmarks import benchmark_blocks
-from moh_llm.reporting.document import Caution, facts
-from moh_llm.reporting.long_context import long_context_tables
-from moh_llm.reporting.markdown import Safe, address, code, plain, render_blocks, text, visible
-from moh_llm.reporting.runs import Record, TrainingRun
-from moh_llm.reporting.training import held_out, receipt, recipe
 
 TAGS = ["mixture-of-head", "moh"]
 # Rows of a table of sources, and of one of scores; the records hold all of them.

@@ -11,13 +11,12 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from moh_llm.errors import UserError
+from moh_llm.evaluation.runs import TrainingRun, read_runs, runs_behind
 from moh_llm.reading import YAML_BYTES, expand_home, parse_yaml, read_text
 from moh_llm.records.conversion import Conversion, folder_name
 from moh_llm.records.folder import read_records
 from moh_llm.records.identity import identify
 from moh_llm.records.lineage import Chain
-from moh_llm.reporting.evaluations import runs_behind
-from moh_llm.reporting.runs import TrainingRun, read_runs
 
 # A language as the Hub's cards name it: an ISO 639 code, or one of its two special values.
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")

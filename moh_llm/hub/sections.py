@@ -10,6 +10,9 @@ from moh_llm.claims.conversion import parameters_added
 from moh_llm.claims.heads import all_on
 from moh_llm.claims.training import entry_names, weights_changed
 from moh_llm.errors import UserError
+from moh_llm.evaluation.document import Block, Code, Inline, Table, facts
+from moh_llm.evaluation.run_tables import objective
+from moh_llm.evaluation.runs import TrainingRun
 from moh_llm.flops import forward_flops, stated_lengths
 from moh_llm.hub.lineage import Lineage, is_hub_id
 from moh_llm.intervals import show_figure, show_number
@@ -17,9 +20,6 @@ from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import Conversion, Verification
 from moh_llm.records.lineage import ConversionEntry
 from moh_llm.records.tokens import TokensRecord
-from moh_llm.reporting.document import Block, Code, Inline, Table, facts
-from moh_llm.reporting.runs import TrainingRun
-from moh_llm.reporting.training import objective
 
 _ROUTERS = {
     "query_norm": "by the l2 norm of the heads' queries, without weights",

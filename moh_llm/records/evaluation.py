@@ -218,9 +218,10 @@ class EvaluationRecord(Record):
         """The labels of all models but the base."""
         return [label for label in self.models if label != "base"]
 
-    def has_base(self, label: str) -> bool:
-        """Whether a model is compared with the base."""
-        return self.models[label].compared
+    @property
+    def described_models(self) -> list[str]:
+        """Folders or Hub ids of the models that the records in their folders describe."""
+        return [about.model for about in self.models.values() if not about.changed]
 
 
 def read_evaluation(folder: Path) -> EvaluationRecord:

@@ -10,8 +10,8 @@ from simulated import covers, pairs
 
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.margin import plain_mean
+from moh_llm.evaluation.tables import benchmark_blocks
 from moh_llm.records.evaluation import Figures, Value
-from moh_llm.reporting.benchmarks import benchmark_blocks
 
 
 def figures_of(model: np.ndarray, base: np.ndarray, chance: float = 0.0) -> Figures:

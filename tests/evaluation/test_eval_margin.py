@@ -123,7 +123,7 @@ def drawn(draw: np.random.Generator, items: int, chance: float, base: float, kee
 
 
 def row_from(scores: list[np.ndarray], chance: float) -> Row:
-    """A row as `build_report` makes it, of one benchmark's scores."""
+    """A row as `build_record` makes it, of one benchmark's scores."""
     model, base = scores
     strata = {"model": {"A": model.tolist()}, "base": {"A": base.tolist()}}
     return make_report(strata, full=len(model), chances={"A": chance}).benchmarks[0]

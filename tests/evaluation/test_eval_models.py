@@ -14,7 +14,7 @@ from moh_llm.conversion.convert import ConversionOptions, convert
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.errors import UserError
 from moh_llm.evaluation.models import check_model, describe_model, label_models, other_base
-from moh_llm.evaluation.report import build_report
+from moh_llm.evaluation.record import build_record
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.suite import load_suite
 from moh_llm.records.conversion import PositionFigures, RetrievalFigures
@@ -149,10 +149,10 @@ def test_labels_are_the_shortest_that_differ(tmp_path: Path) -> None:
 
 
 def test_a_row_names_the_datasets_config() -> None:
-    from moh_llm.evaluation.report import build_report
+    from moh_llm.evaluation.record import build_record
     from moh_llm.evaluation.suite import load_suite
 
-    rows = build_report(load_suite("paper"), {}, None, 1, None, "").benchmarks
+    rows = build_record(load_suite("paper"), {}, None, 1, None, "").benchmarks
     configs = {row.name: row.dataset_config for row in rows}
     assert configs["ARC-Challenge"] == "ARC-Challenge"
     assert configs["MMLU"] is None  # several, read as one
@@ -173,7 +173,7 @@ def test_another_base_than_the_conversion_names_is_told(tiny_llama: Path, tiny_m
             label: ModelScores(model, Identity(label, label, None), records=read_records(Path(model)))
             for label, model in models.items()
         }
-        report = build_report(load_suite("smoke"), results, None, 8, None, "moh-llm evaluate")
+        report = build_record(load_suite("smoke"), results, None, 8, None, "moh-llm evaluate")
         line = f"NOT ITS BASE: model was converted from {tiny_llama.name}, and is compared with {base} here."
         return line in warnings(report)
 

@@ -61,7 +61,7 @@ def test_hardware_is_in_the_model_line() -> None:
 def test_a_run_on_two_machines_names_both(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval")
     from moh_llm.evaluation import runner
-    from moh_llm.evaluation.report import build_report
+    from moh_llm.evaluation.record import build_record
     from moh_llm.evaluation.result_cache import ResultCache
 
     suite, cache = load_suite("smoke"), ResultCache(tmp_path / "kept")
@@ -71,7 +71,7 @@ def test_a_run_on_two_machines_names_both(tiny_llama: Path, tmp_path: Path, monk
         scores = runner.score(
             {"model": str(tiny_llama)}, suite, limit=1, device="cpu", cache=cache, say=lambda line: None
         )
-        report = build_report(suite, scores, 1, 8, None, "")
+        report = build_record(suite, scores, 1, 8, None, "")
         assert all(len(row.data_sha256) == 64 for row in report.benchmarks)
         assert len({row.data_sha256 for row in report.benchmarks}) == 3
         return report.models["model"].hardware

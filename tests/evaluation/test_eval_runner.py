@@ -178,7 +178,7 @@ def test_a_failed_benchmark_does_not_lose_the_others(
 
 
 def test_cut_prompts_are_reported_by_the_function_behind_the_command(tiny_llama: Path, tmp_path: Path) -> None:
-    from moh_llm.reporting.evaluate import EvaluationOptions, evaluate
+    from moh_llm.evaluation.evaluate import EvaluationOptions, evaluate
 
     short, output = shutil.copytree(tiny_llama, tmp_path / "short"), tmp_path / "report"
     config = json.loads((short / "config.json").read_text())

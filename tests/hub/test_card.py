@@ -16,13 +16,13 @@ from records import make_record
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
+from moh_llm.evaluation.markdown import code, plain, text
 from moh_llm.flops import forward_flops
 from moh_llm.hub.card import build_card
 from moh_llm.intervals import show_documents
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import read_conversion
 from moh_llm.records.identity import identify
-from moh_llm.reporting.markdown import code, plain, text
 
 NAME = "someone/Tiny-MoH"
 

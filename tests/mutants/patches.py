@@ -514,7 +514,7 @@ PATCHES = (
     ),
     Patch(
         "an evaluation does not name the plan that it is of",
-        "moh_llm/evaluation/report.py",
+        "moh_llm/evaluation/record.py",
         "plan_sha256=result.identity.plan",
         "plan_sha256=None",
         (f"{REPORT}[local]",),

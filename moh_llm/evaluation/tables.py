@@ -1,13 +1,14 @@
 """Sections on an evaluation for reports and model cards: sentences, one table, models, settings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_llm.claims.evaluation import verdict, warnings
+from moh_llm.evaluation.document import Block, Bullets, Caution, Code, Details, Inline, Paragraph, Table
 from moh_llm.evaluation.margin import CHANCE, MARGIN, NOT_CLEAR, show_share
 from moh_llm.intervals import show_error, show_figure, show_number, within
+from moh_llm.records.conversion import PositionFigures, RetrievalFigures
 from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Figures, ModelRecord, Value
-from moh_llm.reporting.document import Block, Bullets, Caution, Code, Details, Inline, Paragraph, Table
 
 _ALIKE = (
     "Where all items have the same score, or the same difference, the standard error is 0, which does not mean "
@@ -28,7 +29,7 @@ def benchmark_blocks(report: EvaluationRecord, names: Mapping[str, str] | None =
     """The table of scores and what its figures mean.
 
     Args:
-        report: a record made by `build_report` or `merge`.
+        report: a record made by `build_record` or `merge`.
         names: what to call the models' columns, where not by their labels; such a table leaves out what was published.
     """
     published = [] if names else report.suite.columns
@@ -69,6 +70,23 @@ def benchmark_blocks(report: EvaluationRecord, names: Mapping[str, str] | None =
     if inferred := [f"{row.name}: {row.note}" for row in report.benchmarks if row.note]:
         blocks.append(Details("* The metric is inferred, not stated by the paper", [Bullets(inferred)]))
     return blocks
+
+
+def long_context_tables(by_position: Sequence[PositionFigures], retrieval: Sequence[RetrievalFigures]) -> list[Table]:
+    """The converted model by position, and what it finds out of its fallbacks' sight; no table without figures."""
+    tables = []
+    if by_position:
+        rows: list[list[Inline]] = [
+            [f"from {part.start}", f"{part.tokens:,}", f"{part.perplexity_ratio:#.5g}", f"{part.kl:#.3g}"]
+            for part in by_position
+        ]
+        tables.append(Table(["position in the document", "tokens", "ratio to base's", "KL to base, nats"], rows))
+    if retrieval:
+        rows = [[one.task, str(one.asked), str(one.base), str(one.converted)] for one in retrieval]
+        tables.append(
+            Table(["out of the fallbacks' sight", "asked", "the base finds", "the converted model finds"], rows)
+        )
+    return tables
 
 
 def model_table(report: EvaluationRecord) -> Table:

@@ -9,14 +9,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib.style
 from markupsafe import Markup
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from moh_llm.reporting.document import Chart
+from moh_llm.errors import UserError
+from moh_llm.evaluation.document import Chart
+
+try:
+    import matplotlib.style
+    from matplotlib import colormaps
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+except ModuleNotFoundError as error:
+    raise UserError('the report needs matplotlib: pip install "moh-llm[report]"') from error
 
 Points = Sequence[tuple[float, float]]
 Interval = tuple[float, float | None, float | None]

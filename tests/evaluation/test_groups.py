@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from records import read, report
 
-from moh_llm.reporting.groups import group_runs
-from moh_llm.reporting.runs import read_runs
+from moh_llm.evaluation.groups import group_runs
+from moh_llm.evaluation.runs import read_runs
 
 MakeRun = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("unrendered")

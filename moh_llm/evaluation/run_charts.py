@@ -4,10 +4,10 @@ import bisect
 from collections.abc import Sequence
 from typing import Any
 
-from moh_llm.reporting.document import Chart
-from moh_llm.reporting.groups import Group, reference_words, spread
-from moh_llm.reporting.runs import TrainingRun, routed
-from moh_llm.reporting.web.charts import Axis, Points, heat_map, line_chart
+from moh_llm.evaluation.charts import Axis, Points, heat_map, line_chart
+from moh_llm.evaluation.document import Chart
+from moh_llm.evaluation.groups import Group, reference_words, spread
+from moh_llm.evaluation.runs import TrainingRun, routed
 
 _TOKENS = Axis("training tokens")
 # Per key of the log a chart's title and what its y axis says.

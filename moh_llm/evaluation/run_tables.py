@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from moh_llm.claims.training import floor_of_kl, saved_model, scored_text, weights_trained
+from moh_llm.evaluation.document import Block, Caution, Code, Details, Inline, Paragraph, Table, facts
+from moh_llm.evaluation.groups import Group, compare, differences, reference_words, same_held_out_text
+from moh_llm.evaluation.runs import Record, TrainingRun, summarise
 from moh_llm.intervals import show_error, show_figure, show_number
 from moh_llm.records.lineage import REFERENCES, ReferenceKind, in_words
-from moh_llm.reporting.document import Block, Caution, Code, Details, Inline, Paragraph, Table, facts
-from moh_llm.reporting.groups import Group, compare, differences, reference_words, same_held_out_text
-from moh_llm.reporting.runs import Record, TrainingRun, summarise
 
 Pairs = list[tuple[str, Inline]]
 _OTHER_TEXT = "The runs were not scored on the same held-out text: compare only ratios, and with care."

@@ -11,8 +11,8 @@ from urllib.parse import unquote
 import pytest
 from records import make_record, read, report
 
+from moh_llm.evaluation.report import write_report
 from moh_llm.records.evaluation import EvaluationRecord
-from moh_llm.reporting.report import write_report
 
 MakeRun = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("unrendered")

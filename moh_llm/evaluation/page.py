@@ -7,12 +7,12 @@ from urllib.parse import quote
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from moh_llm.reporting.document import Block, Code, Document, Inline
+from moh_llm.evaluation.document import Block, Code, Document, Inline
 
 
 def render_html(document: Document, record: dict[str, Any]) -> str:
     """The page of a document, with ``record``, what `report.json` holds, to download."""
-    loader = PackageLoader("moh_llm.reporting.web")
+    loader = PackageLoader("moh_llm.evaluation")
     templates = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_llm.claims.heads import mean_heads_on
+from moh_llm.evaluation.charts import Axis, Interval, interval_chart, line_chart
+from moh_llm.evaluation.document import Chart, Table
 from moh_llm.intervals import within
 from moh_llm.records.evaluation import EvaluationRecord, Value
-from moh_llm.reporting.document import Chart, Table
-from moh_llm.reporting.web.charts import Axis, Interval, interval_chart, line_chart
 
 Record = dict[str, Any]
 

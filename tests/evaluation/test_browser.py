@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from records import make_record
 
-from moh_llm.reporting.groups import group_runs
-from moh_llm.reporting.report import build_document
-from moh_llm.reporting.runs import read_runs
-from moh_llm.reporting.web.page import render_html
+from moh_llm.evaluation.groups import group_runs
+from moh_llm.evaluation.page import render_html
+from moh_llm.evaluation.report import build_document
+from moh_llm.evaluation.runs import read_runs
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.slow
@@ -40,6 +40,11 @@ _CONTRAST = """() => {
   }
   return poor;
 }"""
+
+
+@pytest.fixture(autouse=True)
+def pictures() -> None:
+    """Charts are rendered here, unless a test takes `unrendered`."""
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from moh_llm.reporting.document import Block, Chart, Charts, Heading, Table
-from moh_llm.reporting.web.charts import Axis, Interval, heat_map, interval_chart, line_chart
+from moh_llm.evaluation.charts import Axis, Interval, heat_map, interval_chart, line_chart
+from moh_llm.evaluation.document import Block, Chart, Charts, Heading, Table
 
 Record = dict[str, Any]
 _LAYER = Axis("layer")

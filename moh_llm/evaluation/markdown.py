@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moh_llm.reporting.document import (
+from moh_llm.evaluation.document import (
     Block,
     Bullets,
     Caution,

@@ -2,7 +2,7 @@
 
     evaluation = evaluate(EvaluationOptions(["out/moh"], Path("out/report"), suite="smoke"))
 
-This module is above `moh_llm.evaluation`, which scores, because it also writes the report's pages.
+Four steps: the tasks of a suite, lm-eval on every model, statistics of the scores, and the report's pages.
 """
 
 import contextlib
@@ -14,18 +14,16 @@ from typing import Literal
 from moh_llm.evaluation import processes
 from moh_llm.evaluation.head_analysis import analyse_models
 from moh_llm.evaluation.models import check_batch_size, check_model, label_models
-from moh_llm.evaluation.report import add_samples, build_report
+from moh_llm.evaluation.record import add_samples, build_record
+from moh_llm.evaluation.report import write_report
 from moh_llm.evaluation.result_cache import ResultCache
 from moh_llm.evaluation.runner import score
+from moh_llm.evaluation.runs import read_runs, runs_behind
 from moh_llm.evaluation.suite import Suite, load_suite
 from moh_llm.evaluation.tasks import check_data, require_lm_eval
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.records.evaluation import EvaluationRecord
-from moh_llm.reporting.evaluations import models_of, runs_behind
-from moh_llm.reporting.libraries import require_matplotlib
-from moh_llm.reporting.report import write_report
-from moh_llm.reporting.runs import read_runs
 from moh_llm.terminal import say_aside
 
 
@@ -109,7 +107,7 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = say_aside)
             log_samples=options.log_samples,
             share_prefixes=options.share_prefixes,
         )
-        record = build_report(
+        record = build_record(
             *(suite, scores, options.limit, options.batch_size, options.data_dir, options.command_line, team.size),
             options.share_prefixes,
         )
@@ -138,7 +136,6 @@ def _check(options: EvaluationOptions) -> tuple[Suite, dict[str, str]]:
     check_output_folder(options.output, options.overwrite, reads)
     check_data(suite, options.data_dir)
     require_lm_eval()
-    require_matplotlib()
     for model in models.values():
         check_model(model)
         if options.batch_size != "auto":
@@ -150,7 +147,7 @@ def _write(
     options: EvaluationOptions, record: EvaluationRecord, cache: ResultCache, say: Callable[[str], None]
 ) -> None:
     """Write the report's folder. A training run behind a model that cannot be read is named and left out."""
-    runs = read_runs([], runs_behind(models_of(record)), say)
+    runs = read_runs([], runs_behind(record.described_models), say)
     with new_folder(options.output, options.overwrite) as folder:
         if options.log_samples:
             add_samples(folder, record, cache)

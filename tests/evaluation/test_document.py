@@ -3,7 +3,7 @@
 import html
 import re
 
-from moh_llm.reporting.document import (
+from moh_llm.evaluation.document import (
     Bullets,
     Caution,
     Chart,
@@ -18,8 +18,8 @@ from moh_llm.reporting.document import (
     Table,
     facts,
 )
-from moh_llm.reporting.markdown import plain, render_blocks, render_markdown
-from moh_llm.reporting.web.page import render_html
+from moh_llm.evaluation.markdown import plain, render_blocks, render_markdown
+from moh_llm.evaluation.page import render_html
 
 BLOCKS = [
     Table(["name", "score", "empty"], [["a|b", "-1.0", "-"], ["all", "2.0", "-"]], total=True).without_empty_columns(),

@@ -16,19 +16,24 @@ import pytest
 from matplotlib.figure import Figure
 from records import make_record, verdict
 
+from moh_llm.evaluation import charts as charts_module
+from moh_llm.evaluation import run_charts as training_module
+from moh_llm.evaluation.charts import Axis, heat_map, interval_chart, line_chart
+from moh_llm.evaluation.document import Chart
+from moh_llm.evaluation.groups import group_runs
+from moh_llm.evaluation.markdown import render_markdown
+from moh_llm.evaluation.page import render_html
+from moh_llm.evaluation.report import build_document
+from moh_llm.evaluation.run_charts import running_median, training_charts
+from moh_llm.evaluation.runs import read_runs
 from moh_llm.records.evaluation import EvaluationRecord
-from moh_llm.reporting.document import Chart
-from moh_llm.reporting.groups import group_runs
-from moh_llm.reporting.markdown import render_markdown
-from moh_llm.reporting.report import build_document
-from moh_llm.reporting.runs import read_runs
-from moh_llm.reporting.web import charts as charts_module
-from moh_llm.reporting.web import training as training_module
-from moh_llm.reporting.web.charts import Axis, heat_map, interval_chart, line_chart
-from moh_llm.reporting.web.page import render_html
-from moh_llm.reporting.web.training import running_median, training_charts
 
 Record = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def pictures() -> None:
+    """Charts are rendered here, unless a test takes `unrendered`."""
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -12,7 +12,6 @@ from moh_llm.errors import UserError
 from moh_llm.reading import parse_json
 from moh_llm.records.lineage import REFERENCES, ReferenceKind
 from moh_llm.records.run import LogLine, Routing, RunRecord, Scores
-from moh_llm.reporting.evaluations import names_of
 from moh_llm.terminal import say
 from moh_llm.training.config import TrainConfig
 
@@ -171,6 +170,35 @@ def summarise(run: TrainingRun) -> Record:
         "saved_model": run.saved_score,
         "last_log_line_cut": run.cut,
     }
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Each folder by the end of its path that sets it apart. Raises UserError for one that is named twice."""
+    places = [folder.resolve() for folder in folders]
+    for index, place in enumerate(places):
+        if place in places[:index]:
+            raise UserError(f"{folders[index]} is named twice; name each folder once")
+    length = 1
+    while len({place.parts[-length:] for place in places}) < len(places):
+        length += 1
+    return ["/".join(place.parts[-length:]) for place in places]
+
+
+def runs_behind(models: Iterable[str], known: Sequence[Path] = ()) -> list[Path]:
+    """Folders of the training runs that made some of the models, as far as they lie on this machine.
+
+    Args:
+        models: folders or Hub ids; a run keeps its tuned model in RUN/model.
+        known: runs that are left out.
+    """
+    taken = {folder.resolve() for folder in known}
+    found: dict[Path, Path] = {}
+    for model in models:
+        run = Path(model).resolve().parent
+        begun = (run / "run.json").is_file() and (run / "log.jsonl").is_file()
+        if Path(model).name == "model" and begun and run not in taken:
+            found[run] = Path(model).parent
+    return list(found.values())
 
 
 def routing_summary(routing: Routing | None) -> Record | None:

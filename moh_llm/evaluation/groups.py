@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from moh_llm.evaluation.runs import Record, TrainingRun
 from moh_llm.records.lineage import REFERENCES, in_words
-from moh_llm.reporting.runs import Record, TrainingRun
 from moh_llm.training.changed_keys import changed_keys
 
 METRICS = ("ratio", "kl", "top1_agreement", "perplexity")

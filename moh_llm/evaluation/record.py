@@ -1,0 +1,203 @@
+"""Building the record of an evaluation. Figures are in percent."""
+
+import datetime
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from moh_llm.evaluation import statistics
+from moh_llm.evaluation.margin import average_margin, compare_with_base, kept_share, plain_mean
+from moh_llm.evaluation.models import describe_model, other_base
+from moh_llm.evaluation.result_cache import ResultCache, file_name, installed_versions
+from moh_llm.evaluation.runner import ModelScores
+from moh_llm.evaluation.scoring import SEEDS, Score
+from moh_llm.evaluation.suite import Benchmark, Suite
+from moh_llm.records.evaluation import (
+    VERSION,
+    Average,
+    AverageFigures,
+    EvaluationRecord,
+    Failure,
+    Figures,
+    ModelRecord,
+    Row,
+    SuiteRecord,
+    Value,
+)
+
+
+def build_record(
+    suite: Suite,
+    scores: dict[str, ModelScores],
+    limit: int | None,
+    batch_size: int | str,
+    data_dir: Path | None,
+    command: str,
+    processes: int = 1,
+    share_prefixes: bool = False,
+) -> EvaluationRecord:
+    """Put what `score` returned, labelled as `label_models` does, into one record.
+
+    ``limit``, ``batch_size``, ``data_dir``, ``processes`` and ``share_prefixes`` are those of the run, ``command``
+    the line that repeats it.
+    """
+    rows = [_row(benchmark, scores, from_hub=suite.data_folder(data_dir) is None) for benchmark in suite.benchmarks]
+    source = "Hugging Face Hub" if data_dir is None else str(data_dir)
+    compared = {label: label != "base" and "base" in scores for label in scores}
+    return EvaluationRecord(
+        version=VERSION,
+        suite=SuiteRecord(name=suite.name, title=suite.title, columns=list(suite.columns)),
+        models={label: _model(result, scores["base"] if compared[label] else None) for label, result in scores.items()},
+        benchmarks=rows,
+        average=average_rows(rows, compared, suite.columns),
+        errors=[
+            Failure(model=label, benchmark=name, error=error)
+            for label, result in scores.items()
+            for name, error in result.errors.items()
+        ],
+        limit=limit,
+        partial_data=[row.name for row in rows if limit is None and _is_partial(row)],
+        data="the suite's own" if suite.data else source,
+        dtype=" and ".join(dict.fromkeys(result.dtype for result in scores.values())),
+        batch_size=batch_size,
+        share_prefixes=share_prefixes,
+        processes=processes,
+        seeds=dict(SEEDS),
+        versions=installed_versions(),
+        command=command,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        analysis={},
+    )
+
+
+def add_samples(folder: Path, report: EvaluationRecord, cache: ResultCache) -> None:
+    """Copy the logs of all scored items into ``folder`` and name each in ``report``.
+
+    Raises UserError when the disk refuses (through `new_folder`).
+    """
+    for row in report.benchmarks:
+        for label, figures in row.scores.items():
+            place = Path("samples") / file_name(label) / f"{file_name(row.name)}.jsonl"
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(cache.samples_file(label, row.name), folder / place)
+            figures.samples = str(place)
+
+
+def average_rows(rows: Sequence[Row], compared: dict[str, bool], columns: Sequence[str]) -> Average:
+    """Plain means over the benchmarks that every model has a score on, and its difference where it has a base.
+
+    ``compared``: whether the model of that label is compared with the base. ``columns``: the published ones, whose
+    averages are over the same benchmarks; None for one that lacks a figure on any of them.
+    """
+    complete = [
+        row
+        for row in rows
+        if all(
+            label in row.scores and (row.scores[label].delta or not has_base) for label, has_base in compared.items()
+        )
+    ]
+    scores: dict[str, AverageFigures] = {}
+    if complete:
+        for label in compared:
+            mean = plain_mean([row.scores[label] for row in complete])
+            scores[label] = AverageFigures(**mean.content())
+        for label in (label for label, has_base in compared.items() if has_base):
+            delta = plain_mean([row.scores[label].delta for row in complete])
+            scores[label].delta, scores[label].recovery = delta, kept_share(scores[label], scores["base"], delta)
+            scores[label].margin_kept = average_margin(complete, label)
+    published = {column: _published_mean(complete, column) for column in columns}
+    return Average(over=len(complete), total=len(rows), published=published, scores=scores)
+
+
+def _published_mean(rows: Sequence[Row], column: str) -> float | None:
+    figures = [row.published[column] for row in rows if column in row.published]
+    return statistics.plain_mean(figures) if figures and len(figures) == len(rows) else None
+
+
+def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -> Row:
+    """One benchmark: the figures of each model that has a score, and their paired difference to the base."""
+    name = benchmark.name
+    found = {label: result.scores[name] for label, result in scores.items() if name in result.scores}
+    chances = next((result.chances.get(name) for result in scores.values()), None)
+    digest = next((result.data[name] for result in scores.values() if name in result.data), None)
+    configs = {part.config for part in benchmark.expand()}
+    row = Row(
+        name=name,
+        shots=benchmark.shots,
+        metric=benchmark.metric if benchmark.filter == "none" else f"{benchmark.metric} ({benchmark.filter})",
+        dataset=benchmark.dataset,
+        dataset_config=configs.pop() if len(configs) == 1 else None,  # None where several are read as one benchmark
+        revision=benchmark.revision if from_hub else None,
+        # The Hub's is a digest of `datasets`' fingerprints, other ones in other versions of it: the commit says more.
+        data_sha256=None if from_hub else digest,
+        eval_split=benchmark.eval_split,
+        fewshot_split=benchmark.fewshot_split,
+        items_in_full=benchmark.items,
+        chance_rule=benchmark.chance,
+        chance=None if chances is None else round(100 * statistics.mean(chances), 6),
+        note=benchmark.note,
+        published=dict(benchmark.published),
+        scores={label: _figures(result, chances) for label, result in found.items()},
+    )
+    for label, figures in row.scores.items():
+        if label != "base" and "base" in found:
+            figures.delta = as_value(statistics.difference(found[label].strata, found["base"].strata), -1, 1)
+            compare_with_base(figures, row.scores["base"])
+    return row
+
+
+def _figures(result: Score, chances: statistics.Strata | None) -> Figures:
+    chance = 0.0 if chances is None else statistics.mean(chances)
+    margins = None if chances is None else statistics.difference(result.strata, chances)
+    return Figures(
+        **as_value(result.strata, 0, 1).content(),
+        items=result.items,
+        seconds=round(result.seconds, 2),
+        items_per_second=_rate(result.items, result.seconds),
+        batch_size=result.batch_size,
+        truncated=result.truncated,
+        tasks={task: {"value": 100 * value, "items": items} for task, (value, items) in result.tasks.items()},
+        margin=None if margins is None else as_value(margins, -chance, 1 - chance),
+    )
+
+
+def as_value(strata: statistics.Strata, low: float, high: float) -> Value:
+    """The mean of scores or differences between two bounds, in percent."""
+    error, interval = statistics.standard_error(strata), statistics.mean_interval(strata, low, high)
+    return Value(
+        value=100 * statistics.mean(strata),
+        stderr=None if error is None else 100 * error,
+        interval=interval and [100 * end for end in interval],
+    )
+
+
+def _rate(items: int, seconds: float) -> float | None:
+    """Items per second, to four digits."""
+    return float(f"{items / seconds:.4g}") if seconds > 0 else None
+
+
+def _is_partial(row: Row) -> bool:
+    return any(figures.items < row.items_in_full for figures in row.scores.values())
+
+
+def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:
+    """A model's record and how it was run; speed is over all benchmarks that were scored."""
+    items = sum(score.items for score in result.scores.values())
+    seconds = sum(score.seconds for score in result.scores.values())
+    return ModelRecord(
+        **describe_model(result.model, result.records),
+        weights_sha256=result.identity.weights,
+        plan_sha256=result.identity.plan,
+        revision=result.identity.revision,
+        dtype=result.dtype,
+        stored_dtype=result.stored_dtype,
+        device=result.device,
+        attention_backend=result.attention_backend,
+        hardware=" / ".join(dict.fromkeys(name for name in result.hardware.values() if name)),
+        context=result.context,
+        seconds=round(seconds, 2),
+        items=items,
+        items_per_second=_rate(items, seconds),
+        compared=base is not None,
+        other_base=base and other_base(result.records, base.model, base.identity.revision),
+    )
