@@ -46,12 +46,13 @@ from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.budget import allocate, plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import calibrate, make_fitter
 from moh_llm.conversion.checkpoint import write_description, write_weights
-from moh_llm.conversion.convert import ConversionOptions, calibration_batches
+from moh_llm.conversion.config import LONG, ConversionConfig
+from moh_llm.conversion.convert import calibration_batches
 from moh_llm.conversion.fit import LayerSample, Ridge, group_costs, group_metric
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.local_fit import LocalFitter
 from moh_llm.conversion.local_sample import STRIDE
-from moh_llm.conversion.plan import LONG, PlanOptions, shared_and_active
+from moh_llm.conversion.plan import PlanOptions, shared_and_active
 from moh_llm.conversion.sweeps import layer_samples
 from moh_llm.data.mixture import Mixture, mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
@@ -61,7 +62,6 @@ from moh_llm.files import check_output_folder, new_folder
 from moh_llm.intervals import show_figure
 from moh_llm.metrics import Batch
 
-DEFAULT = ConversionOptions("", Path())
 PLANS = {"fixed": "none", "Top-K of each layer": "linear", "threshold": "threshold"}
 BLOCK = 256  # tokens that count as one in intervals
 STEPS = 300  # of the small MLP's training
@@ -72,9 +72,9 @@ def main() -> int:
     parser.add_argument("base")
     parser.add_argument("--calibration", nargs="+", required=True, help="text files, or one mixture (.yaml)")
     parser.add_argument("--keys", type=float, nargs="+", default=[0.67, 0.5, 0.33])
-    parser.add_argument("--context", type=int, default=DEFAULT.context)
+    parser.add_argument("--context", type=int, default=ConversionConfig.context)
     parser.add_argument("--local-start", type=int, help="default: that of convert.py")
-    parser.add_argument("--calibration-tokens", type=int, default=DEFAULT.calibration_tokens)
+    parser.add_argument("--calibration-tokens", type=int, default=ConversionConfig.calibration_tokens)
     parser.add_argument("--seed", type=int, default=0, help="another one takes text after that of the seeds before it")
     add_compute_dtype(parser)
     jobs = parser.add_mutually_exclusive_group(required=True)

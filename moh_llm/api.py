@@ -15,9 +15,9 @@ The commands of `moh-llm` call these functions with the values of their flags. B
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from moh_llm.conversion.convert import Restored
@@ -29,18 +29,6 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 _Options = TypeVar("_Options")
-
-
-def _refuse_unknown(function: Callable, given: Mapping[str, Any]) -> None:
-    """Raise UserError where an argument is none of the words that its type names."""
-    from moh_llm.errors import UserError
-
-    for name, hint in function.__annotations__.items():
-        literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
-        words = [word for part in literals for word in get_args(part)]
-        value = given.get(name)
-        if isinstance(value, str) and words and value not in words:
-            raise UserError(f"{name}={value!r} must be {' or '.join(map(repr, words))}")
 
 
 def _options(kind: type[_Options], given: Mapping[str, Any], **others: Any) -> _Options:
@@ -113,38 +101,15 @@ def convert(
         UserError: bad input; ``output`` is then as before.
     """
     given = locals()
-    _refuse_unknown(convert, given)
-    import torch
-
-    from moh_llm.conversion.convert import ConversionOptions
+    from moh_llm.conversion.config import ConversionConfig
     from moh_llm.conversion.convert import convert as convert_checkpoint
-    from moh_llm.conversion.plan import PlanOptions
-    from moh_llm.data.mixture import EMBEDDED, mixture_from_arguments
-    from moh_llm.errors import UserError
     from moh_llm.hub.card import write_local_card
     from moh_llm.locking import lock_folder
-    from moh_llm.reading import expand_home
 
-    counts = {"context": (context, 1), "calibration-tokens": (calibration_tokens, 1)}
-    for name, (tokens, least) in (counts | {"heldout-tokens": (heldout_tokens, 0)}).items():
-        if tokens is not None and tokens < least:
-            raise UserError(f"--{name} {tokens} must be at least {least}")
-    place = Path(expand_home(output))
-    texts = [calibration] if isinstance(calibration, str | os.PathLike) else calibration
-    record = convert_checkpoint(
-        _options(
-            ConversionOptions,
-            given,
-            base=expand_home(base),
-            output=place,
-            plan=_options(PlanOptions, given, routing_granularity=routing_granularity or "head"),
-            calibration=mixture_from_arguments([expand_home(text) for text in texts]) if texts else EMBEDDED,
-            tokenizer=None if tokenizer is None else expand_home(tokenizer),
-            dtype=getattr(torch, dtype) if dtype else None,
-        )
-    )
-    with lock_folder(place):
-        write_local_card(place)
+    config = _options(ConversionConfig, given, routing_granularity=routing_granularity or "head")
+    record = convert_checkpoint(config)
+    with lock_folder(config.output):
+        write_local_card(config.output)
     return record
 
 
@@ -254,25 +219,12 @@ def evaluate(
         UserError: a model, the suite, the data or ``output`` cannot be used.
     """
     given = locals()
-    _refuse_unknown(evaluate, given)
-    from moh_llm.evaluation.evaluate import EvaluationOptions
+    from moh_llm.evaluation.config import EvaluationConfig
     from moh_llm.evaluation.evaluate import evaluate as evaluate_models
-    from moh_llm.reading import expand_home
 
     # lm-eval draws a bar for each task's prompts, 57 of them for MMLU; the bars over requests stay.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    several = [models] if isinstance(models, str | os.PathLike) else models
-    return evaluate_models(
-        _options(
-            EvaluationOptions,
-            given,
-            models=[expand_home(model) for model in several],
-            output=Path(expand_home(output)),
-            base=None if base is None else expand_home(base),
-            suite=expand_home(suite),
-            data_dir=None if data_dir is None else Path(expand_home(data_dir)),
-        )
-    )
+    return evaluate_models(_options(EvaluationConfig, given), command_line=command_line)
 
 
 def publish(
@@ -313,16 +265,7 @@ def publish(
         UserError: bad input, a check failed, or the Hub refused.
     """
     given = locals()
-    from moh_llm.hub.publish import PublishOptions
+    from moh_llm.hub.config import PublishConfig
     from moh_llm.hub.publish import publish as publish_folder
-    from moh_llm.reading import expand_home
 
-    return publish_folder(
-        _options(
-            PublishOptions,
-            given,
-            folder=Path(expand_home(folder)),
-            run=None if run is None else Path(expand_home(run)),
-            evaluation=None if evaluation is None else Path(expand_home(evaluation)),
-        )
-    )
+    return publish_folder(_options(PublishConfig, given))

@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,12 +17,13 @@ from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.budget import plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate, in_sight
 from moh_llm.conversion.checkpoint import write_description, write_weights
+from moh_llm.conversion.config import LONG, ConversionConfig
 from moh_llm.conversion.description import arithmetic, calibration_record
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.plan import LONG, PlanOptions, shared_and_active
+from moh_llm.conversion.plan import shared_and_active
 from moh_llm.conversion.verify import retrieval_prompt, verify
 from moh_llm.conversion.vocabulary import plan_widening, widen
-from moh_llm.data.mixture import EMBEDDED, Mixture
+from moh_llm.data.mixture import EMBEDDED, mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.tokenizer import open_tokenizer
@@ -46,41 +47,9 @@ from moh_llm.terminal import say_aside
 
 _BATCH_TOKENS = 2048
 WIDENED = ".widened"  # folder of the base with more tokens, until the conversion is done
-LONGEST = 8192  # tokens of context, by default
 
 
-@dataclass(frozen=True)
-class ConversionOptions:
-    """One conversion.
-
-    Attributes:
-        base: local folder, Hub id or Hub id@revision of a LLaMA checkpoint.
-        output: folder to make.
-        plan: which heads, which router.
-        calibration: text to fit the router on and, its held-out part, to verify on.
-        context: tokens in a sequence of calibration and verification, at most what the base was made for.
-        calibration_tokens, heldout_tokens: how much of it; of held-out text 0 proves nothing, and None is windows
-            of 64 documents (`held_out_tokens`).
-        tokenizer: folder or Hub id of a tokenizer with more tokens than the base's (`plan_widening`); None: the base's.
-        dtype: dtype of the written weights; None keeps the base's bytes.
-        compute_dtype: "auto", "bfloat16" or "float32", that the base is run in (`moh_llm.devices.compute_dtype`).
-        overwrite: whether a non-empty output folder may be replaced.
-    """
-
-    base: str
-    output: Path
-    plan: PlanOptions = field(default_factory=PlanOptions)
-    calibration: Mixture = EMBEDDED
-    context: int = LONGEST
-    calibration_tokens: int = 24576
-    heldout_tokens: int | None = None
-    tokenizer: str | None = None
-    dtype: torch.dtype | None = None
-    compute_dtype: str = "auto"
-    overwrite: bool = False
-
-
-def convert(options: ConversionOptions) -> Conversion:
+def convert(options: ConversionConfig) -> Conversion:
     """Convert a checkpoint into a MoH one and verify it; returns the record that is in `conversion.json`.
 
     Raises:
@@ -88,16 +57,17 @@ def convert(options: ConversionOptions) -> Conversion:
     """
     started = time.perf_counter()
     verifies = options.heldout_tokens != 0
-    reads_text = options.plan.needs_calibration or verifies
-    texts = [file for source in options.calibration.sources for file in source.files] if reads_text else []
+    reads_text = options.needs_calibration or verifies
+    mixture = EMBEDDED if options.calibration is None else mixture_from_arguments(options.calibration)
+    texts = [file for source in mixture.sources for file in source.files] if reads_text else []
     read = [options.base, *texts, *([options.tokenizer] if options.tokenizer else [])]
     check_output_folder(options.output, options.overwrite, reads=read)
-    base = open_base(options.base, paper_preset=options.plan.preset == "paper")
+    base = open_base(options.base, paper_preset=options.preset == "paper")
     records = _read_records(base)
     length = min(options.context, base.config.max_position_embeddings)
-    if length < options.context != LONGEST:
+    if length < options.context != ConversionConfig.context:
         say_aside(f"--context {options.context} is above the {length} positions of {options.base}: {length} are used")
-    plan = dataclasses.replace(options.plan, context=length)
+    plan = dataclasses.replace(options, context=length)
     shared_and_active(plan, base.config)  # impossible counts fail before anything runs
     wanted = options.heldout_tokens or held_out_tokens(length)  # sampled without a proof, too: the fit is the same
     _check_machine(options, base, wanted if verifies else 0)
@@ -107,7 +77,7 @@ def convert(options: ConversionOptions) -> Conversion:
         tokenizer = widening.tokenizer if widening else open_tokenizer(base.folder, base.config.vocab_size)
         long = length if length >= LONG else None
         rows = widening.rows if widening else base.config.vocab_size
-        sources = sample_mixture(options.calibration, tokenizer, options.calibration_tokens, wanted, long, length, rows)
+        sources = sample_mixture(mixture, tokenizer, options.calibration_tokens, wanted, long, length, rows)
     held_out: list[Batch] = []
     if verifies:
         held_out = validation_batches(sources, length, wanted, rows_of(length))
@@ -118,7 +88,8 @@ def convert(options: ConversionOptions) -> Conversion:
         chain = records.chain  # the base may be a tuned model itself, whose lineage then goes on
         if widening is not None:
             base = widen(base, widening, folder / WIDENED)  # what is converted, and compared with, from here on
-        dtype, device = options.dtype or base.dtype, choose_device()
+        asked = None if options.dtype is None else getattr(torch, options.dtype)
+        dtype, device = asked or base.dtype, choose_device()
         computed = compute_dtype(device, options.compute_dtype)
         record = Conversion(
             moh_llm=moh_llm.__version__,
@@ -127,13 +98,13 @@ def convert(options: ConversionOptions) -> Conversion:
             device=name_device(device),
             compute_dtype=str(computed).removeprefix("torch."),
         )
-        dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, device, options.dtype)
+        dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, device, asked)
         calibrated: list[LayerCalibration] | None = None
         if plan.needs_calibration:
             batches = calibration_batches(sources, length, options.calibration_tokens)
             (calibrated,) = calibrate(dense, batches, [plan], folder)
             record.calibration = calibration_record(
-                options.calibration.name, sources, length, options.calibration_tokens, calibrated
+                mixture.name, sources, length, options.calibration_tokens, calibrated
             )
         config, fits = plan_layers(plan, base.config, calibrated)
         config.dtype = dtype
@@ -152,7 +123,7 @@ def convert(options: ConversionOptions) -> Conversion:
             local_start=config.local_start if plan.head_fallback == "local" else None,
             **{name: getattr(config, name) for name in fields},
         )
-        weight_map = write_weights(folder, base, routing, options.dtype)
+        weight_map = write_weights(folder, base, routing, asked)
         record.arithmetic = arithmetic(config, base, routing, length)
         if verifies:
             converted = LayerwiseModel(folder, weight_map, config, computed, device)
@@ -239,9 +210,9 @@ def rows_of(length: int) -> int:
     return max(1, _BATCH_TOKENS // length)
 
 
-def _check_machine(options: ConversionOptions, base: BaseCheckpoint, heldout_tokens: int) -> None:
+def _check_machine(options: ConversionConfig, base: BaseCheckpoint, heldout_tokens: int) -> None:
     """Raise UserError where one layer's activations do not fit into memory, or all hidden states onto the disk."""
-    calibration = options.calibration_tokens if options.plan.needs_calibration else 0
+    calibration = options.calibration_tokens if options.needs_calibration else 0
     state = 4 * base.config.hidden_size  # bytes of a token
     if heldout_tokens:  # hidden states of both models
         check_memory(

@@ -2,128 +2,16 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
 from moh_llm.conversion.base import moh_fields
+from moh_llm.conversion.config import PlanOptions
 from moh_llm.errors import UserError
 from moh_llm.flops import local_keys
 from moh_llm.modeling import MoHLlamaConfig
 
-LONG = 2048  # tokens of context from which on local fallbacks are the default
-_WINDOW = 256  # tokens, from there on; docs/results/long_context.md compares windows
-_MOST_START = 1024  # tokens: with fewer, attention is too small a part of the time for heads to matter
 _MOST_FITS = 16  # numbers of dropped heads that a layer is fitted for
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """The user's options; None means the preset's or the default choice.
-
-    Attributes:
-        preset: "paper" for the paper's layer (first half shared, three quarters active, query-norm
-            router, even budgets, no fallbacks); None for ours.
-        num_shared_heads: heads per layer.
-        num_active_heads: heads per token, shared ones included; with uneven budgets the mean over layers.
-        keys: instead of `num_active_heads`, a share of the keys that the base's attention reads at `context` tokens.
-        context: tokens in a sequence.
-        router: "linear", "threshold", "query_norm", or "none", which has the same heads on for all tokens.
-        shared: "first" or "importance".
-        budgets: "uneven", by what each layer loses, or "even".
-        fallback: "value", "local" or "none"; see `MoHLlamaConfig.head_fallback`.
-        local_window, local_sinks: what local fallbacks attend to; None for a window of 256 tokens, and below 2,048
-            tokens of context of a sixteenth of it.
-        local_start: how many first tokens of a document have all heads on with local fallbacks; None for an eighth of
-            the context, 1,024 at most.
-        routing_granularity: "head" or "kv_group"; see `MoHLlamaConfig.routing_granularity`. Numbers of heads must
-            be whole groups.
-    """
-
-    preset: str | None = None
-    num_shared_heads: int | None = None
-    num_active_heads: int | None = None
-    keys: float | None = None
-    context: int = 512
-    router: str | None = None
-    shared: str = "first"
-    budgets: str | None = None
-    fallback: str | None = None
-    local_window: int | None = None
-    local_sinks: int = 4
-    local_start: int | None = None
-    routing_granularity: str = "head"
-
-    def __post_init__(self) -> None:
-        if self.router_type == "query_norm" and (self.budgets == "uneven" or self.fallback in ("value", "local")):
-            raise UserError("uneven budgets and fallbacks are fitted together with the linear router; drop query_norm")
-        if self.window < 1 or self.local_sinks < 0:
-            flag, least = ("--local-window", 1) if self.window < 1 else ("local_sinks", 0)
-            raise UserError(f"{flag} {min(self.window, self.local_sinks)} must be at least {least}")
-        if self.local_start is not None and not 0 <= self.local_start < self.context:
-            raise UserError(
-                f"--local-start {self.local_start} must be at least 0 and below the context, {self.context} tokens"
-            )
-        if self.router == "threshold" and self.head_fallback != "local":
-            raise UserError("the threshold router is fitted with local fallbacks; add --fallback local")
-        if self.router == "none" and self.num_shared_heads is not None:
-            raise UserError("with --router none the heads that are on are the shared ones; drop --num-shared-heads")
-
-    @property
-    def router_type(self) -> str:
-        """The router to build: the one asked for, else the preset's, else what goes with the fallback."""
-        if self.router or self.preset:
-            return self.router or "query_norm"
-        return "threshold" if self.head_fallback == "local" else "linear"
-
-    @property
-    def uneven(self) -> bool:
-        """Whether layers may differ in their number of active heads."""
-        return (self.budgets or ("uneven" if self.fits and self.preset is None else "even")) == "uneven"
-
-    @property
-    def head_fallback(self) -> str:
-        """The config's field."""
-        if self.fallback or self.preset or self.router == "query_norm":
-            return self.fallback or "none"
-        return "local" if self.context >= LONG else "value"
-
-    @property
-    def all_heads_until(self) -> int:
-        """Number of first tokens of a document that have all heads on, with local fallbacks."""
-        return max(self.start, self.window + self.local_sinks)
-
-    @property
-    def window(self) -> int:
-        """The config's `local_window`."""
-        if self.local_window is not None:
-            return self.local_window
-        return _WINDOW if self.context >= LONG else max(1, self.context // 16)
-
-    @property
-    def start(self) -> int:
-        """The config's `local_start`."""
-        return min(_MOST_START, self.context // 8) if self.local_start is None else self.local_start
-
-    @property
-    def fits(self) -> bool:
-        """Whether each layer is fitted to text: its router, its fallbacks, or which heads are on for all tokens."""
-        return self.router_type != "query_norm"
-
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether the plan depends on running the base over text."""
-        return self.fits or self.shared == "importance"
-
-    @property
-    def mixes(self) -> bool:
-        """Whether the fit finds which heads of a layer are shared, routed and never on."""
-        ours = self.head_fallback == "local" and self.preset is None
-        return self.fits and self.num_shared_heads is None and (ours or self.router_type == "none")
-
-    def heads_per_group(self, config: PreTrainedConfig) -> int:
-        """Number of heads of that base which are switched together."""
-        return config.num_attention_heads // config.num_key_value_heads if self.routing_granularity == "kv_group" else 1
 
 
 def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[int, int]:
@@ -144,8 +32,6 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
     shared, active = options.num_shared_heads, options.num_active_heads
     if active is not None and options.keys is not None:
         raise UserError("give --num-active-heads or --keys, not both")
-    if options.keys is not None and not 0 < options.keys <= 1:
-        raise UserError(f"--keys {options.keys} must be above 0 and at most 1")
     if shared is not None and not 0 <= shared <= heads:
         raise UserError(
             f"impossible head plan: num_shared_heads={shared} must lie between 0 and num_attention_heads={heads}"

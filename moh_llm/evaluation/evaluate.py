@@ -1,17 +1,17 @@
 """An evaluation, from its options to its report.
 
-    evaluation = evaluate(EvaluationOptions(["out/moh"], Path("out/report"), suite="smoke"))
+    evaluation = evaluate(EvaluationConfig(["out/moh"], Path("out/report"), suite="smoke"))
 
 Four steps: the tasks of a suite, lm-eval on every model, statistics of the scores, and the report's pages.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from moh_llm.evaluation import processes
+from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.head_analysis import analyse_models
 from moh_llm.evaluation.models import check_batch_size, check_model, label_models
 from moh_llm.evaluation.record import add_samples, build_record
@@ -25,26 +25,6 @@ from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.terminal import say_aside
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """The arguments of `moh_llm.evaluate`, which describes them."""
-
-    models: Sequence[str | Path]
-    output: Path
-    base: str | Path | None = None
-    suite: str = "paper"
-    data_dir: Path | None = None
-    limit: int | None = None
-    batch_size: int | Literal["auto"] = 8
-    compute_dtype: str = "auto"
-    device: str | None = None
-    share_prefixes: bool = False
-    log_samples: bool = False
-    analysis: bool = True
-    overwrite: bool = False
-    command_line: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,7 +51,7 @@ class Evaluation:
         return {label: found["error"] for label, found in self.record.analysis.items() if "error" in found}
 
 
-def evaluate(options: EvaluationOptions, say: Callable[[str], None] = say_aside) -> Evaluation:
+def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, command_line: str = "") -> Evaluation:
     """Score models on a suite, analyse their heads, and write the report.
 
     A benchmark or an analysis that fails is part of the result. Finished benchmarks are kept in OUTPUT.partial until
@@ -79,8 +59,9 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = say_aside)
     torchrun every process calls this: the items are shared among them and the first one writes.
 
     Args:
-        options: see `EvaluationOptions`.
+        options: see `EvaluationConfig`.
         say: receives lines of progress, on the first process.
+        command_line: the command that repeats the evaluation, for the record.
 
     Raises:
         UserError: an option, a model, the data or the output folder cannot be used.
@@ -108,7 +89,7 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = say_aside)
             share_prefixes=options.share_prefixes,
         )
         record = build_record(
-            *(suite, scores, options.limit, options.batch_size, options.data_dir, options.command_line, team.size),
+            *(suite, scores, options.limit, options.batch_size, options.data_dir, command_line, team.size),
             options.share_prefixes,
         )
         # The first process alone; the others wait, because a launcher ends all of them when one ends with an error.
@@ -120,18 +101,17 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = say_aside)
         leave.close()
         if team.rank > 0:
             return Evaluation(record, options.output, None, first_process=False)
-        _write(options, record, cache, say)
+        _write(options, record, cache, say, command_line)
         if not record.errors and not any("error" in found for found in record.analysis.values()):
             cache.remove()
             return Evaluation(record, options.output, None)
         return Evaluation(record, options.output, cache.folder if cache.folder.is_dir() else None)
 
 
-def _check(options: EvaluationOptions) -> tuple[Suite, dict[str, str]]:
+def _check(options: EvaluationConfig) -> tuple[Suite, dict[str, str]]:
     """The suite, and the models by label. Refuses what can be refused before anything slow begins."""
     suite = load_suite(options.suite)
-    base = None if options.base is None else str(options.base)
-    models = label_models([str(model) for model in options.models], base)
+    models = label_models(options.models, options.base)
     reads = [path for path in (*models.values(), options.data_dir) if path]
     check_output_folder(options.output, options.overwrite, reads)
     check_data(suite, options.data_dir)
@@ -144,11 +124,15 @@ def _check(options: EvaluationOptions) -> tuple[Suite, dict[str, str]]:
 
 
 def _write(
-    options: EvaluationOptions, record: EvaluationRecord, cache: ResultCache, say: Callable[[str], None]
+    options: EvaluationConfig,
+    record: EvaluationRecord,
+    cache: ResultCache,
+    say: Callable[[str], None],
+    command_line: str,
 ) -> None:
     """Write the report's folder. A training run behind a model that cannot be read is named and left out."""
     runs = read_runs([], runs_behind(record.described_models), say)
     with new_folder(options.output, options.overwrite) as folder:
         if options.log_samples:
             add_samples(folder, record, cache)
-        write_report(folder, runs, options.command_line, record)
+        write_report(folder, runs, command_line, record)

@@ -18,6 +18,7 @@ from moh_llm.hub.checks import (
     scrub,
     scrub_json,
 )
+from moh_llm.hub.config import PublishConfig
 from moh_llm.hub.licences import Licence, check_name, find_licence, notice
 from moh_llm.hub.lineage import Lineage, read_lineage
 from moh_llm.hub.proof import Proof, prove
@@ -28,23 +29,6 @@ from moh_llm.records.model import read_moh_config
 from moh_llm.records.seal import NAME as SEAL
 from moh_llm.records.seal import write_seal
 from moh_llm.terminal import say
-
-
-@dataclass(frozen=True)
-class PublishOptions:
-    """The arguments of `moh_llm.publish`, which describes them."""
-
-    folder: Path
-    repo_id: str
-    private: bool = False
-    revision: str | None = None
-    dry_run: bool = False
-    force: bool = False
-    run: Path | None = None
-    evaluation: Path | None = None
-    licence: str | None = None
-    allow_other_code: bool = False
-    drop_records: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +73,7 @@ def check_publishable(repo_id: str, lineage: Lineage, licence: str | None = None
     check_name(repo_id, find_licence(lineage, licence).id)
 
 
-def publish(options: PublishOptions, say: Callable[[str], None] = say) -> Publication:
+def publish(options: PublishConfig, say: Callable[[str], None] = say) -> Publication:
     """Check a model's folder, load it in a clean process, and upload it with its card. The folder is not changed.
 
     Code that is not this version's own is not run unless `allow_other_code` is set; without it the proof is skipped.
@@ -167,7 +151,7 @@ def _check_model(folder: Path) -> None:
     read_moh_config(folder)
 
 
-def _added(options: PublishOptions, files: list[str], lineage: Lineage, licence: Licence) -> dict[str, Path]:
+def _added(options: PublishConfig, files: list[str], lineage: Lineage, licence: Licence) -> dict[str, Path]:
     """Files to upload beside the model's own, by the name that they get: records, and the base's licence."""
     added = {}
     if licence.file is not None and licence.file.name not in files:
@@ -189,7 +173,7 @@ def _write_notice(copy: Path, licence: Licence) -> None:
         write_text(place, f"{present.rstrip()}\n\n{wanted}".lstrip())
 
 
-def _write_card(copy: Path, options: PublishOptions, forced: list[str]) -> None:
+def _write_card(copy: Path, options: PublishConfig, forced: list[str]) -> None:
     card = build_card(
         options.folder,
         options.repo_id,

@@ -13,8 +13,9 @@ import moh_llm
 from moh_llm.errors import UserError
 from moh_llm.hub import card
 from moh_llm.hub.checks import CARD
+from moh_llm.hub.config import PublishConfig
 from moh_llm.hub.lineage import Lineage, read_lineage
-from moh_llm.hub.publish import PublishOptions, check_publishable, publish
+from moh_llm.hub.publish import check_publishable, publish
 from moh_llm.hub.secrets import redact
 from moh_llm.terminal import say
 from moh_llm.training.config import HubConfig, TrainConfig
@@ -50,12 +51,12 @@ def write_run_card(config: TrainConfig) -> None:
             say(f"{model / CARD} was not written: {error}")
 
 
-def run_options(hub: HubConfig, run: Path, revision: str | None = None) -> PublishOptions:
+def run_options(hub: HubConfig, run: Path, revision: str | None = None) -> PublishConfig:
     """How RUN/model is published; that of RUN/milestones/step-N goes to the branch step-N."""
-    return PublishOptions(run / "model", hub.repo_id, revision=revision, run=run)
+    return PublishConfig(run / "model", hub.repo_id, revision=revision, run=run)
 
 
-def command_line(options: PublishOptions) -> str:
+def command_line(options: PublishConfig) -> str:
     """The `moh-llm publish` command for the options that training sets, quoted for a shell."""
     words = ["moh-llm", "publish", str(options.folder), "--repo-id", options.repo_id]
     for flag, value in (("--revision", options.revision), ("--run", options.run)):
@@ -153,7 +154,7 @@ def publish_run(config: TrainConfig, pushes: MilestonePushes) -> None:
         raise UserError(f"{trained} and is published, but {milestones}; give the same command again")
 
 
-def _start(options: PublishOptions, log: Path) -> "subprocess.Popen[bytes]":
+def _start(options: PublishConfig, log: Path) -> "subprocess.Popen[bytes]":
     """`moh-llm publish` in its own process, which imports this package from where this one did."""
     root = str(Path(moh_llm.__file__).resolve().parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}

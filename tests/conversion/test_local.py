@@ -95,12 +95,12 @@ def test_documents_within_the_window_are_too_short(base, convert, tmp_path, caps
     ("flags", "message"),
     [
         (["--keys", "0.1", "--local-window", "256"], "which have all heads on, and fallbacks read at 2048 tokens"),
-        (["--keys", "1.5"], "--keys 1.5 must be above 0 and at most 1"),
+        (["--keys", "1.5"], "keys=1.5 must be at most 1"),
         (["--keys", "0.5", "--num-active-heads", "2"], "give --num-active-heads or --keys, not both"),
         (["--router", "threshold", "--fallback", "value"], "fitted with local fallbacks; add --fallback local"),
         (["--router", "none", "--num-shared-heads", "1"], "drop --num-shared-heads"),
-        (["--fallback", "local", "--local-window", "0"], "--local-window 0 must be at least 1"),
-        (["--context", "0"], "--context 0 must be at least 1"),
+        (["--fallback", "local", "--local-window", "0"], "local_window=0 must be greater than 0"),
+        (["--context", "0"], "context=0 must be greater than 0"),
     ],
 )
 def test_what_cannot_be_followed_is_named(base, convert, tmp_path, capsys, flags, message):

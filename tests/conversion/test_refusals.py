@@ -172,7 +172,7 @@ BAD_INPUT = {
     "empty text": (calibration("empty.jsonl", ""), "empty.jsonl is empty; correct it, or leave the file out"),
     "short text": (calibration("short.txt", "A few words."), "fewer than one window"),
     "missing text": (calibration("nowhere.jsonl"), "no file at"),
-    "no tokens": (flags("--calibration-tokens", "0"), "--calibration-tokens 0 must be at least 1"),
+    "no tokens": (flags("--calibration-tokens", "0"), "calibration_tokens=0 must be greater than 0"),
     "output in the way": (_output_in_the_way, "exists and is not empty; pass --overwrite"),
     "output is a file": (_output_is_a_file, "is a file; name a folder"),
     "output below a file": (_output_below_a_file, "lies below"),

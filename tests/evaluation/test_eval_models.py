@@ -10,8 +10,8 @@ import torch
 from records import warnings
 from safetensors.torch import load_file, save_file
 
-from moh_llm.conversion.convert import ConversionOptions, convert
-from moh_llm.conversion.plan import PlanOptions
+from moh_llm.conversion.config import ConversionConfig
+from moh_llm.conversion.convert import convert
 from moh_llm.errors import UserError
 from moh_llm.evaluation.models import check_model, describe_model, label_models, other_base
 from moh_llm.evaluation.record import build_record
@@ -117,7 +117,7 @@ def test_description_names_heads_and_records(tiny_moh: Path, paper_moh: Path) ->
 def test_description_has_what_the_conversion_found_at_long_context(tiny_llama: Path, tmp_path: Path) -> None:
     """But not of a tuned model, which is not the one that was verified."""
     moh = tmp_path / "moh"
-    convert(ConversionOptions(str(tiny_llama), moh, PlanOptions(preset="paper"), context=64, heldout_tokens=2048))
+    convert(ConversionConfig(base=tiny_llama, output=moh, preset="paper", context=64, heldout_tokens=2048))
     record = json.loads((moh / "conversion.json").read_text())
     part = {"start": 2048, "tokens": 6144, "perplexity_ratio": 1.25, "kl": 0.0125}
     asked = {"task": "copying", "asked": 120, "base": 96, "converted": 48}

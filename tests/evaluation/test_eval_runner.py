@@ -178,12 +178,13 @@ def test_a_failed_benchmark_does_not_lose_the_others(
 
 
 def test_cut_prompts_are_reported_by_the_function_behind_the_command(tiny_llama: Path, tmp_path: Path) -> None:
-    from moh_llm.evaluation.evaluate import EvaluationOptions, evaluate
+    from moh_llm.evaluation.config import EvaluationConfig
+    from moh_llm.evaluation.evaluate import evaluate
 
     short, output = shutil.copytree(tiny_llama, tmp_path / "short"), tmp_path / "report"
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
-    evaluation = evaluate(EvaluationOptions([short], output, suite="smoke", limit=1, device="cpu"), say=print)
+    evaluation = evaluate(EvaluationConfig([short], output, suite="smoke", limit=1, device="cpu"), say=print)
     assert (evaluation.folder, evaluation.partial, evaluation.failed_benchmarks) == (output, None, [])
     assert [row.scores["model"].truncated for row in evaluation.record.benchmarks] == [False, True, False]
     warning = "Prompts longer than model's context of 200 tokens lost their beginning in Stories"

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.hub import publish as publishing
+from moh_llm.hub.config import PublishConfig
 from moh_llm.hub.lineage import Lineage
 from moh_llm.hub.proof import Proof
-from moh_llm.hub.publish import PublishOptions, publish
+from moh_llm.hub.publish import publish
 
 SECRET = "ghp_" + "Ab3dEf6hIj9kLm2nOp5q" + "Rs8tUv1wXy4zAb7c"
 LLAMA_32 = "LLAMA 3.2 COMMUNITY LICENSE AGREEMENT\nLlama 3.2 Version Release Date: September 25, 2024\n"
@@ -75,7 +76,7 @@ def test_what_is_published_is_the_folder_without_local_paths_and_with_its_card(f
 
 def test_the_function_returns_what_it_published_or_raises(folder, fake_hub, proven):
     lines: list[str] = []
-    done = publish(PublishOptions(folder, "org/moh", revision="v1"), lines.append)
+    done = publish(PublishConfig(folder, "org/moh", revision="v1"), lines.append)
     sent = fake_hub.branches["org/moh"]["v1"]
     assert (done.repo_id, done.url, done.commit) == ("org/moh", f"{fake_hub.url}/org/moh/tree/v1", "1" * 40)
     assert {file.name: file.size for file in done.files} | {".gitattributes": len(sent[".gitattributes"])} == {
@@ -85,7 +86,7 @@ def test_the_function_returns_what_it_published_or_raises(folder, fake_hub, prov
     assert lines[-1] == f"published: {done.url}"
     (folder / "notes.md").touch()
     with pytest.raises(UserError, match=rf"{folder} is not published: notes.md: is not part of a model"):
-        publish(PublishOptions(folder, "org/moh"), lines.append)
+        publish(PublishConfig(folder, "org/moh"), lines.append)
 
 
 def test_a_secret_stops_it_even_with_force_and_in_a_card_that_is_replaced(folder, fake_hub, proven, capsys):
@@ -152,7 +153,7 @@ def test_records_of_run_and_evaluation_are_published_without_local_paths(folder,
     (run / "run.json").write_text(json.dumps({"config": {"output_dir": str(run), "seed": 0}}))
     behind = SimpleNamespace(folder=run, recipe={"model": str(tmp_path)})
     monkeypatch.setattr(publishing, "read_lineage", lambda folder, run: Lineage(folder, None, behind))
-    done = publish(PublishOptions(folder, "org/moh", dry_run=True, evaluation=evaluation), say=lambda line: None)
+    done = publish(PublishConfig(folder, "org/moh", dry_run=True, evaluation=evaluation), say=lambda line: None)
     assert {"evaluation.json", "run.json"} < {file.name for file in done.files}
     assert sorted(done.scrubbed) == ["evaluation.json", "run.json"]
 

@@ -14,7 +14,7 @@ import torch
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.hub import pushes
-from moh_llm.hub.publish import PublishOptions
+from moh_llm.hub.config import PublishConfig
 from moh_llm.training.config import HubConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,7 +122,7 @@ class Processes:
         self.endless = False
         self.last: subprocess.Popen[bytes] | None = None
 
-    def start(self, options: PublishOptions, log: Path) -> "subprocess.Popen[bytes]":
+    def start(self, options: PublishConfig, log: Path) -> "subprocess.Popen[bytes]":
         """What `pushes._start` does."""
         self.started.append(options.revision)
         code = f"print('published: http://hub/{options.repo_id}/tree/{options.revision}')"
@@ -257,7 +257,7 @@ def test_a_process_that_does_not_start_or_is_killed_is_a_failed_push(processes, 
     assert processes.last is not None
     processes.last.kill()
 
-    def start(options: PublishOptions, log: Path) -> None:
+    def start(options: PublishConfig, log: Path) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(pushes, "_start", start)
