@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from moh_llm.analysis.watch import LayerPass, watch
+from moh_llm.analysis.heads import LayerPass, watch
 from moh_llm.devices import choose_device, float64_device, synchronize, wide
 from moh_llm.metrics import compare_predictions
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from moh_llm.analysis.watch import shared_heads
+from moh_llm.analysis.heads import shared_heads
 from moh_llm.metrics import Batch, LogitsOf, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.routing_moh import select_top_k

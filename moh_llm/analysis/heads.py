@@ -1,37 +1,166 @@
-"""Which heads tokens use: head load (Fig. 3 and B), and the heads of each token (a table of the rebuttal).
+"""A forward pass watched layer by layer: which heads tokens have on, what heads give, and where they attend.
 
-H heads of a layer, in the model's order.
+Shapes: B batch, T tokens, C hidden size, H query heads, D head size. Heads are in the model's order.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moh_llm.analysis.watch import LayerPass, last_routed_layer, shared_heads, watch
+from moh_llm.attention import interval_attention
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaPreTrainedModel, MoHRouter
+from moh_llm.modeling.interval_attention_moh import NAME
+from moh_llm.modeling.seen_moh import Seen
+
+_PATTERNS = "attention_patterns"  # attribute of an attention layer that holds its weights until its pass is taken
 
 
 @dataclass(frozen=True)
-class HeadLoad:
-    """Head load on one text, all lists over layers.
+class LayerPass:
+    """States of one attention layer for one batch."""
 
-    Attributes:
-        tokens: how many were counted.
-        load: per layer, the share of tokens that have each head on, `[H]`; 1 for shared heads.
-        shared_heads: per layer, ids of the shared heads.
-        balance: `load_balance` of each layer's routed heads, or of its groups where these are routed.
+    layer: int
+    router: MoHRouter
+    router_inputs: tuple[torch.Tensor, torch.Tensor]
+    """The layer's input `[B, T, C]` and queries `[B, T, H, D]`."""
+    on: torch.Tensor
+    """Which heads each token has on, bool `[B, T, H]`."""
+    heads: torch.Tensor
+    """Input of the output projection `[B, T, H, D]`: g_i H_i of Eq. 4; of a head that is off its fallback, or zeros."""
+    patterns: torch.Tensor | None
+    """Attention weights `[B, H, T, T]` within `attention_patterns`; None where the backend does not return them."""
+
+
+@torch.no_grad()
+def watch(
+    model: MoHLlamaPreTrainedModel,
+    batches: Iterable[Batch],
+    take: Callable[[LayerPass], None],
+    advance: Callable[[int], object] = lambda tokens: None,
+) -> int:
+    """Run the decoder over batches and pass each layer's states to ``take``; returns the number of tokens.
+
+    Args:
+        model: a MoH model in evaluation mode.
+        batches: `input_ids` and `position_ids` `[B, T]`; documents are isolated where positions restart.
+        take: called once per batch and layer, first layer first.
+        advance: receives the number of tokens after each batch.
+
+    Raises:
+        UserError: there are no tokens.
     """
+    decoder = getattr(model, model.base_model_prefix, model)
+    device = next(decoder.parameters()).device
+    tokens = 0
+    with _hooks(decoder, take):
+        for batch in batches:
+            if count := batch["input_ids"].numel():
+                ids, positions = batch["input_ids"].to(device), batch["position_ids"].to(device)
+                decoder(input_ids=ids, position_ids=positions, use_cache=False)
+            tokens += count
+            advance(count)
+    if not tokens:
+        raise UserError("the text to analyse has no tokens; give more text")
+    return tokens
 
-    tokens: int
-    load: list[list[float]]
-    shared_heads: list[list[int]]
-    balance: list[float | None]
+
+@contextmanager
+def _hooks(decoder: nn.Module, take: Callable[[LayerPass], None]) -> Iterator[None]:
+    handles = []
+    for number, layer in enumerate(decoder.layers):
+        attention, seen = layer.self_attn, {}
+        handles += [
+            attention.router.register_forward_hook(partial(_keep_routing, seen)),
+            attention.o_proj.register_forward_pre_hook(partial(_keep_heads, seen)),
+            attention.register_forward_hook(partial(_pass_on, seen, number, take)),
+        ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keep_routing(seen: dict, router: MoHRouter, args: tuple, output: tuple) -> None:
+    logits, gate = output
+    # A weighted score may round to zero, so the selection counts as well.
+    selected = router._of_heads(logits.new_ones(*logits.shape[:-1], router.shared_groups), router.select(logits))
+    seen |= {"router": router, "router_inputs": args[:2], "on": (gate != 0) | selected.bool()}
+
+
+def _keep_heads(seen: dict, o_proj: nn.Module, args: tuple) -> None:
+    seen["heads"] = args[0]
+
+
+def _pass_on(
+    seen: dict, number: int, take: Callable[[LayerPass], None], attention: nn.Module, args: tuple, output: tuple
+) -> None:
+    seen["heads"] = seen["heads"].unflatten(-1, (-1, attention.head_dim))
+    patterns = vars(attention).pop(_PATTERNS, output[1])
+    take(LayerPass(layer=number, patterns=patterns, **seen))
+    seen.clear()
+
+
+@contextmanager
+def attention_patterns(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
+    """Give `LayerPass.patterns` within the block: the weights of all heads, on or off, over a token's whole document.
+
+    With all heads on, the weights are those of the eager implementation.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+
+    def keep_weights(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        first: torch.Tensor,
+        seen: Seen,
+        scaling: float,
+        *given: Any,
+        module: nn.Module,
+        **more: Any,
+    ) -> torch.Tensor:
+        setattr(module, _PATTERNS, _weights(query, key, seen, scaling))
+        return interval_attention(query, key, value, first, seen, scaling, *given, module=module, **more)
+
+    ALL_ATTENTION_FUNCTIONS[NAME] = keep_weights
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[NAME]
+        model.set_attn_implementation(before)
+
+
+def _weights(query: torch.Tensor, key: torch.Tensor, seen: Seen, scaling: float) -> torch.Tensor:
+    """Attention weights `[B, H, T, T]` of the queries for all keys of their documents."""
+    places = torch.arange(key.shape[2], device=key.device)
+    shows = ((places <= seen.last) & (places >= seen.start)).unsqueeze(1)
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3) * scaling
+    scores = scores.masked_fill(~shows, -torch.inf)
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+
+
+def shared_heads(router: MoHRouter) -> list[int]:
+    """Sorted ids of a layer's shared heads."""
+    return list(router.kinds()[0])
+
+
+def last_routed_layer(model: MoHLlamaPreTrainedModel) -> int:
+    """Number of the last layer in which tokens choose among heads. Raises UserError if there is none."""
+    layers = [number for number, router in enumerate(model.routers) if router.num_routed]
+    if not layers:
+        raise UserError("the model has no routed heads: every head of every layer is shared")
+    return layers[-1]
 
 
 @torch.no_grad()
@@ -44,12 +173,12 @@ def heads_on(
 ) -> torch.Tensor:
     """Which heads each token has on, bool `[B, layers, T, H]`, by one forward pass of the decoder.
 
-    The entries of padding mean nothing. Without a mask, a document begins wherever `position_ids` restart.
+    Entries of padding are undefined. Without a mask, a document begins wherever `position_ids` restart.
 
     Args:
         model: a MoH model, or its decoder.
         input_ids: `[B, T]`.
-        attention_mask: `[B, T]`, 0 where a position is padding.
+        attention_mask: `[B, T]`, 0 at padding.
         position_ids: `[B, T]`.
         kwargs: more arguments of the decoder, such as `past_key_values`.
     """
@@ -68,94 +197,64 @@ def heads_on(
     return torch.stack(found, dim=1)
 
 
-def head_load(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> HeadLoad:
-    """Activations / tokens of each head in each layer (Fig. 3), over every position of the batches.
-
-    Raises:
-        UserError: there are no tokens.
-    """
-    routers = model.routers
-    counts = [torch.zeros(router.num_heads, dtype=torch.int64) for router in routers]
-
-    def take(seen: LayerPass) -> None:
-        counts[seen.layer] += seen.on.sum((0, 1)).cpu()
-
-    tokens = watch(model, batches, take)
-    load = [(count.double() / tokens).tolist() for count in counts]
-    return HeadLoad(
-        tokens=tokens,
-        load=load,
-        shared_heads=[shared_heads(router) for router in routers],
-        balance=[
-            load_balance([shares[head] for head in router.routed_heads[:: router.group_size]])
-            for router, shares in zip(routers, load, strict=True)
-        ],
-    )
-
-
-def load_balance(routed_load: Sequence[float]) -> float | None:
-    """Entropy of routed heads' shares of all activations, over its maximum, log R.
-
-    1 where R heads are used alike; log K / log R where all tokens use the same K of them. None where
-    nothing can be uneven: below 2 heads, or where no head is ever on.
-    """
-    total = sum(routed_load)
-    if len(routed_load) < 2 or total == 0:
-        return None
-    entropy = -sum(load / total * math.log(load / total) for load in routed_load if load)
-    return entropy / math.log(len(routed_load))
-
-
 @dataclass(frozen=True)
-class TokenHeads:
-    """Heads of a text's tokens.
-
-    Attributes:
-        tokens: the tokens as printable strings.
-        layers: numbers of the layers.
-        on: for each of these layers and each token, whether each head is on; heads in the model's order.
-    """
+class AttentionMaps:
+    """Attention of one layer to a text of T tokens."""
 
     tokens: list[str]
-    layers: list[int]
-    on: list[list[list[bool]]]
+    """The tokens as printable strings."""
+    layer: int
+    weights: torch.Tensor
+    """Weight of each query for each key, `[H, T, T]` in float32, also where a query has the head off."""
+    on: torch.Tensor
+    """Whether a token has a head on, `[H, T]`."""
 
 
-def token_heads(model: MoHLlamaPreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> TokenHeads:
-    """The heads that each token of one text has on in the last layer that has routed heads.
+def attention_maps(
+    model: MoHLlamaPreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, layer: int
+) -> AttentionMaps:
+    """The softmax of queries and keys of one layer (the weights of H_i in Eq. 1), and the heads that tokens have on.
+
+    The layers before it run as the model does, with heads off.
 
     Args:
         model: a MoH model in evaluation mode.
         tokenizer: its tokenizer; its special tokens are added, and shown.
-        text: read in one pass.
+        text: read in one pass, which takes H T^2 weights of memory per layer.
+        layer: number of the layer, from 0.
 
     Raises:
-        UserError: no layer has routed heads, or the text has no tokens.
+        UserError: there is no such layer, or the text has no tokens.
     """
-    last = last_routed_layer(model)
-    ids = tokenizer(text)["input_ids"]
-    if not ids:
-        raise UserError("the text has no tokens; give more text")
-    on = heads_on(model, torch.tensor([ids], device=model.device))[0, last]
-    return TokenHeads(token_strings(tokenizer, ids), [last], [on.tolist()])
+    if not 0 <= layer < model.config.num_hidden_layers:
+        raise UserError(f"layer {layer}: the model has layers 0 to {model.config.num_hidden_layers - 1}")
+    ids = torch.tensor([tokenizer(text)["input_ids"]], dtype=torch.int64)
+    found: list[torch.Tensor] = []
+
+    def take(seen: LayerPass) -> None:
+        if seen.layer == layer:
+            found.extend((seen.patterns[0].float().cpu(), seen.on[0].T.cpu()))
+
+    with attention_patterns(model):
+        watch(model, [{"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}], take)
+    return AttentionMaps(token_strings(tokenizer, ids[0].tolist()), layer, *found)
 
 
 def token_strings(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Each token as it reads in its text, spaces kept, with line breaks and the like escaped.
+    """Each token as it reads in its text, with spaces kept and line breaks escaped.
 
-    A token that is only a part of a character, or that decodes to nothing, goes by its name in the vocabulary.
+    A token that is part of a character, or that decodes to nothing, is shown as the vocabulary has it.
     """
     pieces = []
     for number, token in enumerate(ids):
-        before = _decode(tokenizer, ids[number - 1 : number])
-        piece = _decode(tokenizer, ids[max(0, number - 1) : number + 1])
-        # Some tokenizers drop the space that opens a text, so a token is read behind its predecessor.
-        piece = piece.removeprefix(before) if piece.startswith(before) else _decode(tokenizer, [token])
+        before = tokenizer.decode(ids[max(0, number - 1) : number], clean_up_tokenization_spaces=False)
+        piece = tokenizer.decode(ids[max(0, number - 1) : number + 1], clean_up_tokenization_spaces=False)
+        # Some tokenizers drop the space at the start of a text, so a token is read behind its predecessor.
+        if piece.startswith(before):
+            piece = piece.removeprefix(before)
+        else:
+            piece = tokenizer.decode([token], clean_up_tokenization_spaces=False)
         if not piece or "\N{REPLACEMENT CHARACTER}" in piece:
             piece = tokenizer.convert_ids_to_tokens(token)
         pieces.append("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in piece))
     return pieces
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -1,53 +1,41 @@
 """All analyses of one model on named texts, such as benchmarks, as one record ready for JSON.
 
-    record = analyse(model, tokenizer, {"SciQ": ["Who wrote ...", ...], "PIQA": [...]})
-
-Its parts are what the other modules return, as plain lists and numbers.
+record = analyse(model, tokenizer, {"SciQ": ["Who wrote ...", ...], "PIQA": [...]})
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from types import MethodType
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from moh_llm.analysis.cost import flops_by_length, seconds_by_length
-from moh_llm.analysis.features import feature_rank, similarity_table
-from moh_llm.analysis.heads import head_load, token_heads
-from moh_llm.analysis.scores import QUANTILES, LayerScores, routing_scores
-from moh_llm.analysis.watch import last_routed_layer
-from moh_llm.attention import choose_for
+from moh_llm.analysis.heads import heads_on, last_routed_layer, token_strings
+from moh_llm.analysis.measures import measure_heads, similarity_table
 from moh_llm.data.shards import Shard, TokenStream
 from moh_llm.data.windows import fixed_batches, stack, window
+from moh_llm.devices import synchronize
 from moh_llm.errors import UserError
+from moh_llm.flops import forward_flops
 from moh_llm.metrics import Batch
-from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaForCausalLM, MoHLlamaPreTrainedModel
 
 SENTENCE = "When the rain stopped, Anna counted 12 boats on the river and asked why none of them had moved."
 LENGTHS = tuple(2**n for n in range(7, 18))  # tokens: 128 to 131,072
-BINS = 20  # of the histograms in the record: finer ones would be most of it
 _ROW = 512  # tokens
 _ROWS = 4  # of a batch
 _COSTLY_TOKENS = 2048  # of all texts together, where attention weights are computed
 _LONGEST_TIMED = 8192  # tokens
 _SLOW = 5.0  # seconds of all forward passes of a length, after which no longer one is timed
 _REPEATS = 3
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """Batches that move a bar by their tokens."""
-
-    batches: Sequence[Batch]
-    bar: tqdm
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self.batches:
-            yield batch
-            self.bar.update(batch["input_ids"].numel())
+Cost = dict[str, float]
 
 
 def analyse(
@@ -58,85 +46,66 @@ def analyse(
     tokens_per_text: int = 1024,
     lengths: Sequence[int] = LENGTHS,
 ) -> dict[str, Any]:
-    """Results of all functions of this package, by name.
+    """Measure a model's heads on some texts, and its cost by length.
 
-    Of each text the first `tokens_per_text` tokens are read, in rows of 512 or of the model's context,
-    each document isolated; a document that is longer than a row loses its beginning. Similarity,
-    which is costly, takes equal parts of the texts, about 2,048 tokens in all, and states how many.
+    The first `tokens_per_text` tokens of each text are read, in rows of 512 tokens or of the model's context, with each
+    document isolated; a document that is longer than a row loses its beginning. Similarity, which is costly, reads
+    equal parts of the texts, about 2,048 tokens in all. A bar shows the tokens of all passes.
 
     Args:
         model: a MoH model in evaluation mode, where it lies, as it is set.
         tokenizer: its tokenizer; it adds its special tokens to each document.
         texts: documents by the name of their text.
-        sentence: what `token_heads` shows.
+        sentence: its tokens are recorded with the heads that each has on in the last layer with routed heads.
         tokens_per_text: the most that is read of a text.
-        lengths: in tokens, for the cost. FLOPs leave out those beyond the model's context, measured
-            seconds those beyond 8,192 and beyond the first whose passes take more than 5 s together, too.
-
-    A bar shows the stage, and the tokens of all passes that are done.
+        lengths: in tokens, for the cost. FLOPs leave out those beyond the model's context; measured seconds also those
+            beyond 8,192 and those after the first whose passes take more than 5 s together.
 
     Raises:
-        UserError: a model that is not MoH or has no routed heads, a text without tokens, or a model
-            that does not compute finite numbers.
+        UserError: a model that is not MoH or has no routed heads, a text without tokens, or a model that does not
+            compute finite numbers.
     """
     if not isinstance(model, MoHLlamaForCausalLM):
         raise UserError(f"a {type(model).__name__} has no heads to choose among: only MoH models are analysed")
-    last = last_routed_layer(model)  # before anything slow; in a layer without routed heads all loads are 1
+    last = last_routed_layer(model)
     context = model.config.max_position_embeddings
     row = min(_ROW, context)
 
     streams = {name: _read(tokenizer, documents, row, tokens_per_text) for name, documents in texts.items()}
-    share = max(1, _COSTLY_TOKENS // max(1, len(texts)))
+    if not streams or not all(map(len, streams.values())):
+        raise UserError("a text to analyse has no tokens; give more text")
+    share = max(1, _COSTLY_TOKENS // len(streams))
     few = [batch for stream in streams.values() for batch in _batches(_first(stream, share), row)]
-    costly = sum(batch["input_ids"].numel() for batch in few)
     lengths = [length for length in lengths if length <= context]
     timed = [length for length in lengths if length <= _LONGEST_TIMED]
 
-    record: dict[str, Any] = {
-        "texts": {name: len(stream) for name, stream in streams.items()},
-        "layers": len(model.routers),
-        "heads": model.config.num_attention_heads,
-        "num_shared": [router.num_shared for router in model.routers],
-        "num_active": [router.num_active for router in model.routers],
-        # Of a document: the loads below count them.
-        "all_heads_until": model.config.all_heads_until if model.config.head_fallback == "local" else 0,
-        "device": str(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "attention_backend": choose_for(model.device, model.dtype, model.config.head_dim).name,
-    }
-    tokens = 5 * sum(record["texts"].values()) + 2 * costly + 2 * (1 + _REPEATS) * sum(timed)
-    # Not disabled: `moh_llm.evaluate` disables the bars of lm-eval.
-    with tqdm(total=tokens, unit="token", unit_scale=True, disable=False) as bar:
-        batches = {name: _Counted(_batches(stream, row), bar) for name, stream in streams.items()}
-        everything = _Counted([batch for text in batches.values() for batch in text.batches], bar)
-
-        bar.set_description("head load", refresh=False)
-        record["head_load"] = asdict(head_load(model, everything))
-        loads = {name: head_load(model, text) for name, text in batches.items()}
-        record["head_load_by_text"] = {
-            "layer": last,
-            "shared_heads": record["head_load"]["shared_heads"][last],
-            "tokens": {name: load.tokens for name, load in loads.items()},
-            "load": {name: load.load[last] for name, load in loads.items()},
-            "balance": {name: load.balance[last] for name, load in loads.items()},
+    tokens = sum(map(len, streams.values())) + 2 * sum(batch["input_ids"].numel() for batch in few)
+    tokens += 2 * (1 + _REPEATS) * sum(timed)
+    # `moh_llm.evaluate` disables the bars of lm-eval by an environment variable, but not this one.
+    with tqdm(desc="analysis", total=tokens, unit="token", unit_scale=True, disable=False) as bar:
+        measures = measure_heads(model, {name: _batches(stream, row) for name, stream in streams.items()}, bar.update)
+        ids = tokenizer(sentence)["input_ids"]
+        on = heads_on(model, torch.tensor([ids], device=model.device))[0, last]
+        return {
+            "heads": model.config.num_attention_heads,
+            "num_active": [router.num_active for router in model.routers],
+            # The tokens of a document that have all heads on count in the loads below.
+            "all_heads_until": model.config.all_heads_until if model.config.head_fallback == "local" else 0,
+            "device": str(model.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            **measures,
+            "token_heads": {"tokens": token_strings(tokenizer, ids), "layers": [last], "on": [on.tolist()]},
+            "similarity": similarity_table(model, few, bar.update),
+            "flops": [
+                {
+                    "length": length,
+                    "moh": forward_flops(model.config, length),
+                    "dense": forward_flops(model.config, length, dense=True),
+                }
+                for length in lengths
+            ],
+            "seconds": seconds_by_length(model, timed, _REPEATS, _SLOW, bar.update),
         }
-        bar.set_description("routing scores", refresh=False)
-        layers = [_coarse(layer) for layer in routing_scores(model, everything)]
-        record["routing_scores"] = _finite({"quantiles": list(QUANTILES), "bins": BINS, "layers": layers})
-        coarse = {name: _coarse(routing_scores(model, text)[last]) for name, text in batches.items()}
-        record["routing_scores_by_text"] = _finite({"layer": last, "texts": coarse})
-        record["token_heads"] = {"text": sentence, **asdict(token_heads(model, tokenizer, sentence))}
-        bar.set_description("similarity of heads", refresh=False)
-        table = {which: asdict(found) for which, found in similarity_table(model, _Counted(few, bar)).items()}
-        record["similarity"] = _finite({"tokens": costly, **table})
-        bar.set_description("feature rank", refresh=False)
-        record["feature_rank"] = asdict(feature_rank(model, everything))
-        bar.set_description("cost by length", refresh=False)
-        record["flops"] = [asdict(cost) for cost in flops_by_length(model.config, lengths)]
-        seconds = seconds_by_length(model, timed, _REPEATS, _SLOW, bar.update)
-        record["seconds"] = [asdict(cost) for cost in seconds]
-        bar.set_description("analysis", refresh=False)
-    return record
 
 
 def _read(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], row: int, tokens: int) -> TokenStream:
@@ -145,8 +114,7 @@ def _read(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], row: int
     for document in documents:
         if sum(map(len, pieces)) >= tokens:
             break
-        # Not verbose: it would warn of documents that are longer than the context.
-        ids = tokenizer(document, verbose=False)["input_ids"]
+        ids = tokenizer(document, verbose=False)["input_ids"]  # verbose, it warns of every long document
         # The end holds the question, and the beginning of the next row would lack its context.
         pieces.append(np.array(ids[-row:], dtype=np.int64))
     return _first(TokenStream.of([Shard.of(pieces)]), tokens)
@@ -163,20 +131,64 @@ def _batches(stream: TokenStream, row: int) -> list[Batch]:
     return [*batches, stack([window(stream, len(stream) - rest, rest)], rest)] if rest else batches
 
 
-def _coarse(layer: LayerScores) -> dict[str, Any]:
-    """A layer's distributions with histograms of `BINS` bins."""
-    found = asdict(layer)
-    for distribution in filter(None, found.values()):
-        fine = distribution["histogram"]
-        width = len(fine) // BINS
-        distribution["histogram"] = [sum(fine[first : first + width]) for first in range(0, len(fine), width)]
-    return found
+@torch.no_grad()
+def seconds_by_length(
+    model: MoHLlamaForCausalLM,
+    lengths: Sequence[int],
+    repeats: int = 5,
+    most: float = float("inf"),
+    advance: Callable[[int], object] = lambda tokens: None,
+) -> list[Cost]:
+    """Seconds of a forward pass over random tokens of each length, without a cache, as MoH and as the dense base.
+
+    The dense base is the same model within `dense_attention`. Model and base take turns, so that a machine that slows
+    down slows both; figures are medians, without the first turn.
+
+    Args:
+        model: as it is set, in evaluation mode, where it lies.
+        lengths: in tokens.
+        repeats: turns that count.
+        most: seconds of all passes of a length; longer texts than the first that takes as many are left out.
+        advance: receives the tokens of each turn's two passes.
+    """
+    draw = torch.Generator().manual_seed(0)
+    costs = []
+    for length in lengths:
+        ids = torch.randint(model.config.vocab_size, (1, length), generator=draw).to(model.device)
+        moh, dense = [], []
+        for _ in range(1 + repeats):
+            moh.append(_time_pass(model, ids))
+            with dense_attention(model):
+                dense.append(_time_pass(model, ids))
+            advance(2 * length)
+        costs.append({"length": length, "moh": median(moh[1:]), "dense": median(dense[1:])})
+        if sum(moh + dense) > most:
+            break
+    return costs
 
 
-def _finite(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of the record, which JSON has signs for. Raises UserError for NaN or infinity in it."""
+@contextlib.contextmanager
+def dense_attention(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
+    """Within the block every layer runs the base's attention as transformers has it: no router, gate or fallback."""
+    layers = [module for module in model.modules() if isinstance(module, LlamaAttention)]
+    before = [vars(attention).get("forward") for attention in layers]  # such as a hook of accelerate's
+    for attention in layers:
+        if attention.config.query_key_norm:
+            attention.sliding_window = None  # Qwen3's code reads it
+        dense = Qwen3Attention if attention.config.query_key_norm else LlamaAttention
+        attention.forward = MethodType(dense.forward, attention)
     try:
-        json.dumps(part, allow_nan=False)
-    except ValueError as error:
-        raise UserError("the model's heads do not give finite numbers; dtype float32 may help") from error
-    return part
+        yield
+    finally:
+        for attention, forward in zip(layers, before, strict=True):
+            del attention.forward
+            if forward is not None:
+                attention.forward = forward
+
+
+def _time_pass(model: MoHLlamaForCausalLM, ids: torch.Tensor) -> float:
+    synchronize(ids.device)  # an accelerator computes on after a call returns
+    start = time.perf_counter()
+    model(input_ids=ids, use_cache=False)
+    synchronize(ids.device)
+    return time.perf_counter() - start

@@ -1,8 +1,8 @@
 """Retrieval over distance, which perplexity hides: copying, passkeys and key-value look-up.
 
 A prompt holds, for each distance, a string of random tokens, a passkey and a key-value pair, and asks for all of them
-at its end. What is right is that the most likely next tokens are those of the answer, given the answer's earlier
-tokens: for a whole answer that is what greedy decoding gives.
+at its end. An answer is right if each of its tokens is the most likely one after the tokens before it, which is what
+greedy decoding would give.
 """
 
 import random
@@ -22,7 +22,7 @@ _KEYS += ["ladder", "market", "needle", "orange", "pencil", "rabbit", "silver", 
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens `start` to `stop` of a prompt; what is to be found lies `distance` tokens before its repetition."""
+    """An answer is tokens `start` to `stop` of a prompt, and repeats what lies `distance` tokens earlier."""
 
     task: str
     distance: int
@@ -44,11 +44,10 @@ def make_prompt(
     """A prompt of `length` tokens.
 
     Args:
-        text: tokens of ordinary text around what is to be found, `length` at least.
+        text: tokens of ordinary text, at least `length`.
         length: tokens of the prompt.
-        distances: how many tokens lie from the beginning of what is to be found to that of its repetition, twelve
-            distances at most.
-        tokenizer: writes the sentences.
+        distances: in tokens, from the start of what is to be found to the start of its repetition; at most twelve.
+        tokenizer: encodes the sentences.
         seed: draws strings, names and numbers.
 
     Raises:
@@ -86,7 +85,7 @@ def make_prompt(
         answers.append(Answer(task, distance, at + given, at + len(asked)))
         taken.append(place)
         at += max(len(sentence), len(asked)) + _APART
-    for pair in pairs:  # which nothing asks for
+    for pair in pairs:  # to distract: nothing asks for them
         starts = range(end - len(pair))
         free = [p for p in starts if all(p >= other.stop or p + len(pair) <= other.start for other in taken)]
         if free:
@@ -99,9 +98,9 @@ def make_prompt(
 def score(
     prompt: Prompt, most_likely: Callable[[list[int], list[int]], torch.Tensor]
 ) -> dict[str, dict[int, list[int]]]:
-    """Right answers, and all, by task and distance: tokens in copying, whole answers in the other tasks.
+    """Count `[right, all]` by task and distance: tokens in copying, whole answers in the other tasks.
 
-    `most_likely` takes the ids and positions in them, and gives the most likely token after each position `[P]`.
+    `most_likely(ids, positions)` returns the most likely token after each position, `[P]`.
     """
     positions = [p - 1 for answer in prompt.answers for p in range(answer.start, answer.stop)]
     found = iter(most_likely(prompt.ids, positions).tolist())

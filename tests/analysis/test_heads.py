@@ -1,61 +1,83 @@
-"""Head load against counting gates one by one; heads of a text's tokens against the loops, and tokens as strings."""
+"""The watched pass, attention maps and heads of tokens against plain loops; tokens as strings."""
 
-import math
-
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from moh_llm.analysis.heads import head_load, load_balance, token_heads, token_strings
+from moh_llm.analysis.heads import (
+    attention_maps,
+    attention_patterns,
+    last_routed_layer,
+    shared_heads,
+    token_strings,
+    watch,
+)
 from moh_llm.errors import UserError
 
-TEXT = "A mill,\n two boats"
+TEXT = "A mill, two boats"
 
 
-def test_load_is_that_of_a_count(make_moh, batches, recompute, plan) -> None:
+def test_a_pass_holds_what_the_loops_compute(make_moh, batch, recompute, plan) -> None:
     model = make_moh(**plan)
-    found = head_load(model, batches)
-    assert found.tokens == 37
-    assert found.shared_heads == model.config.shared_heads_per_layer
-    for layer, naive in enumerate(recompute(model, batches)):
-        heads = range(model.config.num_attention_heads)
-        counts = [sum(1 for token in naive.gates if token[head] != 0) for head in heads]
-        assert found.load[layer] == [count / 37 for count in counts]
-        routed = [counts[head] for head in model.config.routed_heads(layer)]
-        routed = routed[:: model.config.heads_per_group]  # a group's heads have one load, and are balanced as one
-        if len(routed) < 2 or not sum(routed):
-            assert found.balance[layer] is None
-        else:
-            entropy = sum(-n / sum(routed) * math.log(n / sum(routed)) for n in routed if n)
-            assert found.balance[layer] == pytest.approx(entropy / math.log(len(routed)))
+    seen = []
+    with attention_patterns(model):
+        assert watch(model, [batch], seen.append) == 27
+    assert [one.layer for one in seen] == [0, 1]
+    for one, naive in zip(seen, recompute(model, [batch]), strict=True):
+        heads = model.config.num_attention_heads
+        assert one.on.flatten(0, 1).tolist() == (naive.gates != 0).tolist()
+        got = one.heads.flatten(0, 1)
+        torch.testing.assert_close(got, torch.from_numpy(naive.heads), atol=1e-5, rtol=1e-5)
+        off = torch.from_numpy(naive.gates == 0)
+        assert bool(got[off].any()) == (model.config.head_fallback != "none" and bool(off.any()))
+        patterns = torch.stack([torch.from_numpy(pattern) for pattern in naive.patterns]).view(3, 9, heads, 9)
+        torch.testing.assert_close(one.patterns.transpose(1, 2).double(), patterns, atol=1e-5, rtol=1e-4)
+        local = model.config.local_heads_per_layer[one.layer]
+        assert sorted([*shared_heads(one.router), *one.router.routed_heads, *local]) == list(range(heads))
+        assert shared_heads(one.router) == model.config.shared_heads_per_layer[one.layer]
 
 
-def test_all_heads_on_is_a_load_of_one(make_moh, batches, plan) -> None:
-    model = make_moh(**plan)
-    before = head_load(model, batches)
-    with model.all_heads_active():
-        found = head_load(model, batches)
-    assert found.load == [[1.0] * model.config.num_attention_heads] * 2
-    assert all(balance is None or balance == pytest.approx(1) for balance in found.balance)
-    assert before.load != found.load and head_load(model, batches) == before
+def test_a_weighted_score_of_zero_is_still_on(make_moh, batch) -> None:
+    model = make_moh(num_shared_heads=1, num_active_heads=3, router_type="linear", router_score="weighted")
+    with torch.no_grad():
+        for router in model.routers:
+            router.routed.weight.zero_()
+            router.routed.bias.copy_(torch.tensor([9000.0, 0.0, -9000.0]))
+    seen = []
+    watch(model, [batch], seen.append)
+    for one in seen:
+        assert not one.heads[:, :, 2].any()
+        assert one.on.all((0, 1)).tolist() == [True, True, True, False]
 
 
-def test_balance_of_known_loads() -> None:
-    assert load_balance([0.5, 0.5, 0.5, 0.5]) == pytest.approx(1)
-    assert load_balance([1.0, 0.0, 1.0, 0.0]) == pytest.approx(math.log(2) / math.log(4))
-    assert load_balance([1.0, 0.0, 0.0]) == 0
-    assert load_balance([0.3]) is None and load_balance([]) is None and load_balance([0.0, 0.0]) is None
+@pytest.mark.parametrize("before", ["eager", "sdpa"])
+def test_the_attention_backend_and_hooks_are_put_back(make_moh, batch, before) -> None:
+    model = make_moh()
+    model.set_attn_implementation(before)
+
+    def fail(_: object) -> None:
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"), attention_patterns(model):
+        watch(model, [batch], fail)
+    assert model.config._attn_implementation == before
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
 
 
-def test_each_token_has_the_heads_of_the_loops(make_moh, recompute, tokenizer, plan) -> None:
-    model = make_moh(vocab_size=257, **plan)
-    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
-    batch = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}
-    wanted = [(layer.gates != 0).tolist() for layer in recompute(model, [batch])]
-    found = token_heads(model, tokenizer, TEXT)
-    last = 0 if len(model.config.shared_heads_per_layer[1]) == 4 else 1
-    assert found.layers == [last] and found.on == [wanted[last]]
-    assert found.tokens == [*"A mill,", "\\n", *" two boats"]
+def test_text_without_tokens_is_refused(make_moh, batch) -> None:
+    model = make_moh()
+    for nothing in ([], [{name: tensor[:0] for name, tensor in batch.items()}]):
+        with pytest.raises(UserError, match="no tokens"):
+            watch(model, nothing, lambda seen: None)
+
+
+def test_the_last_layer_with_routed_heads(make_moh) -> None:
+    assert last_routed_layer(make_moh(num_shared_heads=[1, 4], num_active_heads=[2, 4])) == 0
+    assert last_routed_layer(make_moh(num_shared_heads=[1, 3], num_active_heads=[2, 3])) == 1
+    with pytest.raises(UserError, match="no routed heads"):
+        last_routed_layer(make_moh(num_shared_heads=4, num_active_heads=4))
 
 
 def test_parts_of_characters_go_by_their_names(tokenizer) -> None:
@@ -75,6 +97,26 @@ def test_spaces_of_a_tokenizer_that_drops_the_first_one(shared) -> None:
     assert "".join(strings).removeprefix(" ") == text.replace("\n", "\\n")
 
 
-def test_empty_texts_are_refused(make_moh, tokenizer) -> None:
+@pytest.mark.parametrize("layer", [0, 1])
+def test_maps_are_the_weights_of_the_loops(make_moh, recompute, tokenizer, plan, layer) -> None:
+    model = make_moh(vocab_size=257, **plan)
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    batch = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}
+    wanted = recompute(model, [batch])[layer]
+    found = attention_maps(model, tokenizer, TEXT, layer)
+    assert "".join(found.tokens).endswith(TEXT) and found.layer == layer
+    assert found.on.T.tolist() == (np.asarray(wanted.gates) != 0).tolist()
+    for query, weights in enumerate(wanted.patterns):  # [H, keys up to the query, or all]
+        own = found.weights[:, query].numpy()
+        np.testing.assert_allclose(own[:, : query + 1], np.asarray(weights)[:, : query + 1], atol=1e-6)
+        assert not own[:, query + 1 :].any()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_layers_and_texts_that_are_not_there(make_moh, tokenizer) -> None:
+    model = make_moh(vocab_size=257, num_shared_heads=1, num_active_heads=2)
+    with pytest.raises(UserError, match="layer 2: the model has layers 0 to 1"):
+        attention_maps(model, tokenizer, TEXT, 2)
+    tokenizer.add_bos_token = False
     with pytest.raises(UserError, match="no tokens"):
-        token_heads(make_moh(vocab_size=257), tokenizer, "")
+        attention_maps(model, tokenizer, "", 0)

@@ -1,22 +1,19 @@
-"""The record against direct calls of the functions it is made of, on batches made by hand."""
+"""The record against direct calls on batches made by hand; time by length with a false clock."""
 
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_llm.analysis import record as module
-from moh_llm.analysis.cost import flops_by_length
-from moh_llm.analysis.features import feature_rank, similarity_table
-from moh_llm.analysis.heads import head_load, token_heads
-from moh_llm.analysis.record import SENTENCE, analyse
-from moh_llm.analysis.scores import routing_scores
-from moh_llm.analysis.watch import last_routed_layer
+from moh_llm.analysis.heads import heads_on, last_routed_layer
+from moh_llm.analysis.measures import measure_heads, similarity_table
+from moh_llm.analysis.record import SENTENCE, analyse, dense_attention, seconds_by_length
 from moh_llm.errors import UserError
+from moh_llm.flops import forward_flops
 from moh_llm.metrics import Batch
 
 ROW = 64  # the tiny model's context
@@ -25,12 +22,6 @@ TEXTS = {
     "long": ["The boats lay tied to the poplars below the mill. " * 3, "x", "No more."],
 }
 TOKENS = {"short": 150, "long": 73}  # of each text, of at most 150
-
-
-@pytest.fixture
-def tokenizer(byte_tokenizer, tmp_path):
-    byte_tokenizer(tmp_path / "tokenizer")
-    return AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
 
 
 @pytest.fixture
@@ -62,42 +53,21 @@ def test_parts_are_those_of_direct_calls(make_moh, unlike_plan, tokenizer, by_ha
 
     batches = {name: by_hand(documents, 150) for name, documents in TEXTS.items()}
     assert {name: sum(part["input_ids"].numel() for part in text) for name, text in batches.items()} == TOKENS
-    everything = [batch for text in batches.values() for batch in text]
-    assert found["texts"] == TOKENS
-    assert found["head_load"] == asdict(head_load(model, everything))
-    last, by_text = last_routed_layer(model), found["head_load_by_text"]
-    assert (by_text["layer"], by_text["tokens"]) == (last, TOKENS)
-    assert by_text["shared_heads"] == model.config.shared_heads_per_layer[last]
-    for name, text in batches.items():
-        load = head_load(model, text)
-        assert (by_text["load"][name], by_text["balance"][name]) == (load.load[last], load.balance[last])
-    assert found["token_heads"] == {"text": "two boats", **asdict(token_heads(model, tokenizer, "two boats"))}
-
+    measures = measure_heads(model, batches)
+    assert {name: found[name] for name in measures} == measures
+    ids, last = tokenizer("two boats")["input_ids"], last_routed_layer(model)
+    on = heads_on(model, torch.tensor([ids]))[0, last]
+    assert found["token_heads"] == {"tokens": [*"two boats"], "layers": [last], "on": [on.tolist()]}
     few = [batch for documents in TEXTS.values() for batch in by_hand(documents, 40)]
-    table = {which: asdict(similarity) for which, similarity in similarity_table(model, few).items()}
-    assert found["similarity"] == {"tokens": 80, **table}
-    assert found["feature_rank"] == asdict(feature_rank(model, everything))
-
-    scores = found["routing_scores_by_text"]
-    assert scores["layer"] == last and list(scores["texts"]) == list(TEXTS)
-    recorded = found["routing_scores"]["layers"] + list(scores["texts"].values())
-    of_texts = [routing_scores(model, text)[last] for text in batches.values()]
-    for layer, direct in zip(recorded, routing_scores(model, everything) + of_texts, strict=True):
-        for kind, distribution in asdict(direct).items():
-            if distribution is not None:
-                fine = distribution.pop("histogram")
-                distribution["histogram"] = [sum(fine[5 * number : 5 * number + 5]) for number in range(20)]
-                assert sum(layer[kind]["histogram"]) == layer[kind]["count"]
-            assert layer[kind] == distribution
-    assert found["routing_scores"]["bins"] == 20 and len(found["routing_scores"]["quantiles"]) == 5
+    assert found["similarity"] == similarity_table(model, few)
 
     heads = model.config.num_attention_heads
-    assert (found["layers"], found["heads"], found["device"], found["dtype"]) == (2, heads, "cpu", "float64")
-    assert found["num_shared"] == [len(ids) for ids in model.config.shared_heads_per_layer]
+    assert (found["heads"], found["device"], found["dtype"]) == (heads, "cpu", "float64")
     assert found["num_active"] == model.config.active_heads_per_layer
     assert found["all_heads_until"] == (3 if unlike_plan.get("head_fallback") == "local" else 0)
-    assert found["flops"] == [asdict(cost) for cost in flops_by_length(model.config, [3, 64])]
-    assert [cost["length"] for cost in found["seconds"]] == [3, 64]
+    assert [cost["length"] for cost in found["flops"]] == [cost["length"] for cost in found["seconds"]] == [3, 64]
+    assert found["flops"][0]["moh"] == forward_flops(model.config, 3)
+    assert found["flops"][0]["dense"] == forward_flops(model.config, 3, dense=True)
     assert all(cost["moh"] > 0 and cost["dense"] > 0 for cost in found["seconds"])
 
 
@@ -105,12 +75,12 @@ def test_defaults_on_a_longer_context(make_moh, tokenizer, monkeypatch, capsys) 
     monkeypatch.setattr(module, "_LONGEST_TIMED", 256)
     model = make_moh(vocab_size=257, max_position_embeddings=600)
     found = analyse(model, tokenizer, {"one": ["poplars " * 300] * 3})
-    assert found["texts"] == {"one": 1024} and found["similarity"]["tokens"] == 1024
+    assert found["head_load"]["tokens"] == 1024
     assert [cost["length"] for cost in found["flops"]] == [128, 256, 512]
     assert [cost["length"] for cost in found["seconds"]] == [128, 256]
-    assert found["token_heads"]["text"] == SENTENCE == "".join(found["token_heads"]["tokens"])
-    # Seven passes over 1,024 tokens, and four turns of two passes at each timed length: 10,240 tokens.
-    assert re.search(r"analysis: 100%.* 10\.2k/10\.2k ", capsys.readouterr().err)
+    assert "".join(found["token_heads"]["tokens"]) == SENTENCE
+    # Three passes over 1,024 tokens, and four turns of two passes at each timed length: 6,144 tokens.
+    assert re.search(r"analysis: 100%.* 6\.14k/6\.14k ", capsys.readouterr().err)
 
 
 def test_the_model_is_left_as_it_is_set(make_moh, tokenizer) -> None:
@@ -136,9 +106,54 @@ def test_models_without_a_choice_and_texts_without_tokens_are_refused(make_moh, 
             analyse(model, tokenizer, texts)
 
 
-def test_numbers_that_json_has_no_sign_for_are_refused(make_moh, tokenizer) -> None:
-    model = make_moh(vocab_size=257)
-    with torch.no_grad():
-        model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
-    with pytest.raises(UserError, match="do not give finite numbers; dtype float32 may help"):
-        analyse(model, tokenizer, TEXTS)
+def test_seconds_are_medians_of_turns(make_moh, monkeypatch) -> None:
+    """The clock moves only while the model runs: by numbers of our choice."""
+    model = make_moh(num_shared_heads=1, num_active_heads=2)
+    # For each length a turn that is not counted, and three that are.
+    durations = iter([100.0, 200.0, 5.0, 10.0, 1.0, 30.0, 9.0, 20.0, 300.0, 400.0, 2.0, 8.0, 4.0, 7.0, 3.0, 6.0])
+    now, calls = [0.0], []
+
+    def forward(input_ids: torch.Tensor, use_cache: bool) -> None:
+        now[0] += next(durations)
+        dense = ["forward" in vars(layer.self_attn) for layer in model.model.layers]
+        calls.append((tuple(input_ids.shape), use_cache, dense))
+
+    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    found = seconds_by_length(model, [3, 5], repeats=3)
+    assert [tuple(one.values()) for one in found] == [(3, 5.0, 20.0), (5, 3.0, 7.0)]
+    durations = iter([1.0, 1.0, 1.0, 6.0, 1.0, 1.0])
+    assert [one["length"] for one in seconds_by_length(model, [3, 5], repeats=2, most=5.0)] == [
+        3
+    ]  # with turns to spare
+    del calls[-6:]
+    turns = [[False, False], [True, True]] * 4
+    assert calls == [((1, length), False, dense) for length in (3, 5) for dense in turns]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"converted": True},
+        {"head_fallback": "value", "router_type": "linear"},
+        {"query_key_norm": True, "attention_bias": True, "attention_output_bias": False},
+        {"router_type": "two_stage", "num_key_value_heads": 4},
+    ],
+    ids=["default conversion", "fallbacks", "Qwen3", "two_stage"],
+)
+@torch.no_grad()
+def test_dense_attention_is_the_base_without_its_routers(make_moh, batch, fields) -> None:
+    model = make_moh(num_shared_heads=1, num_active_heads=2, **fields)
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")} | {"use_cache": False}
+    before = model(**inputs).logits
+    with model.all_heads_active():
+        expected = model(**inputs).logits
+    routed = []
+    handles = [router.register_forward_hook(lambda *_: routed.append(1)) for router in model.routers]
+    with dense_attention(model):
+        assert torch.equal(model(**inputs).logits, expected)
+    assert not routed
+    assert torch.equal(model(**inputs).logits, before) and len(routed) == 2
+    assert not torch.equal(before, expected)
+    for handle in handles:
+        handle.remove()

@@ -127,4 +127,4 @@ def test_processes_agree_on_what_went_wrong_and_the_first_analyses(
     assert done.stdout.count("all is well") == 2
     assert done.stderr.count("analysis of model: loading") == 1 == done.stdout.count("report.json")
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
-    assert list(report["analysis"]["model"]["texts"]) == ["Facts", "Stories", "Answers"]
+    assert list(report["analysis"]["model"]["head_load_by_text"]["load"]) == ["Facts", "Stories", "Answers"]

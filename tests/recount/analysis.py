@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from recount import costs, network
-from recount.leaves import PLACE, TIME, Near
+from recount.leaves import TIME, Near
 from recount.prompts import items
 from recount.text import Split, Window
 
@@ -35,31 +35,24 @@ def expected(tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, Any]
     shared = costs.shared_heads(config)
     of_texts = {name: _scores(config, found, last) for name, found in passes.items()}
     return {
-        "texts": tokens,
-        "layers": 2,
         "heads": 8,
-        "num_shared": [len(heads) for heads in shared],
         "num_active": costs.per_layer(config, "num_active_heads"),
         "all_heads_until": costs.all_heads_until(config),
         "device": "cpu",
         "dtype": "float32",
-        "attention_backend": PLACE,
         "head_load": {
             "tokens": sum(tokens.values()),
             "load": [_shares(load) for load in _loads(everything)],
             "shared_heads": shared,
-            "balance": [_balance(config, layer, load) for layer, load in enumerate(_loads(everything))],
         },
         "head_load_by_text": {
             "layer": last,
             "shared_heads": shared[last],
             "tokens": tokens,
             "load": {name: _shares(load[last]) for name, load in loads.items()},
-            "balance": {name: _balance(config, last, load[last]) for name, load in loads.items()},
         },
         "routing_scores": {
             "quantiles": list(QUANTILES),
-            "bins": 20,
             "layers": [_scores(config, everything, layer) for layer in range(2)],
         },
         "routing_scores_by_text": {"layer": last, "texts": of_texts},
@@ -96,15 +89,6 @@ def _shares(load: np.ndarray) -> list[float]:
     return [float(share) for share in load]
 
 
-def _balance(config: Config, layer: int, load: np.ndarray) -> float | None:
-    """Entropy of the routed heads' shares of all activations, over its maximum."""
-    shares = load[costs.routed(config, layer)]
-    if len(shares) < 2 or not shares.sum():
-        return None
-    shares = shares / shares.sum()
-    return float(-(shares[shares > 0] * np.log(shares[shares > 0])).sum() / math.log(len(shares)))
-
-
 def _scores(config: Config, passes: list[network.Pass], layer: int) -> dict[str, Any]:
     """Distributions of the scores of a layer's routed heads, of all and of those that are on."""
     heads = costs.routed(config, layer)
@@ -123,8 +107,6 @@ def _distribution(scores: torch.Tensor) -> dict[str, Any] | None:
     ranks = [math.ceil(share * len(values)) - 1 for share in QUANTILES]
     counts = np.histogram(values, bins=20, range=(0, 1))[0]
     return {
-        "count": len(values),
-        "mean": float(values.mean()),
         "quantiles": [Near(float(values[rank]), 2e-4) for rank in ranks],
         "histogram": [Near(int(count), 2) for count in counts],  # of scores at the edge of a bin
     }
@@ -132,7 +114,7 @@ def _distribution(scores: torch.Tensor) -> dict[str, Any] | None:
 
 def _token_heads(model: nn.Module, tokenizer: PreTrainedTokenizerBase, layer: int) -> dict[str, Any]:
     on = network.run(model, np.array(tokenizer(SENTENCE)["input_ids"])).gates[layer]
-    return {"text": SENTENCE, "tokens": list(SENTENCE), "layers": [layer], "on": [on.tolist()]}
+    return {"tokens": list(SENTENCE), "layers": [layer], "on": [on.tolist()]}
 
 
 def _similarity(folder: Path, streams: dict[str, Split]) -> dict[str, Any]:
@@ -143,7 +125,6 @@ def _similarity(folder: Path, streams: dict[str, Split]) -> dict[str, Any]:
         if which == "all_heads":
             model.set_active_heads(8)
         passes = [one for stream in streams.values() for one in _passes(model, stream, share, patterns=True)]
-        found["tokens"] = sum(len(one.logits) for one in passes)
         patterns = [float(np.mean(np.concatenate([_alike(one.patterns[layer]) for one in passes]))) for layer in (0, 1)]
         outputs = [_cosine(passes, layer) for layer in (0, 1)]
         known = [value for value in outputs if value is not None]
@@ -182,26 +163,18 @@ def _ranks(config: Config, passes: list[network.Pass]) -> dict[str, Any]:
         ("shared", costs.shared_heads(config)),
         ("routed", [costs.routed(config, n) for n in (0, 1)]),
     ):
-        ranks = [_rank(passes, layer, heads) for layer, heads in enumerate(heads_of)]
-        found[kind] = [_about(rank, 1) for rank in ranks]
-        found[f"{kind}_sum"] = _about(np.sum(ranks, axis=0).tolist(), 2)
+        found[kind] = [_rank(passes, layer, heads) for layer, heads in enumerate(heads_of)]
     return found
 
 
-def _about(rank: list[int], by: int) -> dict[str, Any]:
-    width, energy, numerical = rank
-    return {"width": int(width), "energy": Near(energy, by), "numerical": Near(numerical, by)}
-
-
-def _rank(passes: list[network.Pass], layer: int, heads: list[int]) -> list[int]:
-    """Width, singular values that hold 99 % of the squares, and those above rounding."""
+def _rank(passes: list[network.Pass], layer: int, heads: list[int]) -> dict[str, Any]:
+    """Width, and how many singular values hold 99 % of the squares."""
     if not heads:
-        return [0, 0, 0]
+        return {"width": 0, "energy": 0}
     features = torch.cat([one.heads[layer].unflatten(-1, (8, -1))[:, heads].flatten(1) for one in passes])
     values = np.linalg.svd(features.double().numpy(), compute_uv=False)
     share = np.cumsum(values**2) / (values**2).sum()
-    width = features.shape[1]
-    return [width, int((share < 0.99).sum()) + 1, int((values > values[0] * width * 2**-23).sum())]
+    return {"width": features.shape[1], "energy": Near(int((share < 0.99).sum()) + 1, 1)}
 
 
 def _flops(config: Config, length: int) -> dict[str, Any]:

@@ -1,0 +1,237 @@
+"""Measures of heads against loops over tokens and heads, over every score, over pairs, and singular values."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from moh_llm.analysis import measures
+from moh_llm.analysis.measures import BINS, KINDS, QUANTILES, head_similarity, measure_heads, similarity_table
+from moh_llm.errors import UserError
+from moh_llm.records.tensors import is_routing_weight
+
+
+def measure(model, batches) -> dict:
+    return measure_heads(model, {"text": batches})
+
+
+def check_scores(found, scores: list[float]) -> None:
+    if not scores:
+        assert found is None
+        return
+    bins = [0] * BINS
+    for score in scores:
+        bins[min(int(score * BINS), BINS - 1)] += 1
+    assert found["histogram"] == bins
+    wanted = np.quantile(scores, QUANTILES, method="inverted_cdf")
+    np.testing.assert_allclose(found["quantiles"], wanted, atol=1e-4, rtol=0)
+
+
+def rank_of(features: np.ndarray) -> dict[str, int]:
+    width = features.shape[1]
+    if not width or not features.any():
+        return {"width": width, "energy": 0}
+    squares = np.linalg.svd(features, compute_uv=False) ** 2
+    energy = next(n for n in range(1, len(squares) + 1) if squares[:n].sum() >= 0.99 * squares.sum())
+    return {"width": width, "energy": energy}
+
+
+def test_load_scores_and_ranks_are_those_of_loops(make_moh, batches, recompute, plan) -> None:
+    model = make_moh(**plan)
+    found = measure(model, batches)
+    config, heads = model.config, range(model.config.num_attention_heads)
+    assert found["head_load"]["tokens"] == found["feature_rank"]["tokens"] == 37
+    assert found["head_load"]["shared_heads"] == config.shared_heads_per_layer
+    for layer, naive in enumerate(recompute(model, batches)):
+        counts = [sum(1 for token in naive.gates if token[head] != 0) for head in heads]
+        assert found["head_load"]["load"][layer] == [count / 37 for count in counts]
+
+        shared, routed = config.shared_heads_per_layer[layer], config.routed_heads(layer)
+        tokens, scores = list(zip(naive.scores, naive.gates, strict=True)), found["routing_scores"]["layers"][layer]
+        check_scores(scores["shared"], [s[h] for s, _ in tokens for h in shared if s[h] is not None])
+        check_scores(scores["routed"], [s[h] for s, _ in tokens for h in routed])
+        check_scores(scores["selected"], [s[h] for s, gate in tokens for h in routed if gate[h] != 0])
+        assert (scores["shared"] is None) == (config.router_type != "two_stage")
+
+        for kind, ids in (("shared", shared), ("routed", routed)):
+            assert found["feature_rank"][kind][layer] == rank_of(naive.heads[:, ids].reshape(37, -1))
+
+
+def test_texts_are_measured_apart_and_together(make_moh, batches, unlike_plan, monkeypatch) -> None:
+    """One row at a time, and features in small parts, give the same."""
+    model = make_moh(**unlike_plan)
+    rows = [
+        {name: tensor[row : row + 1] for name, tensor in batch.items()}
+        for batch in batches
+        for row in range(len(batch["input_ids"]))
+    ]
+    monkeypatch.setattr(measures, "_ROWS", 4)
+    one, other = measure(model, rows[:2]), measure(model, rows[2:])
+    both = measure_heads(model, {"one": rows[:2], "other": rows[2:]})
+    whole = measure(model, batches)
+    for key in ("head_load", "routing_scores", "feature_rank"):
+        assert both[key] == whole[key]
+    last = both["head_load_by_text"]["layer"]
+    assert both["head_load_by_text"]["shared_heads"] == whole["head_load"]["shared_heads"][last]
+    for name, alone in (("one", one), ("other", other)):
+        assert both["head_load_by_text"]["load"][name] == alone["head_load"]["load"][last]
+        assert both["routing_scores_by_text"]["texts"][name] == alone["routing_scores"]["layers"][last]
+    assert both["head_load_by_text"]["tokens"] == {
+        "one": one["head_load"]["tokens"],
+        "other": other["head_load"]["tokens"],
+    }
+
+
+def test_all_heads_on_is_a_load_of_one(make_moh, batches, unlike_plan) -> None:
+    model = make_moh(**unlike_plan)
+    before = measure(model, batches)
+    with model.all_heads_active():
+        found = measure(model, batches)
+    assert found["head_load"]["load"] == [[1.0] * model.config.num_attention_heads] * 2
+    assert before["head_load"] != found["head_load"] and measure(model, batches) == before
+
+
+def test_certain_routers_fill_the_last_bin(make_moh, batch) -> None:
+    model = make_moh(num_shared_heads=2, num_active_heads=3, router_type="linear", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for router in model.routers:
+            router.routed.weight.zero_()
+            router.routed.bias.copy_(torch.tensor([800.0, -800.0]))
+    for layer in measure(model, [batch])["routing_scores"]["layers"]:
+        assert layer["selected"]["histogram"][-1] == 27 == sum(layer["selected"]["histogram"])
+        assert layer["routed"]["histogram"][0] == 27 and tuple(layer) == KINDS
+
+
+def test_the_router_is_left_as_it_was(make_moh, batch, unlike_plan) -> None:
+    model = make_moh(**unlike_plan)
+    with torch.no_grad():
+        before = model(**{name: batch[name] for name in ("input_ids", "position_ids")}, use_cache=False).logits
+        state = [dict(vars(router)) for router in model.routers]
+        measure(model, [batch])
+        assert [dict(vars(router)) for router in model.routers] == state
+        after = model(**{name: batch[name] for name in ("input_ids", "position_ids")}, use_cache=False).logits
+    assert torch.equal(before, after)
+
+
+def test_heads_that_are_never_on_have_no_rank(make_moh, batch) -> None:
+    model = make_moh(num_shared_heads=2, num_active_heads=2)
+    assert measure(model, [batch])["feature_rank"]["routed"] == [{"width": 16, "energy": 0}] * 2
+
+
+def test_half_precision_is_summed_in_float64(make_moh, batches) -> None:
+    model = make_moh(dtype=torch.bfloat16, num_shared_heads=1, num_active_heads=3, shared_heads=[[1], [3]])
+    kept: tuple[list, list] = ([], [])
+    handles = [
+        layer.self_attn.o_proj.register_forward_pre_hook(
+            lambda module, args, rows=rows: rows.append(args[0].flatten(0, 1).double().numpy())
+        )
+        for layer, rows in zip(model.model.layers, kept, strict=True)
+    ]
+    found = measure(model, batches)["feature_rank"]
+    for handle in handles:
+        handle.remove()
+    for layer, shared in enumerate((1, 3)):
+        heads = np.concatenate(kept[layer]).reshape(37, 4, -1)
+        others = [head for head in range(4) if head != shared]
+        assert found["shared"][layer] == rank_of(heads[:, shared])
+        assert found["routed"][layer] == rank_of(heads[:, others].reshape(37, -1))
+
+
+def test_numbers_that_are_not_finite_are_refused(make_moh, batch) -> None:
+    model = make_moh()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match="finite numbers; dtype float32"):
+        measure(model, [batch])
+
+
+def pattern_similarity(patterns) -> float | None:
+    """1 - 0.5 * E|A - A'|_1 over tokens' attention rows `[H, keys]`."""
+    values = [
+        1 - 0.5 * sum(abs(float(a) - float(b)) for a, b in zip(one, other, strict=True))
+        for rows in patterns
+        for one, other in itertools.combinations(rows, 2)
+    ]
+    return sum(values) / len(values) if values else None
+
+
+def output_similarity(heads, on) -> float | None:
+    """Mean cosine over pairs that are both on, of `[N, H, D]` and `[N, H]`."""
+    values = [
+        float(a @ b) / float(np.sqrt(a @ a) * np.sqrt(b @ b))
+        for outputs, used in zip(heads, on, strict=True)
+        for a, b in itertools.combinations([out for out, is_on in zip(outputs, used, strict=True) if is_on], 2)
+    ]
+    return sum(values) / len(values) if values else None
+
+
+def mean(values) -> float | None:
+    values = [value for value in values if value is not None]
+    return sum(values) / len(values) if values else None
+
+
+def test_similarities_are_those_of_loops_over_pairs(make_moh, batches, recompute, plan) -> None:
+    model = make_moh(**plan)
+    found = head_similarity(model, batches)
+    layers = recompute(model, batches)
+    patterns = [pattern_similarity(layer.patterns) for layer in layers]
+    outputs = [output_similarity(layer.heads, layer.gates != 0) for layer in layers]
+    assert found["patterns"] == pytest.approx(patterns, abs=1e-6)
+    assert [value is None for value in found["outputs"]] == [value is None for value in outputs]
+    for mine, wanted in zip(found["outputs"], outputs, strict=True):
+        assert wanted is None or mine == pytest.approx(wanted, abs=1e-5)
+    assert found["mean_patterns"] == pytest.approx(mean(patterns), abs=1e-6)
+    assert found["mean_outputs"] == pytest.approx(mean(outputs), abs=1e-5)
+
+
+def test_all_heads_on_is_the_dense_base(make_moh, batches) -> None:
+    """Beside a LLaMA with the same weights, by its own attention weights and head outputs."""
+    model = make_moh(num_shared_heads=1, num_active_heads=2)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    fields = {name: getattr(model.config, name) for name in (*names, "num_key_value_heads", "rms_norm_eps")}
+    dense = LlamaForCausalLM(LlamaConfig(**fields, attn_implementation="eager")).double().eval()
+    dense.load_state_dict({name: t for name, t in model.state_dict().items() if not is_routing_weight(name)})
+    rows, heads = ([], []), ([], [])
+    for layer, kept in zip(dense.model.layers, heads, strict=True):
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args, kept=kept: kept.append(args[0]))
+    for batch in batches[:2]:
+        with torch.no_grad():
+            inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+            attentions = dense(**inputs, use_cache=False, output_attentions=True).attentions
+        for kept, weights in zip(rows, attentions, strict=True):
+            kept.extend(weights.transpose(1, 2).flatten(0, 1).tolist())
+    outputs = [torch.cat([part.flatten(0, 1) for part in kept]).unflatten(-1, (4, -1)).numpy() for kept in heads]
+
+    moh, all_heads = similarity_table(model, batches[:2]).values()
+    assert all_heads["patterns"] == pytest.approx([pattern_similarity(kept) for kept in rows], abs=1e-6)
+    wanted = [output_similarity(layer, np.ones(layer.shape[:2])) for layer in outputs]
+    assert all_heads["outputs"] == pytest.approx(wanted, abs=1e-6)
+    assert moh == head_similarity(model, batches[:2])
+    assert moh["mean_patterns"] != pytest.approx(all_heads["mean_patterns"], abs=1e-4)
+    assert moh["mean_outputs"] != pytest.approx(all_heads["mean_outputs"], abs=1e-4)
+
+
+def test_heads_that_are_copies_are_alike(make_moh, batch) -> None:
+    model = make_moh(num_key_value_heads=1, num_shared_heads=1, num_active_heads=3, router_type="linear")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            weight = layer.self_attn.q_proj.weight
+            weight.copy_(weight[:8].repeat(4, 1))
+    found = head_similarity(model, [batch])
+    assert found["patterns"] == pytest.approx([1, 1]) and found["outputs"] == pytest.approx([1, 1])
+
+
+def test_one_head_has_no_pairs(make_moh, batch) -> None:
+    plan = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_shared_heads": 1, "num_active_heads": 1}
+    found = head_similarity(make_moh(**plan), [batch])
+    none = {"patterns": [None, None], "outputs": [None, None], "mean_patterns": None, "mean_outputs": None}
+    assert found == none
+
+
+def test_half_precision_similarity_is_near_the_exact_one(make_moh, batches) -> None:
+    fields = {"num_shared_heads": 1, "num_active_heads": 4}
+    exact, rough = (head_similarity(make_moh(dtype=d, **fields), batches) for d in (torch.float64, torch.bfloat16))
+    assert rough["patterns"] == pytest.approx(exact["patterns"], abs=5e-3)
+    assert rough["outputs"] == pytest.approx(exact["outputs"], abs=2e-2)
