@@ -4,7 +4,7 @@ import functools
 import importlib
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from gpu_operation import BASES, DENSE, fa4, graphs_of, name_of, pass_of, sizes_of_heads, states
@@ -31,10 +31,13 @@ class Call(NamedTuple):
     seen: Seen
     kinds: Kinds
 
-    def attend(self, backend: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    def arguments(self, *inputs: torch.Tensor) -> attention.Call:
         query, key, value, score, distant = inputs
         scaling = query.shape[-1] ** -0.5
-        return backend(query, key, value, self.first, self.seen, scaling, (score, distant), 0.0, kinds=self.kinds)
+        return attention.Call(query, key, value, self.first, self.seen, scaling, (score, distant), kinds=self.kinds)
+
+    def attend(self, backend: Callable[[attention.Call], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        return backend(self.arguments(*inputs))
 
     def run(self, backend: Callable[..., torch.Tensor], gradients: bool) -> Run:
         return pass_of(functools.partial(self.attend, backend), self.inputs, gradients)
@@ -61,7 +64,7 @@ def call_of(
     starts = torch.zeros_like(positions)
     for begin in documents:
         starts[:, begin:] = begin
-    seen = Seen.of(positions, starts, sizes.window, sizes.sinks, min(sizes.start, length // 4))
+    seen = Seen.from_positions(positions, starts, sizes.window, sizes.sinks, min(sizes.start, length // 4))
     seen = seen._replace(is_causal=not documents)
     on = torch.rand(rows, length, shape.heads, device=device) < share
     for ids, state in zip(kinds, (True, False), strict=True):
@@ -80,20 +83,16 @@ def backend_of(name: str, call: Call) -> Callable[..., torch.Tensor] | str:
     if name not in attention.BACKENDS:
         return "there is no such backend"
     attend, why_not = attention.BACKENDS[name]
-    query, key, value, score, distant = call.inputs
-    given = query, key, value, call.first, call.seen, query.shape[-1] ** -0.5, (score, distant), 0.0
     try:
-        return why_not(*given, kinds=call.kinds) or attend
+        return why_not(call.arguments(*call.inputs)) or attend
     except Exception as error:
         return reason(error)
 
 
 def chosen(call: Call) -> Row:
     """Which backend the package takes for a call, and why, without gradients where the inputs have none."""
-    query, key, value, score, distant = call.inputs
-    given = query, key, value, call.first, call.seen, query.shape[-1] ** -0.5, (score, distant)
     try:
-        choice = attention.choose(*given, kinds=call.kinds)
+        choice = attention.choose(call.arguments(*call.inputs))
     except Exception as error:
         return {"backend": reason(error)}
     return {"backend": choice.name, "why": choice.why}
@@ -168,16 +167,20 @@ def correct(record: Record, sizes: Sizes) -> None:
 
 def exactly(call: Call) -> list[torch.Tensor]:
     """Outputs and gradients in float64, by all scores and a mask."""
-
-    def attend(*args: Any, kinds: Any = None) -> torch.Tensor:
-        return masked_attention(*args)
-
     own = call._replace(inputs=[tensor.detach().double().requires_grad_() for tensor in call.inputs])
-    return [own.run(attend, False)(), *own.run(attend, True)()]
+    return [own.run(by_the_letter, False)(), *own.run(by_the_letter, True)()]
 
 
-def reference(*args: Any, kinds: Any = None) -> torch.Tensor:
-    return reference_attention(*args)
+def by_the_model(call: attention.Call) -> torch.Tensor:
+    return interval_attention(*call[:-1], kinds=call.kinds)
+
+
+def by_the_letter(call: attention.Call) -> torch.Tensor:
+    return masked_attention(*call[:-1])
+
+
+def reference(call: attention.Call) -> torch.Tensor:
+    return reference_attention(*call[:-1])
 
 
 def error_of(call: Call, backend: str, exact: Callable[[], list[torch.Tensor]], gradients: bool) -> Row:
@@ -265,7 +268,7 @@ def decode(record: Record, sizes: Sizes) -> None:
                 more: dict[str, Row] = {}
                 for plan in ("groups", "heads", "fixed groups"):
                     call = step_of([query, key, value], shape, sizes, plan)
-                    runs[f"{plan}, 50 %"] = call.run(interval_attention, False)
+                    runs[f"{plan}, 50 %"] = call.run(by_the_model, False)
                     more[f"{plan}, 50 %"] = chosen(call)
                 cell = f"{name}, {rows} rows over {context}"
                 record.cell(f"{cell}, eager", runs, bases, more)
@@ -277,7 +280,7 @@ def step_of(inputs: list[torch.Tensor], shape: Shape, sizes: Sizes, plan: str) -
     query, key, _ = inputs
     device, rows, context = query.device, len(query), key.shape[2]
     position = torch.full((1, 1), context - 1, device=device)
-    seen = Seen.of(position, torch.zeros_like(position), sizes.window, sizes.sinks, sizes.start)
+    seen = Seen.from_positions(position, torch.zeros_like(position), sizes.window, sizes.sinks, sizes.start)
     step = 1 if plan == "heads" else shape.heads // shape.groups
     half = max(1, shape.heads // step // 2)
     scores = torch.rand(rows, 1, shape.heads // step, device=device)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_backends import Call, chosen, split_heads
+from gpu_backends import Call, by_the_model, chosen, split_heads
 from gpu_operation import BASES, DENSE, gradient_of, graphs_of, name_of, pass_of
 from gpu_rows import Record, Row, Run, Shape, Sizes, device_of
 from torch import nn
@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedMo
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaModel
-from moh_llm.modeling.interval_attention_moh import NAME, interval_attention
+from moh_llm.modeling.interval_attention_moh import NAME
 
 PLANS = {  # shares of heads that are always and never on; of the others half are on
     "fixed 50 %": (0.5, 0.5),
@@ -188,7 +188,7 @@ def measure_layer(
         runs[plan] = whole(module, args, kwargs, gradients, None)
         if calls and plan in PLANS:  # without calls all heads are on
             call = calls[0]._replace(inputs=[x.detach().requires_grad_(gradients) for x in calls[0].inputs])
-            operations[plan] = call.run(interval_attention, gradients)
+            operations[plan] = call.run(by_the_model, gradients)
             more[plan] = chosen(call) | {"keys": round(keys_of(call), 3)}
             states = call.inputs[:3]
     less = {peer: "projections" for peer in runs if peer != "projections"}

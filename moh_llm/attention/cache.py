@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from moh_llm.attention.call import Call, Kinds
 from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
-from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen
 
 DROPPED = "a MoHCache dropped tokens that attention_mask shows now; use a DynamicCache"
@@ -32,26 +32,21 @@ class SplitKeys(NamedTuple):
 
     parts: list[_Part]
 
-    def attend(
-        self,
-        attention: Callable[..., torch.Tensor],
-        query: torch.Tensor,
-        first: torch.Tensor,
-        seen: Seen,
-        scaling: float,
-        distant: Distant | None = None,
-        dropout: float = 0.0,
-        kinds: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """`interval_attention` `[B, T, H, D]` of these keys, by calls of `attention`, which is that of tensors."""
-        on, out = first <= seen.start, None
-        for heads, keys, values, own_seen in self.parts:
-            own_distant = None if distant is None else (distant[0][..., heads], distant[1][heads])
-            own_kinds = None if kinds is None else _of_heads(kinds, heads, query.shape[1])
-            sees = own_seen.first(on[..., heads]), own_seen, scaling, own_distant, dropout
-            found = attention(query[:, heads], keys, values, *sees, kinds=own_kinds, **kwargs)
-            out = found.new_empty(*first.shape, found.shape[-1]) if out is None else out
+    def attend(self, attention: Callable[..., torch.Tensor], call: Call, **kwargs: Any) -> torch.Tensor:
+        """`interval_attention` `[B, T, H, D]` of these keys: one call of `attention` per part."""
+        on, out = call.first <= call.seen.start, None
+        for heads, keys, values, seen in self.parts:
+            own = call._replace(
+                query=call.query[:, heads],
+                key=keys,
+                value=values,
+                first=seen.first(on[..., heads]),
+                seen=seen,
+                distant=call.distant and (call.distant[0][..., heads], call.distant[1][heads]),
+                kinds=call.kinds and _of_heads(call.kinds, heads, call.query.shape[1]),
+            )
+            found = attention(*own, **kwargs)
+            out = found.new_empty(*call.first.shape, found.shape[-1]) if out is None else out
             out[:, :, heads] = found
         return out
 
@@ -59,10 +54,8 @@ class SplitKeys(NamedTuple):
         raise ValueError("a MoHCache lacks keys that all heads read; use a DynamicCache")
 
 
-def _of_heads(
-    kinds: tuple[tuple[int, ...], tuple[int, ...]], heads: list[int] | slice, count: int
-) -> tuple[tuple[int, ...], ...]:
-    """The kinds of these heads alone, by their numbers among them."""
+def _of_heads(kinds: Kinds, heads: list[int] | slice, count: int) -> Kinds:
+    """`kinds` restricted to `heads`, with ids that count among these."""
     own = range(count)[heads] if isinstance(heads, slice) else heads
     numbers = {head: number for number, head in enumerate(own)}
     return tuple(tuple(numbers[head] for head in kind if head in numbers) for kind in kinds)

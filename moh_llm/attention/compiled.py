@@ -7,10 +7,16 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils._triton import has_triton
 
 P, R = ParamSpec("P"), TypeVar("R")
 OPTIONS: dict[str, Any] = {}  # of `torch.compile`
 DEVICES = ["cuda", "xpu"]  # where functions are compiled: where Triton is
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether Triton is installed and supports this GPU."""
+    return device.type != "cuda" or has_triton()
 
 
 def compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:

@@ -12,11 +12,12 @@ Shapes: B batch, T queries, S keys (of the cache and of this pass), H query head
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
+from moh_llm.attention.call import Call, Kinds
 from moh_llm.attention.cpu_near import near_attention
 from moh_llm.attention.cpu_parts import (
     attention_of_spans,
@@ -35,60 +36,32 @@ _LEAST_QUERIES = 1024  # of a document, that are worth selecting from
 # Over the number of queries: what selecting costs beyond its share of dense attention, as measured. AMX makes products
 # faster, and not what this does beside them.
 _OVERHEAD, _OVERHEAD_AMX = 400, 3300
-Kinds = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def why_not(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: Distant | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> str | None:
-    """Why `cpu_attention` does not take these arguments; None: it does."""
-    if query.device.type != "cpu":
-        return "not on a CPU"
-    if not can_be_read(query):
-        return "is being compiled"
-    if dropout:
-        return "dropout"
-    if seen.visible is not None or not seen.is_consecutive:
+def why_not(call: Call) -> str | None:
+    """Why `cpu_attention` does not take this call; None if it does."""
+    if call.query.device.type != "cpu":
+        return "the tensors are not on a CPU"
+    if not can_be_read(call.query):
+        return "the model is being compiled"
+    if call.seen.visible is not None or not call.seen.is_consecutive:
         return "keys of other tokens lie between those that a query sees"
-    if query.shape[2] < key.shape[2] and _needs_gradients(query, key, value, distant):
-        return "gradients through a cache"
+    if call.query.shape[2] < call.key.shape[2] and call.wants_gradients:
+        return "it has no gradients through a cache"
     return None
 
 
-def _needs_gradients(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, distant: Distant | None) -> bool:
-    given = query, key, value, *(distant or ())
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-
-
-def cpu_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: Distant | None = None,
-    dropout: float = 0.0,
-    kinds: Kinds | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """`interval_attention` of arguments for which `why_not` gives None."""
+def cpu_attention(call: Call) -> torch.Tensor:
+    """`interval_attention` of a call that `why_not` does not refuse, `[B, T, H, D]`."""
+    query, key, value, first, seen, scaling, distant, _, kinds = call
     on, kinds = first <= seen.start, kinds or ((), ())
-    if not _needs_gradients(query, key, value, distant):
+    if not call.wants_gradients:
         of, full, near = (seen.scratch or {}).pop("both", (None, None, None))
         if of is query:  # the other half of a training step, for the gate's gradient
             return torch.where(on.unsqueeze(-1), full, near)
     cast = (_as_sdpa_casts(tensor, query.dtype) for tensor in (query, key, value))
     given = *cast, on, seen, scaling, distant
-    if _needs_gradients(query, key, value, distant):
+    if call.wants_gradients:
         full, near = _in_training(*given, kinds)
         if seen.scratch is not None:
             seen.scratch["both"] = query, full.detach(), near.detach()

@@ -36,7 +36,7 @@ class Band(NamedTuple):
     added: torch.Tensor
 
     @classmethod
-    def of(cls, seen: Seen, count: int) -> "Band":
+    def from_seen(cls, seen: Seen, count: int) -> "Band":
         """The band of these queries and so many keys."""
         last, start, near, sink_end, hidden = (
             tensor[:, seen.lead :] for tensor in (seen.last, seen.start, seen.near, seen.sink_end, seen.hidden)
@@ -96,7 +96,7 @@ def near_attention(
     for head in heads:
         by_group.setdefault(head // shared, []).append(head)
     order, outputs = [], []
-    band = kept(seen, "band", lambda: Band.of(seen, key.shape[2]))
+    band = kept(seen, "band", lambda: Band.from_seen(seen, key.shape[2]))
     for count in sorted({len(own) for own in by_group.values()}):
         groups = [group for group, own in by_group.items() if len(own) == count]
         own = [head for group in groups for head in by_group[group]]

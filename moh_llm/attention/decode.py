@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from moh_llm.attention.decode_kernels import join_kernel, part_kernel, triton
-from moh_llm.modeling.seen_moh import Seen
+from .call import Call
+from .decode_kernels import join_kernel, part_kernel, triton
 
 SHORTEST_PART = 256  # keys
 MOST_PARTS = 64
@@ -140,65 +140,35 @@ def _(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return query.new_empty(batch, length, heads, size)
 
 
-def _wants_gradients(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, distant: tuple[torch.Tensor, torch.Tensor] | None
-) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *(distant or ())))
-
-
-def decode_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: tuple[torch.Tensor, torch.Tensor] | None = None,
-    dropout: float = 0.0,
-    kinds: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """The operation by the signature of all backends; `why_not` says for which arguments it does not serve.
+def decode_attention(call: Call) -> torch.Tensor:
+    """`interval_attention` of one new token per row, `[B, 1, H, D]`.
 
     Raises:
-        RuntimeError: where a gradient would be lost.
+        RuntimeError: a gradient would be lost.
     """
-    if _wants_gradients(query, key, value, distant):
+    if call.wants_gradients:
         raise RuntimeError("moh_llm::decode has no gradients; call it under torch.no_grad()")
+    query, key, value, first, seen, scaling, distant, *_ = call
     score, values = distant if distant is not None else (None, None)
     bounds = (seen.start, seen.sink_end, seen.last, seen.hidden)
     return decode(query, key, value, first, *bounds, scaling, score, values, seen.visible)
 
 
-def why_not(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: tuple[torch.Tensor, torch.Tensor] | None = None,
-    dropout: float = 0.0,
-    kinds: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
-    **kwargs: Any,
-) -> str | None:
-    """Why `decode_attention` does not serve for these arguments; None: it does."""
+def why_not(call: Call) -> str | None:
+    """Why `decode_attention` does not take this call; None if it does."""
+    query, seen = call.query, call.seen
     if triton is None:
         return "Triton is not installed"
     if not query.is_cuda:
         return "the tensors are not on a GPU"
     if query.shape[2] != 1:
         return "there is more than one new token"
-    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
-        return f"the dtype is {query.dtype}, that of the cache {key.dtype}"
+    if query.dtype not in DTYPES or not call.is_one_dtype:
+        return f"queries are {query.dtype}, the cache is {call.key.dtype}"
     if query.shape[3] > LARGEST_HEAD:
         return f"heads are larger than {LARGEST_HEAD}"
     if seen.visible is not None and (seen.visible.dim() != 2 or seen.visible.dtype != torch.bool):
         return "a mask adds to scores, or differs between heads"
     if max(x.shape[-1] for x in (seen.start, seen.sink_end, seen.last, seen.hidden)) > 1:
         return "what is seen differs between heads"
-    if dropout:
-        return "there is dropout"
-    if _wants_gradients(query, key, value, distant):
-        return "it has no gradients"
-    return None
+    return "it has no gradients" if call.wants_gradients else None

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from moh_llm.modeling.interval_attention_moh import Distant
-from moh_llm.modeling.seen_moh import Seen
-
-from .parts import Calls, Kinds, attention_of_parts
+from .call import FLOAT16, Call
+from .parts import Kernels, attention_of_parts, why_not_sorted
 from .plan import BLOCK, Blocks, Plan, list_blocks
 
 PACKAGE = "flash-attn-4"
@@ -24,35 +22,19 @@ HEAD_SIZES = (64, 128)
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def why_not(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: Distant | None = None,
-    dropout: float = 0.0,
-    kinds: Kinds | None = None,
-) -> str | None:
-    """Why `flash_attention` does not take these arguments; None where it does."""
-    if query.shape[2] == 1:
-        return "a step of decoding has no blocks of queries"
-    if seen.visible is not None or dropout:
-        return "there is dropout" if dropout else "a mask hides keys between others"
-    if not query.dtype == key.dtype == value.dtype:
-        return "queries, keys and values differ in dtype"
-    return lack(query.device, query.dtype, query.shape[-1])
+def why_not(call: Call) -> str | None:
+    """Why `flash_attention` does not take this call; None if it does."""
+    return why_not_sorted(call) or lack(call.query.device, call.query.dtype, call.query.shape[-1])
 
 
 def lack(device: torch.device, dtype: torch.dtype, size: int) -> str | None:
-    """What keeps flash-attn-4 from heads of this size; None where nothing does."""
+    """Why flash-attn-4 does not run heads of this size on this device; None if it does."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"{PACKAGE} runs on NVIDIA's GPUs alone"
     major, minor = torch.cuda.get_device_capability(device)
     if major not in (9, 10, 11):
         return f"{PACKAGE} is for Hopper and Blackwell; this GPU's compute capability is {major}.{minor}"
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in FLOAT16:
         return f"{PACKAGE} takes bfloat16 and float16, not {str(dtype)[6:]}"
     if size not in HEAD_SIZES:
         return f"{PACKAGE} is used with head sizes 64 and 128, not {size}"
@@ -69,21 +51,9 @@ def _is_installed() -> bool:
         return False
 
 
-def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: Distant | None = None,
-    dropout: float = 0.0,
-    kinds: Kinds | None = None,
-) -> torch.Tensor:
-    """`interval_attention` with flash-attn-4 for sorted queries, `[B, T, H, D]`; `dropout` is not taken."""
-    return attention_of_parts(
-        query, key, value, first, seen, scaling, distant, kinds, Calls(sorted_attention, causal_attention, _windowed)
-    )
+def flash_attention(call: Call) -> torch.Tensor:
+    """`interval_attention` with flash-attn-4 for sorted queries, `[B, T, H, D]`."""
+    return attention_of_parts(call, Kernels(sorted_attention, causal_attention, _windowed))
 
 
 def causal_attention(

@@ -14,11 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from moh_llm.modeling.interval_attention_moh import Distant
-from moh_llm.modeling.seen_moh import Seen
-
-from .compiled import DEVICES, compiled
-from .parts import Calls, Kinds, attention_of_parts
+from .call import Call
+from .compiled import DEVICES, can_compile, compiled
+from .parts import Kernels, attention_of_parts, why_not_sorted
 from .plan import BLOCK, Plan, block_count
 from .windowed import windowed_attention
 
@@ -26,44 +24,20 @@ from .windowed import windowed_attention
 _DENSE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def why_not(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: Distant | None = None,
-    dropout: float = 0.0,
-    kinds: Kinds | None = None,
-) -> str | None:
-    """Why `flex_attention` does not take these arguments; None where it does."""
-    if query.device.type not in DEVICES:
+def why_not(call: Call) -> str | None:
+    """Why `flex_attention` does not take this call; None if it does."""
+    if call.query.device.type not in DEVICES:
         return "FlexAttention is compiled for GPUs"
-    if query.shape[2] == 1:
-        return "a step of decoding has no blocks of queries"
-    if seen.visible is not None or dropout:
-        return "there is dropout" if dropout else "a mask hides keys between others"
-    if not query.dtype == key.dtype == value.dtype:
-        return "queries, keys and values differ in dtype"
-    if query.shape[-1] < 16 or query.dtype == torch.float64:
+    if not can_compile(call.query.device):
+        return "Triton is not installed, or does not support this GPU"
+    if call.query.shape[-1] < 16 or call.query.dtype == torch.float64:
         return "FlexAttention takes head sizes from 16, and no float64"
-    return None
+    return why_not_sorted(call)
 
 
-def flex_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: Distant | None = None,
-    dropout: float = 0.0,
-    kinds: Kinds | None = None,
-) -> torch.Tensor:
-    """`interval_attention` with FlexAttention for sorted queries, `[B, T, H, D]`; `dropout` is not taken."""
-    return attention_of_parts(query, key, value, first, seen, scaling, distant, kinds, CALLS)
+def flex_attention(call: Call) -> torch.Tensor:
+    """`interval_attention` with FlexAttention for sorted queries, `[B, T, H, D]`."""
+    return attention_of_parts(call, KERNELS)
 
 
 def causal_attention(
@@ -126,4 +100,4 @@ def _attention(
     return out, others.lse
 
 
-CALLS = Calls(sorted_attention, causal_attention, windowed_attention)
+KERNELS = Kernels(sorted_attention, causal_attention, windowed_attention)

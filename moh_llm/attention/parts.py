@@ -21,16 +21,16 @@ from torch.autograd.function import once_differentiable
 from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen
 
+from .call import Call, Kinds
 from .compiled import compiled
 from .plan import Plan, group_table, plan_of
 from .windowed import why_not_windowed
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
-Kinds = tuple[tuple[int, ...], tuple[int, ...]]
 _MOST_SINKS = 8  # that are merged: each is compiled in
 
 
-class Calls(NamedTuple):
+class Kernels(NamedTuple):
     """The kernels of a backend.
 
     Attributes:
@@ -44,18 +44,16 @@ class Calls(NamedTuple):
     windowed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], Outputs]
 
 
-def attention_of_parts(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: Distant | None,
-    kinds: Kinds | None,
-    calls: Calls,
-) -> torch.Tensor:
+def why_not_sorted(call: Call) -> str | None:
+    """Why queries cannot be sorted into blocks, whatever the kernels; None if they can."""
+    if call.query.shape[2] == 1:
+        return "a decoding step has no blocks of queries"
+    return None if call.is_one_dtype else "queries, keys and values differ in dtype"
+
+
+def attention_of_parts(call: Call, kernels: Kernels) -> torch.Tensor:
     """`interval_attention` without `seen.visible` and dropout, by a backend's kernels: `[B, T, H, D]`."""
+    query, key, value, first, seen, scaling, distant, _, kinds = call
     batch, heads, tokens, size = query.shape
     is_whole = seen.is_causal and tokens == key.shape[2] and seen.sinks <= _MOST_SINKS
     always, never = kinds if kinds and is_whole else ((), ())
@@ -64,7 +62,7 @@ def attention_of_parts(
     sinks = [states[:, :, : seen.sinks] for states in (key, value)] if is_whole and seen.sinks else []
     if sinks:
         seen = seen._replace(sinks=0)
-    parts, place = _parts(first, seen, (always, never), key, scaling, calls, _wants_gradients(query, key, value))
+    parts, place = _parts(first, seen, (always, never), key, scaling, kernels, _wants_gradients(query, key, value))
 
     # No view: of a view dynamo looks at what it is a view of.
     states = torch.ops.aten._unsafe_view(query.transpose(1, 2).contiguous(), (-1, size))
@@ -104,7 +102,7 @@ def _parts(
     kinds: Kinds,
     key: torch.Tensor,
     scaling: float,
-    calls: Calls,
+    kernels: Kernels,
     gradients: bool,
 ) -> tuple[list[_Part], torch.Tensor]:
     """The parts of all queries, those with a log-sum-exp first, and where each row is in them, `[B * T * H]`."""
@@ -117,9 +115,9 @@ def _parts(
         own, table = group_table(others, shared, device)
         plan = plan_of(first, seen, table, key.shape[2], gradients)
         groups, sorted_rows = [own], [plan.rows]
-        attends = [lambda *states: calls.sorted(*states, plan, scaling)]
-    windowed = functools.partial(_windowed, window=seen.window, scaling=scaling, windowed=calls.windowed)
-    dense = functools.partial(_dense, scaling=scaling, causal=calls.causal)
+        attends = [lambda *states: kernels.sorted(*states, plan, scaling)]
+    windowed = functools.partial(_windowed, window=seen.window, scaling=scaling, windowed=kernels.windowed)
+    dense = functools.partial(_dense, scaling=scaling, causal=kernels.causal)
     tables, spans = [], []
     for kind, begin, end, attend in (
         (never if seen.lead < tokens else (), seen.lead, tokens, windowed),

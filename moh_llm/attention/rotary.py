@@ -3,13 +3,12 @@
 import functools
 
 import torch
-from torch.utils._triton import has_triton
 from transformers.models.llama import modeling_llama as llama
 
-from .compiled import DEVICES, compiled
+from .call import FLOAT16
+from .compiled import DEVICES, can_compile, compiled
 
 NAME = "moh_rotary"  # under which MoH layers find it in transformers' list of attention functions
-_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def rotary_embedding(
@@ -21,18 +20,13 @@ def rotary_embedding(
     where compiled code rounds a product and a sum only once.
     """
     dtypes = {states.dtype for states in (query, key, cos, sin)}
-    is_plain = len(dtypes) > 1 or query.dtype not in _DTYPES or query.shape[2] == 1
-    if is_plain or torch.compiler.is_compiling() or query.device.type not in DEVICES or not _can_compile(query.device):
+    is_plain = len(dtypes) > 1 or query.dtype not in FLOAT16 or query.shape[2] == 1
+    if is_plain or torch.compiler.is_compiling() or query.device.type not in DEVICES or not can_compile(query.device):
         return llama.apply_rotary_pos_emb(query, key, cos, sin)
     # No views: of a view dynamo looks at what it is a view of.
     by_token = (states.transpose(1, 2).contiguous() for states in (query, key))
     query, key = _rotated(*(torch.ops.aten._unsafe_view(states, states.shape) for states in by_token), cos, sin)
     return query.transpose(1, 2), key.transpose(1, 2)
-
-
-def _can_compile(device: torch.device) -> bool:
-    """Whether Triton is there, and takes this GPU, which may be too old for it."""
-    return device.type != "cuda" or has_triton()
 
 
 @functools.partial(compiled, emulate_precision_casts=True)  # each operation rounds, as it does by itself

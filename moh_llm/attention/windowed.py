@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .call import FLOAT16
+
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -17,7 +19,7 @@ def why_not_windowed(device: torch.device, dtype: torch.dtype, size: int) -> str
         return "FlashAttention runs on NVIDIA's GPUs alone"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "FlashAttention is for GPUs from Ampere on"
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in FLOAT16:
         return f"FlashAttention takes bfloat16 and float16, not {str(dtype)[6:]}"
     return (
         f"FlashAttention takes head sizes that are multiples of 8, up to 256, not {size}"

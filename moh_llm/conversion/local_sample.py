@@ -54,8 +54,8 @@ def sample_local(
     sinks: int,
     scaling: float,
 ) -> LocalSample:
-    """Record local attention; arguments are those of `near_attention` and `Seen.of`, T queries and T keys."""
-    seen = Seen.of(positions, starts, window, sinks)
+    """Record local attention of T queries to T keys; see `near_attention` and `Seen.from_positions`."""
+    seen = Seen.from_positions(positions, starts, window, sinks)
     outputs = near_attention(queries, keys, values, seen, scaling)
     queries = (queries * scaling).unflatten(1, (keys.shape[1], -1))  # [B, KV, H / KV, T, D]
     near, far = _near(queries, keys, seen), _far(queries, keys, seen)

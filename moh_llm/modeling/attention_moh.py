@@ -81,7 +81,7 @@ class MoHLlamaAttention(llama.LlamaAttention):
         head_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, shard = self.q_proj(hidden_states), None
         if (width := query.shape[-1]) != self.config.num_attention_heads * self.head_dim:
-            shard = HeadShard.of(self.q_proj.weight, width / self.head_dim, self.config)
+            shard = HeadShard.from_weight(self.q_proj.weight, width / self.head_dim, self.config)
         query, key = query.view(head_shape), self.k_proj(hidden_states).view(head_shape)
         if self.config.query_key_norm:
             query, key = self.q_norm(query), self.k_norm(key)

@@ -113,7 +113,7 @@ class HeadShard:
     group: Any  # of torch.distributed
 
     @classmethod
-    def of(cls, weight: Tensor, found: float, config: MoHLlamaConfig) -> "HeadShard":
+    def from_weight(cls, weight: Tensor, found: float, config: MoHLlamaConfig) -> "HeadShard":
         """The shard of a process whose query projection `weight` gives `found` heads; ValueError without a plan."""
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         mesh = getattr(weight, "device_mesh", None)

@@ -74,7 +74,7 @@ class Seen(NamedTuple):
         return torch.where(on, self.start, self.near)
 
     @classmethod
-    def of(
+    def from_positions(
         cls,
         positions: Tensor,
         starts: Tensor,
@@ -119,8 +119,8 @@ class Seen(NamedTuple):
         return cls(last, start, near, sink_end, hidden, window, sinks, all_on, lead, visible=visible, scratch={})
 
     @classmethod
-    def under(cls, mask: Tensor, positions: Tensor, window: int, sinks: int, all_on_until: int) -> "Seen":
-        """Of any mask of attention `[B, 1 or H, T, S]`; the other arguments are those of `of`.
+    def from_mask(cls, mask: Tensor, positions: Tensor, window: int, sinks: int, all_on_until: int) -> "Seen":
+        """Of any mask of attention `[B, 1 or H, T, S]`; the other arguments are those of `from_positions`.
 
         Of the keys that the mask shows to a query, a head that is off sees the first ones, the last ones up to the
         query, and those after it. A query that sees no key sees itself.
@@ -142,7 +142,7 @@ class Seen(NamedTuple):
         is_plain = (last == own_place) & (own[..., 0].transpose(1, 2) == last - start + 1)
         is_plain = mask.shape[1] == 1 and can_be_read(mask) and bool(is_plain.all() & begins.all())
         if is_plain and not (mask.is_floating_point() and bool((mask[shown & ~sees_nothing] != 0).any())):
-            return cls.of(positions, start[..., 0], window, sinks, all_on_until)
+            return cls.from_positions(positions, start[..., 0], window, sinks, all_on_until)
         # Fallbacks of values ask whether a query sees nothing but itself. What lies before the first key is hidden.
         start = start - ((start == last) & (start != own_place)).long()
         if mask.is_floating_point():
@@ -168,23 +168,23 @@ def seen_keys(
     """What transformers' masks make of the arguments of LLaMA's decoder.
 
     `inputs` are ids or embeddings `[B, T, ...]`; `use_cache` says whether the call makes a cache where there is none;
-    `seen` are the window, sinks and `all_on_until` of `Seen.of`. What padding's queries see is unspecified.
+    `seen` are the window, sinks and `all_on_until` of `Seen.from_positions`. What padding's queries see is unspecified.
     """
     given = attention_mask, position_ids, past_key_values, use_cache, implementation
     positions, starts = document_starts(inputs, *given)
     if not isinstance(attention_mask, Tensor):
         is_new = past_key_values is None or not (past_key_values.is_compileable or past_key_values.get_seq_length())
         is_whole = is_new and can_be_read(starts) and not bool(starts.any())
-        return Seen.of(positions, starts, *seen)._replace(is_causal=is_whole)
+        return Seen.from_positions(positions, starts, *seen)._replace(is_causal=is_whole)
     mask = attention_mask.to(inputs.device)
     if mask.dim() == 4 and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1) or inputs.shape[1] > 1):
-        return Seen.under(mask, positions, *seen)
+        return Seen.from_mask(mask, positions, *seen)
     shown = mask[:, 0, 0] if mask.dim() == 4 else mask != 0  # the former of one query per row
     has_holes = True  # where the mask cannot be read it may
     if can_be_read(shown) and can_be_read(positions):
         before = pad(shown[:, : int(positions[0, -1]) + 1], (1, 0))
         has_holes = bool(((before[:, 1:] & ~before[:, :-1]).sum(-1) > 1).any())
-    return Seen.of(positions, starts, *seen, shown if has_holes else None)
+    return Seen.from_positions(positions, starts, *seen, shown if has_holes else None)
 
 
 def document_starts(
@@ -232,4 +232,4 @@ def paged_keys(position_ids: Tensor, token_edges: Tensor, key_edges: Tensor, *se
     tokens = torch.arange(position_ids.shape[1], device=position_ids.device)
     request = torch.searchsorted(token_edges, tokens, right=True) - 1
     starts = key_edges[request.clamp_max(len(key_edges) - 2)].long()[None]
-    return Seen.of(starts + position_ids, starts, *seen)._replace(is_consecutive=False)
+    return Seen.from_positions(starts + position_ids, starts, *seen)._replace(is_consecutive=False)

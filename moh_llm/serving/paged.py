@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moh_llm.modeling.interval_attention_moh import Distant, near_attention
+from moh_llm.attention.call import Call
+from moh_llm.modeling.interval_attention_moh import near_attention
 from moh_llm.modeling.seen_moh import Seen
 
 _DIGIT = 256  # the numbers below are exact in every dtype of a cache that is not quantised
@@ -28,7 +29,7 @@ def near_keys(
     Args:
         token_edges: the first new token of each request among all of them, and the end of the last one.
         lengths: tokens of each request, the new ones included.
-        window, sinks, all_on_until: as in `Seen.of`.
+        window, sinks, all_on_until: as in `Seen.from_positions`.
         total: T, padding after the last request's tokens included.
 
     Returns:
@@ -70,19 +71,10 @@ class EngineKeys(NamedTuple):
     read: Read
 
     def attend(
-        self,
-        attention: Callable[..., torch.Tensor],
-        query: torch.Tensor,
-        first: torch.Tensor,
-        seen: Seen,
-        scaling: float,
-        distant: Distant | None = None,
-        dropout: float = 0.0,
-        kinds: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
-        module: nn.Module | None = None,
-        **kwargs: Any,
+        self, attention: Callable[..., torch.Tensor], call: Call, module: nn.Module | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """`interval_attention` `[1, T, H, D]`: the engine's attention of all heads where they are on."""
+        """`interval_attention` `[1, T, H, D]`: the engine's own attention where a head is on."""
+        query, _, _, first, seen, scaling, distant, dropout, _ = call
         engine = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
         full, _ = engine(module, query, self.key, self.value, None, dropout=dropout, scaling=scaling, **kwargs)
         near = near_attention(query, *self.read(module), seen, scaling, distant, dropout)

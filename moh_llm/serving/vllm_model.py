@@ -51,7 +51,7 @@ class MoHLlamaForVLLM(TransformersForCausalLM):
         window, sinks = config.local_window, config.local_sinks
         if metadata is None:  # vLLM runs a model without a cache to see how much memory it takes
             tokens = torch.arange(len(positions), device=positions.device)[None]
-            return Seen.of(tokens, tokens, window, sinks)._replace(lead=len(positions)), None
+            return Seen.from_positions(tokens, tokens, window, sinks)._replace(lead=len(positions)), None
         layer = next(module for module in self.modules() if isinstance(module, MoHLlamaAttention)).attn
         metadata = metadata[layer.layer_name]
         edges, lengths = (tensor.cpu().long() for tensor in (metadata.query_start_loc, metadata.seq_lens))

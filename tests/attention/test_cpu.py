@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from moh_llm.attention import cpu, cpu_parts, cpu_selected
+from moh_llm.attention import Call, choose, cpu, cpu_parts, cpu_selected
 from moh_llm.attention.cpu import cpu_attention, why_not
 from moh_llm.attention.cpu_selected import _calls
 from moh_llm.modeling.seen_moh import Seen
@@ -34,9 +34,9 @@ def given(seen, heads=4, kv=2, size=8, dtype=torch.float32, distant=True, share=
 
 
 def attend(seen, query, key, value, first, distant, kinds=None) -> torch.Tensor:
-    how = {"scaling": 0.3, "distant": distant}
-    assert why_not(query, key, value, first, seen, **how) is None
-    return cpu_attention(query, key, value, first, seen, **how, kinds=kinds)
+    call = Call(query, key, value, first, seen, 0.3, distant, kinds=kinds)
+    assert why_not(call) is None
+    return cpu_attention(call)
 
 
 def assert_is_the_loop(seen, given, kinds=None) -> None:
@@ -186,7 +186,7 @@ def test_calls_of_a_step_read_what_is_selected_once(threads) -> None:
 def test_precision_with_whole_blocks(dtype, bound) -> None:
     length = 700
     positions = torch.arange(length)[None]
-    seen = Seen.of(positions, torch.zeros_like(positions))._replace(is_causal=True)
+    seen = Seen.from_positions(positions, torch.zeros_like(positions))._replace(is_causal=True)
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, length, 8, generator=draw).to(dtype) for heads in (4, 2, 2))
     on = torch.rand(1, length, 4, generator=draw) < 0.5
@@ -196,7 +196,7 @@ def test_precision_with_whole_blocks(dtype, bound) -> None:
     expected = full.transpose(1, 2) * on.unsqueeze(-1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "_LEAST_QUERIES", 1)
-        found = cpu_attention(query, key, value, seen.first(on), seen, 0.3)
+        found = cpu_attention(Call(query, key, value, seen.first(on), seen, 0.3))
     assert (found.double() - expected).norm() < bound * expected.norm()
 
 
@@ -221,11 +221,11 @@ def test_what_is_left_to_the_reference() -> None:
     states = given(seen)
     query, key, value, first, distant = states
 
-    def reason(seen, query=query, **kwargs) -> str | None:
-        return why_not(query, key, value, first, seen, 0.3, distant, **kwargs)
+    def reason(seen, query=query) -> str | None:
+        return why_not(Call(query, key, value, first, seen, 0.3, distant))
 
     assert reason(seen) is None
-    assert "dropout" in reason(seen, dropout=0.1)
+    assert choose(Call(query, key, value, first, seen, 0.3, distant, dropout=0.1)) == ("reference", "there is dropout")
     assert "keys" in reason(seen._replace(visible=torch.ones(1, 33, dtype=torch.bool)))
     assert "keys" in reason(seen._replace(is_consecutive=False))
     assert "CPU" in reason(seen, query.to("meta"))

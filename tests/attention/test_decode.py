@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("triton")
 
+from moh_llm.attention import Call
 from moh_llm.attention import decode as decoding
 from moh_llm.attention.decode import count_parts, decode_attention, tiles, why_not
 from moh_llm.modeling.seen_moh import Seen
@@ -94,7 +95,7 @@ def test_equals_the_loop(rows, heads, shared, size, share, window, sinks, dtype,
     distant = distant if has_distant else None
     wanted = expected(query, key, value, first, seen, distant)
     spoil_unseen(key, value, first, seen)
-    got = decode_attention(query, key, value, first, seen, 0.3, distant)
+    got = decode_attention(Call(query, key, value, first, seen, 0.3, distant))
     assert got.dtype == dtype
     assert distance(got, wanted) < TOLERANCES[dtype]
     assert not got.cpu()[wanted == 0].any()
@@ -115,7 +116,7 @@ def test_rows_of_different_lengths_and_any_strides():
     value = value.transpose(2, 3).contiguous().transpose(2, 3)  # neighbours are not neighbours in memory
     first = torch.stack([first, first], -1)[..., 1]
     distant = torch.cat([distant[0], distant[0]], -1)[..., 4:], distant[1].t().contiguous().t()
-    assert distance(decode_attention(query, key, value, first, seen, 0.3, distant), wanted) < 1e-5
+    assert distance(decode_attention(Call(query, key, value, first, seen, 0.3, distant)), wanted) < 1e-5
 
 
 @pytest.mark.usefixtures("short_parts")
@@ -127,7 +128,7 @@ def test_keys_that_a_mask_hides():
     seen = seen._replace(visible=visible[:, :201])
     on = torch.tensor([[[True, False, False, False]]]).expand(3, 1, 4)
     query, key, value, first, _ = draw(seen, on, 2, 16, 260)
-    got = decode_attention(query, key, value, first, seen, 0.3)
+    got = decode_attention(Call(query, key, value, first, seen, 0.3))
     # Indices are of keys here, where those of the loop are of visible ones: each row is the one without hidden keys.
     for row in range(2):
         kept = visible[row, :200].nonzero()[:, 0]
@@ -147,7 +148,7 @@ def test_a_head_cannot_spoil_those_it_shares_keys_with():
     query, key, value, first, distant = draw(seen, on, 4, 16, 60)
     wanted = expected(query, key, value, first, seen, distant)
     query[:, 1] = torch.nan
-    got = decode_attention(query, key, value, first, seen, 0.3, distant)
+    got = decode_attention(Call(query, key, value, first, seen, 0.3, distant))
     assert distance(got[:, :, [0, 2, 3]], wanted[:, :, [0, 2, 3]]) < 1e-5
 
 
@@ -162,7 +163,7 @@ def test_one_graph_serves_every_length_of_a_static_cache():
         near = (last - 7).clamp_min(0)
         visible = torch.arange(40, device=last.device)[None] <= last[0]  # of a static cache's mask
         seen = Seen(last, start, near, start + 1, near - 1, 8, 1, visible=visible)
-        return decode_attention(query * 2, key, value, seen.first(on), seen, 0.3, distant) + 1
+        return decode_attention(Call(query * 2, key, value, seen.first(on), seen, 0.3, distant)) + 1
 
     on = torch.tensor([[[True, False]]])
     for last in (5, 20, 33):
@@ -183,10 +184,10 @@ def test_a_cuda_graph_serves_every_length():
     on = torch.rand(2, 1, 8, device=DEVICE) < 0.5
     query, key, value, first, distant = draw(seen, on, 4, 64, 6000, torch.bfloat16)
     with torch.no_grad():
-        decode_attention(query, key, value, first, seen, 0.3, distant)  # compiled before the capture
+        decode_attention(Call(query, key, value, first, seen, 0.3, distant))  # compiled before the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = decode_attention(query, key, value, first, seen, 0.3, distant)
+            got = decode_attention(Call(query, key, value, first, seen, 0.3, distant))
         for later in (0, 1, 900):
             for x in (seen.last, seen.near, seen.hidden):
                 x += later
@@ -212,10 +213,10 @@ def test_says_for_what_it_does_not_serve():
         query, key = torch.empty(2, 4, 1, 64, device="cuda"), torch.empty(2, 2, 9, 64, device="cuda")
         first = torch.zeros(2, 1, 4, dtype=torch.long)
         arguments = {"query": query, "key": key, "value": key, "first": first, "seen": seen, "scaling": 1.0}
-        assert why_not(**arguments) is None
+        assert why_not(Call(**arguments)) is None
         padded = seen._replace(visible=torch.ones(2, 9, dtype=torch.bool))
-        assert why_not(**arguments | {"seen": padded}) is None
-        assert why_not(**arguments, kinds=((), ()), distant=(query, query)) is None
+        assert why_not(Call(**arguments | {"seen": padded})) is None
+        assert why_not(Call(**arguments, kinds=((), ()), distant=(query, query))) is None
         leaf = torch.empty_like(query, requires_grad=True)
         double, large = query.double(), query.repeat(1, 1, 1, 5)
         differing = seen._replace(start=first)
@@ -228,20 +229,19 @@ def test_says_for_what_it_does_not_serve():
             {"seen": seen._replace(visible=torch.ones(2, 1, 1, 9, dtype=torch.bool))},
             {"seen": seen._replace(visible=torch.ones(2, 9))},
             {"seen": differing},
-            {"dropout": 0.1},
             {"query": leaf},
             {"distant": (query, leaf)},
         ):
-            assert why_not(**arguments | change), change
+            assert why_not(Call(**arguments | change)), change
         with torch.no_grad():
-            assert why_not(**arguments | {"query": leaf}) is None
+            assert why_not(Call(**arguments | {"query": leaf})) is None
 
 
 def test_there_are_no_gradients_rather_than_wrong_ones():
     seen = on_device(seen_of([[9]], queries=1))
     query, key, value, first, _ = draw(seen, torch.ones(1, 1, 2, dtype=torch.bool), 1, 16, 9)
     with pytest.raises(RuntimeError, match="no gradients"):
-        decode_attention(query.requires_grad_(), key, value, first, seen, 0.3)
+        decode_attention(Call(query.requires_grad_(), key, value, first, seen, 0.3))
 
 
 def test_parts_fill_the_device_and_are_no_shorter_than_is_worth_it(monkeypatch):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moh_llm.attention import flash
+from moh_llm.attention import Call, flash
 from moh_llm.attention.plan import group_table, plan_of
 from tests.attention.naive import first_of, naive_attention, seen_of
 
@@ -176,7 +176,7 @@ def test_the_operation(flash_attn):
     on = torch.rand(2, 20, 4) < torch.tensor([2, 0.5, 2, -1])
     given = query, key, value, first_of(on, seen), seen, 0.3, (score, far)
     expected = naive_attention(*given)
-    torch.testing.assert_close(flash.flash_attention(*given, kinds=((0, 2), (3,))), expected)
+    torch.testing.assert_close(flash.flash_attention(Call(*given, kinds=((0, 2), (3,)))), expected)
 
 
 def test_compiled_models_contain_the_operation(flash_attn):
@@ -194,7 +194,7 @@ def test_what_lacks_is_said():
 SCRIPT = """
 import sys, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from moh_llm.attention import flash
+from moh_llm.attention import Call, flash
 
 def states(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="cuda")

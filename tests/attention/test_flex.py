@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from moh_llm.attention import compiled, flex
+from moh_llm.attention import Call, compiled, flex
 from moh_llm.attention.plan import group_table, plan_of
 from tests.attention.naive import first_of, naive_attention, seen_of
 
@@ -17,7 +17,7 @@ def arguments(length, heads=4, groups=2, rows=1, gradients=False):
     distant = torch.randn(rows, length, heads), torch.randn(heads, 16)
     for tensor in (*states, *distant):
         tensor.requires_grad_(gradients)
-    return *states, first, seen, 0.25, distant
+    return Call(*states, first, seen, 0.25, distant)
 
 
 def test_log_sum_exp_and_what_sees_nothing():
@@ -59,7 +59,7 @@ def test_lengths_share_a_compilation(counter, gradients):
     for length in range(200, 2001, 600):
         given = arguments(length, gradients=gradients)
         with torch.set_grad_enabled(gradients):
-            out = flex.flex_attention(*given)
+            out = flex.flex_attention(given)
         if gradients:
             out.sum().backward()
         assert counter.frame_count <= (8 if gradients else 7)
@@ -70,8 +70,8 @@ def test_compiled_is_the_loop(counter):
     """Other batches and numbers of heads, too, by code that was compiled for the first."""
     for rows, heads, groups in (1, 4, 2), (2, 6, 3), (3, 6, 3), (1, 6, 2):
         given = arguments(60, heads, groups, rows)
-        out = flex.flex_attention(*given)
-        exact = naive_attention(*(states.double() for states in given[:3]), *given[3:])
+        out = flex.flex_attention(given)
+        exact = naive_attention(*(states.double() for states in given[:3]), *given[3:7])
         torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
     assert counter.frame_count <= 13
 
@@ -79,12 +79,12 @@ def test_compiled_is_the_loop(counter):
 @pytest.mark.parametrize("gradients", [False, True])
 def test_is_part_of_a_compiled_model(gradients):
     """One graph, as `torch.compile(model, fullgraph=True)` wants it."""
-    given, kinds = arguments(150, gradients=gradients), ((0,), (3,))
+    given = arguments(150, gradients=gradients)._replace(kinds=((0,), (3,)))
     torch._dynamo.reset()
     whole = torch.compile(flex.flex_attention, fullgraph=True, backend="eager")
-    expected = flex.flex_attention(*given, kinds=kinds)
-    torch.testing.assert_close(whole(*given, kinds=kinds), expected, atol=1e-5, rtol=1e-5)
+    expected = flex.flex_attention(given)
+    torch.testing.assert_close(whole(given), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_what_it_does_not_take_is_said():
-    assert flex.why_not(*arguments(150)[:6])
+    assert flex.why_not(arguments(150))

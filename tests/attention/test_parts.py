@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moh_llm.attention import flex, parts
+from moh_llm.attention import Call, flex, parts
 from moh_llm.attention.flex import flex_attention
 from tests.attention.naive import first_of, naive_attention, seen_of
 
@@ -27,12 +27,11 @@ def differences(
     if with_distant:
         leaves += [torch.randn(batch, queries, heads), torch.randn(heads, size)]
     gradient, results = torch.randn(batch, queries, heads, size), []
-    for dtype, attention, more in (
-        (torch.float64, naive_attention, {}),
-        (torch.float32, flex_attention, {"kinds": kinds}),
-    ):
+    for dtype in (torch.float64, torch.float32):
         own = [leaf.to(dtype).requires_grad_() for leaf in leaves]
-        out = attention(*own[:3], first, seen, 0.3, tuple(own[3:]) or None, **more)
+        given = *own[:3], first, seen, 0.3, tuple(own[3:]) or None
+        exact = dtype == torch.float64
+        out = naive_attention(*given) if exact else flex_attention(Call(*given, kinds=kinds))
         assert out.shape == (batch, queries, heads, size)
         given = torch.autograd.grad(out, own, gradient.to(dtype), allow_unused=True, materialize_grads=True)
         results.append([out.detach(), *given])
@@ -99,5 +98,5 @@ def plain_windows(query, key, value, window, scaling):
 )
 def test_windows_are_the_loop(case, monkeypatch):
     monkeypatch.setattr(parts, "why_not_windowed", lambda *states: None)
-    monkeypatch.setattr(flex, "CALLS", flex.CALLS._replace(windowed=plain_windows))
+    monkeypatch.setattr(flex, "KERNELS", flex.KERNELS._replace(windowed=plain_windows))
     assert max(differences(**{"kinds": ((0,), (2, 3))} | case)) < 1e-5

@@ -125,7 +125,7 @@ def test_masks_with_holes(is_floating):
         added = torch.randn(3, 6, 9, 21, dtype=torch.float64)
         visible = added.masked_fill(~shown[:, None, None], -torch.inf)
     starts = torch.tensor([0, 4, 14])[:, None].expand(-1, 9)
-    seen = Seen.of(seen.last[..., 0], starts, 5, 2, 0, shown)._replace(visible=visible)
+    seen = Seen.from_positions(seen.last[..., 0], starts, 5, 2, 0, shown)._replace(visible=visible)
     first = seen.first(torch.rand(3, 9, 6) < 0.5)
     arguments = query, key, value, first, seen, scaling, distant
     expected = naive_attention(*arguments)
@@ -151,7 +151,7 @@ def test_what_queries_see_is_told_by_where_documents_begin(layout, seen):
     rows, queries = LAYOUTS[layout]
     expected = seen_of(rows, queries, **SEENS[seen])
     window, sinks, until = SEENS[seen]["window"], SEENS[seen]["sinks"], SEENS[seen].get("local_start", 0)
-    found = Seen.of(expected.last[..., 0], expected.start[..., 0], window, sinks, until)
+    found = Seen.from_positions(expected.last[..., 0], expected.start[..., 0], window, sinks, until)
     on = torch.zeros_like(expected.start, dtype=torch.bool)
     for flags in (on, ~on):
         assert torch.equal(found.first(flags).expand_as(on), expected.first(flags).expand_as(on))

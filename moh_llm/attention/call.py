@@ -1,0 +1,40 @@
+"""The arguments of one attention call, as every backend takes them."""
+
+from typing import NamedTuple
+
+import torch
+
+from moh_llm.modeling.interval_attention_moh import Distant
+from moh_llm.modeling.seen_moh import Seen
+
+Kinds = tuple[tuple[int, ...], tuple[int, ...]]
+FLOAT16 = (torch.bfloat16, torch.float16)
+
+
+class Call(NamedTuple):
+    """The arguments of `moh_llm.modeling.interval_attention_moh.interval_attention`, which documents them.
+
+    `kinds` are the sorted ids of the heads that are always on and of those that are never on (tokens in `seen.all_on`
+    excepted); None if they are not known.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    first: torch.Tensor
+    seen: Seen
+    scaling: float
+    distant: Distant | None = None
+    dropout: float = 0.0
+    kinds: Kinds | None = None
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether autograd records queries, keys, values or the distant token."""
+        given = self.query, self.key, self.value, *(self.distant or ())
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+
+    @property
+    def is_one_dtype(self) -> bool:
+        """Whether queries, keys and values have the same dtype."""
+        return self.query.dtype == self.key.dtype == self.value.dtype
