@@ -118,7 +118,7 @@ def test_key_value_heads_that_do_not_divide_are_refused(make_pair) -> None:
     _, model = make_pair(**HEADS, **PLANS["value"])
     weight = SimpleNamespace(device_mesh=SimpleNamespace(ndim=1, size=lambda: 3))
     with pytest.raises(ValueError, match="4 key-value heads do not divide by 3 devices"):
-        HeadShard.of(weight, 8 / 3, model.config)
+        HeadShard.from_weight(weight, 8 / 3, model.config)
 
 
 def test_a_shard_takes_its_heads() -> None:
