@@ -118,87 +118,6 @@ def test_recomputing_adds_the_layers_but_for_what_torch_leaves_out():
     assert added == counted + last_product
 
 
-class SparsePass:
-    """A MoH model's forward pass over one text, a head at a time, which computes only what some token's output needs.
-
-    Every product is one of matrices, so that the counter sees it.
-    """
-
-    def __init__(self, model: MoHLlamaForCausalLM):
-        self.config, self.weights = model.config, {name: w.detach() for name, w in model.state_dict().items()}
-
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of ids `[T]`, `[T, V]`."""
-        x = self.weights["model.embed_tokens.weight"][ids]
-        for layer in range(self.config.num_hidden_layers):
-            prefix = f"model.layers.{layer}."
-            x = x + self.attention(layer, self.norm(x, prefix + "input_layernorm"))
-            h = self.norm(x, prefix + "post_attention_layernorm")
-            gate, up = (h @ self.weights[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-            x = x + (torch.nn.functional.silu(gate) * up) @ self.weights[prefix + "mlp.down_proj.weight"].T
-        return self.norm(x, "model.norm") @ self.weights["lm_head.weight"].T
-
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        root = (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt()
-        return x / root * self.weights[name + ".weight"]
-
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        half = x.shape[-1] // 2
-        rates = self.config.rope_parameters["rope_theta"] ** -(torch.arange(half) * 2 / x.shape[-1]).to(x)
-        angle = positions[:, None] * rates
-        a, b = x[:, :half], x[:, half:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
-    def attention(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        config, own = self.config, f"model.layers.{layer}.self_attn."
-        size, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
-        w = {name: self.weights[own + f"{name}_proj.weight"] for name in "qkvo"}
-        shared = config.shared_heads_per_layer[layer]
-        routed = [head for head in range(config.num_attention_heads) if head not in shared]
-        positions = torch.arange(len(x))
-        keys = (x @ w["k"].T).unflatten(-1, (-1, size))
-        values = (x @ w["v"].T).unflatten(-1, (-1, size))
-        queries = {}
-        if config.router_type == "query_norm":
-            queries = {head: x @ w["q"][head * size :][:size].T for head in range(config.num_attention_heads)}
-        on = self.selected(layer, x, queries, routed)
-        output = torch.zeros_like(x)
-        for head in range(config.num_attention_heads):
-            columns, key, value = w["o"][:, head * size :][:, :size], keys[:, head // groups], values[:, head // groups]
-            chosen = positions if head in shared else positions[on[:, routed.index(head)]]
-            query = queries[head][chosen] if queries else x[chosen] @ w["q"][head * size :][:size].T
-            query, key = self.rotate(query, chosen), self.rotate(key, positions)
-            for place, token in enumerate(chosen.tolist()):
-                scores = query[place, None] @ key[: token + 1].T / size**0.5
-                output[token] += (scores.softmax(-1) @ value[: token + 1] @ columns.T)[0]
-            if config.head_fallback == "value" and head in routed:
-                row, off = routed.index(head), positions[~on[:, routed.index(head)]]
-                share = x[off] @ self.weights[own + "fallback.own_value.weight"][row, :, None]
-                share = share + self.weights[own + "fallback.own_value.bias"][row]
-                first = off[:, None] == 0
-                share = torch.where(first, 1, share)
-                fallback = (value[off, :, None] @ share[:, None])[..., 0]
-                fallback = fallback + torch.where(first, 0, self.weights[own + "fallback.bias"][row])
-                output[off] += fallback @ columns.T
-        return output
-
-    def selected(self, layer: int, x: torch.Tensor, queries: dict, routed: list[int]) -> torch.Tensor:
-        """Which routed heads are on, `[T, R]`."""
-        config, own = self.config, f"model.layers.{layer}.self_attn.router."
-        group_size = config.heads_per_group
-        k = (config.active_heads_per_layer[layer] - config.num_attention_heads + len(routed)) // group_size
-        if config.router_type == "query_norm":
-            norms = torch.stack([queries[head].norm(dim=-1) for head in routed], -1)
-            return norms >= norms.sort(descending=True).values[:, k - 1, None] if k else norms < 0
-        logits = x @ self.weights[own + "routed.weight"].T
-        if config.router_type == "linear":
-            logits = logits + self.weights[own + "routed.bias"]
-        else:  # of which quantised scores need the gradient only, and the model computes the value
-            x @ self.weights[own + "shared.weight"].T, x @ self.weights[own + "stage.weight"].T
-        on = torch.zeros_like(logits, dtype=torch.bool).scatter(1, logits.argsort(descending=True)[:, :k], True)
-        return on.repeat_interleave(group_size, 1)
-
-
 def make_sparse(name: str, router: str, fallback: str) -> MoHLlamaForCausalLM:
     fields = {
         **{"vocab_size": 100, "hidden_size": HIDDEN, "intermediate_size": WIDE, "num_hidden_layers": LAYERS},
@@ -211,29 +130,6 @@ def make_sparse(name: str, router: str, fallback: str) -> MoHLlamaForCausalLM:
         if layer.self_attn.fallback is not None:
             torch.nn.init.normal_(layer.self_attn.fallback.bias)
     return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fallback", ["none", "value"])
-@pytest.mark.parametrize(
-    ("name", "router", "length"),
-    [
-        ("tiny", "linear", 9),
-        ("tiny", "query_norm", 9),
-        ("tiny", "two_stage", 1),
-        ("groups", "linear", 13),
-        ("medium", "linear", 40),
-    ],
-)
-def test_the_forward_count_is_a_pass_that_computes_the_least(name, router, length, fallback):
-    model = make_sparse(name, router, fallback)
-    ids = torch.randint(100, (length,), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        got = SparsePass(model).logits(ids)
-    with torch.no_grad():
-        # The model's norms and rotary tables are float32.
-        torch.testing.assert_close(got, model(ids[None], use_cache=False).logits[0], atol=1e-4, rtol=1e-4)
-    assert forward_flops(model.config, length) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("fallback", ["none", "value"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import DynamicCache, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
 from moh_llm.modeling.seen_moh import paged_keys, seen_keys
@@ -23,58 +23,12 @@ def plan(request) -> dict:
     return PLAN | request.param
 
 
-def padded_rows(ids: torch.Tensor, side: str) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
-    """Rows of `LENGTHS` tokens and a mask, both `[4, 24]`, and where the tokens of each row are."""
-    padded, mask = torch.zeros(4, 24, dtype=torch.int64), torch.zeros(4, 24, dtype=torch.int64)
-    places = [slice(24 - length, 24) if side == "left" else slice(0, length) for length in LENGTHS]
-    for row, place in enumerate(places[:3]):
-        padded[row, place], mask[row, place] = ids[row, : LENGTHS[row]], 1
-    return padded, mask, places
-
-
-def four_dims(mask: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The whole mask `[B, 1, T, T]`, boolean or added to the scores."""
-    seen = (mask[:, None, None, :] != 0) & torch.ones(mask.shape[1], mask.shape[1]).tril().bool()
-    if dtype is None:
-        return seen
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-
-
 def check_rows(moh, got: torch.Tensor, ids: torch.Tensor, places: list[slice]) -> None:
     """Logits of each row's tokens are those of the naive loop on the row alone."""
     weights = {name: tensor.double().cpu().numpy() for name, tensor in moh.state_dict().items()}
     for row, place in enumerate(places[:3]):
         expected = naive.logits(moh.config, weights, ids[row, : LENGTHS[row]].numpy())
         np.testing.assert_allclose(got[row, place].cpu().numpy(), expected, atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("implementation", "fields"),
-    [
-        *(("sdpa", {"num_key_value_heads": 1}), ("sdpa", {"num_key_value_heads": 4, "head_fallback": "none"})),
-        *(("sdpa", {}), ("eager", {}), ("sdpa", LOCAL), ("eager", LOCAL), ("sdpa", START), ("eager", START)),
-    ],
-    ids=str,
-)
-def test_padded_rows_are_the_rows_alone(make_pair, ids, implementation, fields):
-    # Eager attention has its softmax in float32, where float64's masks overflow; LLaMA gives NaN there, too.
-    dtype = torch.float64 if implementation == "sdpa" else torch.float32
-    _, moh = make_pair(attn_implementation=implementation, dtype=dtype, **PLAN | fields)
-    embed = moh.get_input_embeddings()
-    with torch.no_grad():
-        for side in ("left", "right"):
-            padded, mask, places = padded_rows(ids, side)
-            counted = (mask.cumsum(1) - 1).clamp_min(0)
-            calls = {
-                "mask": {"attention_mask": mask},
-                "positions": {"attention_mask": mask, "position_ids": counted},
-                "shifted": {"attention_mask": mask, "position_ids": counted + 9, "use_cache": False},
-            }
-            whole = four_dims(mask, None if implementation == "sdpa" else dtype)
-            calls["4 dims"] = {"attention_mask": whole, "use_cache": False}
-            calls["embeds"] = {"attention_mask": mask.bool(), "inputs_embeds": embed(padded), "input_ids": None}
-            for arguments in calls.values():
-                check_rows(moh, moh(**{"input_ids": padded} | arguments).logits, ids, places)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -86,51 +40,6 @@ def test_packed_documents_are_the_documents_alone_wherever_their_positions_begin
         with torch.no_grad():
             got = moh(packed, position_ids=positions, use_cache=False).logits[0]
         check_rows(moh, torch.stack([got, got, got]), ids, [slice(0, 24), slice(24, 41), slice(41, 42)])
-
-
-@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
-def test_padded_rows_in_chunks_over_a_cache(make_pair, plan, ids, cache):
-    _, moh = make_pair(dtype=torch.float64, **plan)
-    padded, mask, places = padded_rows(ids, "left")
-    past = DynamicCache(config=moh.config) if cache is DynamicCache else StaticCache(moh.config, max_cache_len=30)
-    got, done = [], 0
-    with torch.no_grad():
-        # Row 1 begins in the first chunk, row 2 with the last single token.
-        for count in (10, 12, 1, 1):
-            done += count
-            output = moh(padded[:, done - count : done], attention_mask=mask[:, :done], past_key_values=past)
-            got.append(output.logits)
-    check_rows(moh, torch.cat(got, 1), ids, places)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({}, {"use_cache": False}, {"prefill_chunk_size": 5}, {"num_beams": 2}),
-        {"cache_implementation": "static", "disable_compile": True},
-    ],
-    ids=str,
-)
-def test_generation_of_padded_rows(make_pair, plan, ids, settings):
-    _, moh = make_pair(**plan)
-    common = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    padded, mask, places = padded_rows(ids, "left")
-    together = moh.generate(padded[:3], attention_mask=mask[:3], **common, **settings)[:, -6:]
-    settings = {} if "cache_implementation" in settings else settings
-    for row, place in enumerate(places[:3]):
-        assert torch.equal(together[row], moh.generate(padded[row : row + 1, place], **common, **settings)[0, -6:])
-
-
-@pytest.mark.slow
-def test_compiled_and_exported_models_know_padding(make_pair, ids):
-    _, moh = make_pair(num_hidden_layers=1, **PLAN)
-    padded, mask, places = padded_rows(ids, "left")
-    arguments = {"attention_mask": mask, "use_cache": False}
-    with torch.no_grad():
-        compiled = torch.compile(moh, fullgraph=True, backend="aot_eager")
-        check_rows(moh, compiled(padded, **arguments).logits, ids, places)
-        exported = torch.export.export(moh, (padded,), arguments, strict=False).module()
-        check_rows(moh, exported(padded, **arguments).logits, ids, places)
 
 
 def drawn_case(draw: random.Random) -> dict:
