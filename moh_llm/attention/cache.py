@@ -1,4 +1,4 @@
-"""A cache that keeps only what is read: of key-value groups that no token can have on, the first tokens and the last.
+"""A cache that keeps only the keys that are read: sinks and a window for key-value groups that are never on.
 
 Shapes: B batch, T new tokens, S tokens, H query heads, KV key-value heads, D head size.
 """
@@ -13,13 +13,13 @@ from moh_llm.attention.call import Call, Kinds
 from moh_llm.modeling.configuration_moh_llama import MoHLlamaConfig
 from moh_llm.modeling.seen_moh import Seen
 
-DROPPED = "a MoHCache dropped tokens that attention_mask shows now; use a DynamicCache"
-_MORE = 64  # tokens beyond the window that are kept at least, so that as many can be cropped
-_STEPS = 256  # tokens after which older ones are dropped, and for which room is made, all at once
+DROPPED = "attention_mask shows tokens that this MoHCache has dropped; use a DynamicCache"
+_MORE = 64  # extra tokens that are kept, so that up to this many can be cropped
+_STEPS = 256  # tokens are dropped, and memory is allocated, once per this many tokens
 
 
 class _Part(NamedTuple):
-    """Some of the heads: their ids, the keys and values `[B, groups, n, D]` of their groups, and what queries see."""
+    """Some of the heads: their ids, the keys and values `[B, groups, n, D]` of their groups, and the visible keys."""
 
     heads: list[int] | slice
     keys: torch.Tensor
@@ -28,7 +28,7 @@ class _Part(NamedTuple):
 
 
 class SplitKeys(NamedTuple):
-    """What a `MoHCache` gives in place of keys: those of each part of the heads."""
+    """Returned by `MoHCache` in place of a keys tensor: the keys of each part of the heads."""
 
     parts: list[_Part]
 
@@ -51,7 +51,7 @@ class SplitKeys(NamedTuple):
         return out
 
     def __getattr__(self, name: str) -> Any:
-        raise ValueError("a MoHCache lacks keys that all heads read; use a DynamicCache")
+        raise ValueError("this attention needs a keys tensor, which a MoHCache does not keep; use a DynamicCache")
 
 
 def _of_heads(kinds: Kinds, heads: list[int] | slice, count: int) -> Kinds:
@@ -62,7 +62,7 @@ def _of_heads(kinds: Kinds, heads: list[int] | slice, count: int) -> Kinds:
 
 
 def _local_groups(config: MoHLlamaConfig, layer_idx: int) -> list[int]:
-    """Sorted ids of the key-value groups whose heads are never on and attend locally."""
+    """Sorted ids of the key-value groups whose heads are all never on."""
     if config.head_fallback != "local":
         return []
     size = config.num_attention_heads // config.num_key_value_heads
@@ -72,13 +72,13 @@ def _local_groups(config: MoHLlamaConfig, layer_idx: int) -> list[int]:
 
 
 def _as_slice(ids: list[int]) -> list[int] | slice:
-    """Ids as a slice, by which tensors are not copied, where they follow each other."""
+    """Ids as a slice if they are consecutive, since indexing with a slice makes no copy."""
     found = slice(ids[0], ids[-1] + 1) if ids else slice(0, 0)
     return found if ids == list(range(found.start, found.stop)) else ids
 
 
 class _Room:
-    """Keys and values `[B, groups, n, D]`, to which more are added without copying those that are there."""
+    """Keys and values `[B, groups, n, D]` that grow without copying at every step."""
 
     def __init__(self) -> None:
         self._room: list[torch.Tensor] = []
@@ -107,9 +107,9 @@ class _Room:
 class MoHCacheLayer(DynamicLayer):
     """Keys and values of one layer.
 
-    `keys` and `values` `[B, groups that may be on, S, D]` are what a dynamic cache has, but a step of decoding does not
-    copy them all. Of the other groups the layer keeps all tokens at first; later the `local_sinks` first ones of each
-    row's document, `local_window` last ones, and some more. `begin` is the first of those that are recent.
+    `keys` and `values` `[B, groups that may be on, S, D]` hold all tokens, as in a dynamic cache, but a decoding step
+    does not copy them. For the other groups the layer drops old tokens: it keeps the first `local_sinks` tokens of each
+    row's document, the last `local_window` ones, and a few more. `begin` is the first recent token that is kept.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
@@ -120,22 +120,26 @@ class MoHCacheLayer(DynamicLayer):
         both = (kept, self.local_groups) if self.local_groups else (kept,)
         self._groups = [_as_slice(groups) for groups in both] if self.local_groups else [slice(None)]
         self._heads = [_as_slice([group * shared + n for group in groups for n in range(shared)]) for groups in both]
-        self._sinks = max(1, config.local_sinks)  # places before recent tokens, so that no window begins at the start
-        self._recent = max(config.local_window - 1, config.local_sinks) + _MORE  # tokens that are kept at least
+        self._sinks = max(
+            1, config.local_sinks
+        )  # slots before the recent tokens, at least one so that no window begins at key 0
+        self._recent = max(config.local_window - 1, config.local_sinks) + _MORE  # recent tokens that are always kept
         self.reset()
 
     def reset(self) -> None:
         self.keys = self.values = None
         self.is_initialized = False
-        self._rooms = [_Room() for _ in self._groups]  # of the groups that may be on, and of the others
+        self._rooms = [_Room() for _ in self._groups]  # one for the groups that may be on, one for the others
         self.length = self.begin = 0
-        self._late = 0  # index of the token from which on no row has all heads on, when tokens were dropped last
-        self._starts: torch.Tensor | None = None  # index of the first token of rows' documents then, `[B or 1, 1, 1]`
+        self._late = 0  # from this token on no row has all heads on, as of the last drop
+        self._starts: torch.Tensor | None = (
+            None  # first token of each row's document, as of the last drop, `[B or 1, 1, 1]`
+        )
 
     def near_seen(self, seen: Seen | None) -> Seen | None:
-        """Which of the keys of groups that are never on queries see, given which of all keys they do.
+        """Translate `seen` to the kept keys of the groups that are never on.
 
-        None where they read all keys, as under masks with holes. Raises ValueError where some are not kept.
+        None if these groups read all keys, as under masks with holes. Raises ValueError if a visible key was dropped.
         """
         if seen is None or seen.visible is not None or self.config._attn_implementation == "eager":
             return None
@@ -145,7 +149,7 @@ class MoHCacheLayer(DynamicLayer):
         if not bool((is_recent | (seen.start == self._starts)).all()):
             raise ValueError(DROPPED)
         return seen._replace(
-            scratch={},  # what backends keep there counts all keys
+            scratch={},  # backends cache indices of all keys there
             last=seen.last + moved,
             start=torch.where(is_recent, seen.start + moved, 0),
             near=seen.near + moved,
@@ -156,12 +160,12 @@ class MoHCacheLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, cache_kwargs: dict[str, Any] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[SplitKeys, SplitKeys]:
-        """Add keys and values `[B, KV, T, D]`; returns those of all tokens, or in their place twice a `SplitKeys`.
+        """Add keys and values `[B, KV, T, D]`; return those of all tokens, or a `SplitKeys` in place of both.
 
         Args:
-            key_states, value_states: of the new tokens.
-            cache_kwargs: `seen`, which keys they see; `near_seen`, what the method of that name gives for it; and
-                `all_on`, whether they have all heads on, so that they read all keys.
+            key_states, value_states: states of the new tokens. cache_kwargs: `seen`, the keys that the new tokens see;
+            `near_seen`, the result of that method; and `all_on`,
+                whether the new tokens have all heads on and therefore read all keys.
         """
         given = cache_kwargs or {}
         seen, near_seen = given.get("seen"), given.get("near_seen")
@@ -188,14 +192,14 @@ class MoHCacheLayer(DynamicLayer):
         return split, split
 
     def _of_all_groups(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Keys or values of all groups, given those of each kind."""
+        """Merge keys or values of both kinds of groups."""
         whole = parts[0].new_empty(len(parts[0]), self.config.num_key_value_heads, *parts[0].shape[2:])
         for groups, states in zip(self._groups, parts, strict=True):
             whole[:, groups] = states
         return whole
 
     def _drop(self, seen: Seen) -> None:
-        """Drop tokens that no later pass reads, of groups that are never on, if it is worth it."""
+        """Drop the tokens that groups that are never on will not read again, once per `_STEPS` tokens."""
         begin = self.length - self._recent
         if begin - self.begin <= _STEPS:
             return
@@ -217,21 +221,21 @@ class MoHCacheLayer(DynamicLayer):
         self.begin, self._late, self._starts = begin, late, start
 
     def get_seq_length(self) -> int:
-        """Number of tokens that the layer was given."""
+        """Number of tokens that were added."""
         return self.length
 
     def crop(self, max_length: int) -> None:
-        """Remove the last tokens: as many as a negative number says, or so that `max_length` are left.
+        """Keep `max_length` tokens, or remove the last `-max_length` ones if it is negative.
 
-        Raises ValueError where earlier ones would be needed, which are not kept.
+        Raises ValueError if the remaining tokens would need keys that were dropped.
         """
         left = self.length + max_length if max_length <= 0 else max_length
         if left >= self.length:
             return
         if self.begin and (left - self.begin < self.config.local_window - 1 or left < self._late):
             raise ValueError(
-                f"{self.length - left} tokens cannot be removed from the cache: of groups that are never on only the "
-                f"last {self.length - self.begin} are kept; use a DynamicCache"
+                f"cannot remove {self.length - left} tokens from the cache: heads that are never on keep only the last "
+                f"{self.length - self.begin}; use a DynamicCache"
             )
         for room in self._rooms:
             room.length -= self.length - left
@@ -244,7 +248,7 @@ class MoHCacheLayer(DynamicLayer):
         for room in self._rooms:
             room.change(change)
         self.keys, self.values = self._rooms[0].states
-        if self._starts is not None and len(self._starts) > 1:  # else it is the same for all rows
+        if self._starts is not None and len(self._starts) > 1:  # with one row the value holds for all rows
             self._starts = change(self._starts)
 
     def offload(self) -> None:
@@ -264,16 +268,16 @@ class MoHCacheLayer(DynamicLayer):
 
 
 class MoHCache(Cache):
-    """A cache for `generate` and `forward` (`past_key_values`) in place of a `DynamicCache`: `MoHCache(model.config)`.
+    """A `past_key_values` for `generate` and `forward` in place of `DynamicCache`: `MoHCache(model.config)`.
 
-    A step of decoding does not copy the keys and values of all steps before. It is smaller where whole key-value groups
-    are never on, which plans of whole groups have (`routing_granularity="kv_group"`), and those without a router. Under
-    a mask that hides tokens between others nothing is dropped.
+    A decoding step does not copy the keys and values of earlier steps. The cache is smaller than a `DynamicCache` if
+    whole key-value groups are never on: in models with `routing_granularity="kv_group"` and in models without a router.
+    With a mask that hides tokens between visible ones it drops nothing.
     """
 
     def __init__(self, config: MoHLlamaConfig):
         super().__init__(layers=[MoHCacheLayer(config, index) for index in range(config.num_hidden_layers)])
-        self._sees: tuple[Seen | None, Seen | None] = None, None  # of this pass, the same for all layers
+        self._sees: tuple[Seen | None, Seen | None] = None, None  # of the current pass, shared by all layers
 
     def update(
         self,
@@ -283,7 +287,7 @@ class MoHCache(Cache):
         cache_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[SplitKeys, SplitKeys]:
-        """`MoHCacheLayer.update` of a layer; `cache_kwargs` has its arguments `seen` and `all_on`."""
+        """See `MoHCacheLayer.update`; `cache_kwargs` holds `seen` and `all_on`."""
         layer, given = self.layers[layer_idx], cache_kwargs or {}
         if layer.local_groups:
             if self._sees[0] is not given.get("seen"):

@@ -1,4 +1,4 @@
-"""Functions compiled on a GPU, once for all sizes that change from call to call."""
+"""Compile functions on a GPU, once for all sizes that change between calls."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._triton import has_triton
 
 P, R = ParamSpec("P"), TypeVar("R")
-OPTIONS: dict[str, Any] = {}  # of `torch.compile`
-DEVICES = ["cuda", "xpu"]  # where functions are compiled: where Triton is
+OPTIONS: dict[str, Any] = {}  # for `torch.compile`; tests set a backend here
+DEVICES = ["cuda", "xpu"]  # device types that Triton supports
 
 
 def can_compile(device: torch.device) -> bool:
@@ -20,13 +20,15 @@ def can_compile(device: torch.device) -> bool:
 
 
 def compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
-    """The function, compiled where its tensors are on a GPU and nothing compiles it already.
+    """Compile `function` for tensors on a GPU, unless a compiler is already tracing it.
 
-    `options` are those of Inductor.
+    Args:
+        function: takes and returns tensors.
+        options: options of Inductor.
 
-    Sizes of indices and flags may change, and so may those of the first half of the dimensions of other tensors: rows,
-    tokens, blocks, and not heads and head sizes. Dynamo would take each new one, or two that happen to be the same, for
-    a reason to compile anew, and gives up after eight of them.
+    All sizes of index and flag tensors are dynamic, and so is the first half of the dimensions of other tensors (rows,
+    tokens, blocks; not heads and head sizes). By default dynamo recompiles for each new size, or for two sizes that
+    happen to be equal, and gives up after eight compilations.
     """
 
     @functools.wraps(function)
@@ -44,6 +46,6 @@ def compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
 
 @functools.cache
 def _compile(function: Callable[P, R], count: int, **options: Any) -> Callable[P, R]:
-    """The function for so many tensors, as a copy: dynamo counts compilations of a function, whatever it is given."""
+    """A copy of the function per number of tensors, because dynamo counts recompilations per function."""
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
     return torch.compile(own, **(OPTIONS or {"options": options}))

@@ -1,12 +1,12 @@
-"""`interval_attention` on a CPU by PyTorch's flash attention.
+"""`interval_attention` on a CPU, by PyTorch's flash attention kernel.
 
-Inference computes full attention of queries that are on, where that saves time, and attention of windows of heads that
-some query has off. A step of decoding reads a key-value head where one of its query heads is on.
+Inference computes full attention for the queries that are on (for all queries of a head if selecting them saves no
+time), and windowed attention for the heads that are off for some query. A decoding step reads a key-value head only if
+one of its query heads is on.
 
-Training computes full attention of heads that may be on, and windows of those that may be off. Each layer keeps for its
-backward pass: queries, outputs and log-sum-exp of the heads of either kind; keys and values, and a copy of those that
-blocks of windows read; which heads are on. Until the gate's gradient is computed there are outputs of both kinds for
-all heads, too.
+Training computes full attention for heads that may be on, and windowed attention for heads that may be off. For the
+backward pass a layer keeps queries, outputs and log-sum-exp of both kinds, keys and values, and a copy of the keys and
+values that windows read. Until the gradient of the gates is computed, it also keeps both outputs of every head.
 
 Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size.
 """
@@ -32,9 +32,9 @@ from moh_llm.attention.cpu_selected import attention_of_step, equal_runs, write_
 from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen, can_be_read
 
-_LEAST_QUERIES = 1024  # of a document, that are worth selecting from
-# Over the number of queries: what selecting costs beyond its share of dense attention, as measured. AMX makes products
-# faster, and not what this does beside them.
+_LEAST_QUERIES = 1024  # in a shorter document selecting queries saves no time
+# Measured cost of selecting, in queries of dense attention. It is higher with AMX, which makes only the products
+# faster.
 _OVERHEAD, _OVERHEAD_AMX = 400, 3300
 
 
@@ -57,7 +57,7 @@ def cpu_attention(call: Call) -> torch.Tensor:
     on, kinds = first <= seen.start, kinds or ((), ())
     if not call.wants_gradients:
         of, full, near = (seen.scratch or {}).pop("both", (None, None, None))
-        if of is query:  # the other half of a training step, for the gate's gradient
+        if of is query:  # the training step already computed it, for the gate's gradient
             return torch.where(on.unsqueeze(-1), full, near)
     cast = (_as_sdpa_casts(tensor, query.dtype) for tensor in (query, key, value))
     given = *cast, on, seen, scaling, distant
@@ -70,7 +70,7 @@ def cpu_attention(call: Call) -> torch.Tensor:
 
 
 def _as_sdpa_casts(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What SDPA computes with: under autocast its dtype, else that of queries; in kernels' layout."""
+    """Cast as SDPA does: to autocast's dtype, or else the queries' dtype; with a last dimension of stride 1."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
     tensor = tensor.to(dtype)
@@ -78,9 +78,9 @@ def _as_sdpa_casts(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Document(NamedTuple):
-    """Queries of a document in some rows: the first one, those up to `middle`, which have all heads on, and the end.
+    """A document in some rows: its queries `first` to `end`, the first of which (to `middle`) have all heads on.
 
-    `start` is its first key.
+    `start` is the document's first key.
     """
 
     rows: slice
@@ -91,13 +91,13 @@ class _Document(NamedTuple):
 
 
 def _documents(seen: Seen, length: int) -> tuple[list[_Document], torch.Tensor | None]:
-    """The documents of more than one token of a pass, and which queries see their own key alone, `[B or 1, T]`."""
+    """Documents of more than one token, and the queries that see only their own key, `[B or 1, T]`."""
     if seen.is_causal:
         return [_Document(slice(None), 0, seen.lead, length, 0)], None
     starts, last = seen.start[..., 0], seen.last[..., 0]
     leads = torch.zeros_like(starts) if seen.all_on is None else seen.all_on.expand(len(starts), -1).long()
     changes = pad(starts.diff(dim=-1) != 0, (1, 1), value=True)
-    alone = (starts == last) & changes[:, :-1] & changes[:, 1:]  # padding is of this kind
+    alone = (starts == last) & changes[:, :-1] & changes[:, 1:]  # padding, for example
     found = []
     for row, (own, lead, skipped) in enumerate(zip(starts.tolist(), leads.tolist(), alone.tolist(), strict=True)):
         rows = slice(row, row + 1) if len(starts) > 1 else slice(None)
@@ -108,7 +108,7 @@ def _documents(seen: Seen, length: int) -> tuple[list[_Document], torch.Tensor |
 
 
 def _of_lone(value: torch.Tensor, seen: Seen, heads: int) -> torch.Tensor:
-    """What queries that see their own key alone give, `[B, T, H, D]`."""
+    """Outputs of queries that see only their own key, `[B, T, H, D]`."""
     own = value.index_select(2, seen.last[0, :, 0]).transpose(1, 2)
     return own.repeat_interleave(heads // value.shape[1], 2)
 
@@ -123,19 +123,19 @@ def _in_training(
     distant: Distant | None,
     kinds: Kinds,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What heads that may be on give, and what those that may be off do, `[B, T, H, D]`; zero of the others."""
+    """Full attention of heads that may be on, and windowed attention of heads that may be off, `[B, T, H, D]` each."""
     batch, heads, length, size = query.shape
     documents, alone = kept(seen, "documents", lambda: _documents(seen, length))
     always, never = kinds
 
     def full_of(ids: list[int], spans: list[tuple[slice, slice]]) -> torch.Tensor:
-        """Full attention of these heads `[B, up to the last token of a span, len(ids), D]`."""
+        """Full attention of these heads up to the end of the last span, `[B, end, len(ids), D]`."""
         end = max(tokens.stop for _, tokens in spans)
         states = (tensor[:, :, :end] for tensor in states_of(ids, query, key, value))
         return attention_of_spans(*states, spans, scaling)
 
     def spread(ids: list[int], tensor: torch.Tensor) -> torch.Tensor:
-        """`[B, T, len(ids), D]` as `[B, T, H, D]`."""
+        """Scatter `[B, T, len(ids), D]` into zeros `[B, T, H, D]`."""
         if len(ids) == heads and ids == sorted(ids):
             return tensor
         zeros = tensor.new_zeros(batch, tensor.shape[1], heads, size)
@@ -171,7 +171,7 @@ def _in_inference(
     distant: Distant | None,
     kinds: Kinds,
 ) -> torch.Tensor:
-    """`cpu_attention` of several queries of a row."""
+    """`cpu_attention` of more than one query per row."""
     batch, heads, length, size = query.shape
     out = query.new_zeros(batch, length, heads, size)
     documents, alone = kept(seen, "documents", lambda: _documents(seen, length))
@@ -205,9 +205,10 @@ def _of_document(
     scaling: float,
     always: tuple[int, ...],
 ) -> None:
-    """Write full attention of a document where heads are on, and where less than all is worth no selecting.
+    """Write full attention of one document to `out` `[B, T, H, D]` where heads are on.
 
-    Of its queries; `out` is `[B, T, H, D]`, `on` `[B, T, H]`. Its keys `[B, KV, S, D]` end with its last query's.
+    A head is computed for all queries if selecting the ones that are on, `[B, T, H]`, would not save time. The last of
+    the keys `[B, KV, S, D]` belongs to the last query.
     """
     batch, heads, length, _ = query.shape
     lead = document.middle - document.first
@@ -229,4 +230,4 @@ def _of_document(
 
 @functools.cache
 def _has_amx() -> bool:
-    return bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))  # not there in older versions
+    return bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))  # missing in older versions of PyTorch

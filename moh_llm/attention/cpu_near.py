@@ -1,7 +1,7 @@
 """Attention of heads that are off, on a CPU: sinks, a window and a distant token, in blocks of queries.
 
-The distant token is merged with what PyTorch's flash kernel gives: its score is compared with the log-sum-exp of the
-others. Given the outputs and the log-sum-exp of all entries, the kernel's gradients of some are their share.
+The distant token is merged with the result of PyTorch's flash kernel by log-sum-exp. In the backward pass the kernel is
+given the merged outputs and log-sum-exp, so that its gradients are the share of the sinks and the window.
 
 Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size, N
 blocks, K keys of a block.
@@ -18,17 +18,17 @@ from moh_llm.attention.cpu_parts import flash_attention, flash_gradients, kept, 
 from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen
 
-_BLOCK = 128  # queries of a block at most: fewer read fewer keys that they do not see, but copy each key more often
-_MULTIPLE = 16  # keys of a block are a multiple of this: with others AMX and masks of bfloat16 take 1.4 times as long
+_BLOCK = 128  # most queries of a block: smaller blocks read fewer hidden keys, but copy each key more often
+_MULTIPLE = 16  # keys of a block are a multiple of this: else AMX and bfloat16 masks take 1.4 times as long
 
 
 class Band(NamedTuple):
-    """Keys of blocks of queries of a pass, without its first `lead` queries; T' queries are left.
+    """The keys of each block of queries, for the T' queries after the first `lead` ones.
 
     Attributes:
-        index: keys of each block, sinks and a window, `[B or 1, N, K]`.
+        index: keys of each block (sinks, then a window), `[B or 1, N, K]`.
         shows: whether a query sees them, `[B or 1, N, block, K]`.
-        added: what is added to the score of the distant token, `[B or 1, T', 1]`.
+        added: term added to the score of the distant token, `[B or 1, T', 1]`.
     """
 
     index: torch.Tensor
@@ -37,7 +37,7 @@ class Band(NamedTuple):
 
     @classmethod
     def from_seen(cls, seen: Seen, count: int) -> "Band":
-        """The band of these queries and so many keys."""
+        """Make the band for the queries of `seen` and `count` keys."""
         last, start, near, sink_end, hidden = (
             tensor[:, seen.lead :] for tensor in (seen.last, seen.start, seen.near, seen.sink_end, seen.hidden)
         )
@@ -48,23 +48,23 @@ class Band(NamedTuple):
         sinks = start[:, :, :1] + torch.arange(seen.sinks)
         index = torch.cat([sinks, band.expand(len(sinks), -1, -1, -1)], dim=-1)  # [B or 1, N, 1, K]
         shows = (index <= last) & (index >= start) & ((index >= near) | (index < sink_end))
-        shows &= (torch.arange(width) >= seen.sinks) | (index < band[..., :1])  # else a sink is seen in the band
+        shows &= (torch.arange(width) >= seen.sinks) | (index < band[..., :1])  # a sink inside the window counts once
         added = hidden.clamp_min(1).double().log().masked_fill(hidden < 1, -torch.inf)
         return cls(index[:, :, 0].clamp(0, count - 1), shows, added)
 
     def mask(self, batch: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to scores of so many heads that share keys, `[B * N, 1, heads * block, K]`."""
+        """The additive mask for `heads` heads that share keys, `[B * N, 1, heads * block, K]`."""
         mask = torch.zeros(self.shows.shape, dtype=dtype).masked_fill_(~self.shows, -torch.inf)
         return mask.expand(batch, -1, -1, -1).flatten(0, 1).repeat(1, heads, 1).unsqueeze(1)
 
     def read(self, states: torch.Tensor, groups: slice | torch.Tensor) -> torch.Tensor:
-        """Keys or values `[B, KV, S, D]` of each block and these groups, `[B * N, groups, K, D]`."""
+        """Gather keys or values `[B, KV, S, D]` of each block and `groups`, `[B * N, groups, K, D]`."""
         rows, count, width = self.index.shape
-        first = isinstance(groups, slice) or count * width > states.shape[2]  # which makes a smaller copy
+        first = isinstance(groups, slice) or count * width > states.shape[2]  # the smaller copy
         by_token = (take(states, 1, groups) if first else states).transpose(1, 2)
         index = self.index.flatten(1)
         if rows == 1:
-            found = by_token.index_select(1, index[0])  # a token's keys of all heads at once
+            found = by_token.index_select(1, index[0])  # copies all heads of a token at once
         else:
             found = by_token.gather(1, index[:, :, None, None].expand(-1, -1, *by_token.shape[2:]))
         found = found.unflatten(1, (count, width)).transpose(2, 3).flatten(0, 1)
@@ -72,7 +72,7 @@ class Band(NamedTuple):
 
 
 def _in_blocks(tensor: torch.Tensor, block: int) -> torch.Tensor:
-    """`[B, T, ...]` as `[B, N, block, ...]`; the last block repeats the last entry."""
+    """Split `[B, T, ...]` into blocks `[B, N, block, ...]`, repeating the last entry to fill the last block."""
     if missing := -tensor.shape[1] % block:
         tensor = torch.cat([tensor, tensor[:, -1:].expand(-1, missing, *tensor.shape[2:])], dim=1)
     return tensor.unflatten(1, (-1, block))
@@ -87,9 +87,11 @@ def near_attention(
     scaling: float,
     distant: Distant | None,
 ) -> tuple[list[int], torch.Tensor]:
-    """What these heads give where they are off, but for the first `seen.lead` queries, `[B, T', heads, D]`.
+    """Outputs of `heads` where they are off, for the queries after the first `seen.lead` ones.
 
-    Returns the heads in the order of outputs, too: groups in which as many heads are asked for are computed together.
+    Returns:
+        The heads in the order of the outputs, since groups with an equal number of heads are computed together; and the
+        outputs `[B, T', heads, D]`.
     """
     shared = query.shape[1] // key.shape[1]
     by_group: dict[int, list[int]] = {}
@@ -125,15 +127,15 @@ def _of_blocks(
     scaling: float,
     distant: Distant | None,
 ) -> torch.Tensor:
-    """Attention `[B, T, H, D]` of queries `[B, T, H, D]` to keys of blocks `[B * N, KV, K, D]` and a distant token.
+    """Attention `[B, T, H, D]` of queries `[B, T, H, D]` to the keys of their blocks `[B * N, KV, K, D]`.
 
-    The distant token has scores `[B, T, H]`, -inf where there is none, and values `[H, D]`.
+    The distant token has scores `[B, T, H]`, -inf where no key is hidden, and values `[H, D]`.
     """
     batch, length, heads, size = query.shape
     groups, missing = key.shape[1], -length % block
 
     def blocks(tensor: torch.Tensor) -> torch.Tensor:
-        """`[B, T, H, X]` as `[B * N, KV, H / KV * block, X]`."""
+        """Reshape `[B, T, H, X]` to `[B * N, KV, H / KV * block, X]`."""
         tensor = pad(tensor, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, block)).flatten(0, 1)
         return tensor.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
@@ -146,10 +148,10 @@ def _of_blocks(
 
 
 class _AttentionAndDistant(torch.autograd.Function):
-    """Attention of M heads that share keys, where each has one more entry of the softmax: its distant token's.
+    """Attention of M heads that share keys, with the distant token as one more entry of each softmax.
 
-    Queries and outputs are `[B, KV, M * T, D]`, the mask is added to scores and has no gradient. Scores of the distant
-    tokens are `[B, KV, M * T]`, their values `[KV, M, 1, D]`.
+    Queries and outputs are `[B, KV, M * T, D]`. The additive mask has no gradient. The distant token has scores
+    `[B, KV, M * T]` and values `[KV, M, 1, D]`.
     """
 
     @staticmethod
@@ -177,7 +179,7 @@ class _AttentionAndDistant(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of queries, keys, values, and of the distant tokens' scores and values."""
+        """Gradients of queries, keys, values, and the distant token's scores and values."""
         query, key, value, mask, out, sums, score, far = ctx.saved_tensors
         gradient, of_score, of_far = gradient.contiguous(), None, None
         found = flash_gradients(gradient, query, key, value, out, sums, 0.0, False, attn_mask=mask, scale=ctx.scaling)

@@ -1,4 +1,4 @@
-"""PyTorch's flash attention on a CPU: its kernel, parts of it merged, causal attention of documents with gradients.
+"""PyTorch's flash attention kernel for CPUs: merging its results, and causal attention of documents with gradients.
 
 Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size.
 """
@@ -11,15 +11,15 @@ from torch.autograd.function import once_differentiable
 
 from moh_llm.modeling.seen_moh import Seen
 
-_CHUNK, _LEAST_CHUNKS = 2048, 4096  # queries of a part of causal attention, and those that are worth parting
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns the log-sum-exp, too
+_CHUNK, _LEAST_CHUNKS = 2048, 4096  # queries per chunk of causal attention; shorter texts are not chunked
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # also returns the log-sum-exp
 flash_gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def kept(seen: Seen, name: Any, make: Callable[[], Any]) -> Any:
-    """What `make` gives, made once for all layers of a pass, which have the same `seen`."""
+    """Return `make()`, computed once for all layers of a pass, which share `seen`."""
     of, found = (seen.scratch or {}).get(name, (None, None))
-    if of is not seen.last:  # what `_replace` makes of one has its scratch, too
+    if of is not seen.last:  # a copy by `_replace` has the same scratch
         found = make()
         if seen.scratch is not None:
             seen.scratch[name] = seen.last, found
@@ -29,13 +29,13 @@ def kept(seen: Seen, name: Any, make: Callable[[], Any]) -> Any:
 def merge(
     one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to two sets of keys, given each one's outputs `[..., D]` and log-sum-exp of the scores `[...]`."""
+    """Merge the attention to two sets of keys, each given as outputs `[..., D]` and log-sum-exp `[...]`."""
     weight = torch.sigmoid(other[1] - one[1]).unsqueeze(-1).to(one[0].dtype)
     return one[0].lerp(other[0], weight), torch.logaddexp(one[1], other[1])
 
 
 def places_of(heads: Iterable[int]) -> slice | torch.Tensor:
-    """Ids of heads as a slice where they are neighbours, which costs no copy, else as a tensor."""
+    """Ids of heads as a slice if they are consecutive (indexing then makes no copy), else as a tensor."""
     ids = list(heads)
     if ids and ids == list(range(ids[0], ids[-1] + 1)):
         return slice(ids[0], ids[-1] + 1)
@@ -43,14 +43,14 @@ def places_of(heads: Iterable[int]) -> slice | torch.Tensor:
 
 
 def take(tensor: torch.Tensor, dim: int, places: slice | torch.Tensor) -> torch.Tensor:
-    """The entries at these places of a dimension."""
+    """Select the entries at `places` of a dimension."""
     if isinstance(places, slice):
         return tensor.narrow(dim, places.start, places.stop - places.start)
     return tensor.index_select(dim, places)
 
 
 def put(tensor: torch.Tensor, dim: int, places: slice | torch.Tensor, entries: torch.Tensor) -> None:
-    """Write what `take` reads."""
+    """Write entries to where `take` reads them."""
     if isinstance(places, slice):
         take(tensor, dim, places).copy_(entries)
     else:
@@ -60,7 +60,7 @@ def put(tensor: torch.Tensor, dim: int, places: slice | torch.Tensor, entries: t
 def states_of(
     heads: list[int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries of these heads, and keys and values that as many of them in a row share."""
+    """The queries of `heads`, and their keys and values with an equal number of query heads per key-value head."""
     count, groups = query.shape[1], key.shape[1]
     if len(heads) == count:
         return query, key, value
@@ -69,7 +69,7 @@ def states_of(
     whole = sorted(set(of_heads))
     if len(whole) * (each := len(heads) // len(whole)) == len(heads) and of_heads[::each] == whole:
         of_heads = whole
-    # Outputs get the strides of a copy, in which a token's heads are neighbours.
+    # The kernel's output inherits these strides, in which a token's heads are contiguous.
     own = take(query.transpose(1, 2), 2, places_of(heads)).transpose(1, 2)
     if len(of_heads) == len(set(of_heads)):
         places: slice | torch.Tensor = places_of(of_heads)
@@ -79,11 +79,11 @@ def states_of(
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Attention `[B, T, H, D]` of the last T of S tokens to all before them and themselves. For inference.
+    """Causal attention `[B, T, H, D]` of the last T of S tokens, for inference.
 
-    The kernel gives each thread as many queries, in order of rows and heads, and later queries see more keys. So where
-    threads do not divide the number of heads, one thread has the later queries of a head. Queries in parts, of which
-    all but their own keys are read without a mask, are shared out evenly.
+    The kernel gives every thread the same number of queries, in order of rows and heads, but later queries see more
+    keys. If the number of threads does not divide the number of heads, one thread gets the late queries of a head and
+    the others wait. Chunks of queries, which read all earlier keys without a mask, balance the work.
     """
     length, before = query.shape[2], key.shape[2] - query.shape[2]
     uneven = query.shape[0] * query.shape[1] % torch.get_num_threads() and length >= _LEAST_CHUNKS
@@ -102,7 +102,7 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 class _OfSpans(torch.autograd.Function):
-    """Causal attention `[B, H, T, D]` of each of these spans, rows and their tokens, to itself; zero elsewhere."""
+    """Causal attention `[B, H, T, D]` within each span of rows and tokens; zero elsewhere."""
 
     @staticmethod
     def forward(
@@ -152,8 +152,8 @@ def _causal_gradients(
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of queries, keys and values.
 
-    Going backward the kernel gives whole key-value heads to threads. Where these do not divide them, as two threads do
-    not three, each query head gets keys and values of its own.
+    The backward kernel gives whole key-value heads to threads. If the number of threads does not divide them, every
+    query head gets its own copy of keys and values, which balances the work.
     """
     shared = query.shape[1] // key.shape[1]
     if shared == 1 or not len(key) * key.shape[1] % torch.get_num_threads():
@@ -164,12 +164,12 @@ def _causal_gradients(
 
 
 def _is_whole(spans: list[tuple[slice, slice]], query: torch.Tensor) -> bool:
-    """Whether spans are all rows and tokens of queries `[B, H, T, D]`."""
+    """Whether the spans are one span of all rows and tokens of `query` `[B, H, T, D]`."""
     return spans == [(slice(None), slice(0, query.shape[2]))]
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which the kernel gives the log-sum-exp."""
+    """The dtype of the kernel's log-sum-exp."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -1,9 +1,8 @@
-"""Attention of selected queries alone on a CPU, for inference, and of one token to selected key-value heads.
+"""Attention of selected queries on a CPU, for inference, and of a decoding step to selected key-value heads.
 
-Heads that share keys and values are one list of (token, head) in the order of tokens. A query sees all keys of earlier
-blocks: the keys are halved again and again, and each time the queries of the second half attend to the first half
-without a mask. Within a block there is one. Parts are merged by the log-sum-exp of their scores. What is not selected
-costs nothing.
+Selected queries of heads that share keys form one list of (token, head) pairs in token order. The keys are halved
+recursively: at each level the queries of the second half attend to the first half without a mask. Only within a block
+is there a mask. The results are merged by log-sum-exp. Queries that are not selected cost nothing.
 
 Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size.
 """
@@ -16,8 +15,8 @@ from moh_llm.attention.cpu_parts import flash_attention, kept, merge, sums_dtype
 from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen
 
-_BLOCK = 256  # tokens between which a mask is used: fewer waste fewer scores, more leave larger products
-_PARTS = 8  # of the keys of a decoding step, at most
+_BLOCK = 256  # tokens of a block with a mask: smaller blocks waste fewer scores, larger ones make larger products
+_PARTS = 8  # most parts into which a decoding step splits its keys
 
 
 def write_selected(
@@ -28,7 +27,7 @@ def write_selected(
     selected: torch.Tensor,
     scaling: float,
 ) -> None:
-    """Write head outputs `[B, T, H, D]` where `selected` `[B, T, H]` is true; the last key is the last query's."""
+    """Write head outputs `[B, T, H, D]` where `selected` `[B, T, H]`; the last key belongs to the last query."""
     heads, length = query.shape[1:3]
     by_token, shared = query.transpose(1, 2), heads // key.shape[1]
     for row in range(len(query)):
@@ -57,7 +56,7 @@ def _attend(
         return flash_attention(*states, attn_mask=mask, scale=scaling)
 
     def halve(low: int, high: int) -> None:
-        """Attention of the queries of these blocks to the keys of these blocks."""
+        """Attend from the queries of blocks `low` to `high` to the keys of the same blocks."""
         rows = slice(cuts[low], cuts[high])
         if rows.start == rows.stop:
             return
@@ -71,7 +70,7 @@ def _attend(
         add(slice(cuts[middle], cuts[high]), edges[low], edges[middle])
 
     def add(rows: slice, first: int, last: int) -> None:
-        """Merge the attention of these queries to the keys from `first` to `last`, all of which they see."""
+        """Merge attention of `rows` to the keys from `first` to `last`, all of which these queries see."""
         if rows.start < rows.stop and first < last:
             whole = merge((out[:, :, rows], total[:, :, rows]), part(rows, first, last))
             out[:, :, rows], total[:, :, rows] = whole
@@ -90,11 +89,11 @@ def attention_of_step(
     scaling: float,
     distant: Distant | None,
 ) -> torch.Tensor:
-    """`interval_attention` of one query per row, which reads a key-value head where one of its query heads is on."""
+    """`interval_attention` of one query per row; reads a key-value head only if one of its query heads is on."""
     batch, heads, _, size = query.shape
     groups = key.shape[1]
     runs, end, sees_all = kept(seen, "runs", lambda: _runs(seen, batch))
-    if sees_all is not None:  # local attention is full attention there
+    if sees_all is not None:  # rows that hide no key: windowed attention is full attention
         on = on | sees_all
     query = query.reshape(batch, groups, 1, -1, size)
     flags = on.view(batch, groups, -1).any(-1)
@@ -122,12 +121,12 @@ def attention_of_step(
 def _runs(
     seen: Seen, batch: int
 ) -> tuple[list[tuple[slice, int, tuple[slice, slice], torch.Tensor | None]], int, torch.Tensor | None]:
-    """Neighbouring rows of a step whose documents begin at the same key.
+    """Group neighbouring rows of a decoding step whose documents begin at the same key.
 
-    Returns rows, that key, where keys of local attention are, and what is added to scores of distant tokens
-    `[rows, 1, 1]`, None where no row has one; the key after the last one; and which rows see all keys whatever their
-    heads, if any do. Of a cache that keeps first and last tokens alone, rows that begin together hide different numbers
-    of keys.
+    Returns:
+        For each group its rows, that first key, the slices of sinks and window, and the logarithm of the number of
+        hidden keys `[rows, 1, 1]` (None if no row hides keys; with a cache that keeps only first and last tokens, rows
+        that begin together can hide different numbers). Then the key after the last one, and the rows that hide no key.
     """
     starts, nears, hidden = (tensor[:, 0, 0].expand(batch).tolist() for tensor in (seen.start, seen.near, seen.hidden))
     end, found = int(seen.last[0, 0, 0]) + 1, []
@@ -148,10 +147,10 @@ def _write_step(
     flags: list[bool],
     scaling: float,
 ) -> None:
-    """Write attention of queries `[N, 1, M, D]` to keys `[N, 1, S, D]` of N key-value heads, where flags are true.
+    """Write attention of queries `[N, 1, M, D]` to keys `[N, 1, S, D]` of the key-value heads whose flag is true.
 
-    A call is for as many key-value heads as there are threads, or a multiple of that, and reads keys where they lie,
-    once for all heads of a group. Of those that are left over all threads read a part.
+    One call computes a multiple of the number of threads of key-value heads, without copying keys. For the remaining
+    heads the keys are split among the threads.
     """
     threads = torch.get_num_threads()
     whole, left = _calls(flags, threads)
@@ -164,7 +163,7 @@ def _write_step(
 def _in_parts(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, threads: int, scaling: float
 ) -> torch.Tensor:
-    """Attention of queries `[N, 1, H, D]` to keys `[N, 1, S, D]`, which each thread reads a part of."""
+    """Attention of queries `[N, 1, H, D]` to keys `[N, 1, S, D]`, with the keys split among the threads."""
     length = keys.shape[2]
     parts = min(threads, _PARTS, length)
     whole = length // parts * parts
@@ -177,14 +176,14 @@ def _in_parts(
 
 
 def _calls(flags: list[bool], threads: int) -> tuple[list[slice], list[slice]]:
-    """Where flags are true: slices of a multiple of `threads`, and those that are left over."""
+    """Slices of set flags whose lengths are multiples of `threads`, and slices of the remaining set flags."""
     whole, left = [], []
     for first, last in equal_runs(flags):
         if flags[first]:
             middle = last - (last - first) % threads
             whole += [slice(first, middle)] if first < middle else []
             left += [slice(middle, last)] if middle < last else []
-    if threads == 2:  # two places are a slice, wherever they are
+    if threads == 2:  # any two places form a slice with a step
         while len(left) > 1:
             one, other = left.pop(0).start, left.pop(0).start
             whole.append(slice(one, other + 1, other - one))
@@ -192,6 +191,6 @@ def _calls(flags: list[bool], threads: int) -> tuple[list[slice], list[slice]]:
 
 
 def equal_runs(numbers: list) -> list[tuple[int, int]]:
-    """First place and the one after the last of equal neighbours."""
+    """Start and end of each run of equal neighbours."""
     edges = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1]), len(numbers)]
     return list(itertools.pairwise(edges))

@@ -1,7 +1,7 @@
-"""flash-attn-4, of the extra `gpu`, on Hopper and Blackwell GPUs: causal, windowed and sorted attention.
+"""Causal, windowed and sorted attention by flash-attn-4 (extra `gpu`), on Hopper and Blackwell GPUs.
 
-The package is imported when it is first called. Its calls are operations of PyTorch, so that compiled models contain
-them. Outputs and log-sum-exp both have gradients: parts of one softmax can be merged afterwards.
+The package is imported at the first call. Calls are registered as PyTorch operators, so that compiled models can
+contain them. Outputs and log-sum-exp both have gradients, so that parts of one softmax can be merged afterwards.
 
 Shapes: B batch, T queries, S keys (S >= T; the last query sees the last key), H query heads, KV key-value heads, D head
 size; G groups of heads, N entries, M and K blocks as in plan.py.
@@ -30,16 +30,16 @@ def why_not(call: Call) -> str | None:
 def lack(device: torch.device, dtype: torch.dtype, size: int) -> str | None:
     """Why flash-attn-4 does not run heads of this size on this device; None if it does."""
     if device.type != "cuda" or torch.version.cuda is None:
-        return f"{PACKAGE} runs on NVIDIA's GPUs alone"
+        return f"{PACKAGE} runs on NVIDIA GPUs only"
     major, minor = torch.cuda.get_device_capability(device)
     if major not in (9, 10, 11):
-        return f"{PACKAGE} is for Hopper and Blackwell; this GPU's compute capability is {major}.{minor}"
+        return f"{PACKAGE} needs Hopper or Blackwell; this GPU has compute capability {major}.{minor}"
     if dtype not in FLOAT16:
         return f"{PACKAGE} takes bfloat16 and float16, not {str(dtype)[6:]}"
     if size not in HEAD_SIZES:
-        return f"{PACKAGE} is used with head sizes 64 and 128, not {size}"
+        return f"{PACKAGE} is used for head sizes 64 and 128, not {size}"
     if major == 9 and torch.are_deterministic_algorithms_enabled():
-        return f"{PACKAGE} has no deterministic gradients of sorted queries on Hopper"
+        return f"{PACKAGE} has no deterministic backward pass for sorted queries on Hopper"
     return None if _is_installed() else f"{PACKAGE} is not installed (pip install 'moh-llm[gpu]')"
 
 
@@ -77,10 +77,10 @@ def _windowed(
 def sorted_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of sorted queries, as that of flex.py.
+    """Attention of sorted queries; same contract as `flex.sorted_attention`.
 
     `query` is `[B, G, N, D]`, `key` and `value` are `[B, G, S, D]`. Returns outputs `[B, G, N, D]` and their
-    log-sum-exp `[B, G, N]`, float32. An entry that sees nothing has zeros, and a log-sum-exp of minus infinity.
+    log-sum-exp `[B, G, N]`, float32. An entry that sees no key gets zeros and a log-sum-exp of minus infinity.
     """
     bounds = [bound for bound in (plan.last, plan.low, plan.start, plan.sink_end) if bound is not None]
     return torch.ops.moh_llm.flash(query, key, value, scaling, None, bounds, [*plan.keys, *(plan.queries or ())])
@@ -95,10 +95,10 @@ def forward(
     bounds: list[torch.Tensor],
     lists: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One call, without gradients: outputs and log-sum-exp.
+    """Forward pass of one call: outputs and log-sum-exp.
 
-    `bounds` are those of sorted queries: last, low, and where there are sinks their start and end. `lists` are those of
-    `plan.keys`, and of `plan.queries` behind them. Where both are empty the call is causal.
+    For sorted queries, `bounds` holds last, low and, with sinks, start and sink_end; `lists` holds the fields of
+    `plan.keys`, followed by those of `plan.queries`. The call is causal if both are empty.
     """
     from flash_attn.cute import interface
 
@@ -126,7 +126,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value.
 
-    Where other parts of the softmax are merged, `grad`, `out` and `lse` may be those of the whole, without `grad_lse`:
+    If other parts were merged into the softmax, pass `grad`, `out` and `lse` of the merged result, without `grad_lse`:
     the gradients are then this part's share.
     """
     from flash_attn.cute import interface
@@ -149,7 +149,7 @@ def backward(
 
 
 def _how(window: int | None, bounds: list[torch.Tensor]) -> dict[str, Any]:
-    """The arguments that say which keys are seen, but for lists of blocks."""
+    """Arguments that select the visible keys, without the lists of blocks."""
     if bounds:
         from . import flash_masks
 
@@ -159,7 +159,7 @@ def _how(window: int | None, bounds: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def _lists_of_keys(lists: list[torch.Tensor], entries: int, keys: int) -> Any:
-    """Which blocks of keys are read. Blackwell takes two blocks of entries at once, with one list for both."""
+    """The blocks of keys to read. Blackwell computes two blocks of entries at once, which share one list."""
     from flash_attn.cute import interface
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
@@ -170,11 +170,11 @@ def _lists_of_keys(lists: list[torch.Tensor], entries: int, keys: int) -> Any:
 
 
 def _lists_of_queries(lists: list[torch.Tensor], entries: int, keys: int) -> Any:
-    """Which blocks of entries read each block of keys; and in which order, where gradients shall be deterministic."""
+    """The blocks of entries that read each block of keys, and the order of writes if gradients are deterministic."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, compute_dq_write_order
 
     if len(lists) < 8:
-        raise RuntimeError("the plan was made without lists for gradients")
+        raise RuntimeError("the plan has no lists for gradients")
     blocks, order = _cut(Blocks(*lists[4:]), keys, entries), {}
     if torch.are_deterministic_algorithms_enabled():
         of_keys = _cut(Blocks(*lists[:4]), entries, keys)
@@ -184,7 +184,7 @@ def _lists_of_queries(lists: list[torch.Tensor], entries: int, keys: int) -> Any
 
 
 def _cut(blocks: Blocks, rows: int, columns: int) -> Blocks:
-    """The lists of what `rows` by `columns` single ones fill: a plan has at least two blocks of each."""
+    """Cut the lists to the blocks that `rows` and `columns` fill, since a plan has at least two of each."""
     rows, columns = -(-rows // BLOCK), -(-columns // BLOCK)
     if blocks.partial.shape[2:] == (rows, columns):
         return blocks
@@ -193,11 +193,11 @@ def _cut(blocks: Blocks, rows: int, columns: int) -> Blocks:
 
 
 def _paired(blocks: Blocks) -> Blocks:
-    """Lists of pairs of rows: what one of the two reads, and what both read wholly."""
+    """Lists for pairs of rows: partial if either row reads the block, full if both rows read all of it."""
     columns = torch.arange(blocks.full.shape[-1], device=blocks.full.device)
 
     def flags(count: torch.Tensor, listed: torch.Tensor) -> torch.Tensor:
-        """`[B, G, M / 2, 2, K]`; an odd last row is its own pair."""
+        """`[B, G, M / 2, 2, K]`; an odd last row is paired with itself."""
         found = torch.zeros_like(listed, dtype=torch.bool).scatter_(-1, listed.long(), columns < count.unsqueeze(-1))
         return torch.cat([found, found[:, :, -1:]], dim=2)[:, :, : -(-found.shape[2] // 2) * 2].unflatten(2, (-1, 2))
 
@@ -229,7 +229,7 @@ def _gradients(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor) -> tuple:
     return *gradients, None, None, [None] * bounds, [None] * lists
 
 
-# Not `custom_op`, whose calls take longer outside of graphs: it also prepares for changed inputs.
+# Not `custom_op`: its calls take longer outside CUDA graphs, because it also supports mutated inputs.
 for _name, _function, _fake in (
     ("moh_llm::flash", forward, _fake_forward),
     ("moh_llm::flash_backward", backward, _fake_backward),

@@ -1,6 +1,6 @@
-"""Which keys an entry sees, for the compiler of flash-attn-4: `flash.py` imports it with that package.
+"""Masks of sorted queries in the language of flash-attn-4, which `flash.py` imports together with that package.
 
-Functions without closures: kernels on disk are found again by their source.
+The functions have no closures, because flash-attn-4 finds cached kernels by the source of the mask.
 """
 
 from cutlass import Int32, cute
@@ -9,7 +9,7 @@ from flash_attn.cute.utils import scalar_to_ssa
 
 @cute.jit
 def is_seen(row, group, entry, place, lengths, bounds):
-    """Keys up to `last` from `low` on; `bounds` are `[B, G, N]`."""
+    """Keys from `low` to `last`; each bound is `[B, G, N]`."""
     last = scalar_to_ssa(bounds[0][row[0], group[0], entry[0]], Int32)
     low = scalar_to_ssa(bounds[1][row[0], group[0], entry[0]], Int32)
     return (place <= last) & (place >= low)
@@ -17,7 +17,7 @@ def is_seen(row, group, entry, place, lengths, bounds):
 
 @cute.jit
 def is_seen_or_sink(row, group, entry, place, lengths, bounds):
-    """Those, and sinks: keys up to `last` from `start` on and before `sink_end`."""
+    """Keys from `low` to `last`, and sinks from `start` to before `sink_end`."""
     last = scalar_to_ssa(bounds[0][row[0], group[0], entry[0]], Int32)
     low = scalar_to_ssa(bounds[1][row[0], group[0], entry[0]], Int32)
     start = scalar_to_ssa(bounds[2][row[0], group[0], entry[0]], Int32)

@@ -1,8 +1,8 @@
-"""The attention of sorted queries by FlexAttention: PyTorch alone, compiled on a GPU, plain on a CPU.
+"""Attention of sorted queries by PyTorch's FlexAttention, compiled on a GPU.
 
-One compilation serves all lengths, batches and numbers of key-value heads: the compiler is told that these sizes
-change, key-value heads are rows of the batch, and lengths are whole blocks. What is compiled anew is another head size
-or dtype, a pass with gradients or with sinks, and a batch of one row with one key-value head.
+One compilation serves all lengths, batch sizes and numbers of key-value heads: these sizes are marked dynamic,
+key-value heads become rows of the batch, and lengths are padded to whole blocks. Another head size or dtype, gradients,
+sinks, and a batch of one row with one key-value head each need their own compilation.
 
 Shapes: B batch, S keys, D head size; G groups of heads, N entries, M and K blocks as in plan.py; P = B * G.
 """
@@ -20,7 +20,7 @@ from .parts import Kernels, attention_of_parts, why_not_sorted
 from .plan import BLOCK, Plan, block_count
 from .windowed import windowed_attention
 
-# PyTorch takes FlashAttention 2 where it may choose; cuDNN's kernel is the faster one on Hopper.
+# By default PyTorch prefers FlashAttention 2; cuDNN's kernel is faster on Hopper.
 _DENSE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -43,7 +43,7 @@ def flex_attention(call: Call) -> torch.Tensor:
 def causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, None]:
-    """Dense attention `[B, H, T, D]` of each query to all keys up to its own, of as many keys, by SDPA."""
+    """Dense causal attention `[B, H, T, D]` of T queries to T keys, by SDPA."""
     with sdpa_kernel(_DENSE, set_priority=True):
         how = {"is_causal": True, "scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
         return scaled_dot_product_attention(query, key, value, **how), None
@@ -52,13 +52,13 @@ def causal_attention(
 def sorted_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs `[B, G, N, D]` and their log-sum-exp `[B, G, N]`, float32 at least; both have gradients.
+    """Attention of sorted queries: outputs `[B, G, N, D]` and log-sum-exp `[B, G, N]` in float32 or wider.
 
-    `query` is sorted, `[B, G, N, D]`; `key` and `value` are `[B, G, S, D]`. An entry that sees nothing has an output of
-    zero and a log-sum-exp of minus infinity.
+    `query` is `[B, G, N, D]`; `key` and `value` are `[B, G, S, D]`. Both results have gradients. An entry that sees no
+    key gets zeros and a log-sum-exp of minus infinity.
     """
     usual = query.shape[-1] ** -0.5
-    if not math.isclose(scaling, usual):  # a number would be compiled in
+    if not math.isclose(scaling, usual):  # a scale other than the default would be compiled in
         query = query * (scaling / usual)
     missing = block_count(key.shape[2]) * BLOCK - key.shape[2]
     states = [query, *(pad(states, (0, 0, 0, missing)) if missing else states for states in (key, value))]
@@ -71,7 +71,7 @@ def sorted_attention(
 
 
 def _as_rows(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-    """A tensor `[B, G, ...]` as `[P, *shape]`, and no view: of a view dynamo looks at what it is a view of."""
+    """Reshape `[B, G, ...]` to `[P, *shape]` without a view, because dynamo guards on the base of a view."""
     return torch.ops.aten._unsafe_view(tensor.contiguous(), (tensor.shape[0] * tensor.shape[1], *shape))
 
 
@@ -81,8 +81,8 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs `[P, 1, N, D]` and log-sum-exp `[P, 1, N]` of states `[P, blocks, 128, D]`.
 
-    `bounds` are last, low, and where there are sinks their start and end, `[P, N]`; `lists` those of `Blocks` for keys,
-    and for gradients those for queries.
+    `bounds` are last, low and, with sinks, start and sink_end, each `[P, N]`; `lists` are the fields of `plan.keys`
+    and, with gradients, of `plan.queries`.
     """
     query, key, value = (states.flatten(1, 2).unsqueeze(1) for states in (query, key, value))
     last, low, *sinks = bounds

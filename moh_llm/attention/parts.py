@@ -1,11 +1,11 @@
-"""Interval attention on a GPU as few calls of fast kernels.
+"""Interval attention on a GPU as a few calls of fast kernels.
 
-Of one document without padding heads that are always on are dense attention, and those that are never on windows, where
-PyTorch has a kernel for them. All other queries are sorted.
+If each row is one document without padding, heads that are always on use dense attention, and heads that are never on
+use a windowed kernel. All other queries are sorted (plan.py) and computed by one block-sparse call.
 
-Rows of queries `[B * T * H, D]` are taken apart into the parts' queries, and the parts' outputs are put together
-again; each is the gradient of the other. A part's softmax covers what the part reads. The distant token, and the few
-sinks of one document, are merged afterwards with the log-sum-exp; other sinks are keys of the sorted call.
+The rows of the queries `[B * T * H, D]` are split into the parts' queries, and the parts' outputs are joined again;
+each step is the gradient of the other. A part's softmax covers the keys that the part reads. The distant token, and the
+few sinks of a single document, are merged afterwards by log-sum-exp; other sinks are keys of the sorted call.
 
 Shapes: B batch, T queries, S keys, H query heads, KV key-value heads, D head size; G, N as in plan.py.
 """
@@ -27,7 +27,7 @@ from .plan import Plan, group_table, plan_of
 from .windowed import why_not_windowed
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
-_MOST_SINKS = 8  # that are merged: each is compiled in
+_MOST_SINKS = 8  # sinks that are merged: the compiled code is unrolled over them
 
 
 class Kernels(NamedTuple):
@@ -64,7 +64,7 @@ def attention_of_parts(call: Call, kernels: Kernels) -> torch.Tensor:
         seen = seen._replace(sinks=0)
     parts, place = _parts(first, seen, (always, never), key, scaling, kernels, _wants_gradients(query, key, value))
 
-    # No view: of a view dynamo looks at what it is a view of.
+    # Not a view: dynamo guards on the base of a view.
     states = torch.ops.aten._unsafe_view(query.transpose(1, 2).contiguous(), (-1, size))
     rows = [part.rows.flatten() for part in parts]
     outputs, lses = [], []
@@ -83,12 +83,12 @@ def attention_of_parts(call: Call, kernels: Kernels) -> torch.Tensor:
 
 
 class _Part(NamedTuple):
-    """Queries that one call computes.
+    """Queries that one kernel call computes.
 
     Attributes:
-        groups: the key-value heads that it reads, `[G]`.
-        rows: the rows of its queries, `[B, G, N]` of sorted ones, `[B, tokens, heads]` of others.
-        attend: gives outputs in this order, and their log-sum-exp or None, of queries, keys and values.
+        groups: key-value heads that the call reads, `[G]`.
+        rows: rows of its queries: `[B, G, N]` if they are sorted, else `[B, tokens, heads]`.
+        attend: maps queries, keys and values to outputs in the order of `rows`, and their log-sum-exp or None.
     """
 
     groups: torch.Tensor
@@ -105,7 +105,7 @@ def _parts(
     kernels: Kernels,
     gradients: bool,
 ) -> tuple[list[_Part], torch.Tensor]:
-    """The parts of all queries, those with a log-sum-exp first, and where each row is in them, `[B * T * H]`."""
+    """All parts, the ones with a log-sum-exp first, and the place of each row in their concatenation, `[B * T * H]`."""
     tokens, heads = first.shape[1:]
     shared, device = heads // key.shape[1], first.device
     always, never = kinds
@@ -138,15 +138,15 @@ def _parts(
 def _placed(
     first: torch.Tensor, rows: list[torch.Tensor], tables: list[torch.Tensor], spans: list[tuple[int, int]]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The rows of each part, and where each row is in the parts one after the other.
+    """The rows of each part, and the place of each row in the concatenated parts.
 
-    `rows` are those of sorted queries. Each other part has the heads in a table, of the tokens in a span.
+    `rows` belong to the sorted queries. Every other part has the heads of one table and the tokens of one span.
     """
     batch, tokens, heads = first.shape
     row = torch.arange(batch * tokens, device=first.device).view(batch, tokens, 1) * heads
     rows = [*rows, *(row[:, slice(*span)] + table for table, span in zip(tables, spans, strict=True))]
     found = torch.cat([own.flatten() for own in rows])
-    place = found.new_empty(batch * tokens * heads + 1)  # the last is of entries that fill up
+    place = found.new_empty(batch * tokens * heads + 1)  # the last place is for padding entries
     return rows, place.scatter(0, found, torch.arange(len(found), device=first.device))[:-1]
 
 
@@ -155,7 +155,7 @@ def _wants_gradients(*states: torch.Tensor) -> bool:
 
 
 def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, causal: Callable) -> Outputs:
-    """Causal attention of the first tokens, `[B, tokens, heads, D]`. Nothing is merged with it."""
+    """Causal attention of the first tokens, `[B, tokens, heads, D]`; nothing is merged into it, so no log-sum-exp."""
     end = query.shape[1]
     return causal(query.transpose(1, 2), key[:, :, :end], value[:, :, :end], scaling)[0].transpose(1, 2), None
 
@@ -170,7 +170,7 @@ def _windowed(
 
 
 def _equal_groups(heads: tuple[int, ...], shared: int) -> list[tuple[int, ...]]:
-    """The heads, those together whose groups have the same number of them."""
+    """Split `heads` so that all groups of a part have the same number of heads."""
     groups, kinds = defaultdict(list), defaultdict(list)
     for head in heads:
         groups[head // shared].append(head)
@@ -191,12 +191,12 @@ def _merged(
     distant: Distant | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Outputs put together, `[B, T, H, D]`, with the share of sinks and of the distant token where heads are off.
+    """Join the outputs, `[B, T, H, D]`, and merge sinks and the distant token where heads are off.
 
-    `lses` are those of the first parts; where heads are on nothing is merged, whatever stands for theirs. `query` are
-    rows of queries, `sinks` their keys and values `[B, H, sinks, D]`; there may be none.
+    `lses` belong to the first parts; nothing is merged where heads are on, so theirs do not matter. `query` holds rows
+    of queries; `sinks` their keys and values `[B, H, sinks, D]`, or nothing.
 
-    Two compiled passes: in one, each thread of a row of outputs would compute the row's weights.
+    Two compiled passes, because in one pass every thread of an output row would recompute the row's weights.
     """
     values = [value.unsqueeze(1) for value in sinks[1].unbind(2)] if sinks else []
     far = [] if distant is None else [distant[0], seen.start, seen.hidden]
@@ -216,10 +216,10 @@ def _weights(
     far: list[torch.Tensor],
     scaling: float,
 ) -> torch.Tensor:
-    """What outputs, sinks and the distant token count, `[B, T, H, all]`.
+    """Softmax weights of the part's output, the sinks and the distant token, `[B, T, H, all]`.
 
-    `sinks` are their keys `[B, H, sinks, D]`, `far` the distant token's scores `[B, T, H]`, `seen.start` and
-    `seen.hidden`; either may be empty.
+    `sinks` holds keys `[B, H, sinks, D]`; `far` holds the distant token's scores `[B, T, H]`, `seen.start` and
+    `seen.hidden`. Either list may be empty.
     """
     scores = [_together(place, rows, lses).view(*first.shape, 1)]
     for keys in sinks:
@@ -242,7 +242,7 @@ def _weighted(
     weights: torch.Tensor,
     values: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Outputs put together and merged, `[B, T, H, D]`; `values` `[B, 1, H, D]` or `[H, D]` are those of the others."""
+    """The weighted sum of the joined outputs and of `values`, each `[B, 1, H, D]` or `[H, D]`: `[B, T, H, D]`."""
     out = _together(place, rows, outputs)
     own, *others = weights.unsqueeze(-2).unbind(-1)  # each [B, T, H, 1]
     merged = out.view(*own.shape[:-1], out.shape[-1]) * own
@@ -253,13 +253,13 @@ def _weighted(
 
 @compiled
 def _taken(states: torch.Tensor, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Rows of each part; any row where there is none."""
+    """The rows of each part; padding entries get an arbitrary row."""
     return [states[own.clamp_max(len(states) - 1)] for own in rows]
 
 
 @compiled
 def _joined(parts: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
-    """Rows at these places in the parts one after the other; any where parts do not reach as far."""
+    """The rows at `place` in the concatenated parts, without concatenating them."""
     joined, begin = None, 0
     for part in parts:
         is_own = (place >= begin) & (place < begin + len(part))
@@ -270,19 +270,19 @@ def _joined(parts: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
 
 
 def _together(place: torch.Tensor, rows: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.Tensor:
-    """`_joined`, given the rows of each part, too, for gradients."""
+    """`_joined` with gradients, for which it needs the rows of each part."""
     if _wants_gradients(*parts):
         return _Together.apply(place, *rows, *parts)
     return _joined(parts, place)  # dynamo would not trace the other
 
 
 def _apart(states: torch.Tensor, place: torch.Tensor, rows: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """`_taken`, given where rows are, too, for gradients."""
+    """`_taken` with gradients, for which it needs the place of each row."""
     return _Apart.apply(states, place, *rows) if _wants_gradients(states) else _taken(states, rows)
 
 
 class _Apart(torch.autograd.Function):
-    """`_taken`, of rows that are each in one part at most."""
+    """`_taken`, where each row is in at most one part."""
 
     @staticmethod
     def forward(ctx, states: torch.Tensor, place: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -299,11 +299,11 @@ class _Apart(torch.autograd.Function):
 
 
 class _Together(torch.autograd.Function):
-    """`_joined`, given the rows of each part and then the parts."""
+    """`_joined`; the arguments are `place`, the rows of each part, and the parts."""
 
     @staticmethod
     def forward(ctx, place: torch.Tensor, *rows_and_parts: torch.Tensor) -> torch.Tensor:
-        """The rows one after the other."""
+        """The joined rows."""
         count = len(rows_and_parts) // 2
         ctx.save_for_backward(*rows_and_parts[:count])
         return _joined(list(rows_and_parts[count:]), place)
@@ -311,6 +311,6 @@ class _Together(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of each part. What fills up sees nothing, so that its own does not matter."""
+        """The gradient of each part; padding entries see no key, so their gradient does not matter."""
         rows = ctx.saved_tensors
         return None, *[None] * len(rows), *_taken(gradient, rows)

@@ -1,9 +1,9 @@
-"""Sorted queries and lists of blocks: routed heads as one block-sparse attention, whatever the heads that are on.
+"""Sorts the queries of routed heads into blocks, so that one block-sparse attention call computes them.
 
-Queries of heads that share keys are entries of one list, (token, head) each. Those of heads that are on come first,
-from the last token to the first, so that the longest blocks start first; then those of heads that are off, in the order
-of tokens. A block of queries thus reads the keys from a document's start, or a band of them and the sinks, and few
-blocks read both. Nothing waits for the device, and shapes depend on those of the arguments alone.
+The queries of all heads that share keys form one list of entries, one per (token, head). Entries whose head is on come
+first, from the last token to the first, so that the longest blocks start first. Entries whose head is off follow in
+token order. A block of entries therefore reads either a document from its start, or a band of keys and the sinks; few
+blocks read both. The host never waits for the device, and shapes depend only on the shapes of the arguments.
 
 Shapes: B batch, T queries, S keys, H query heads, D head size; G groups of heads that share keys, R heads of each,
 N entries (T * R, filled up to blocks), M = N / 128 blocks of entries, K blocks of keys.
@@ -24,9 +24,10 @@ _NONE = 1 << 30  # after any key
 
 
 class Blocks(NamedTuple):
-    """Which blocks are read by each of `rows` blocks, int32: how many `[B, G, rows]`, and which `[B, G, rows, all]`.
+    """The blocks that each of `rows` blocks reads, int32: counts `[B, G, rows]` and indices `[B, G, rows, all]`.
 
-    What stands after as many is arbitrary. Of a full block every query sees every key; of a partial one some may.
+    Indices past the count are arbitrary. In a full block every query sees every key; in a partial block some pairs may
+    be hidden.
     """
 
     partial_count: torch.Tensor
@@ -36,17 +37,17 @@ class Blocks(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Sorted entries: which keys each sees, and which blocks of keys each block of them reads.
+    """Sorted entries, the keys each one sees, and the blocks of keys each block of entries reads.
 
-    An entry sees the keys s with s <= last and (s >= low or start <= s < sink_end).
+    An entry sees key s if s <= last and (s >= low or start <= s < sink_end).
 
     Attributes:
-        rows: the row of each entry in queries `[B * T * H, D]`, int64 `[B, G, N]`; B * T * H of entries that fill up.
-        last: the last key, int32 `[B, G, N]`; -1 of entries that fill up.
-        low: the first key, int32 `[B, G, N]`.
-        start, sink_end: the first sink and the key after the last one, int32 `[B, G, N]`; None where there are none.
-        keys: blocks of keys that each block of entries reads.
-        queries: blocks of entries that read each block of keys, for gradients; None where none are wanted.
+        rows: row of each entry in the queries `[B * T * H, D]`, int64 `[B, G, N]`; B * T * H for padding entries.
+        last: last visible key, int32 `[B, G, N]`; -1 for padding entries.
+        low: first visible key, int32 `[B, G, N]`.
+        start, sink_end: first sink and the key after the last sink, int32 `[B, G, N]`; None without sinks.
+        keys: the blocks of keys that each block of entries reads.
+        queries: the blocks of entries that read each block of keys, for the backward pass; None without gradients.
     """
 
     rows: torch.Tensor
@@ -59,15 +60,15 @@ class Plan(NamedTuple):
 
 
 def block_count(length: int) -> int:
-    """Blocks that hold so many; two at least, since compiled code is made anew for a size of one."""
+    """Number of blocks for `length` items, at least two: torch.compile specialises on a size of one."""
     return max(-(-length // BLOCK), 2)
 
 
 @functools.lru_cache(maxsize=1024)
 def group_table(heads: tuple[int, ...], shared: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Groups of these heads, int64 `[G]`, and the heads of each, `[G, R]` with -1 where a group has fewer than others.
+    """The groups of `heads`, int64 `[G]`, and each group's heads, `[G, R]`, padded with -1.
 
-    `shared` is how many query heads share a key-value head. The tensors are made once: copying them to a GPU waits.
+    `shared` is the number of query heads per key-value head. Cached, because a copy to a GPU makes the host wait.
     """
     groups = sorted({head // shared for head in heads})
     own = [[head for head in heads if head // shared == group] for group in groups]
@@ -79,9 +80,9 @@ def group_table(heads: tuple[int, ...], shared: int, device: torch.device) -> tu
 
 @torch.no_grad()
 def plan_of(first: torch.Tensor, seen: Seen, table: torch.Tensor, keys: int, gradients: bool) -> Plan:
-    """The plan of the heads in `table` `[G, R]`, given the first key of each query and head, `[B, T, H]`.
+    """Plan the heads in `table` `[G, R]`, given the first key of each query and head, `[B, T, H]`.
 
-    `keys` is how many there are (S); `gradients` says whether the lists for the backward pass are wanted, too.
+    `keys` is the number of keys (S); `gradients` adds the lists for the backward pass.
     """
     fields = seen.last, seen.start, *((seen.sink_end,) if seen.sinks else ())
     fields = [field[..., 0].expand(len(first), -1).contiguous() for field in fields]
@@ -93,12 +94,12 @@ def plan_of(first: torch.Tensor, seen: Seen, table: torch.Tensor, keys: int, gra
 def _planned(
     first: torch.Tensor, fields: list[torch.Tensor], table: torch.Tensor, begin: torch.Tensor, gradients: bool
 ) -> Plan:
-    """`plan_of`, given last, start and perhaps sink_end `[B, T]`, and the first key of each block."""
+    """`plan_of`; `fields` are last, start and optionally sink_end `[B, T]`, `begin` is the first key of each block."""
     batch, tokens, heads = first.shape
     groups, shared = table.shape
     last, start, *sink_end = fields
 
-    # Where each entry goes: on-entries in falling order, then off-entries in rising order, then those that fill up.
+    # Sorted order: entries that are on from the last to the first, entries that are off, padding entries.
     is_real = (table >= 0).expand(batch, tokens, -1, -1)  # [B, T, G, R]
     is_on = is_real & (first[:, :, table.clamp_min(0)] <= start[..., None, None])
     is_real, is_on = (flags.transpose(1, 2).flatten(2) for flags in (is_real, is_on))  # [B, G, T * R], by tokens
@@ -117,7 +118,7 @@ def _planned(
     rows = torch.where(is_void, batch * tokens * heads, row * heads + head)
 
     def entry(field: torch.Tensor, void: int) -> torch.Tensor:
-        """The values `[B, T]` of tokens, or `[B, T, H]` of heads, for each entry."""
+        """A field `[B, T]` or `[B, T, H]`, gathered per entry."""
         values = field.reshape(-1)[torch.where(is_void, 0, rows if field.dim() == 3 else row)]
         return torch.where(is_void, void, values).int()
 
@@ -130,7 +131,7 @@ def _planned(
 
 
 def _counted(flags: torch.Tensor) -> torch.Tensor:
-    """How many are set up to each one, `[..., N]`: within blocks, then over blocks, since a row is counted in turn."""
+    """Running count of set flags `[..., N]`. In two levels, because one long cumulative sum is sequential on a GPU."""
     blocks = pad(flags, (0, -flags.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).cumsum(-1)
     sums = blocks[..., -1]
     return (blocks + (sums.cumsum(-1) - sums).unsqueeze(-1)).flatten(-2)[..., : flags.shape[-1]]
@@ -143,7 +144,7 @@ def _reading(
     sink_end: torch.Tensor | None,
     begin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether blocks of entries read the blocks of keys from `begin` on, and whether wholly, bool `[B, G, M, K]`."""
+    """Whether blocks of entries read some, and all, of the blocks of keys that start at `begin`, `[B, G, M, K]`."""
     end = begin + BLOCK - 1
 
     def least(values: torch.Tensor) -> torch.Tensor:
@@ -163,12 +164,12 @@ def _reading(
 
 
 def list_blocks(partial: torch.Tensor, full: torch.Tensor) -> Blocks:
-    """Lists of what is set in the last dimension."""
+    """The indices that are set in the last dimension, as `Blocks`."""
     return Blocks(*_listed(partial), *_listed(full))
 
 
 def _listed(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many are set, int32 `[...]`, and which, in order, int32 `[..., K]` with the others after them."""
+    """The count of set flags, int32 `[...]`, and their indices in order, int32 `[..., K]`, the other indices behind."""
     index = torch.arange(flags.shape[-1], device=flags.device)
     rank = flags.cumsum(-1)
     count = rank[..., -1:]

@@ -1,4 +1,6 @@
-"""Windows by the FlashAttention 2 in PyTorch, on NVIDIA's GPUs from Ampere on: outputs and log-sum-exp, with gradients.
+"""Sliding-window attention by PyTorch's FlashAttention 2, on NVIDIA GPUs from Ampere on.
+
+Outputs and their log-sum-exp both have gradients.
 
 Shapes: B batch, T queries, S keys (S >= T; the last query sees the last key), H query heads, KV key-value heads, D head
 size.
@@ -14,11 +16,11 @@ States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def why_not_windowed(device: torch.device, dtype: torch.dtype, size: int) -> str | None:
-    """What keeps PyTorch's FlashAttention 2 from heads of this size; None where nothing does."""
+    """Why PyTorch's FlashAttention 2 does not run heads of this size on this device; None if it does."""
     if device.type != "cuda" or torch.version.cuda is None:
-        return "FlashAttention runs on NVIDIA's GPUs alone"
+        return "FlashAttention runs on NVIDIA GPUs only"
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return "FlashAttention is for GPUs from Ampere on"
+        return "FlashAttention needs an Ampere GPU or a later one"
     if dtype not in FLOAT16:
         return f"FlashAttention takes bfloat16 and float16, not {str(dtype)[6:]}"
     return (
@@ -59,10 +61,10 @@ def windowed_backward(
     window: int,
     scaling: float,
 ) -> States:
-    """Gradients of `states`, query, key and value, given that of outputs.
+    """Gradients of `states` (query, key and value), given the gradient of the output.
 
-    Where other parts of the softmax are merged, `grad`, `out` and `lse` may be those of the whole: the gradients are
-    then the window's share.
+    If other parts were merged into the softmax, pass `grad`, `out` and `lse` of the merged result: the gradients
+    are then the window's share.
     """
     query, key, _ = states
     by_token = [tensor.transpose(1, 2) for tensor in (grad, *states, out)]
@@ -77,11 +79,11 @@ def _how(window: int, scaling: float) -> dict[str, Any]:
 
 
 def with_gradient_of_lse(out: torch.Tensor, grad: torch.Tensor, grad_lse: torch.Tensor) -> torch.Tensor:
-    """The output with which a backward pass that knows of no gradient of the log-sum-exp takes it into account.
+    """Change `out` so that a backward kernel without a log-sum-exp gradient still accounts for `grad_lse`.
 
-    The gradient of a score is weight * (grad · value - grad · out + grad_lse), and `out` is read for the product with
-    `grad` alone, so it is changed along `grad`. Where parts are merged, grad_lse is grad · (out - merged): the change
-    is no longer than outputs are, and is rounded as they are.
+    The gradient of a score is weight * (grad · value - grad · out + grad_lse). The kernel reads `out` only for its
+    product with `grad`, so `out` is shifted along `grad`. For merged parts grad_lse is grad · (out - merged), so the
+    shift is no longer than the outputs themselves and rounds like them.
     """
     wide, change = grad.float(), grad_lse.float().unsqueeze(-1)
     change = change / wide.square().sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)

@@ -87,7 +87,7 @@ def test_nothing_is_dropped_while_a_row_has_all_heads_on(make) -> None:
     for end in (45, 46):
         moh(draw(2, end)[:, cache.get_seq_length() :], attention_mask=mask[:, :end], past_key_values=cache)
         assert [layer.begin > 0 for layer in cache.layers] == [end == 46] * 2
-    with pytest.raises(ValueError, match="1 tokens cannot be removed from the cache"):
+    with pytest.raises(ValueError, match="cannot remove 1 tokens from the cache"):
         cache.crop(-1)
 
 
@@ -168,7 +168,7 @@ def test_another_mask_than_before_that_shows_what_was_dropped_is_refused(make, c
     if change == "tokens of the window":
         now[:, 36:50] = 0
     masks = {"no mask": None, "four dims": torch.rand(2, 1, 2, 52) < 0.5}
-    with pytest.raises(ValueError, match="dropped tokens that attention_mask shows now; use a DynamicCache"):
+    with pytest.raises(ValueError, match="attention_mask shows tokens .* dropped; use a DynamicCache"):
         moh(
             ids[:, 50:52] if change == "four dims" else ids[:, 50:51],
             attention_mask=masks.get(change, now),
@@ -205,7 +205,7 @@ def test_the_last_tokens_can_be_removed(make, name) -> None:
     found = moh(ids[:, 47:], past_key_values=cache).logits
     torch.testing.assert_close(found, moh(ids).logits[:, 47:])
     if cache.layers[0].local_groups:
-        with pytest.raises(ValueError, match=r"40 tokens cannot be removed from the cache.*use a DynamicCache"):
+        with pytest.raises(ValueError, match=r"cannot remove 40 tokens from the cache.*use a DynamicCache"):
             cache.crop(-40)
     cache.reset()
     assert cache.get_seq_length() == 0
@@ -239,7 +239,7 @@ def test_where_all_keys_are_read_all_are_kept(make, how) -> None:
 def test_scores_of_a_router_are_not_asked_for_where_all_heads_read_keys_that_it_lacks(make) -> None:
     moh = make("fixed groups")
     moh.routers[0].register_forward_hook(lambda *given: None)
-    with moh.all_heads_active(), pytest.raises(ValueError, match="lacks keys that all heads read; use a DynamicCache"):
+    with moh.all_heads_active(), pytest.raises(ValueError, match="needs a keys tensor.*use a DynamicCache"):
         moh(draw(1, 30), past_key_values=MoHCache(moh.config))
 
 
