@@ -168,7 +168,7 @@ def test_another_mask_than_before_that_shows_what_was_dropped_is_refused(make, c
     if change == "tokens of the window":
         now[:, 36:50] = 0
     masks = {"no mask": None, "four dims": torch.rand(2, 1, 2, 52) < 0.5}
-    with pytest.raises(ValueError, match="attention_mask shows tokens .* dropped; use a DynamicCache"):
+    with pytest.raises(ValueError, match=r"attention_mask shows tokens .* dropped; use a DynamicCache"):
         moh(
             ids[:, 50:52] if change == "four dims" else ids[:, 50:51],
             attention_mask=masks.get(change, now),
@@ -239,7 +239,7 @@ def test_where_all_keys_are_read_all_are_kept(make, how) -> None:
 def test_scores_of_a_router_are_not_asked_for_where_all_heads_read_keys_that_it_lacks(make) -> None:
     moh = make("fixed groups")
     moh.routers[0].register_forward_hook(lambda *given: None)
-    with moh.all_heads_active(), pytest.raises(ValueError, match="needs a keys tensor.*use a DynamicCache"):
+    with moh.all_heads_active(), pytest.raises(ValueError, match=r"needs a keys tensor.*use a DynamicCache"):
         moh(draw(1, 30), past_key_values=MoHCache(moh.config))
 
 
