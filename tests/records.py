@@ -7,9 +7,8 @@ from typing import Any
 
 from moh_llm.claims import evaluation
 from moh_llm.cli import main
-from moh_llm.evaluation.markdown import render_markdown
 from moh_llm.evaluation.record import build_record
-from moh_llm.evaluation.report import build_document
+from moh_llm.evaluation.report import render_markdown, report_content
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import Score
 from moh_llm.evaluation.suite import Benchmark, Suite
@@ -48,7 +47,7 @@ def warnings(record: EvaluationRecord) -> list[str]:
 
 def page_of(record: EvaluationRecord) -> str:
     """A report in Markdown."""
-    return render_markdown(build_document(record))
+    return render_markdown(report_content(record))
 
 
 def row_of(record: EvaluationRecord, name: str) -> Row:

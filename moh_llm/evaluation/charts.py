@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.document import Chart
 
 try:
     import matplotlib.style
@@ -58,6 +57,26 @@ _STYLE = {
     "legend.fontsize": 8,
     "svg.fonttype": "none",
 }
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture and the numbers that it shows.
+
+    Attributes:
+        name: unique on its page.
+        title: what is shown, with its unit.
+        note: how to read it, and which equation, table or figure it is; may be empty.
+        svg: the picture.
+        head, body: the data behind it.
+    """
+
+    name: str
+    title: str
+    note: str
+    svg: Markup
+    head: list[str]
+    body: list[list[str | float | int | None]]
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,32 @@
-"""The report of evaluations and training runs: one document, written as an HTML file and as Markdown, and its record.
+"""The report of evaluations and training runs: `report.html` and `report.md`, and `report.json` with all figures.
 
-Needs matplotlib.
+`report_content` states each figure once, as a sentence or a table; the two templates in `templates/` lay it out, and
+the HTML page has charts, too.
 """
 
 import datetime
+import json
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from moh_llm import __version__
+from moh_llm.claims.evaluation import verdict, warnings
 from moh_llm.evaluation import run_tables, tables
-from moh_llm.evaluation.document import Block, Charts, Commands, Document, Heading, Paragraph, Section, facts
-from moh_llm.evaluation.groups import Group, compare, differences, group_runs, reference_words, same_held_out_text
-from moh_llm.evaluation.markdown import render_markdown
-from moh_llm.evaluation.page import render_html
-from moh_llm.evaluation.router_charts import router_blocks
+from moh_llm.evaluation.model_charts import cost_charts, router_charts, score_charts
+from moh_llm.evaluation.rendering import html_templates, markdown_templates
 from moh_llm.evaluation.run_charts import training_charts
-from moh_llm.evaluation.runs import Record, TrainingRun, summarise
-from moh_llm.evaluation.score_charts import cost_charts, head_table, score_charts
-from moh_llm.evaluation.tables import long_context_tables
+from moh_llm.evaluation.runs import (
+    Group,
+    Record,
+    TrainingRun,
+    compare_groups,
+    differences,
+    group_runs,
+    same_held_out_text,
+)
 from moh_llm.files import write_json, write_text
 from moh_llm.records.evaluation import EvaluationRecord
 
@@ -29,98 +37,132 @@ def write_report(
     """Write ``report.html``, ``report.md`` and ``report.json`` into ``folder``.
 
     Args:
-        folder: an empty one.
-        runs: what `read_runs` returned; may be empty where there is an evaluation.
+        folder: an empty folder.
+        runs: training runs; may be empty if there is an evaluation.
         command: the line that repeats the report.
-        evaluation: a record made by `build_record` or `merge`. Then ``report.json`` holds it, with what
-            there is of the runs under ``training``.
+        evaluation: an evaluation, or several that `merge` put side by side. Then ``report.json`` is its record, with
+            the figures of the runs under ``training``.
     """
-    groups = group_runs(runs) if runs else []
-    of_runs = training_record(runs, groups, command) if runs else None
+    groups = group_runs(runs)
+    of_runs = training_record(groups, command) if runs else None
     if evaluation and of_runs:
         evaluation.training = of_runs
     record = evaluation.content() if evaluation else of_runs
-    document = build_document(evaluation, groups, command)
-    write_text(folder / "report.md", render_markdown(document))
+    content = report_content(evaluation, groups, command)
+    write_text(folder / "report.md", render_markdown(content))
     write_json(folder / "report.json", record)
-    write_text(folder / "report.html", render_html(document, record))
+    write_text(folder / "report.html", render_html(content, report_charts(evaluation, groups), record))
 
 
-def build_document(evaluation: EvaluationRecord | None, groups: Sequence[Group] = (), command: str = "") -> Document:
-    """The report of an evaluation, of training runs, or of both; see `write_report`."""
+def render_markdown(content: Record) -> str:
+    """The page in Markdown."""
+    return markdown_templates("moh_llm.evaluation").get_template("report.md").render(content).rstrip() + "\n"
+
+
+def render_html(content: Record, charts: Record, record: Any) -> str:
+    """The page as one HTML file without scripts and requests, with ``record`` to download."""
+    link = "data:application/json;charset=utf-8," + quote(json.dumps(record, separators=(",", ":")))
+    return html_templates().get_template("report.html").render(content, charts=charts, json_link=link)
+
+
+def report_content(evaluation: EvaluationRecord | None, groups: Sequence[Group] = (), command: str = "") -> Record:
+    """The values of both templates: title, warnings and verdicts, the parts `evaluation` and `training`, the command.
+
+    A part is None if the report has none. Models whose analysis failed are left out of `evaluation.models_analysed`.
+    """
     runs = [run for group in groups for run in group.runs]
     title = f"Training run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} training runs"
-    lead: list[Block] = []
-    sections: list[Section] = []
-    if evaluation:
-        title, lead = evaluation.suite.title, tables.lead(evaluation)
-        blocks = [*tables.benchmark_blocks(evaluation), Charts(score_charts(evaluation))]
-        sections += [Section("benchmarks", "Benchmarks", blocks), *_long_context_sections(evaluation)]
-    if runs:
-        sections += _training_sections(groups, runs)
-    if evaluation:
-        sections += _analysis_sections(evaluation)
-        blocks = [tables.model_table(evaluation), facts(tables.settings(evaluation))]
-        sections.append(Section("environment", "Environment", [*blocks, Commands(evaluation.command)]))
-    if command and not (evaluation and command == evaluation.command):
-        about = [f"{name} {number}" for name, number in _versions().items()]
-        sections.append(
-            Section("report", "This report", [Paragraph(f"{', '.join(about)}. {_now()}."), Commands(command)])
-        )
-    return Document(title, lead, sections)
-
-
-def _long_context_sections(evaluation: EvaluationRecord) -> list[Section]:
-    """Figures at long context that the models' conversions recorded, if they did."""
-    blocks: list[Block] = []
-    for label, model in evaluation.models.items():
-        tables = long_context_tables(model.by_position, model.retrieval)
-        blocks += [Heading(label), *tables] if tables else []
-    about = Paragraph("From each model's conversion.json: the converted model against its base on held-out text.")
-    return [Section("long-context", "Long context", [about, *blocks])] if blocks else []
-
-
-def _training_sections(groups: Sequence[Group], runs: Sequence[TrainingRun]) -> list[Section]:
-    blocks: list[Block] = run_tables.comparison(groups) if len(runs) > 1 else []
-    blocks.append(Charts(training_charts(groups)))
-    for run in runs:
-        blocks += [Heading(run.name), *run_tables.run_blocks(run)]
-    return [Section("training", "Training", blocks)]
-
-
-def _analysis_sections(evaluation: EvaluationRecord) -> list[Section]:
-    """Results of the head analyses, without those that failed."""
-    known = {label: found for label, found in evaluation.analysis.items() if "error" not in found}
-    if not known:
-        return []
-    blocks = [head_table(known), Charts(cost_charts(known, list(evaluation.models)))]
-    return [Section("efficiency", "Efficiency", blocks)] + [
-        Section(f"routers-{number}", f"Routers of {label}", router_blocks(number, found))
-        for number, (label, found) in enumerate(known.items(), start=1)
-    ]
-
-
-def training_record(runs: Sequence[TrainingRun], groups: Sequence[Group], command: str) -> Record:
-    """The record of some runs' figures, in their groups."""
+    labels = (evaluation.compared_models or list(evaluation.models)) if evaluation else []
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {
-        "runs": [summarise(run) for run in runs],
-        "groups": [
-            {"name": group.name, "runs": [run.name for run in group.runs], "seeds": [run.seed for run in group.runs]}
-            for group in groups
-        ],
-        "differences": differences(groups),
-        "reference": reference_words(groups)[0],
-        "same_held_out_text": same_held_out_text(runs),
-        "comparison": compare(groups),
-        "versions": _versions(),
-        "command": command,
-        "created": _now(),
+        "title": evaluation.suite.title if evaluation else title,
+        "warnings": [claim.text for claim in warnings(evaluation)] if evaluation else [],
+        "verdicts": [verdict(evaluation, label).text for label in labels],
+        "evaluation": _evaluation_content(evaluation) if evaluation else None,
+        "training": _training_content(groups, runs) if runs else None,
+        "about": f"Made by moh_llm {__version__} with matplotlib {version('matplotlib')}, {now}.",
+        "command": "" if evaluation and command == evaluation.command else command,
     }
 
 
-def _versions() -> dict[str, str]:
-    return {"moh_llm": __version__, "matplotlib": version("matplotlib")}
+def _evaluation_content(evaluation: EvaluationRecord) -> Record:
+    analyses = _analyses(evaluation)
+    long_context = {
+        label: tables.long_context_tables(about.by_position, about.retrieval)
+        for label, about in evaluation.models.items()
+    }
+    return {
+        "scores": tables.score_table(evaluation),
+        "note": tables.score_note(evaluation),
+        "inferred": tables.inferred_metrics(evaluation),
+        "long_context": {label: shown for label, shown in long_context.items() if shown},
+        "heads": tables.head_table(analyses),
+        "models_analysed": {
+            label: {
+                "similarity": tables.similarity_table(found["similarity"]),
+                "layer": found["token_heads"]["layers"][-1],
+                "tokens": tables.token_table(found),
+            }
+            for label, found in analyses.items()
+        },
+        "models": tables.model_table(evaluation),
+        "settings": tables.settings_table(evaluation),
+        "command": evaluation.command,
+    }
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+def _training_content(groups: Sequence[Group], runs: Sequence[TrainingRun]) -> Record:
+    content: Record = {
+        "groups": None,
+        "runs": [
+            {
+                "name": run.name,
+                "facts": run_tables.run_table(run),
+                "held_out": run_tables.held_out_table(run),
+                "note": run_tables.held_out_note(run),
+                "receipt": run_tables.receipt(run),
+            }
+            for run in runs
+        ],
+    }
+    if len(runs) > 1:
+        comparison = run_tables.comparison_table(groups)
+        columns = "The columns after the seeds are the options that differ, without those that change no curve."
+        about = columns if differences(groups) else "The groups have the same recipe, model, text and seed."
+        other_text = "The runs were not scored on the same held-out text: compare only ratios, and with care."
+        none = "No two runs have a score at the same number of tokens."
+        content |= {
+            "groups": run_tables.group_table(groups),
+            "about_groups": about if len(groups) > 1 else "",
+            "other_text": "" if same_held_out_text(groups) else other_text,
+            "comparison": comparison,
+            "comparison_note": run_tables.comparison_note(groups) if comparison else none,
+        }
+    return content
+
+
+def report_charts(evaluation: EvaluationRecord | None, groups: Sequence[Group] = ()) -> Record:
+    """The charts of the HTML page by section; those of routers by model."""
+    analyses = _analyses(evaluation) if evaluation else {}
+    return {
+        "scores": score_charts(evaluation) if evaluation else [],
+        "training": training_charts(groups) if groups else [],
+        "costs": cost_charts(analyses, list(evaluation.models)) if evaluation else [],
+        "routers": {label: router_charts(number, found) for number, (label, found) in enumerate(analyses.items(), 1)},
+    }
+
+
+def training_record(groups: Sequence[Group], command: str) -> Record:
+    """The figures of training runs and their groups; `run.json` of each run has its recipe."""
+    return {
+        "runs": [run.figures() for group in groups for run in group.runs],
+        "groups": {group.name: [run.name for run in group.runs] for group in groups},
+        "differences": differences(groups),
+        "comparison": compare_groups(groups),
+        "command": command,
+    }
+
+
+def _analyses(evaluation: EvaluationRecord) -> dict[str, Record]:
+    """The head analyses that did not fail, by label."""
+    return {label: found for label, found in evaluation.analysis.items() if "error" not in found}

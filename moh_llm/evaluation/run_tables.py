@@ -1,39 +1,36 @@
-"""Sections on training runs for reports and model cards: recipe, text read, held-out scores, comparison."""
+"""The tables of training runs, for reports and model cards: recipes, held-out scores, groups."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from moh_llm.claims.training import floor_of_kl, saved_model, scored_text, weights_trained
-from moh_llm.evaluation.document import Block, Caution, Code, Details, Inline, Paragraph, Table, facts
-from moh_llm.evaluation.groups import Group, compare, differences, reference_words, same_held_out_text
-from moh_llm.evaluation.runs import Record, TrainingRun, summarise
+from moh_llm.evaluation.rendering import Table, facts
+from moh_llm.evaluation.runs import Group, Record, TrainingRun, compare_groups, differences, reference_words
 from moh_llm.intervals import show_error, show_figure, show_number
 from moh_llm.records.lineage import REFERENCES, ReferenceKind, in_words
+from moh_llm.records.run import Routing, Scores
 
-Pairs = list[tuple[str, Inline]]
-_OTHER_TEXT = "The runs were not scored on the same held-out text: compare only ratios, and with care."
-_NO_SCORES = "Not measured: the run scored no held-out text."
+Pairs = list[tuple[str, str]]
 # Dropped steps that are listed one by one.
 _LISTED = 10
 
 
-def comparison(groups: Sequence[Group]) -> list[Block]:
-    """Groups of runs, the keys in which they differ, and their scores at equal numbers of tokens."""
-    keys = differences(groups)
-    rows = [
-        [group.name, ", ".join(run.name for run in group.runs), ", ".join(str(run.seed) for run in group.runs)]
-        + [_short(by_group[group.name]) for by_group in keys.values()]
-        for group in groups
-    ]
-    blocks: list[Block] = [Table(["group", "runs", "seeds", *keys], rows, text=3 + len(keys))]
-    if len(groups) > 1:
-        about = "The columns after the seeds are the recipe keys that differ; those that change no curve are left out."
-        blocks.append(Paragraph(about if keys else "The groups have the same recipe, model, text and seed."))
-    if not same_held_out_text([run for group in groups for run in group.runs]):
-        blocks.append(Caution(_OTHER_TEXT))
-    body = []
-    for row in compare(groups):
+def group_table(groups: Sequence[Group]) -> Table:
+    """The runs and seeds of each group, and the options that differ between groups."""
+    changed = differences(groups)
+    rows = []
+    for group in groups:
+        names, seeds = zip(*((run.name, str(run.recipe["seed"])) for run in group.runs), strict=True)
+        options = [_short(by_group[group.name]) for by_group in changed.values()]
+        rows.append([group.name, ", ".join(names), ", ".join(seeds), *options])
+    return Table(["group", "runs", "seeds", *changed], rows, text=3 + len(changed))
+
+
+def comparison_table(groups: Sequence[Group]) -> Table | None:
+    """The scores of groups at equal numbers of tokens; None if no two runs have such scores."""
+    rows = []
+    for row in compare_groups(groups):
         tokens = f"{row['tokens']:,}" + (" (saved)" if row["saved_model"] else "")
         for name, found in row["groups"].items():
             figures = [
@@ -43,39 +40,40 @@ def comparison(groups: Sequence[Group]) -> list[Block]:
                 _spread(found["top1_agreement"], ".2f", factor=100),
                 _spread(found["perplexity"], "#.5g"),
             ]
-            body.append([tokens, name, str(found["n"]), *figures])
-    if not body:
-        return [*blocks, Paragraph("No two runs have a score at the same number of tokens.")]
+            rows.append([tokens, name, str(found["n"]), *figures])
     head = ["tokens", "group", "runs", "documents", "ratio", "KL", "same top-1 %", "perplexity"]
-    note = (
+    return Table(head, rows, text=2) if rows else None
+
+
+def comparison_note(groups: Sequence[Group]) -> str:
+    """How to read `comparison_table`."""
+    return (
         f"Ratio of perplexities and KL: to {reference_words(groups)[0]}. Mean ± standard deviation over the runs of a "
-        "group; of a single run, in brackets, the 95 % interval over the held-out documents; (saved): the saved "
-        "models, as they stand on disk."
+        "group; for a single run, in brackets, the 95 % interval over the held-out documents; (saved): the saved "
+        "models, as they are on disk."
     )
-    return [*blocks, Table(head, body, text=2), Paragraph(note)]
 
 
-def run_blocks(run: TrainingRun) -> list[Block]:
-    """The facts, the scores and the receipt of one run."""
-    found, speeds = summarise(run), run.points("timing.tokens_per_second")[1]
-    status = found["status"]
+def run_table(run: TrainingRun) -> Table:
+    """The facts of one run: its folder, status, recipe, speed and losses."""
+    found, mixture = run.figures(), run.recipe["data"]["mixture"]
+    status = run.record.status
     pairs: Pairs = [
-        ("folder", Code(found["folder"])),
+        ("folder", str(run.folder)),
         ("status", status if status == "finished" else f"{status}: not finished, or stopped before its end"),
-        ("model", Code(found["model"])),
-        ("mixture", (f"{name}, ", Code(found["mixture"])) if (name := run.record.mixture) else Code(found["mixture"])),
+        ("model", run.recipe["model"]),
+        ("mixture", f"{run.record.mixture}, {mixture}" if run.record.mixture else mixture),
         *recipe(run),
         ("seconds of training", f"{found['seconds']:,.1f}"),
     ]
-    if speeds:
-        pairs.append(("tokens per second (median)", f"{found['tokens_per_second']:,.5g}"))
+    if (speed := found["tokens_per_second"]) is not None:
+        pairs.append(("tokens per second (median)", f"{speed:,.5g}"))
     if found["loss"]:
-        losses = [f"{which} {at['loss']:.4g} (step {at['step']:,})" for which, at in found["loss"].items()]
-        pairs.append(("loss", ", ".join(losses)))
+        shown = [f"{which} {at['loss']:.4g} (step {at['step']:,})" for which, at in found["loss"].items()]
+        pairs.append(("loss", ", ".join(shown)))
     if run.cut:
         pairs.append(("log", "the last line was cut short and is left out"))
-    read = receipt(run)
-    return [facts(pairs), *held_out(run), *([Details("Receipt: the text that was read", [read])] if read else [])]
+    return facts(pairs)
 
 
 def recipe(run: TrainingRun) -> Pairs:
@@ -84,33 +82,21 @@ def recipe(run: TrainingRun) -> Pairs:
     data, goal, optimizer, schedule = (given[key] for key in ("data", "objective", "optimizer", "schedule"))
     batch = f"{data['batch_size']} sequences of {data['sequence_length']:,} tokens"
     warmup = "1 step" if schedule["warmup_steps"] == 1 else f"{schedule['warmup_steps']:,} steps"
-    highest = optimizer["learning_rate"]
-    router_rate = optimizer["router_learning_rate"] or highest
     betas = optimizer["betas"]
-    parameters = run.record.parameters or {}
-    trained = {kind: parameters.get(f"trained_{kind}", 1) for kind in ("base", "adapters", "routers", "fallbacks")}
-    routing = [kind for kind in ("routers", "fallbacks") if trained[kind]]
-    dense = bool(trained["base"] or trained["adapters"])
-
-    def rates(rate: float) -> str:
-        """A rate of the base's weights, and what it is of routers and fallbacks, whose rates are in one ratio to it."""
-        of_routing = [f"{rate * router_rate / highest:g} of {' and '.join(routing)}"] if routing else []
-        return ", ".join([f"{rate:g}"] * dense + of_routing)
-
     pairs: Pairs = [
         ("objective", objective(goal["kind"], run.reference)),
         ("tokens", f"{run.tokens:,}"),
         ("steps", f"{last.step:,} of {given['max_steps']:,}, each {batch}"),
         ("weights trained", weights_trained(run.record.parameters, given).text),
-        ("highest learning rate", rates(highest)),
-        ("schedule", f"{warmup} of warm-up, then cosine to {rates(schedule['final_learning_rate'])}"),
+        ("highest learning rate", _rates(run, optimizer["learning_rate"])),
+        ("schedule", f"{warmup} of warm-up, then cosine to {_rates(run, schedule['final_learning_rate'])}"),
         ("AdamW", f"betas {betas[0]:g} and {betas[1]:g}, weight decay {optimizer['weight_decay']:g}"),
     ]
     if optimizer["max_grad_norm"] is not None:
         pairs.append(("gradients clipped to norm", f"{optimizer['max_grad_norm']:g}"))
     if goal["kind"] == "distillation":
         layer = goal["layer_coefficient"]
-        extra = f", layers' distance weighed {layer:g}" if layer else ""
+        extra = f", weight {layer:g} of the layers' distance" if layer else ""
         pairs.append(("distillation", f"temperature {goal['temperature']:g}{extra}"))
     if (beta := run.record.balance_coefficient) is not None:
         pairs.append(("load-balance weight", f"{beta:g}"))
@@ -118,12 +104,12 @@ def recipe(run: TrainingRun) -> Pairs:
         pairs.append(("heads switched off over", f"{schedule['anneal_steps']:,} steps"))
     if learned := given.get("shared_heads"):
         pairs.append(("shared heads learned over", f"{learned['steps']:,} steps, {learned['number']} per layer"))
-    if dropped := run.dropped:
-        listed = "; ".join(f"{step['step']:,}: {step['reason']}" for step in dropped[:_LISTED])
+    if dropped := [line for line in run.lines if line.dropped]:
+        listed = "; ".join(f"{line.step:,}: {line.dropped}" for line in dropped[:_LISTED])
         more = "; …" if len(dropped) > _LISTED else ""
         pairs.append(("steps dropped as diverging", f"{len(dropped):,} ({listed}{more})"))
     computed = run.record.compute_dtype or ("bfloat16" if given["mixed_precision"] == "bf16" else "float32")
-    pairs += [("compute dtype", computed), ("seed", str(run.seed))]
+    pairs += [("compute dtype", computed), ("seed", str(given["seed"]))]
     if device := run.record.device:
         processes, name = run.record.processes or 1, run.record.device_name
         named = f"{device} ({name})" if name else device
@@ -141,9 +127,9 @@ def objective(kind: str, teacher: ReferenceKind) -> str:
 
 
 def receipt(run: TrainingRun, most: int | None = None) -> Table | None:
-    """What was read of each source: for an unfinished run up to its last step; None where it is not recorded.
+    """The tokens that a run read of each source so far; None if the log does not have them.
 
-    ``most``: so many sources get a row, those that were read most first, and the others one together.
+    ``most``: the number of rows, of the sources that were read most; another row sums up the others.
     """
     read = run.record.data_read
     if read is None:
@@ -151,74 +137,87 @@ def receipt(run: TrainingRun, most: int | None = None) -> Table | None:
         total = sum(tokens.values())
         read = {name: {"tokens": count, "share": count / total if total else None} for name, count in tokens.items()}
     ranked = sorted(read.items(), key=lambda item: -item[1]["tokens"])
-    shown = [(name, entry) for name, entry in ranked[:most]]
+    shown = ranked[:most]
     if others := [entry for _, entry in ranked[len(shown) :]]:
         summed = {key: sum(entry[key] for entry in others) for key in ("weight", "share", "tokens", "repeated_tokens")}
         shown.append((f"{len(others):,} others", summed))
     forms = {"weight": ".2%", "share": ".2%", "tokens": ",.0f", "epochs": "#.3g", "repeated_tokens": ",.0f"}
-    rows = [[Code(name), *(show_number(entry.get(key), form) for key, form in forms.items())] for name, entry in shown]
+    rows = [[name, *(show_number(entry.get(key), form) for key, form in forms.items())] for name, entry in shown]
     head = ["source", "planned share", "realised share", "tokens", "epochs", "repeated tokens"]
     return Table(head, rows) if rows else None
 
 
-def held_out(run: TrainingRun, most: int | None = None) -> list[Block]:
-    """Scores on held-out text over training, the saved model's last, and what they are of.
+def held_out_table(run: TrainingRun, most: int | None = None) -> Table | None:
+    """Scores on held-out text over training, the saved model's last; None if the run has no scores.
 
-    ``most``: to so many, at least 2, the scores before the last are thinned out.
+    ``most``: at least 2; more scores before the last are thinned out.
     """
-    scores = run.scores
-    if most is not None and len(scores) > most:
-        kept = {round(index * (len(scores) - 1) / (most - 1)) for index in range(most)}
-        scores = [scores[index] for index in sorted(kept)]
-    saved = run.saved_score
+    lines, saved = run.scored, run.record.evaluation
+    if most is not None and len(lines) > most:
+        kept = {round(index * (len(lines) - 1) / (most - 1)) for index in range(most)}
+        lines = [lines[index] for index in sorted(kept)]
+    rows = [[f"{line.tokens:,}", *_figures(line.validation), *_health(line.routing)] for line in lines]
     if saved:
-        scores = [*scores, saved | {"routing": None}]
-    if not scores:
-        return [Paragraph(_NO_SCORES)]
-    figures = {
-        "perplexity": ("perplexity", "#.5g"),
-        "reference's": ("reference_perplexity", "#.5g"),
-        "ratio": ("ratio", "#.5g"),
-        "KL": ("kl", "#.3g"),
-    }
-    rows = []
-    for score in scores:
-        health = score["routing"] or dict.fromkeys(("dead_heads", "routed_heads", "lowest_entropy", "changed"))
-        dead = health["dead_heads"]
-        rows.append(
-            [
-                f"{score['tokens']:,}" + (" (saved model)" if score is scores[-1] and saved else ""),
-                show_number(score["held_out_documents"], ","),
-                *(show_figure(score[key], score.get(f"{key}_interval"), form) for key, form in figures.values()),
-                show_number(score["top1_agreement"], ".2f", 100),
-                "-" if dead is None else f"{dead} of {health['routed_heads']}",
-                show_number(health["lowest_entropy"], ".3f"),
-                show_number(health["changed"], ".2f", 100),
-            ]
-        )
-    routers = ["dead heads", "lowest routing entropy", "tokens with other heads %"]
-    table = Table(["tokens", "documents", *figures, "same top-1 %", *routers], rows, text=0)
-    return [table.without_empty_columns(), Paragraph(_held_out_note(run))]
+        rows.append([f"{run.tokens:,} (saved model)", *_figures(saved), *_health(None)])
+    scores = ["documents", "perplexity", "reference's", "ratio", "KL", "same top-1 %"]
+    head = ["tokens", *scores, "dead heads", "lowest routing entropy", "tokens with other heads %"]
+    return Table(head, rows, text=0).without_empty_columns() if rows else None
 
 
-def _held_out_note(run: TrainingRun) -> str:
-    lines, saved = [line.validation for line in run.lines if line.validation], run.record.evaluation
-    last = saved or lines[-1]
+def _figures(scores: Scores) -> list[str]:
+    return [
+        show_number(scores.documents, ","),
+        show_number(scores.perplexity, "#.5g"),
+        show_number(scores.reference_perplexity, "#.5g"),
+        show_figure(scores.ratio, scores.ratio_interval, "#.5g"),
+        show_figure(scores.kl, scores.kl_interval, "#.3g"),
+        show_number(scores.top1_agreement, ".2f", 100),
+    ]
+
+
+def _health(routing: Routing | None) -> list[str]:
+    """Dead heads, lowest entropy, and share of tokens with other heads than before the first step."""
+    if routing is None:
+        return ["-", "-", "-"]
+    entropy = [value for value, load in zip(routing.entropy, routing.load, strict=False) if load and value is not None]
+    return [
+        f"{sum(routing.dead_heads)} of {sum(map(len, routing.load))}",
+        show_number(min(entropy, default=None), ".3f"),
+        show_number(routing.tokens_with_other_heads, ".2f", 100),
+    ]
+
+
+def held_out_note(run: TrainingRun) -> str:
+    """What the scores of `held_out_table` are of, and how to read them."""
+    saved = run.record.evaluation
+    if not saved and not run.scored:
+        return "Not measured: the run scored no held-out text."
+    last = saved or run.scored[-1].validation
     notes = [scored_text(last).text]
     if run.compares:
         notes.append(f"Ratio of perplexities and KL (nats per token): to {in_words([run.reference])[0]}.")
     if last.kl_interval or last.ratio_interval:
         notes.append("In brackets: 95 % intervals over the documents.")
-    health = [score["routing"] for score in run.scores if score["routing"]]
-    if any(found["routed_heads"] for found in health):
-        notes.append("Dead heads: no token selects them, of the heads that tokens choose among.")
-    if any(found["changed"] is not None for found in health):
+    health = [line.routing for line in run.scored if line.routing]
+    if any(any(found.load) for found in health):
+        notes.append("Dead heads: routed heads that no token selects.")
+    if any(found.tokens_with_other_heads is not None for found in health):
         notes.append(
-            "Tokens with other heads: than before the first step, mean over the layers in which tokens choose, without "
-            "the tokens that have all heads on anyway."
+            "Tokens with other heads: other than before the first step, mean over the layers with a router, "
+            "without tokens that have all heads on."
         )
     claims = (floor_of_kl(run.floor), saved_model(saved, run.reference))
     return " ".join([*notes, *(claim.text for claim in claims if claim is not None)])
+
+
+def _rates(run: TrainingRun, rate: float) -> str:
+    """A learning rate of the base's weights, and the rate of routers and fallbacks, which are in one ratio."""
+    optimizer, parameters = run.recipe["optimizer"], run.record.parameters or {}
+    ratio = (optimizer["router_learning_rate"] or optimizer["learning_rate"]) / optimizer["learning_rate"]
+    trained = {kind: parameters.get(f"trained_{kind}", 1) for kind in ("base", "adapters", "routers", "fallbacks")}
+    routing = " and ".join(kind for kind in ("routers", "fallbacks") if trained[kind])
+    dense = [f"{rate:g}"] if trained["base"] or trained["adapters"] else []
+    return ", ".join(dense + ([f"{rate * ratio:g} of {routing}"] if routing else []))
 
 
 def _spread(found: Record | None, form: str, bounds: Sequence[float] | None = None, factor: float = 1) -> str:
@@ -231,7 +230,7 @@ def _spread(found: Record | None, form: str, bounds: Sequence[float] | None = No
 
 
 def _short(value: Any) -> str:
-    """A recipe's value in few characters."""
+    """An option's value in few characters."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return value if isinstance(value, str) else json.dumps(value).replace('"', "")

@@ -1,29 +1,39 @@
-"""Reading a training run from its folder: `run.json` and `log.jsonl`, also while training goes on."""
+"""Training runs in reports: their folders, read also while training goes on, and the groups that runs form."""
 
+import hashlib
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.reading import parse_json
-from moh_llm.records.lineage import REFERENCES, ReferenceKind
+from moh_llm.records.lineage import REFERENCES, ReferenceKind, in_words
 from moh_llm.records.run import LogLine, Routing, RunRecord, Scores
 from moh_llm.terminal import say
+from moh_llm.training.changed_keys import changed_keys
 from moh_llm.training.config import TrainConfig
 
 Record = dict[str, Any]
+METRICS = ("ratio", "kl", "top1_agreement", "perplexity")
 
 
 @dataclass(frozen=True)
 class TrainingRun:
     """What a run has written so far.
 
-    ``recipe`` is complete: keys that came after the run was made have their defaults. ``lines`` are
-    those of the log; ``cut`` says that a last one, which a kill cut short, is left out.
+    Attributes:
+        name: the end of its folder's path that sets it apart from the other runs.
+        folder: its ``output_dir``.
+        record: ``run.json``.
+        recipe: the recipe, with defaults for options that are newer than the run.
+        lines: ``log.jsonl``; each line has its number of tokens.
+        cut: whether the log's last line was incomplete, as a kill leaves it, and is left out.
     """
 
     name: str
@@ -34,79 +44,29 @@ class TrainingRun:
     cut: bool
 
     @property
-    def seed(self) -> int:
-        """The recipe's seed."""
-        return self.recipe["seed"]
+    def tokens(self) -> int:
+        """Training tokens read so far."""
+        return self.lines[-1].tokens or 0
 
     @property
     def reference(self) -> ReferenceKind:
-        """What its ratios and KLs are against: the base only where that is on record."""
+        """The model that ratios and KLs compare with: the base only if the record says so."""
         return "start" if self.record.reference is None else self.record.reference.kind
 
     @property
     def compares(self) -> bool:
-        """Whether it has figures against its reference."""
-        scores = [*self.scores, *([self.saved_score] if self.saved_score else [])]
-        return bool(self.points("kl")[0]) or any(score["kl"] is not None for score in scores)
+        """Whether any figure compares with the reference."""
+        scores = [*(line.validation for line in self.scored), self.record.evaluation]
+        return bool(self.points("kl")) or any(found and found.kl is not None for found in scores)
 
     @property
-    def tokens(self) -> int:
-        """Training tokens read so far."""
-        return self.tokens_of(self.lines[-1])
-
-    def tokens_of(self, line: LogLine) -> int:
-        """Training tokens read up to a line of the log."""
-        data = self.recipe["data"]
-        return line.step * data["batch_size"] * data["sequence_length"] if line.tokens is None else line.tokens
-
-    def points(self, key: str) -> tuple[list[int], list[float]]:
-        """Training tokens and a number of the log, over the steps that have it and were not dropped.
-
-        ``key`` is dotted, such as ``timing.tokens_per_second``.
-        """
-        read = attrgetter(key)
-        tokens, values = [], []
-        for line in self.lines:
-            try:
-                value = read(line)
-            except AttributeError:  # this line has no such part
-                continue
-            if isinstance(value, int | float) and not line.dropped:
-                tokens.append(self.tokens_of(line))
-                values.append(value)
-        return tokens, values
-
-    @property
-    def dropped(self) -> list[Record]:
-        """Steps that divergence handling dropped: step, tokens, reason."""
-        return [
-            {"step": line.step, "tokens": self.tokens_of(line), "reason": line.dropped}
-            for line in self.lines
-            if line.dropped
-        ]
-
-    @property
-    def scores(self) -> list[Record]:
-        """Each score on held-out text, with the router health beside it where the log has that."""
-        return [
-            {"step": line.step, "tokens": self.tokens_of(line), **_score(line.validation)}
-            | {"routing": routing_summary(line.routing)}
-            for line in self.lines
-            if line.validation is not None
-        ]
-
-    @property
-    def saved_score(self) -> Record | None:
-        """The score of the saved model, which a finished run has."""
-        found = self.record.evaluation
-        if found is None:
-            return None
-        extra = {"all_heads_kl": found.all_heads and found.all_heads.kl, "dtype": found.dtype}
-        return {"step": self.lines[-1].step, "tokens": self.tokens, **_score(found)} | extra
+    def scored(self) -> list[LogLine]:
+        """The lines that have scores on held-out text."""
+        return [line for line in self.lines if line.validation]
 
     @property
     def floor(self) -> float | None:
-        """KL to the reference before the first step with all heads on, where that is its floor (`measure_floor`)."""
+        """KL to the reference before the first step with all heads on, if that is its floor (`measure_floor`)."""
         first = next((line.validation for line in self.lines if line.step == 0), self.record.evaluation)
         return first and first.floor
 
@@ -115,19 +75,61 @@ class TrainingRun:
         """The last router health of the log."""
         return next((line.routing for line in reversed(self.lines) if line.routing), None)
 
+    def points(self, key: str) -> list[tuple[int, float]]:
+        """Training tokens and values of a number in the log, such as ``timing.seconds``, without dropped steps."""
+        read, found = attrgetter(key), []
+        for line in self.lines:
+            try:
+                value = read(line)
+            except AttributeError:  # this line has no such part
+                continue
+            if isinstance(value, int | float) and not line.dropped:
+                found.append((line.tokens, value))
+        return found
+
+    def figures(self) -> Record:
+        """Steps, speed, losses and scores, as ``report.json`` has them. Seconds are without scoring and saving."""
+        speeds = [speed for _, speed in self.points("timing.tokens_per_second")]
+        counted = [line for line in self.lines if line.loss is not None and not line.dropped]
+        lowest = min(counted, key=attrgetter("loss"), default=None)
+        marks = {"first": counted[0], "last": counted[-1], "lowest": lowest} if counted else {}
+        saved = self.record.evaluation
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "status": self.record.status,
+            "seed": self.recipe["seed"],
+            "steps": self.lines[-1].step,
+            "tokens": self.tokens,
+            "seconds": round(sum(line.timing.seconds for line in self.lines if line.timing), 3),
+            "tokens_per_second": statistics.median(speeds) if speeds else None,
+            "loss": {which: {"step": line.step, "loss": line.loss} for which, line in marks.items()},
+            "dropped": {line.step: line.dropped for line in self.lines if line.dropped},
+            "scores": [{"ratio": line.validation.ratio, **line.content()} for line in self.scored],
+            "saved_model": {"ratio": saved.ratio, **saved.content()} if saved else None,
+        }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only by their seed."""
+
+    name: str
+    runs: tuple[TrainingRun, ...]
+
 
 def read_runs(
     folders: Sequence[Path], behind: Sequence[Path] = (), say: Callable[[str], None] = say
 ) -> list[TrainingRun]:
-    """Read the runs of some folders. Each is named by the end of its path that sets it apart.
+    """Read the training runs in some folders.
 
     Args:
-        folders: those that the user named.
-        behind: more of them, as `runs_behind` found them: one that cannot be read is left out.
-        say: prints a line about one that is left out.
+        folders: folders that the user named.
+        behind: folders that `runs_behind` found; a run that cannot be read is left out.
+        say: prints a line about each run that is left out.
 
     Raises:
-        UserError: one of ``folders`` is none, is named twice, or holds no run that has begun.
+        UserError: one of ``folders`` is no folder, is named twice, or holds no run that has begun.
     """
     names = names_of([*folders, *behind])
     runs = [_read_run(folder, name) for folder, name in zip(folders, names, strict=False)]
@@ -139,41 +141,8 @@ def read_runs(
     return runs
 
 
-def summarise(run: TrainingRun) -> Record:
-    """The figures of one run, JSON-ready. Seconds are those of steps, without scoring and saving."""
-    recipe, lines = run.recipe, run.lines
-    speeds = run.points("timing.tokens_per_second")[1]
-    return {
-        "name": run.name,
-        "folder": str(run.folder),
-        "status": run.record.status,
-        "model": recipe["model"],
-        "mixture": recipe["data"]["mixture"],
-        "objective": recipe["objective"],
-        "reference": REFERENCES[run.reference] if run.compares else None,
-        "floor": run.floor,
-        "lora": recipe["lora"],
-        "seed": run.seed,
-        "device": run.record.device,
-        "device_name": run.record.device_name,
-        "compute_dtype": run.record.compute_dtype,
-        "processes": run.record.processes,
-        "parameters": run.record.parameters,
-        "steps": lines[-1].step,
-        "max_steps": recipe["max_steps"],
-        "tokens": run.tokens,
-        "seconds": round(sum(line.timing.seconds for line in lines if line.timing), 3),
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "loss": _loss(run),
-        "dropped": run.dropped,
-        "scores": run.scores,
-        "saved_model": run.saved_score,
-        "last_log_line_cut": run.cut,
-    }
-
-
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Each folder by the end of its path that sets it apart. Raises UserError for one that is named twice."""
+    """The end of each path that sets it apart from the others. Raises UserError for a folder that is named twice."""
     places = [folder.resolve() for folder in folders]
     for index, place in enumerate(places):
         if place in places[:index]:
@@ -185,11 +154,11 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def runs_behind(models: Iterable[str], known: Sequence[Path] = ()) -> list[Path]:
-    """Folders of the training runs that made some of the models, as far as they lie on this machine.
+    """The folders of the training runs that made some models, if they are on this machine.
 
     Args:
-        models: folders or Hub ids; a run keeps its tuned model in RUN/model.
-        known: runs that are left out.
+        models: folders or Hub ids. A run keeps its tuned model in RUN/model.
+        known: runs to leave out.
     """
     taken = {folder.resolve() for folder in known}
     found: dict[Path, Path] = {}
@@ -201,93 +170,157 @@ def runs_behind(models: Iterable[str], known: Sequence[Path] = ()) -> list[Path]
     return list(found.values())
 
 
-def routing_summary(routing: Routing | None) -> Record | None:
-    """Router health over all layers: dead heads, of how many that tokens choose, lowest entropy, changed share."""
-    if not routing:
-        return None
-    entropy = [value for value in routed(routing, "entropy") if value is not None]
+def group_runs(runs: Sequence[TrainingRun]) -> list[Group]:
+    """Group the runs that differ only by their seed.
+
+    Runs that share their seed, too, are not independent samples: the second one starts another group.
+    """
+    members: list[list[TrainingRun]] = []
+    for run in runs:
+        seed = run.recipe["seed"]
+        for group in members:
+            if not _changed(group[0], run) and seed not in [other.recipe["seed"] for other in group]:
+                group.append(run)
+                break
+        else:
+            members.append([run])
+    names: list[str] = []
+    for group in members:
+        first = group[0].name
+        without_seed = re.sub(r"[-_. /]*(seed|s)?[-_. /]*\d+$", "", first) if len(group) > 1 else first
+        choices = (without_seed, first, f"{first} ({len(names) + 1})")
+        names.append(next(name for name in choices if name and name not in names))
+    return [Group(name, tuple(group)) for name, group in zip(names, members, strict=True)]
+
+
+def differences(groups: Sequence[Group]) -> dict[str, Record]:
+    """The value in each group of every option that differs; `model` and `data` also go by their hashes.
+
+    What the figures compare with sets runs apart, too, as `reference`.
+    """
+    first = groups[0].runs[0]
+    keys = dict.fromkeys(key for group in groups[1:] for key in _changed(first, group.runs[0]))
+    return {key: {group.name: _value(group.runs[0], key) for group in groups} for key in keys}
+
+
+def compare_groups(groups: Sequence[Group]) -> list[Record]:
+    """Scores at the numbers of tokens at which at least two runs were scored.
+
+    Returns:
+        Records with ``tokens``, ``saved_model`` (scores of saved models, not of models in training) and ``groups``: by
+        name the number ``n`` of runs, mean and standard deviation of each of `METRICS`, ``documents``, and for a single
+        run the intervals over documents. None stands for what is not known of all runs.
+    """
+    found: dict[tuple[int, bool], dict[str, list[Scores]]] = {}
+    for group in groups:
+        for run in group.runs:
+            scores = [((line.tokens, False), line.validation) for line in run.scored]
+            saved = [((run.tokens, True), run.record.evaluation)] if run.record.evaluation else []
+            for place, score in scores + saved:
+                found.setdefault(place, {}).setdefault(group.name, []).append(score)
+    return [
+        {
+            "tokens": tokens,
+            "saved_model": is_saved,
+            "groups": {name: _group_scores(scores) for name, scores in by_group.items()},
+        }
+        for (tokens, is_saved), by_group in sorted(found.items())
+        if sum(map(len, by_group.values())) > 1
+    ]
+
+
+def _group_scores(scores: Sequence[Scores]) -> Record:
+    documents, only = {score.documents for score in scores}, scores[0] if len(scores) == 1 else None
     return {
-        "dead_heads": sum(routing.dead_heads),
-        "routed_heads": sum(map(len, routing.load)),
-        "lowest_entropy": min(entropy, default=None),
-        "changed": routing.tokens_with_other_heads,
-        "heads_read": routing.heads_read,
+        "n": len(scores),
+        **{metric: spread(getattr(score, metric) for score in scores) for metric in METRICS},
+        "documents": documents.pop() if len(documents) == 1 else None,
+        "ratio_interval": only and only.ratio_interval,
+        "kl_interval": only and only.kl_interval,
     }
 
 
-def routed(routing: Routing, key: str) -> list[float | None]:
-    """A list over layers of the log's router health, None for layers in which none chooses; [] where it lacks it."""
-    values = getattr(routing, key) or []
-    return [value if load else None for value, load in zip(values, routing.load, strict=False)]
+def same_held_out_text(groups: Sequence[Group]) -> bool:
+    """Whether all scores are of the same text, as far as the records tell."""
+    texts = set()
+    for run in (run for group in groups for run in group.runs):
+        text = [run.record.data, run.recipe["data"]["sequence_length"], run.recipe["evaluation"]["max_tokens"]]
+        texts.add(json.dumps(text, sort_keys=True))
+    return len(texts) < 2
 
 
-def _score(found: Scores) -> Record:
-    other = found.reference_perplexity
-    return {
-        "held_out_tokens": found.tokens,
-        "held_out_documents": found.documents,
-        "perplexity": found.perplexity,
-        "reference_perplexity": other,
-        "ratio": found.perplexity / other if other else None,
-        "ratio_interval": found.ratio_interval,
-        "kl": found.kl,
-        "kl_interval": found.kl_interval,
-        "top1_agreement": found.top1_agreement,
-    }
+def reference_words(groups: Sequence[Group]) -> tuple[str, str]:
+    """`in_words` for the reference of all runs."""
+    return in_words(run.reference for group in groups for run in group.runs if run.compares)
 
 
-def _loss(run: TrainingRun) -> Record | None:
-    counted = [line for line in run.lines if line.loss is not None and not line.dropped]
-    if not counted:
+def spread(values: Iterable[float | None]) -> Record | None:
+    """Mean and sample standard deviation (None for one value); None where a value is missing."""
+    numbers = list(values)
+    if None in numbers or not numbers:
         return None
-    chosen = {"first": counted[0], "last": counted[-1], "lowest": min(counted, key=lambda line: line.loss)}
-    return {which: {"step": line.step, "loss": line.loss} for which, line in chosen.items()}
+    return {"mean": statistics.fmean(numbers), "std": statistics.stdev(numbers) if len(numbers) > 1 else None}
+
+
+def _changed(one: TrainingRun, other: TrainingRun) -> list[str]:
+    """Options, other than the seed, in which two runs differ."""
+    named = [key for key in ("model", "data") if getattr(one.record, key) != getattr(other.record, key)]
+    named += ["reference"] if one.reference != other.reference else []
+    return named + [key for key in changed_keys(one.recipe, other.recipe) if key != "seed"]
+
+
+def _value(run: TrainingRun, key: str) -> Any:
+    if key == "reference":
+        return REFERENCES[run.reference]
+    if key in ("model", "data"):
+        # Two folders may have the same name at different times, so the hash says what the name does not.
+        name = run.recipe["model"] if key == "model" else run.recipe["data"]["mixture"]
+        text = json.dumps(run.record.data, sort_keys=True)
+        sha256 = run.record.model.sha256 if key == "model" else hashlib.sha256(text.encode()).hexdigest()
+        return f"{name} ({sha256[:8]})"
+    steps = key.split(".")
+    return reduce(lambda value, name: value.get(name) if isinstance(value, dict) else None, steps, run.recipe)
 
 
 def _read_run(folder: Path, name: str) -> TrainingRun:
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; name one that moh-llm train made")
     if not (folder / "run.json").is_file():
-        raise UserError(f"{folder} holds no run.json; name a folder that moh-llm train made")
+        fault = "holds no run.json" if folder.is_dir() else "is not a folder"
+        raise UserError(f"{folder} {fault}; name a folder that moh-llm train made")
     record = RunRecord.read(folder / "run.json")
     if not {"model", "output_dir", "max_steps"} <= record.config.keys():
         raise UserError(f"{folder / 'run.json'} is not the record of a training run; name another folder")
     defaults = json.loads(json.dumps(asdict(TrainConfig(model="-", output_dir="-", max_steps=10**9))))
+    recipe = _with_defaults(record.config, defaults)
     lines, cut = _read_log(folder / "log.jsonl")
-    return TrainingRun(name, folder, record, _completed(record.config, defaults), lines, cut)
+    for line in lines:
+        if line.tokens is None:
+            line.tokens = line.step * recipe["data"]["batch_size"] * recipe["data"]["sequence_length"]
+    return TrainingRun(name, folder, record, recipe, lines, cut)
 
 
-def _completed(recorded: Record, defaults: Record) -> Record:
-    """A recipe with the keys that it lacks."""
+def _with_defaults(recorded: Record, defaults: Record) -> Record:
     filled = defaults | recorded
     for name, value in defaults.items():
         if isinstance(value, dict) and isinstance(filled[name], dict):
-            filled[name] = _completed(filled[name], value)
+            filled[name] = _with_defaults(filled[name], value)
     return filled
 
 
 def _read_log(path: Path) -> tuple[list[LogLine], bool]:
-    """The log's lines, and whether a last one was cut short."""
+    """The log's lines, and whether an incomplete last one is left out."""
     try:
         texts = path.read_bytes().split(b"\n")
-    except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist; wait for the run's first step, or start it again") from error
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; name another folder") from error
+        raise UserError(f"cannot read {path} ({error.strerror}); wait for the run's first step, or start it") from error
     lines: list[LogLine] = []
-    cut = False
     for number, text in enumerate(texts, start=1):
-        if not text.strip():
-            continue
+        where = f"{path}: line {number}"
         try:
-            lines.append(LogLine.of(parse_json(text, f"{path}: line {number}"), f"{path}: line {number}"))
+            lines += [LogLine.of(parse_json(text, where), where)] if text.strip() else []
         except UserError as error:
             # Complete lines end in a line feed, so what follows the last one may be half a line.
             if number < len(texts):
-                raise UserError(
-                    f"{error}; start the run again, which cuts the log there, or remove the line"
-                ) from error
-            cut = True
+                raise UserError(f"{error}; resume the run, which cuts the log there, or remove the line") from error
     if not lines:
         raise UserError(f"{path} holds no step yet; wait for the run's first one")
-    return lines, cut
+    return lines, len(lines) < sum(bool(text.strip()) for text in texts)

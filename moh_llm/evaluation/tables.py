@@ -1,160 +1,189 @@
-"""Sections on an evaluation for reports and model cards: sentences, one table, models, settings."""
+"""The tables of an evaluation, for reports and model cards: scores, models, settings, heads, long context."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_llm.claims.evaluation import verdict, warnings
-from moh_llm.evaluation.document import Block, Bullets, Caution, Code, Details, Inline, Paragraph, Table
+from moh_llm.claims.heads import mean_heads_on
 from moh_llm.evaluation.margin import CHANCE, MARGIN, NOT_CLEAR, show_share
+from moh_llm.evaluation.rendering import Table, facts
 from moh_llm.intervals import show_error, show_figure, show_number, within
 from moh_llm.records.conversion import PositionFigures, RetrievalFigures
 from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Figures, ModelRecord, Value
 
-_ALIKE = (
-    "Where all items have the same score, or the same difference, the standard error is 0, which does not mean "
-    "certainty: the 95 % interval stands in brackets in its place, and the average's error may be too small. "
-)
 
-
-def lead(report: EvaluationRecord) -> list[Block]:
-    """Cautions first, then each model's result in a sentence."""
-    labels = report.compared_models or list(report.models)
-    return [
-        *(Caution(claim.text) for claim in warnings(report)),
-        *(Paragraph(verdict(report, label).text, strong=True) for label in labels),
-    ]
-
-
-def benchmark_blocks(report: EvaluationRecord, names: Mapping[str, str] | None = None) -> list[Block]:
-    """The table of scores and what its figures mean.
+def score_table(record: EvaluationRecord, names: Mapping[str, str] | None = None) -> Table:
+    """A row for each benchmark and the average, with the columns of each model and the published figures.
 
     Args:
-        report: a record made by `build_record` or `merge`.
-        names: what to call the models' columns, where not by their labels; such a table leaves out what was published.
+        record: an evaluation.
+        names: column names of the models in place of their labels. A table with names leaves out what was published.
     """
-    published = [] if names else report.suite.columns
-    compared = {label: about.compared for label, about in report.models.items()}
+    published = [] if names else record.suite.columns
     head = ["benchmark", "shots", "metric", "items", "chance"]
-    for label, has_base in compared.items():
+    for label, about in record.models.items():
         head.append((names or {}).get(label, label))
-        head += ["delta", "recovery %", "of margin %"] if has_base else []
+        head += ["delta", "recovery %", "of margin %"] if about.compared else []
+    head += [f"paper: {column}" for column in published]
     rows = []
-    for row in report.benchmarks:
+    for row in record.benchmarks:
         items = next((f"{figures.items:,}" for figures in row.scores.values()), "-")
-        facts = [row.name, str(row.shots), row.metric + (" *" if row.note else ""), items]
-        cells = _cells(row.scores, row.published, compared, published)
-        rows.append([*facts, show_number(row.chance, ".1f"), *cells])
-    average = report.average
+        about_row = [row.name, str(row.shots), row.metric + (" *" if row.note else ""), items]
+        rows.append(
+            [*about_row, show_number(row.chance, ".1f"), *_scores(record, row.scores, row.published, published)]
+        )
+    average = record.average
     over = "average" if average.over == average.total else f"average of {average.over} of {average.total}"
-    rows.append([over, "", "", "", "", *_cells(average.scores, average.published, compared, published)])
+    rows.append([over, "", "", "", "", *_scores(record, average.scores, average.published, published)])
+    return Table(head, rows, style="total")
+
+
+def score_note(record: EvaluationRecord) -> str:
+    """How to read `score_table`: errors, intervals, dtypes, and what chance and margin mean."""
+    figures = [found for row in record.benchmarks for found in row.scores.values()]
+    values = [value for found in figures for value in (found, found.delta) if value is not None]
     note = (
-        f"{report.suite.title}: in percent; ± is one standard error (none for a single item). The delta is to "
-        "the base, its error that of the differences on the same items. The average counts every benchmark alike. "
-        f"{_ALIKE if _any_alike(report) else ''}"
-        f"Every model was computed in {report.dtype}"
+        f"{record.suite.title}: in percent; ± is one standard error (none for a single item). The delta is the "
+        "difference to the base, with the error of the differences on the same items. The average counts every "
+        "benchmark alike. "
     )
-    stored = {label: about.stored_dtype for label, about in report.models.items() if about.stored_dtype != about.dtype}
-    named = ", ".join(f"{label} is stored in {dtype}" for label, dtype in stored.items() if dtype)
-    note += f"; {named}." if named else "."
-    if any(compared.values()):
+    if any(value.stderr == 0 for value in values):
         note += (
-            " The 95 % intervals of both shares are by Fieller's method, from those of both averages and of their "
-            "difference on the same items: they stand for the choice of items, not of benchmarks. "
+            "Where all items have the same score, or the same difference, the standard error is 0, which does not mean "
+            "certainty: the 95 % interval stands in brackets in its place, and the average's error may be too small. "
+        )
+    stored = {label: about.stored_dtype for label, about in record.models.items() if about.stored_dtype != about.dtype}
+    named = ", ".join(f"{label} is stored in {dtype}" for label, dtype in stored.items() if dtype)
+    note += f"Every model was computed in {record.dtype}" + (f"; {named}." if named else ".")
+    if any(about.compared for about in record.models.values()):
+        note += (
+            " The 95 % intervals of both shares are by Fieller's method, from the intervals of both averages and of "
+            "their difference on the same items: they cover the choice of items, not of benchmarks. "
             f"{CHANCE} {MARGIN}"
         )
-        note += f" {NOT_CLEAR}" if any("†" in cell for row in rows for cell in row) else ""
-    blocks: list[Block] = [
-        Table([*head, *(f"paper: {column}" for column in published)], rows, total=True),
-        Paragraph(note),
+    shares = [
+        share for found in [*figures, *record.average.scores.values()] for share in (found.recovery, found.margin_kept)
     ]
-    if inferred := [f"{row.name}: {row.note}" for row in report.benchmarks if row.note]:
-        blocks.append(Details("* The metric is inferred, not stated by the paper", [Bullets(inferred)]))
-    return blocks
+    return note + (f" {NOT_CLEAR}" if any("†" in show_share(share) for share in shares) else "")
+
+
+def inferred_metrics(record: EvaluationRecord) -> list[str]:
+    """The benchmarks whose metric the paper does not state, each with the reason for its metric."""
+    return [f"{row.name}: {row.note}" for row in record.benchmarks if row.note]
+
+
+def model_table(record: EvaluationRecord) -> Table:
+    """A column for each model: its origin, heads, weights, and what computed it."""
+    columns = [_model_facts(about) for about in record.models.values()]
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [[key, *(column.get(key, "-") for column in columns)] for key in keys]
+    return Table(["", *record.models], rows, text=1 + len(columns), style="models")
+
+
+def settings_table(record: EvaluationRecord) -> Table:
+    """The settings of the run; a merged evaluation may have several values."""
+    return facts(
+        [
+            ("data", record.data),
+            ("compute dtype of every model", record.dtype),
+            ("batch size", str(record.batch_size)),
+            ("prefixes shared", "yes" if record.share_prefixes else "no"),
+            ("processes", str(record.processes)),
+            ("seeds", ", ".join(f"{name} {seed}" for name, seed in record.seeds.items())),
+            ("versions", ", ".join(f"{name} {version}" for name, version in record.versions.items())),
+            ("made", record.created),
+        ]
+    )
+
+
+def head_table(analyses: Mapping[str, dict[str, Any]]) -> Table:
+    """For each model the heads per token that its config asks for and that were on, and where it was timed."""
+    rows = []
+    for label, found in analyses.items():
+        asked, heads, on = found["num_active"], found["heads"], mean_heads_on(found["head_load"]["load"])
+        per_layer = str(asked[0]) if len(set(asked)) == 1 else f"{min(asked)} to {max(asked)}"
+        start = found["all_heads_until"]
+        per_layer += f" of {heads}" + (f" from token {start + 1:,} on" if start else "")
+        share = sum(asked) / (heads * len(asked))
+        tokens = f"{found['head_load']['tokens']:,}"
+        figures = [per_layer, f"{share:.1%}", f"{on:.4g}", f"{on / heads:.1%}", tokens]
+        rows.append([label, *figures, f"{found['device']}, {found['dtype']}"])
+    prompts = ["heads on, on the prompts", "of all", "tokens read"]
+    return Table(["model", "heads asked for per layer", "of all", *prompts, "timed on"], rows, text=7)
+
+
+def similarity_table(found: dict[str, Any]) -> Table | None:
+    """Similarity of heads, mean over layers (Tab. B of the paper)."""
+    rows = []
+    for key, title in (("mean_patterns", "attention patterns"), ("mean_outputs", "head outputs")):
+        if found["moh"][key] is not None and found["all_heads"][key] is not None:
+            rows.append([title, f"{found['moh'][key]:.3f}", f"{found['all_heads'][key]:.3f}"])
+    return Table(["", "MoH", "all heads on"], rows) if rows else None
+
+
+def token_table(found: dict[str, Any]) -> Table:
+    """The heads of the last routed layer that are on for each token of a sentence."""
+    on_by_token, shared = found["token_heads"]["on"][-1], found["head_load_by_text"]["shared_heads"]
+    heads = range(len(on_by_token[0]))
+    rows = [
+        [token, *("shared" if head in shared else "on" if on[head] else "off" for head in heads)]
+        for token, on in zip(found["token_heads"]["tokens"], on_by_token, strict=True)
+    ]
+    return Table(["token", *map(str, heads)], rows, style="tokens")
 
 
 def long_context_tables(by_position: Sequence[PositionFigures], retrieval: Sequence[RetrievalFigures]) -> list[Table]:
-    """The converted model by position, and what it finds out of its fallbacks' sight; no table without figures."""
+    """The converted model by position in a document, and what it retrieves; no table without figures."""
     tables = []
     if by_position:
-        rows: list[list[Inline]] = [
+        rows = [
             [f"from {part.start}", f"{part.tokens:,}", f"{part.perplexity_ratio:#.5g}", f"{part.kl:#.3g}"]
             for part in by_position
         ]
         tables.append(Table(["position in the document", "tokens", "ratio to base's", "KL to base, nats"], rows))
     if retrieval:
         rows = [[one.task, str(one.asked), str(one.base), str(one.converted)] for one in retrieval]
-        tables.append(
-            Table(["out of the fallbacks' sight", "asked", "the base finds", "the converted model finds"], rows)
-        )
+        head = ["out of the fallbacks' sight", "asked", "the base finds", "the converted model finds"]
+        tables.append(Table(head, rows))
     return tables
 
 
-def model_table(report: EvaluationRecord) -> Table:
-    """A column for each model: where it is from, its heads, its weights, what ran it."""
-    columns = [_model_facts(about) for about in report.models.values()]
-    keys = dict.fromkeys(key for column in columns for key in column)
-    rows: list[list[Inline]] = [[key, *(column.get(key, "-") for column in columns)] for key in keys]
-    return Table(["", *report.models], rows, text=1 + len(columns), kind="models")
-
-
-def settings(report: EvaluationRecord) -> list[tuple[str, Inline]]:
-    """Settings of the scores; a merged evaluation may have several values."""
-    return [
-        ("data", report.data),
-        ("compute dtype of every model", report.dtype),
-        ("batch size", str(report.batch_size)),
-        ("prefixes shared", "yes" if report.share_prefixes else "no"),
-        ("processes", str(report.processes)),
-        ("seeds", ", ".join(f"{name} {seed}" for name, seed in report.seeds.items())),
-        ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())),
-        ("made", report.created),
-    ]
-
-
-def _model_facts(about: ModelRecord) -> dict[str, Inline]:
-    found: dict[str, Any] = {"from": Code(about.model), "type": about.model_type}
+def _model_facts(about: ModelRecord) -> dict[str, str]:
+    found: dict[str, Any] = {"from": about.model, "type": about.model_type}
     for key, value in about.heads.items():
         # Numbers by layer are shown; ids of shared heads are not.
         if isinstance(value, list):
             found[key] = ", ".join(map(str, value)) if all(isinstance(n, int) for n in value) else None
         elif value is not None and not isinstance(value, dict):
             found[key] = str(value)
-    digest, commit = about.weights_sha256, about.revision
-    found |= {"weights (SHA-256)": digest and Code(digest), "commit on the Hub": commit and Code(commit)}
+    found |= {"weights (SHA-256)": about.weights_sha256, "commit on the Hub": about.revision}
     found |= {"computed in": about.dtype, "stored in": about.stored_dtype, "device": about.device}
     found |= {"hardware": about.hardware, "context": f"{about.context:,} tokens"}
     found["scored"] = f"{about.items:,} items in {about.seconds:,.0f} s"
-    found["records"] = tuple(part for record in about.records for part in (Code(record), " "))[:-1]
+    found["records"] = ", ".join(about.records)
     return {key: value for key, value in found.items() if value}
 
 
-def _cells(
+def _scores(
+    record: EvaluationRecord,
     scores: Mapping[str, Figures | AverageFigures],
-    reported: Mapping[str, float | None],
-    compared: Mapping[str, bool],
-    published: list[str],
+    published: Mapping[str, float | None],
+    columns: Sequence[str],
 ) -> list[str]:
-    """The figures of one row, from the first model to the published columns; ``compared``: whether it has a base."""
+    """The cells of one row from the first model to the published columns."""
     cells = []
-    for label, has_base in compared.items():
+    for label, about in record.models.items():
         figures = scores.get(label)
         cells.append(_show(figures))
-        if has_base and figures is None:
+        if about.compared and figures is None:
             cells += ["-"] * 3
-        elif has_base:
+        elif about.compared:
             margin = "at chance" if getattr(figures, "at_chance", False) else show_share(figures.margin_kept)
             cells += [_show(figures.delta, "+.1f", -100), show_share(figures.recovery), margin]
-    return cells + [show_number(reported.get(column), ".1f") for column in published]
-
-
-def _any_alike(report: EvaluationRecord) -> bool:
-    """Whether the standard error of a score or a difference is 0, as lm-eval has it where no item differs."""
-    found = [figures for row in report.benchmarks for figures in row.scores.values()]
-    return any(value.stderr == 0 for figures in found for value in (figures, figures.delta) if value is not None)
+    return cells + [show_number(published.get(column), ".1f") for column in columns]
 
 
 def _show(value: Value | None, form: str = ".1f", lowest: float = 0) -> str:
-    """A value with its standard error; with its interval, in the bounds of the value, where that error is 0."""
+    """A value with its standard error, or with its interval where that error is 0."""
     if value is None:
         return "-"
     if value.stderr == 0 and value.interval is not None:

@@ -8,16 +8,14 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 from huggingface_hub.errors import StrictDataclassError
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moh_llm.claims import ModelRecords, claims_of
 from moh_llm.claims.evaluation import warnings
 from moh_llm.errors import UserError
-from moh_llm.evaluation.document import Caution, facts
-from moh_llm.evaluation.markdown import Safe, address, code, plain, render_blocks, text, visible
-from moh_llm.evaluation.run_tables import held_out, receipt, recipe
+from moh_llm.evaluation.rendering import Safe, address, code, escape, facts, markdown_templates, plain, visible
+from moh_llm.evaluation.run_tables import held_out_note, held_out_table, receipt, recipe
 from moh_llm.evaluation.runs import Record, TrainingRun
-from moh_llm.evaluation.tables import benchmark_blocks, long_context_tables
+from moh_llm.evaluation.tables import inferred_metrics, long_context_tables, score_note, score_table
 from moh_llm.files import write_text
 from moh_llm.hub import sections
 from moh_llm.hub.checks import CARD, scrub
@@ -73,7 +71,11 @@ def build_card(
     evaluated = find_evaluated(evaluation, folder) if evaluation else None
     metadata = _metadata(name, lineage, licences, evaluated)
     claims = claims_of(model_records(config, lineage, evaluated))
-    template = _environment().get_template("card.md")
+    templates = markdown_templates("moh_llm.hub", plain)
+    # Commands and Python are copied as they stand, so nothing in them is escaped as Markdown's.
+    templates.filters["shell"] = lambda value: Safe(shlex.quote(visible(value)))
+    templates.filters["string_literal"] = lambda value: Safe(json.dumps(visible(value), ensure_ascii=False))
+    template = templates.get_template("card.md")
     body = template.render(
         repo_id=Safe(repo_id) if repo_id else None,
         revision=Safe(revision) if revision else None,
@@ -148,16 +150,16 @@ def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
             "fingerprint": conversion and conversion.base.fingerprint,
         },
         "from_scratch": lineage.from_scratch,
-        "plan": [sections.head_plan(config, conversion)],
+        "plan": sections.head_plan(config, conversion),
         "routes": sections.routes(config),
         "proof": proof,
-        "proof_table": [sections.proof(proof)] if proof else [],
+        "proof_table": sections.proof(proof) if proof else None,
         "context": context,
         "long_context": long_context_tables(proof.by_position, proof.retrieval) if proof else [],
         "runs": len(lineage.chain.runs),
         "history": sections.history(lineage),
         "training": None if run is None else _training(run),
-        "costs": [sections.costs(config, context)],
+        "costs": sections.costs(config, context),
         "local": config.head_fallback == "local",
         "files": Safe(f" ({', '.join(files)})" if files else ""),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
@@ -182,7 +184,7 @@ def model_records(config: MoHLlamaConfig, lineage: Lineage, evaluated: Evaluated
 
 def _base_link(lineage: Lineage) -> Safe | None:
     if lineage.base_id:
-        return Safe(f"[{text(lineage.base_id)}](https://huggingface.co/{lineage.base_id})")
+        return Safe(f"[{escape(lineage.base_id)}](https://huggingface.co/{lineage.base_id})")
     return code(lineage.base_label) if lineage.base_label else None
 
 
@@ -209,11 +211,11 @@ def _licence_label(licence: Licence) -> Safe:
 
 
 def _training(run: TrainingRun) -> Record:
-    read = receipt(run, most=_SOURCES)
     return {
-        "recipe": [facts(recipe(run))],
-        "receipt": [read] if read else [],
-        "held_out": held_out(run, most=_SCORES),
+        "recipe": facts(recipe(run)),
+        "receipt": receipt(run, most=_SOURCES),
+        "held_out": held_out_table(run, most=_SCORES),
+        "held_out_note": held_out_note(run),
     }
 
 
@@ -221,28 +223,10 @@ def _shown(evaluated: Evaluated) -> Record:
     """Values of the template about an evaluation."""
     record, label, base = evaluated.record, evaluated.label, evaluated.base
     names = {label: "this model"} | ({base: "base"} if base else {})
-    seconds = sections.measured_costs(record.analysis.get(label, {}))
     return {
-        "warnings": [Caution(claim.text) for claim in warnings(record)],
-        "scores": benchmark_blocks(record, names),
-        "seconds": [seconds] if seconds else [],
+        "warnings": [claim.text for claim in warnings(record)],
+        "scores": score_table(record, names),
+        "note": score_note(record),
+        "inferred": inferred_metrics(record),
+        "seconds": sections.measured_costs(record.analysis.get(label, {})),
     }
-
-
-def _environment() -> Environment:
-    """A template environment that escapes every value and raises for missing ones."""
-    templates = Environment(
-        loader=PackageLoader("moh_llm.hub"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=text,
-    )
-    templates.filters |= {
-        "code": code,
-        # Commands and Python are copied as they stand, so nothing in them is escaped as Markdown's.
-        "shell": lambda value: Safe(shlex.quote(visible(value))),
-        "string_literal": lambda value: Safe(json.dumps(visible(value), ensure_ascii=False)),
-        "markdown": lambda blocks: render_blocks(blocks, plain),
-    }
-    return templates

@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult
 
 from moh_llm.claims.limits import is_result
 from moh_llm.errors import UserError
-from moh_llm.evaluation.markdown import plain
+from moh_llm.evaluation.rendering import plain
 from moh_llm.records.evaluation import EvaluationRecord, Row, read_evaluation
 from moh_llm.records.identity import identify
 

@@ -10,7 +10,7 @@ from moh_llm.claims.conversion import parameters_added
 from moh_llm.claims.heads import all_on
 from moh_llm.claims.training import entry_names, weights_changed
 from moh_llm.errors import UserError
-from moh_llm.evaluation.document import Block, Code, Inline, Table, facts
+from moh_llm.evaluation.rendering import Table, facts
 from moh_llm.evaluation.run_tables import objective
 from moh_llm.evaluation.runs import TrainingRun
 from moh_llm.flops import forward_flops, stated_lengths
@@ -48,7 +48,7 @@ def head_plan(config: MoHLlamaConfig, conversion: Conversion | None) -> Table:
     """Which heads are on, and by what rule; the plan's preset where a conversion had one."""
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     active = config.active_heads_per_layer
-    pairs: list[tuple[str, Inline]] = [
+    pairs: list[tuple[str, str]] = [
         ("layers", str(layers)),
         ("query heads per layer", f"{heads} ({config.num_key_value_heads} of keys and values)"),
         ("shared heads (always on)", _shared(config)),
@@ -63,14 +63,14 @@ def head_plan(config: MoHLlamaConfig, conversion: Conversion | None) -> Table:
         number = f"{never[0]} per layer" if len(set(never)) == 1 else _by_layer(never)
         pairs.append((f"heads that are never on{after}", number))
     router = config.router_type if routes(config) else "none"
-    pairs.append(("router", (Code(config.router_type), f": {_ROUTERS[router]}{after if router == 'none' else ''}")))
+    pairs.append(("router", f"{config.router_type}: {_ROUTERS[router]}{after if router == 'none' else ''}"))
     if routes(config):
         pairs.append(("routing granularity", _named(_UNITS, config.routing_granularity)))
         pairs.append(("score", _named(_SCORE_WORDS, config.router_score)))
-    code, meaning = _named(_FALLBACKS, config.head_fallback)
-    pairs.append(("fallbacks", (code, meaning.format(sinks=config.local_sinks, window=config.local_window))))
+    meaning = _named(_FALLBACKS, config.head_fallback)
+    pairs.append(("fallbacks", meaning.format(sinks=config.local_sinks, window=config.local_window)))
     if conversion and conversion.plan and conversion.plan.preset:
-        pairs.append(("preset", Code(conversion.plan.preset)))
+        pairs.append(("preset", conversion.plan.preset))
     if conversion and (added := conversion.vocabulary):
         pairs.append(("tokens", f"{added.new_tokens:,} added to those of the base, by tokenizer {added.tokenizer}"))
     if conversion and conversion.arithmetic:
@@ -107,7 +107,7 @@ def measured_costs(analysis: Mapping[str, Any]) -> Table | None:
 def proof(found: Verification) -> Table:
     """How near the model as converted is to its base."""
     figures = found.converted
-    row: list[Inline] = [
+    row = [
         "the converted model",
         show_number(figures.perplexity, "#.5g"),
         show_figure(figures.perplexity_ratio, figures.ratio_interval, "#.5g"),
@@ -117,9 +117,9 @@ def proof(found: Verification) -> Table:
     return Table(["", "perplexity", "ratio to base's", "KL to base, nats", "same top-1"], [row])
 
 
-def history(lineage: Lineage) -> list[Block]:
+def history(lineage: Lineage) -> Table:
     """History of the weights, oldest first, runs numbered."""
-    rows: list[list[Inline]] = []
+    rows: list[list[str]] = []
     last = lineage.run and lineage.run.record.parameters  # of the last entry's run; those of others are not at hand
     for name, entry in zip(entry_names(lineage.chain), lineage.chain.entries, strict=True):
         if isinstance(entry, ConversionEntry):
@@ -128,9 +128,9 @@ def history(lineage: Lineage) -> list[Block]:
         else:
             changed = weights_changed(entry, last if entry is lineage.chain.entries[-1] else None)
             how = f"{objective(entry.objective, entry.teacher or 'start')}; {changed.text}"
-            size = [f"{entry.tokens:,}", f"{entry.steps:,}", Code(entry.mixture), str(entry.seed)]
+            size = [f"{entry.tokens:,}", f"{entry.steps:,}", entry.mixture, str(entry.seed)]
             rows.append([name, how, *size])
-    return [Table(["", "how", "tokens", "steps", "mixture", "seed"], rows, text=2)]
+    return Table(["", "how", "tokens", "steps", "mixture", "seed"], rows, text=2)
 
 
 def hub_datasets(run: TrainingRun | None) -> list[str]:
@@ -160,9 +160,9 @@ def _never_on(config: MoHLlamaConfig) -> list[int]:
     return [len(heads) for heads in config.local_heads_per_layer]
 
 
-def _named(meanings: dict[str, str], name: str) -> tuple[Code, str]:
+def _named(meanings: dict[str, str], name: str) -> str:
     """An option's value and what it means."""
-    return Code(name), f": {meanings[name]}"
+    return f"{name}: {meanings[name]}"
 
 
 def _mean_active(config: MoHLlamaConfig) -> float:

@@ -61,6 +61,11 @@ class Scores(Record):
     dtype: str | None = None
     all_heads: DenseScores | None = None
 
+    @property
+    def ratio(self) -> float | None:
+        """Perplexity divided by the reference's."""
+        return self.perplexity / self.reference_perplexity if self.reference_perplexity else None
+
 
 class Routing(Record):
     """Router statistics on all tokens of the held-out text, by layer.

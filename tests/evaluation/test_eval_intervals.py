@@ -10,7 +10,7 @@ from simulated import covers, pairs
 
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.margin import plain_mean
-from moh_llm.evaluation.tables import benchmark_blocks
+from moh_llm.evaluation.tables import score_note, score_table
 from moh_llm.records.evaluation import Figures, Value
 
 
@@ -64,13 +64,13 @@ def test_a_table_has_the_interval_where_no_item_differs() -> None:
     same, half = [1.0, 0.0] * 15, [0.0] * 30
     scores = {"base": {"A": same, "B": same}, "model": {"A": same, "B": half}}
     report = make_report(scores, full=30)
-    table, note = benchmark_blocks(report)[:2]
+    table, note = score_table(report), score_note(report)
     cells = [row[-4:] for row in table.rows]
     assert cells[0][1] == "+0.0 (-9.2 to +9.2)" and "±" in cells[0][0]
     assert re.fullmatch(r"0\.0 \(0\.0 to \d+\.\d\)", cells[1][0]) and "±" in cells[1][1] and "±" in cells[2][1]
-    assert "does not mean certainty" in note.text and "†" not in note.text
-    few = benchmark_blocks(make_report({"base": {"A": [1.0] + [0.0] * 9}, "model": {"A": [1.0] * 10}}, full=10))
-    assert any("†" in cell for row in few[0].rows for cell in row) and "†" in few[1].text
+    assert "does not mean certainty" in note and "†" not in note
+    few = make_report({"base": {"A": [1.0] + [0.0] * 9}, "model": {"A": [1.0] * 10}}, full=10)
+    assert any("†" in cell for row in score_table(few).rows for cell in row) and "†" in score_note(few)
 
 
 def test_intervals_of_scores_that_are_no_proportions() -> None:

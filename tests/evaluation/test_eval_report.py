@@ -54,7 +54,7 @@ def test_local_data_is_named_by_its_digest(tmp_path: Path) -> None:
 def test_hardware_is_in_the_model_line() -> None:
     record = make_record(MODELS)
     assert record.models["model"].hardware == "a fast card"
-    assert "| from | `in/dense` | `in/moh` |" in page_of(record)
+    assert "| from | in/dense | in/moh |" in page_of(record)
     assert "| hardware | a fast card | a fast card |" in page_of(record)
 
 

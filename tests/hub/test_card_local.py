@@ -103,8 +103,7 @@ def test_a_tuned_model_is_called_after_its_run(conversion: Path, tmp_path: Path)
     sections, data = read(model)
     assert "\n# recovery\n" in (model / "README.md").read_text() and data["license"] == "apache-2.0"
     assert (
-        "| 192 (saved model) | 40 | 22.000 |" in sections["Recovery"]
-        and "`books`" in sections["Text it was trained on"]
+        "| 192 (saved model) | 40 | 22.000 |" in sections["Recovery"] and "books" in sections["Text it was trained on"]
     )
 
 

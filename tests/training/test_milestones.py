@@ -53,7 +53,7 @@ def test_a_milestone_reads_as_a_run_that_ended_there(configure):
     assert [line.step for line in run.lines] == [0, 1, 2, 3, 4]
     assert (run.record.steps, run.record.tokens) == (4, 4 * 4 * 32) and run.record.seconds > 0
     assert sum(read["tokens"] for read in run.record.data_read.values()) == 4 * 4 * 32
-    assert run.saved_score is None and record.evaluation
+    assert run.record.evaluation is None and record.evaluation
     assert {tensor.dtype for tensor in weights_of(milestone / "model").values()} == {torch.float32}
     card = build_card(milestone / "model", "org/moh", licence="mit")
     assert "The run has not finished" in card and "| steps | 4 of 6, each 4 sequences of 32 tokens |" in card

@@ -1,0 +1,199 @@
+"""The charts of an evaluation: scores, cost beside the dense base, and what routers and heads of a model do.
+
+`moh_llm.analysis` defines each figure of routers and heads.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moh_llm.evaluation.charts import Axis, Chart, Interval, heat_map, interval_chart, line_chart
+from moh_llm.intervals import within
+from moh_llm.records.evaluation import EvaluationRecord, Value
+
+Record = dict[str, Any]
+_LAYER = Axis("layer")
+_COSTS = {
+    "flops": (
+        "Theoretical FLOPs of a forward pass",
+        "FLOPs",
+        "FLOPs that could be skipped of heads that are off are not counted.",
+    ),
+    "seconds": (
+        "Measured time of a forward pass",
+        "seconds",
+        "Model and base, the same weights through its own attention, take turns on the same device. Where all heads "
+        "are computed and then masked, a model is no faster than its base.",
+    ),
+}
+
+
+def score_charts(record: EvaluationRecord) -> list[Chart]:
+    """Differences to the base, and scores, of each benchmark with 95 % intervals."""
+    rows = record.benchmarks
+    names, labels = [row.name for row in rows], list(record.models)
+    scores = {label: [_interval(row.scores.get(label)) for row in rows] for label in labels}
+    deltas = {
+        label: [_interval(row.scores[label].delta if label in row.scores else None, -100) for row in rows]
+        for label, about in record.models.items()
+        if about.compared
+    }
+    charts = []
+    if any(any(values) for values in deltas.values()):
+        note = "With 95 % intervals, from the differences on the same items. Left of the line: worse than the base."
+        title, unit = "Difference to the base", "points (percent)"
+        charts.append(interval_chart("deltas", title, names, deltas, unit, note, zero=True, order=labels))
+    if any(any(values) for values in scores.values()):
+        charts.append(interval_chart("scores", "Scores", names, scores, "percent", "With 95 % intervals."))
+    return charts
+
+
+def cost_charts(analyses: Mapping[str, Record], order: Sequence[str]) -> list[Chart]:
+    """Theoretical FLOPs and measured seconds of a forward pass, as ratios to the dense base and as they are (Tab. 7).
+
+    ``order``: the labels of all models, which decide on colours.
+    """
+    length, charts = Axis("tokens", log=2), []
+    for key, (title, unit, note) in _COSTS.items():
+        if not any(found[key] for found in analyses.values()):
+            continue
+        ratios = {label: [(c["length"], c["moh"] / c["dense"]) for c in a[key]] for label, a in analyses.items()}
+        values = {label: [(cost["length"], cost["moh"]) for cost in a[key]] for label, a in analyses.items()}
+        dense = {label: [(cost["length"], cost["dense"]) for cost in a[key]] for label, a in analyses.items()}
+        same = all(costs == next(iter(dense.values())) for costs in dense.values())
+        values |= {"dense base" if same else f"{label}'s dense base": costs for label, costs in dense.items()}
+        heading = f"{title}, ratio to the base's"
+        charts += [
+            line_chart(f"{key}-ratio", heading, ratios, length, Axis("ratio"), note, reference=1, order=order),
+            line_chart(key, title, values, length, Axis(unit, log=10), order=order),
+        ]
+    return charts
+
+
+def router_charts(number: int, found: Record) -> list[Chart]:
+    """The charts of the ``number``-th model on a page, from the record of its analysis."""
+    name = f"m{number}"
+    charts = [_load(name, found), _load_by_text(name, found["head_load_by_text"])]
+    charts += _scores(name, found["routing_scores"])
+    charts.append(_scores_by_text(name, found["routing_scores"]["quantiles"], found["routing_scores_by_text"]))
+    return [*charts, *_similarity(name, found["similarity"]), _rank(name, found["feature_rank"])]
+
+
+def _load(name: str, found: Record) -> Chart:
+    load = found["head_load"]["load"]
+    first = found["all_heads_until"]
+    all_on = f" A document's first {first:,} tokens have all heads on, and are counted." if first else ""
+    return heat_map(
+        f"{name}-load",
+        "Head load in each layer",
+        [str(layer) for layer in range(len(load))],
+        [str(head) for head in range(found["heads"])],
+        load,
+        ("head", "layer"),
+        "share of tokens that have the head on",
+        f"Activations / tokens over {found['head_load']['tokens']:,} tokens of the benchmarks' prompts (in the form "
+        f"of the paper's Fig. 3). Shared heads are always on.{all_on}",
+    )
+
+
+def _load_by_text(name: str, found: Record) -> Chart:
+    heads = len(next(iter(found["load"].values())))
+    shared = ", ".join(map(str, found["shared_heads"])) or "none"
+    return heat_map(
+        f"{name}-texts",
+        f"Head load of layer {found['layer']} on each benchmark",
+        list(found["load"]),
+        [str(head) for head in range(heads)],
+        list(found["load"].values()),
+        ("head", ""),
+        "share of tokens that have the head on",
+        f"The last layer with routed heads (the paper's Fig. 3 and B). Shared heads: {shared}.",
+    )
+
+
+def _scores(name: str, found: Record) -> list[Chart]:
+    middle, low, high = (found["quantiles"].index(share) for share in (0.5, 0.25, 0.75))
+    medians, bands, histograms = {}, {}, {}
+    for kind in ("shared", "routed", "selected"):
+        layers = [(n, layer[kind]) for n, layer in enumerate(found["layers"]) if layer[kind]]
+        if layers:
+            medians[kind] = [(n, scores["quantiles"][middle]) for n, scores in layers]
+            bands[kind] = [(n, scores["quantiles"][low], scores["quantiles"][high]) for n, scores in layers]
+            counts = [sum(column) for column in zip(*(scores["histogram"] for _, scores in layers), strict=True)]
+            histograms[kind] = [((n + 0.5) / len(counts), count / sum(counts)) for n, count in enumerate(counts)]
+    note = (
+        "Median and middle half of the scores g_i before quantisation: of all routed heads, of those that are on, and "
+        "of shared heads where the router scores them."
+    )
+    title, shares = "Distribution of routing scores, all layers", Axis("share of scores")
+    return [
+        line_chart(f"{name}-scores", "Routing scores in each layer", medians, _LAYER, Axis("score"), note, bands=bands),
+        line_chart(f"{name}-histogram", title, histograms, Axis("score"), shares),
+    ]
+
+
+def _scores_by_text(name: str, quantiles: list[float], found: Record) -> Chart:
+    places, texts = [quantiles.index(share) for share in (0.5, 0.25, 0.75)], found["texts"]
+    kinds = [kind for kind in ("shared", "routed", "selected") if any(scores[kind] for scores in texts.values())]
+    series = {
+        kind: [
+            tuple(scores[kind]["quantiles"][place] for place in places) if scores[kind] else None
+            for scores in texts.values()
+        ]
+        for kind in kinds
+    }
+    return interval_chart(
+        f"{name}-scores-texts",
+        f"Routing scores of layer {found['layer']} on each benchmark",
+        list(texts),
+        series,
+        "score",
+        "Median and middle half of the scores g_i before quantisation (the paper's Fig. C to E); the last layer with "
+        "routed heads.",
+    )
+
+
+def _similarity(name: str, found: Record) -> list[Chart]:
+    kinds = {
+        "patterns": (
+            "Similarity of attention patterns",
+            "1 - 0.5 E|A - A'|_1 over pairs of heads of a layer (Tab. B); 1: all alike.",
+        ),
+        "outputs": (
+            "Similarity of head outputs",
+            "Mean cosine between two heads that a token has on (Tab. B); 1: all alike.",
+        ),
+    }
+    charts = []
+    for key, (title, note) in kinds.items():
+        series = {
+            shown: [(layer, value) for layer, value in enumerate(found[which][key]) if value is not None]
+            for which, shown in (("moh", "MoH"), ("all_heads", "all heads on"))
+        }
+        if any(series.values()):
+            charts.append(line_chart(f"{name}-{key}", title, series, _LAYER, Axis("similarity"), note))
+    return charts
+
+
+def _rank(name: str, found: Record) -> Chart:
+    series = {
+        f"{kind} heads": [(layer, r["energy"] / r["width"]) for layer, r in enumerate(found[kind]) if r["width"]]
+        for kind in ("shared", "routed")
+    }
+    widest = max(rank["width"] for kind in ("shared", "routed") for rank in found[kind])
+    bounded = " Too few tokens for such wide features: they bound the rank." if found["tokens"] < 4 * widest else ""
+    return line_chart(
+        f"{name}-rank",
+        "Feature rank of shared and routed heads",
+        {kind: points for kind, points in series.items() if points},
+        _LAYER,
+        Axis("rank / width"),
+        f"Number of singular values that hold 99 % of the squared norm of a layer's head outputs, over their width; "
+        f"{found['tokens']:,} tokens. A routed head that is off gives its fallback, or zeros.{bounded}",
+    )
+
+
+def _interval(found: Value | None, lowest: float = 0) -> Interval | None:
+    """A score or a difference with its 95 % interval, cut to the values between ``lowest`` and 100 %."""
+    if found is None:
+        return None
+    return (found.value, *(within(found.interval, lowest, 100) if found.interval else (None, None)))
