@@ -144,7 +144,8 @@ def method_of(name: str, budget: float, heads: int) -> Method:
         return Method(num_active_heads=budget, labels=labels, **fields)
     if fields["budgets"] == "even" or fields.get("chosen_by") == "TopKLabelRouter":
         raise UserError(f"{name}/{budget}: this method needs a whole number of heads; leave it out with --methods")
-    return Method(active_ratio=budget / heads, **fields)
+    # Without local fallbacks the share of keys that are read is the share of heads that are on.
+    return Method(keys=budget / heads, **fields)
 
 
 def run(args: argparse.Namespace) -> None:
