@@ -19,13 +19,13 @@ from .routing_moh import HeadShard, IndexedModule, MoHLinear, MoHRouter
 from .seen_moh import Seen, keeps_keys
 
 GATE_GRADIENTS = ("exact", "sampled", "none")
-_SAMPLED = 1 / 16  # of the heads that are off
+_SAMPLED = 1 / 16  # share of the heads that are off whose gradient is sampled
 
 
 class MoHLlamaAttention(llama.LlamaAttention):
-    """LLaMA attention whose head outputs are gated per token: sum_i g_i H_i W_O^i (Eq. 4).
+    """LLaMA attention with a gate per token and head: sum_i g_i H_i W_O^i (Eq. 4).
 
-    With fallbacks S_i for heads that are off: sum_i (g_i H_i + (1 - g_i) S_i) W_O^i.
+    With fallbacks S_i it is sum_i (g_i H_i + (1 - g_i) S_i) W_O^i.
     """
 
     gate_gradient = "exact"  # see `MoHLlamaPreTrainedModel.set_gate_gradient`
@@ -52,9 +52,9 @@ class MoHLlamaAttention(llama.LlamaAttention):
         seen: Seen | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention over `hidden_states` `[B, T, C]`; returns the output `[B, T, C]` and LLaMA's weights, if any.
+        """Attend over `hidden_states` `[B, T, C]`; return the output `[B, T, C]` and the attention weights, if any.
 
-        `seen` is what `seen_keys` gives. Where it is None or all heads are on, attention is LLaMA's, bit for bit.
+        `seen` comes from `seen_keys`. If it is None, or if all heads are on, this is LLaMA's attention, bit for bit.
         """
         query, key, own_value, shard = self._project(hidden_states)
         gate = self._route(hidden_states, query, seen, shard)
@@ -77,7 +77,7 @@ class MoHLlamaAttention(llama.LlamaAttention):
         return self.o_proj(out.flatten(-2).contiguous()), weights
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, HeadShard | None]:
-        """Queries `[B, T, H, D]`, keys and values `[B, T, KV, D]` of this process, and its shard of the heads."""
+        """Queries `[B, T, H, D]`, keys and values `[B, T, KV, D]`, and with tensor parallelism this process's shard."""
         head_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, shard = self.q_proj(hidden_states), None
         if (width := query.shape[-1]) != self.config.num_attention_heads * self.head_dim:
@@ -88,10 +88,10 @@ class MoHLlamaAttention(llama.LlamaAttention):
         return query, key, self.v_proj(hidden_states).view(head_shape), shard
 
     def _route(self, hidden_states: Tensor, query: Tensor, seen: Seen | None, shard: HeadShard | None) -> Tensor | None:
-        """The gate `[B, T, H]` of this process's heads; None where it is 1. `query` `[B, T, H, D]` is not rotated."""
+        """The gate `[B, T, H]`, or None if all heads are on. `query` `[B, T, H, D]` is not rotated yet."""
         router, all_on = self.router, seen is None or 0 < seen.lead == query.shape[1]
         is_one = all_on or (router.is_full and router.router_score == "quantized")
-        if is_one and not (torch.is_grad_enabled() or router._forward_hooks):  # nobody asks for scores
+        if is_one and not (torch.is_grad_enabled() or router._forward_hooks):  # the scores are not needed
             return None
         _, gate = router(hidden_states, query, all_on or seen.all_on, shard=shard)
         if all_on:
@@ -101,7 +101,7 @@ class MoHLlamaAttention(llama.LlamaAttention):
     def _update_cache(
         self, past: Cache | None, key: Tensor, value: Tensor, gate: Tensor | None, seen: Seen | None, kwargs: dict
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, KV, S, D]` of the cache and of this pass, given those of this pass `[B, KV, T, D]`."""
+        """Add keys and values `[B, KV, T, D]` to the cache, if there is one; return all of them, `[B, KV, S, D]`."""
         if past is not None:
             return past.update(key, value, self.layer_idx, {"seen": seen, "all_on": gate is None})
         if gate is not None and not self.router.is_full and kwargs.get("cache") is not None:
@@ -111,7 +111,7 @@ class MoHLlamaAttention(llama.LlamaAttention):
     def _fallback_of(
         self, hidden_states: Tensor, own_value: Tensor, seen: Seen, shard: HeadShard | None
     ) -> tuple[Tensor | None, Distant | None]:
-        """What heads that are off give: values `[B, T, H, D]`, or distant tokens beside their window, or nothing."""
+        """The fallbacks: values `[B, T, H, D]`, or distant tokens for local attention, or neither."""
         if self.fallback is None:
             return None, None
         if isinstance(self.fallback, MoHLocalFallback):
@@ -119,9 +119,9 @@ class MoHLlamaAttention(llama.LlamaAttention):
         return self.fallback(hidden_states, own_value, (seen.start == seen.last).all(-1), shard), None
 
     def _gated(self, out: Tensor, gate: Tensor, replaced: Tensor | None, attend: Callable, seen: Seen) -> Tensor:
-        """g H + (1 - g) S `[B, T, H, D]`, given `out`: H where a gate `[B, T, H]` is not 0, else what `attend` gives.
+        """g H + (1 - g) S `[B, T, H, D]`; `out` holds H where the gate `[B, T, H]` is not 0, else S.
 
-        The gradient of a gate g of 0 or 1 is <dO, H - S>; see `set_gate_gradient` for how it is computed.
+        The gradient of a gate of 0 or 1 is <dO, H - S>, whose other half `attend` computes; see `set_gate_gradient`.
         """
         on, dtype = (gate != 0).unsqueeze(-1), out.dtype
         is_local, value = self.config.head_fallback == "local", 0.0 if replaced is None else replaced.to(dtype)
@@ -135,21 +135,21 @@ class MoHLlamaAttention(llama.LlamaAttention):
             compared = ~on[..., 0]
             if share < 1:
                 compared &= torch.rand(gate.shape, device=gate.device) < share
-            other = attend(first=seen.first(compared))  # H of heads that are compared, S of the others
+            other = attend(first=seen.first(compared))  # H where heads are compared, else S
             other = other if is_local else torch.where(compared.unsqueeze(-1), other, value)
             difference = (out - other) * torch.where(on, 1.0, -1.0 / share).to(dtype)
         return out + (gate - gate.detach()).unsqueeze(-1).to(dtype) * difference
 
 
 def _rotate(*states: Tensor) -> tuple[Tensor, Tensor]:
-    """LLaMA's rotary embedding, by a faster function of the same numbers where one is registered."""
+    """LLaMA's rotary embedding, by a faster function with the same result if one is registered."""
     return ALL_ATTENTION_FUNCTIONS.get("moh_rotary", llama.apply_rotary_pos_emb)(*states)
 
 
 class MoHLocalFallback(IndexedModule):
-    """The distant token of each head that is not shared: what its local attention reads in place of distant keys.
+    """The distant token of each head that is not shared: one entry that stands for all keys out of sight.
 
-    Its value is a vector per head, its score linear in the layer's input. `index` holds the heads.
+    Its value is a vector per head; its score is linear in the layer's input. `index` holds the heads.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
@@ -160,16 +160,16 @@ class MoHLocalFallback(IndexedModule):
         self.distant_value = nn.Parameter(torch.zeros(len(self._ids), config.head_dim))
 
     def forward(self, hidden_states: Tensor, shard: HeadShard | None = None) -> Distant:
-        """Scores `[B, T, H]` and values `[H, D]` of the distant tokens; 0 of shared heads."""
+        """Scores `[B, T, H]` and values `[H, D]` of the distant tokens; 0 for shared heads."""
         score = self.of_heads(self.distant_score(hidden_states), -1, self.num_heads, shard)
         return score, self.of_heads(self.distant_value, 0, self.num_heads, shard)
 
 
 class MoHFallback(IndexedModule):
-    """What a routed head that is off contributes: b_h + a_h(x) v, with a_h linear in the layer's input x.
+    """The value fallback of a routed head that is off: b_h + a_h(x) v, with a_h linear in the layer's input x.
 
     v is the token's own value vector in the head's group. A head mostly attends to a few sinks, whose mixture hardly
-    varies (b_h), and to the token itself (a_h(x) v). A document's first token sees only itself: its fallbacks are v.
+    varies (b_h), and to the token itself (a_h(x) v). The first token of a document sees only itself: its fallback is v.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
@@ -180,10 +180,10 @@ class MoHFallback(IndexedModule):
         self.bias = nn.Parameter(torch.zeros(len(self._ids), config.head_dim))
 
     def forward(self, hidden_states: Tensor, own_value: Tensor, is_first: Tensor, shard: HeadShard | None) -> Tensor:
-        """S_h of each head and token, `[B, T, H, D]`.
+        """The fallback of each head and token, `[B, T, H, D]`.
 
-        `hidden_states` `[B, T, C]` are the layer's input, `own_value` `[B, T, KV, D]` its values; `is_first`
-        `[B or 1, T]` says which tokens are the first of their document.
+        `hidden_states` `[B, T, C]` is the layer's input, `own_value` `[B, T, KV, D]` holds the tokens' values, and
+        `is_first` `[B or 1, T]` marks the first token of each document.
         """
         share = self.of_heads(self.own_value(hidden_states), -1, self.num_heads, shard)
         share = torch.where(is_first.unsqueeze(-1), 1.0, share.to(own_value.dtype)).unsqueeze(-1)

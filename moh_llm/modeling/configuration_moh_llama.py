@@ -8,9 +8,9 @@ from transformers.utils.versions import require_version
 # 5.2 is the first that has what the model is built on; 5.3.0 leaves the tied output embedding of remote code empty.
 require_version("transformers>=5.2,!=5.3.0", "MoH models need another version: pip install -U transformers")
 
-# What this code can read. It grows when a field or a tensor changes its meaning, never with a patch release.
+# The newest format that this code reads. It grows when a field or a tensor changes its meaning.
 # 2: routing_granularity="kv_group". 3: head_fallback="local", router_type="none" and "threshold", local_heads.
-# 4: local_start. 5: num_local_experts. All else is still written as 1, which older code reads.
+# 4: local_start. 5: num_local_experts. Models without these are written as 1, which older code reads.
 FORMAT = 5
 CHOICES = {
     "router_type": ("query_norm", "linear", "threshold", "two_stage", "none"),
@@ -23,42 +23,47 @@ CHOICES = {
 class MoHLlamaConfig(LlamaConfig):
     r"""A `LlamaConfig` plus the head plan of "MoH: Multi-Head Attention as Mixture-of-Head Attention".
 
-    In each layer some query heads are shared: always on. Of the other heads, the routed ones, each token uses the Top-K
-    by routing score, K = active - shared. Numbers of heads hold for all layers, or are lists with one per layer.
+    In each layer some query heads are shared, that is, always on. Each token also uses the Top-K routed heads by
+    routing score, K = active - shared. A number of heads applies to all layers; a list holds one number per layer.
 
     Args:
         num_shared_heads (`int` or `list[int]`, *optional*): Shared heads. Default: half of the heads.
         num_active_heads (`int` or `list[int]`, *optional*): Heads in use per token (shared + Top-K). Default: half
             plus a quarter of the heads, each rounded down, as whole groups; no fewer than the shared ones.
-        shared_heads (`list[list[int]]`, *optional*): Their ids, per layer. Default: the first `num_shared_heads`.
-        router_type (`str`): `"query_norm"` scores a routed head by the l2 norm of its query and has no weights;
-            `"linear"` by a linear map with bias of the layer's input. `"threshold"` has the same map, but selects the
-            heads whose score is above zero: `num_active_heads` is then a mean over the text that the router was fitted
-            on. `"two_stage"` is Eq. 5 and 6 of the paper. `"none"` selects nothing: only shared heads are on.
+        shared_heads (`list[list[int]]`, *optional*): Ids of the shared heads, per layer. Default: the first
+            `num_shared_heads`.
+        router_type (`str`): `"query_norm"` scores a routed head by the l2 norm of its query and has no weights.
+            `"linear"` scores it by a linear map with bias of the layer's input. `"threshold"` uses the same map and
+            selects the heads whose score is above zero; `num_active_heads` is then the mean over the text that the
+            router was fitted on. `"two_stage"` is Eq. 5 and 6 of the paper. `"none"` selects no head: only shared heads
+            are on.
         router_score (`str`): `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight
             through to the score (Eq. 9 and 10); `"weighted"` multiplies by the score.
-        routing_granularity (`str`): What is shared, scored and selected as one: each query `"head"`, or each
-            `"kv_group"`, the heads that share one key-value head. No head of a group that is off reads its cache.
-        head_fallback (`str`): What takes the place of a head that is off: `"none"`, as in the paper; `"value"`, a fixed
-            vector plus a share, linear in the layer's input, of the token's own value; `"local"`, the head's attention
-            to the document's first `local_sinks` tokens, the last `local_window` tokens and one fitted token for all
-            others.
-        local_window (`int`): Last tokens, its own included, that a head that is off attends to.
-        local_sinks (`int`): First tokens of the document that it attends to.
-        local_start (`int`): First tokens of a document that have all heads on; at least `local_window + local_sinks`.
+        routing_granularity (`str`): The unit of routing: `"head"`, a single query head, or `"kv_group"`, all query
+        heads
+            that share one key-value head. The keys of a group that is off need not be read.
+        head_fallback (`str`): What replaces a head that is off. `"none"`: zero, as in the paper. `"value"`: a fixed
+        vector
+            plus a multiple of the token's own value, linear in the layer's input. `"local"`: the head attends only to
+            the document's first `local_sinks` tokens, the last `local_window` tokens, and one fitted distant token that
+            stands for all other tokens.
+        local_window (`int`): Number of last tokens, including the token itself, that a head that is off attends to.
+        local_sinks (`int`): Number of first tokens of the document that a head that is off attends to.
+        local_start (`int`): Number of first tokens of a document that have all heads on. Values below
+            `local_window + local_sinks` have no effect, as these tokens see every key anyway.
         local_heads (`list[list[int]]`, *optional*): Ids of the heads that are never on, per layer. Default: none.
         head_balance_coef (`float`): Weight beta of the load-balance loss (Eq. 8).
         output_router_logits (`bool`): Whether a forward pass returns router logits and the load-balance loss.
         attention_output_bias (`bool`, *optional*): Bias of the output projection. Default: `attention_bias`.
         query_key_norm (`bool`): Whether queries and keys are RMS-normalised before rotary embedding (Qwen3).
-        num_local_experts (`int`): Feed-forward experts of each layer, as in Mixtral; 0: layers have LLaMA's MLP.
+        num_local_experts (`int`): Feed-forward experts per layer, as in Mixtral; 0 for LLaMA's MLP.
         num_experts_per_tok (`int`): Experts that a token selects.
         expert_balance_coef (`float`): Weight of the experts' load-balance loss (Mixtral's `router_aux_loss_coef`).
         router_jitter_noise (`float`): In training the experts' input is multiplied by 1 plus or minus at most this.
-        moh_format (`int`): What the fields and tensors mean. Code reads its own version and earlier ones.
+        moh_format (`int`): Version of the meaning of fields and tensors. Code reads its own version and earlier ones.
 
     Raises:
-        ValueError: a head plan that no model can follow; the message names the layer and the rule.
+        ValueError: the head plan is impossible; the message names the layer and the rule.
     """
 
     model_type = "moh_llama"
@@ -89,8 +94,8 @@ class MoHLlamaConfig(LlamaConfig):
             raise ValueError(
                 f"{old[0]} was written by an earlier version of MoH-LLM; convert the base again: `moh-llm convert BASE`"
             )
-        kwargs.pop("sparse_gate_gradient", None)  # a setting of training, which earlier versions wrote
-        # Its name in earlier versions: libraries that find it take the model for a mixture of experts.
+        kwargs.pop("sparse_gate_gradient", None)  # a training setting that earlier versions wrote
+        # The name in earlier versions. Libraries that find this name treat the model as a mixture of experts.
         self.head_balance_coef = kwargs.pop("router_aux_loss_coef", self.head_balance_coef)
         super().__post_init__(**kwargs)
         heads, group_size = self.num_attention_heads, self.heads_per_group
@@ -99,7 +104,7 @@ class MoHLlamaConfig(LlamaConfig):
         if self.num_active_heads is None:
             active = (heads // 2 + heads // 4) // group_size * group_size
             self.num_active_heads = max(group_size, active, *self._per_layer("num_shared_heads"))
-        # A model saved by any class of this file must load through every Auto class.
+        # A model saved by any class must load through every Auto class.
         if not getattr(self, "auto_map", None):
             self.auto_map = {
                 "AutoConfig": "configuration_moh_llama.MoHLlamaConfig",
@@ -109,7 +114,7 @@ class MoHLlamaConfig(LlamaConfig):
             }
         self.validate_head_plan()
         is_local = self.head_fallback == "local"
-        asks = {  # the lowest format that knows what the other fields ask for
+        asks = {  # write the lowest format that covers the other fields
             2: self.routing_granularity == "kv_group",
             3: is_local or self.router_type in ("none", "threshold"),
             4: is_local and self.all_heads_until > self.local_window + self.local_sinks,
@@ -123,7 +128,7 @@ class MoHLlamaConfig(LlamaConfig):
 
     @property
     def heads_per_group(self) -> int:
-        """Number of heads that are switched together."""
+        """Number of heads that are routed together."""
         return self.num_attention_heads // self.num_key_value_heads if self.routing_granularity == "kv_group" else 1
 
     @property
@@ -154,13 +159,13 @@ class MoHLlamaConfig(LlamaConfig):
         return self._per_layer("num_active_heads")
 
     def validate_head_plan(self) -> None:
-        """Raise `ValueError` unless every layer's head plan can be followed."""
+        """Raise `ValueError` if the head plan of a layer is impossible."""
         for is_kept, rule in self._rules():
             if not is_kept:
                 raise ValueError(rule)
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        """Whether each rule is kept, and what it says. Later rules rely on earlier ones."""
+        """Yield for each rule whether it holds, and its text. Later rules rely on earlier ones."""
         heads, layers, size = self.num_attention_heads, self.num_hidden_layers, self.heads_per_group
         rule = f"moh_format={self.moh_format}: this code reads formats up to {FORMAT}; load the model with "
         rule += "trust_remote_code=True, by the code beside it, or pip install -U moh-llm"
@@ -186,7 +191,7 @@ class MoHLlamaConfig(LlamaConfig):
                 yield is_kept, f"{rule} (layer {layer})"
 
     def _rules_of_layer(self, layer: int, heads: int, size: int, is_local: bool) -> Iterator[tuple[bool, str]]:
-        """`_rules` of one layer."""
+        """The rules of one layer."""
         shared, active = (self._per_layer(name)[layer] for name in ("num_shared_heads", "num_active_heads"))
         local = self.local_heads_per_layer[layer]
         of_all, router = f"num_attention_heads={heads}", f"router_type={self.router_type!r}"

@@ -1,7 +1,7 @@
-"""Routing of Mixture-of-Head attention: which heads a token uses, and by what factor.
+"""Routing of Mixture-of-Head attention: which heads a token uses, and with which gate.
 
-Shapes: B batch, T tokens, H query heads, U routed groups (heads, or the key-value groups that they make up), D head
-size, C hidden size.
+Shapes: B batch, T tokens, H query heads, U routed groups (single heads, or key-value groups), D head size, C hidden
+size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,13 +18,13 @@ from .configuration_moh_llama import MoHLlamaConfig
 
 
 def select_top_k(logits: Tensor, k: int) -> Tensor:
-    """1 at the `k` largest entries of the last dimension, else 0, in the dtype of `logits`."""
+    """Return 1 at the `k` largest entries of the last dimension and 0 elsewhere, in the dtype of `logits`."""
     return torch.zeros_like(logits).scatter(-1, logits.topk(k, dim=-1).indices, 1.0)
 
 
 def straight_through(hard: Tensor | float, soft: Tensor) -> Tensor:
-    """The value of `hard` with the gradient of `soft` (Eq. 9 and 10)."""
-    # The bracket makes the value exact: `soft - soft` is zero in every dtype, whereas `(hard + soft) - soft` rounds.
+    """Return the value of `hard` with the gradient of `soft` (Eq. 9 and 10)."""
+    # The bracket keeps the value exact: `soft - soft` is zero in every dtype, while `(hard + soft) - soft` rounds.
     return hard + (soft - soft.detach())
 
 
@@ -34,17 +34,17 @@ def load_balancing_loss(
     attention_mask: Tensor | None = None,
     row_weights: Tensor | None = None,
 ) -> Tensor:
-    """Load-balance loss of Eq. 7 of each row, averaged over rows and over the layers that have routed heads.
+    """Load-balance loss (Eq. 7), averaged over rows and over the layers that have routed heads.
 
-    Per row and layer: sum over routed groups of P_i * f_i, with P_i the mean over the row's tokens of the group's
-    softmax score and f_i the share of them that select it. Even load gives K / U. No routed heads, or no rows: zero.
+    For a row and layer it is the sum over routed groups of P_i * f_i: P_i is the mean softmax score of group i over the
+    row's tokens, f_i the share of tokens that select it. An even load gives K / U. Without routed heads it is zero.
 
     Args:
-        router_logits: per layer `[B, T, U]`; layers may differ in U, and U may be 0.
-        top_k: per layer, how many routed groups a token selects, K.
-        attention_mask: `[B, >= T]`, 0 where a position is padding; its last T columns belong to the logits. Masks of
-            other ranks are ignored.
-        row_weights: `[B]`, how much a row counts in the mean; default: its number of tokens.
+        router_logits: `[B, T, U]` per layer; layers may differ in U, and U may be 0.
+        top_k: number of routed groups that a token selects (K), per layer.
+        attention_mask: `[B, >= T]`, 0 at padding; its last T columns belong to the logits. Masks of other ranks are
+            ignored.
+        row_weights: `[B]`, weight of each row in the mean; default: its number of tokens.
     """
     losses = []
     for logits, k in zip(router_logits, top_k, strict=True):
@@ -65,7 +65,7 @@ def load_balancing_loss(
 
 
 class MoHLinear(nn.Module):
-    """A small linear map; not an `nn.Linear`, so that quantisation, adapters and serving engines leave it as it is."""
+    """A small linear map. Not an `nn.Linear`, so that quantisation, adapters and serving engines do not change it."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True):
         super().__init__()
@@ -74,18 +74,18 @@ class MoHLinear(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, hidden_states: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """`[..., in_features]` to `[..., out_features]`, in `dtype` (default: that of `hidden_states`)."""
+        """Map `[..., in_features]` to `[..., out_features]` in `dtype` (default: the dtype of `hidden_states`)."""
         dtype, weight = dtype or hidden_states.dtype, self.weight
         bias = None if self.bias is None else self.bias.to(dtype)
         is_half = hidden_states.dtype == weight.dtype != dtype
         if is_half and hidden_states.is_cuda and torch.version.cuda and not torch.is_grad_enabled():
-            out = torch.mm(hidden_states.flatten(0, -2), weight.t(), out_dtype=dtype)  # as exact, and without copies
+            out = torch.mm(hidden_states.flatten(0, -2), weight.t(), out_dtype=dtype)  # equally exact, without copies
             return (out if bias is None else out + bias).view(*hidden_states.shape[:-1], -1)
         return nn.functional.linear(hidden_states.to(dtype), weight.to(dtype), bias)
 
 
 class IndexedModule(nn.Module):
-    """A module with the buffer `index`, ids of heads or groups, which is not saved."""
+    """A module with ids of heads or groups in a buffer, `index`, that is not saved."""
 
     def __init__(self, ids: Iterable[int]):
         super().__init__()
@@ -93,11 +93,11 @@ class IndexedModule(nn.Module):
         self.register_buffer("index", torch.tensor(self._ids, dtype=torch.int64), persistent=False)
 
     def reset_index(self) -> None:
-        """Fill the buffer again, after loading that made the module on the meta device."""
+        """Fill the buffer again after the module was made on the meta device."""
         init.copy_(self.index, torch.tensor(self._ids, dtype=torch.int64, device=self.index.device))
 
     def of_heads(self, own: Tensor, dim: int, count: int, shard: "HeadShard | None") -> Tensor:
-        """Values of these heads along `dim`, as values of all `count` heads, or of a shard's; 0 for other heads."""
+        """Scatter `own` to all `count` heads along `dim` (0 for other heads), or to the heads of `shard`."""
         shape = list(own.shape)
         shape[dim] = count
         heads = own.new_zeros(shape).index_copy(dim, self.index, own)
@@ -106,7 +106,7 @@ class IndexedModule(nn.Module):
 
 @dataclass(frozen=True)
 class HeadShard:
-    """The heads that a process computes under tensor parallelism: `count` from `first` on, whole key-value groups."""
+    """Heads of one process under tensor parallelism: `count` heads from `first`, in whole key-value groups."""
 
     first: int
     count: int
@@ -114,21 +114,24 @@ class HeadShard:
 
     @classmethod
     def from_weight(cls, weight: Tensor, found: float, config: MoHLlamaConfig) -> "HeadShard":
-        """The shard of a process whose query projection `weight` gives `found` heads; ValueError without a plan."""
+        """Make the shard of a process whose query projection `weight` has `found` heads.
+
+        Raises ValueError if the heads were not split by transformers' tensor parallelism.
+        """
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         mesh = getattr(weight, "device_mesh", None)
         if mesh is None:
             way = "use transformers' tensor parallelism (tp_plan='auto'), or pipeline or data parallelism"
-            raise ValueError(f"{found:g} of {heads} heads are on this device, and Top-K needs all of them; {way}")
+            raise ValueError(f"this device has {found:g} of {heads} heads, but routing needs all of them; {way}")
         mesh = mesh["tp"] if mesh.ndim > 1 else mesh
         if groups % (size := mesh.size()):
             raise ValueError(
-                f"{groups} key-value heads do not divide by {size} devices; use a tp_size that divides them"
+                f"{groups} key-value heads cannot be split over {size} devices; use a tp_size that divides them"
             )
         return cls(mesh.get_local_rank() * (heads // size), heads // size, mesh.get_group())
 
     def take(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """This process's part of a tensor over all heads."""
+        """Select this process's heads from a tensor over all heads."""
         return tensor.narrow(dim, self.first, self.count)
 
     def gather(self, part: Tensor) -> Tensor:
@@ -141,15 +144,15 @@ class HeadShard:
 class MoHRouter(IndexedModule):
     """Scores the routed groups of one layer and builds the gate of all heads.
 
-    A group is what is on or off as one: `group_size` heads, 1 or a key-value group's. `num_shared`, `num_routed` and
-    `num_active` count heads; `routed_groups` and `top_k` count groups. `set_active_heads` of the model changes
-    `num_active` and `top_k`. `index` holds the shared groups, the routed ones, and those that are never selected.
+    A group is the unit of routing: one head, or the `group_size` heads of a key-value group. `num_shared`, `num_routed`
+    and `num_active` count heads; `routed_groups` and `top_k` count groups. The model's `set_active_heads` changes
+    `num_active` and `top_k`. `index` holds the shared groups, then the routed ones, then those that are never on.
     """
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
         shared, routed = config.shared_heads_per_layer[layer_idx], config.routed_heads(layer_idx)
         local = config.local_heads_per_layer[layer_idx]
-        # Heads are sorted, so that those of a group follow each other.
+        # Sorted heads of a group are consecutive, so every `heads_per_group`-th id stands for its group.
         ids = [*shared, *routed, *local][:: config.heads_per_group]
         super().__init__(head // config.heads_per_group for head in ids)
         self.layer_idx, self.routed_heads = layer_idx, routed
@@ -177,24 +180,24 @@ class MoHRouter(IndexedModule):
 
     @property
     def is_trained(self) -> bool:
-        """Whether training changes what tokens select: the router has trained weights, or scores queries."""
+        """Whether training changes the selection: the router has weights that are trained, or none (query_norm)."""
         weights = list(self.parameters())
         return not weights or any(weight.requires_grad for weight in weights)
 
     def kinds(self, shard: HeadShard | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sorted ids (within `shard`) of the heads that are always on, and of those that no score turns on."""
+        """Sorted ids (within `shard`) of the heads that are always on, and of the heads that are never selected."""
         if shard is None:
             return self._kinds
         own = range(shard.first, shard.first + shard.count)
         return tuple(tuple(head - shard.first for head in kind if head in own) for kind in self._kinds)
 
     def top_k_of(self, active: int) -> int:
-        """How many routed groups a token selects if it uses `active` heads; ValueError where it cannot."""
+        """Number of routed groups that a token selects if it uses `active` heads; ValueError if that is impossible."""
         if active == self.num_heads:
             return self.routed_groups
         heads, rule = self.num_shared + self.num_routed, ""
         if self.router_type == "threshold" and active != self.mean_active:
-            rule = f"be {self.mean_active}, the mean of what the scores of router_type='threshold' turn on, or"
+            rule = f"be {self.mean_active}, the mean number of heads with router_type='threshold', or"
         elif not self.num_shared <= active <= heads:
             rule = f"lie between num_shared_heads={self.num_shared} and {heads}, or"
         elif active % self.group_size:
@@ -215,22 +218,22 @@ class MoHRouter(IndexedModule):
 
         Args:
             hidden_states: the attention layer's input `[B, T, C]`.
-            query_states: queries before rotary embedding `[B, T, H, D]`, of the heads of `shard` alone.
-            all_on: which tokens have all heads on, whatever their logits, bool `[B or 1, T]`; or True for all tokens.
+            query_states: queries before rotary embedding `[B, T, H, D]`; with `shard`, only those of its heads.
+            all_on: tokens that have all heads on whatever their logits, bool `[B or 1, T]`; True for all tokens.
 
         Returns:
-            Logits of the routed groups `[B, T, U]` and the gate of all heads `[B, T, H]`, in float32 at least, so that
-            rounding does not choose between heads.
+            Logits of the routed groups `[B, T, U]` and the gate of all heads `[B, T, H]`, in float32 or wider, so that
+            rounding does not decide between heads.
         """
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
-            if self.router_type == "two_stage":  # whose three maps share one copy
+            if self.router_type == "two_stage":  # its three maps share one copy
                 hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
             logits = self._routed_logits(hidden_states, query_states, shard)
             if all_on is True:
                 return logits, logits.new_ones(*logits.shape[:-1], self.num_heads)
             selected = self.select(logits)
             needs_scores = torch.is_grad_enabled() or self.router_type == "two_stage"
-            if self.router_score == "quantized" and not needs_scores:  # a gate is 0 or 1, whatever the score
+            if self.router_score == "quantized" and not needs_scores:  # the gate is 0 or 1
                 parts = [logits.new_ones(*logits.shape[:-1], self.shared_groups), selected]
             else:
                 shared_score, routed_score = self._scores(hidden_states, logits)
@@ -242,7 +245,7 @@ class MoHRouter(IndexedModule):
             return logits, torch.where(all_on[..., None], 1.0, gate) if isinstance(all_on, Tensor) else gate
 
     def _of_heads(self, shared: Tensor, routed: Tensor) -> Tensor:
-        """Gates of all heads `[B, T, H]`, given those of the shared and of the routed groups."""
+        """Expand the gates of the shared and the routed groups to all heads, `[B, T, H]`."""
         others = routed.new_full((*routed.shape[:-1], self.local_groups), float(self.is_full))
         gate = torch.cat([shared, routed, others], dim=-1)
         gate = torch.zeros_like(gate).index_copy(-1, self.index, gate)
@@ -257,7 +260,7 @@ class MoHRouter(IndexedModule):
         return shared_stage * self.shared(hidden_states, logits.dtype).softmax(-1), routed_stage * routed
 
     def select(self, logits: Tensor) -> Tensor:
-        """1 where a token has a routed group on, else 0, given the groups' logits `[..., U]`."""
+        """Select routed groups by their logits `[..., U]`: 1 where a token has the group on, else 0."""
         if self.router_type == "threshold" and not self.is_full:
             return (logits > 0).to(logits.dtype)
         return select_top_k(logits, self.top_k) if self.top_k else torch.zeros_like(logits)
@@ -268,11 +271,11 @@ class MoHRouter(IndexedModule):
             if self.router_type == "none" or not self.num_routed:
                 return hidden_states.new_zeros(*hidden_states.shape[:-1], self.routed_groups, dtype=dtype)
             return self.routed(hidden_states, dtype)
-        # The norm of a group's queries, side by side.
+        # The norm of all queries of a group, concatenated.
         norms = query_states.unflatten(-2, (-1, self.group_size)).flatten(-2).to(dtype).norm(dim=-1)
         norms = norms if shard is None else shard.gather(norms)
         norms = norms.index_select(-1, self.index[self.shared_groups : self.shared_groups + self.routed_groups])
         if self.routed_groups < 2:
             return norms  # one group has no spread to divide by
-        # The quotient stays finite where heads are copies of one another.
+        # Clamped: the deviation is zero if heads are copies of one another.
         return norms / norms.std(dim=-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).eps)

@@ -159,7 +159,7 @@ def test_a_threshold_has_one_number_of_heads_and_no_balance(make_pair, ids):
         on = [(logits > 0).sum(-1) for logits in output.router_logits]
         assert all(len(counts.unique()) > 1 for counts in on)  # tokens differ in their number of heads
         with pytest.raises(
-            ValueError, match=r"must be 2, the mean of what the scores .* turn on, or be .*=4 \(layer 0\)"
+            ValueError, match=r"must be 2, the mean number .*, or be .*=4 \(layer 0\)"
         ):
             moh.set_active_heads(3)
         with moh.all_heads_active():

@@ -117,7 +117,7 @@ def test_logits_and_tokens_are_those_of_one_process(make_pair, make_model, tmp_p
 def test_key_value_heads_that_do_not_divide_are_refused(make_pair) -> None:
     _, model = make_pair(**HEADS, **PLANS["value"])
     weight = SimpleNamespace(device_mesh=SimpleNamespace(ndim=1, size=lambda: 3))
-    with pytest.raises(ValueError, match="4 key-value heads do not divide by 3 devices"):
+    with pytest.raises(ValueError, match="4 key-value heads cannot be split over 3 devices"):
         HeadShard.from_weight(weight, 8 / 3, model.config)
 
 
