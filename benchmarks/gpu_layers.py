@@ -44,7 +44,7 @@ def config_of(shape: Shape, sizes: Sizes, plan: tuple[float, float] | None, **mo
         **fields,
         num_shared_heads=len(shared),
         shared_heads=[list(shared)] * layers,
-        local_heads=[list(local)] * layers,
+        never_on_heads=[list(local)] * layers,
         num_active_heads=len(shared) + routed // 2,
         router_type="threshold" if routed else "none",
         head_fallback="local",

@@ -67,7 +67,7 @@ def computed_parts(config: MoHLlamaConfig, length: int, training: bool = False) 
         window = config.local_window + config.local_sinks
         start = config.local_start if config.local_start > window else 0
         first = local_keys(length, 0, start)
-        never = others if config.router_type == "none" else sum(map(len, config.local_heads_per_layer))
+        never = others if config.router_type == "none" else sum(map(len, config.never_on_heads_per_layer))
         scores += others * (local_keys(length, window, start) - first) - never * (1 - first)
     return _parts(
         config,

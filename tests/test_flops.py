@@ -197,7 +197,7 @@ def test_a_local_fallback_costs_its_query_and_the_keys_in_sight():
     assert computed_parts(local, 3, training=True) == computed_parts(local, 3)
     # A head that may be on is computed in full in training, one that is never on is not.
     plan = {"num_shared_heads": 0, "num_active_heads": 1, "router_type": "threshold", "head_fallback": "local"}
-    mixed = MoHLlamaConfig(**{**sizes, **plan}, local_heads=[[1]], local_window=1, local_sinks=0)
+    mixed = MoHLlamaConfig(**{**sizes, **plan}, never_on_heads=[[1]], local_window=1, local_sinks=0)
     assert computed_parts(mixed, 3, training=True)["scores and weighted sums"] == 2 * (6 * 4 + 2 * 3 * 4)
 
 
@@ -212,7 +212,7 @@ def test_the_computed_keys_are_those_of_a_loop(start, length):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    plan = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "threshold", "local_heads": [[3]]}
+    plan = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "threshold", "never_on_heads": [[3]]}
     seen = {"head_fallback": "local", "local_window": 2, "local_sinks": 1, "local_start": start}
     every = [position + 1 for position in range(length)]
     first, later = (every[:start], every[start:]) if start > 3 else ([], every)

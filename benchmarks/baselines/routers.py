@@ -113,7 +113,7 @@ def paper_plan(config: MoHLlamaConfig) -> MoHLlamaConfig:
         "router_score": "quantized",
         "routing_granularity": "head",
         "head_fallback": "none",
-        "local_heads": None,
+        "never_on_heads": None,
     }
     return MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})
 

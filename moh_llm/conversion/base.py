@@ -58,7 +58,8 @@ MOH_FIELDS = {
     "local_window",
     "local_sinks",
     "local_start",
-    "local_heads",
+    "never_on_heads",
+    "local_heads",  # the name of never_on_heads up to format 5
     "moh_format",
 }
 # Settings of a session that some configs were saved with; they are no part of a model.

@@ -24,7 +24,7 @@ def plan_layers(
     heads, layers = base.num_attention_heads, base.num_hidden_layers
     budgets = [active // layers] * layers
     shared_heads = [list(range(shared))] * layers
-    local_heads: list[list[int]] = []
+    never_on_heads: list[list[int]] = []
     fits: list[RoutingFit] = []
     if calibrated:
         shared_heads = [layer.shared_heads for layer in calibrated]
@@ -33,8 +33,8 @@ def plan_layers(
         if all(layer.fits for layer in calibrated):
             fits = [layer.fit_for(heads - budget) for layer, budget in zip(calibrated, budgets, strict=True)]
     if fits:
-        shared_heads, local_heads = [fit.shared_heads for fit in fits], [fit.local_heads for fit in fits]
-    return build_config(base, plan, shared_heads, budgets, local_heads), fits
+        shared_heads, never_on_heads = [fit.shared_heads for fit in fits], [fit.never_on_heads for fit in fits]
+    return build_config(base, plan, shared_heads, budgets, never_on_heads), fits
 
 
 def routing_tensors(fits: Sequence[RoutingFit]) -> dict[str, torch.Tensor]:

@@ -66,14 +66,14 @@ class RoutingFit:
         cost: estimate of the KL it costs, in nats per token, on held-out tokens.
         tensors: by name within the attention layer: `router.routed.*`, `fallback.*`.
         shared_heads: ids of the heads that are always on.
-        local_heads: ids of the heads that are never on.
+        never_on_heads: ids of the heads that are never on.
     """
 
     dropped: int
     cost: float
     tensors: dict[str, torch.Tensor]
     shared_heads: list[int]
-    local_heads: list[int] = field(default_factory=list)
+    never_on_heads: list[int] = field(default_factory=list)
 
 
 class Ridge:

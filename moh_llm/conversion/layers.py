@@ -69,7 +69,7 @@ class LayerwiseModel:
             shared = self.config.shared_heads_per_layer[number]
             config.shared_heads, config.num_shared_heads = [shared], [len(shared)]
             config.num_active_heads = [self.config.active_heads_per_layer[number]]
-            config.local_heads = self.config.local_heads and [self.config.local_heads[number]]
+            config.never_on_heads = self.config.never_on_heads and [self.config.never_on_heads[number]]
         with init_empty_weights(include_buffers=False):
             model = AutoModel.from_config(config)
         model.embed_tokens, model.norm = None, nn.Identity()

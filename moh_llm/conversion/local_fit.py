@@ -111,7 +111,9 @@ class LocalFitter:
 
     def effect(self, fit: RoutingFit) -> torch.Tensor:
         """Sum of z over the heads that each held-out token has off, `[N - N']`."""
-        shared, local = ({head // self.group_size for head in heads} for heads in (fit.shared_heads, fit.local_heads))
+        shared, local = (
+            {head // self.group_size for head in heads} for heads in (fit.shared_heads, fit.never_on_heads)
+        )
         return self._effect(sorted(shared), sorted(local), fit.dropped)
 
     def _effect(self, shared: Sequence[int], local: Sequence[int], dropped: int) -> torch.Tensor:

@@ -117,7 +117,7 @@ def build_config(
     options: PlanOptions,
     shared_heads: Sequence[Sequence[int]],
     active_heads: Sequence[int],
-    local_heads: Sequence[Sequence[int]] = (),
+    never_on_heads: Sequence[Sequence[int]] = (),
 ) -> MoHLlamaConfig:
     """The converted model's config: the base's fields plus the head plan, per layer."""
     shared, active = [len(ids) for ids in shared_heads], list(active_heads)
@@ -135,7 +135,7 @@ def build_config(
             local_window=options.window,
             local_sinks=options.local_sinks,
             local_start=options.start if options.head_fallback == "local" else 0,
-            local_heads=[list(ids) for ids in local_heads] if any(local_heads) else None,
+            never_on_heads=[list(ids) for ids in never_on_heads] if any(never_on_heads) else None,
         )
     except ValueError as error:
         raise UserError(f"impossible head plan: {' '.join(str(error).split())}") from error

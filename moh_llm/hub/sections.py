@@ -157,7 +157,7 @@ def _never_on(config: MoHLlamaConfig) -> list[int]:
     """Per layer, heads that no token has on, apart from first tokens that have all."""
     if config.router_type == "none":
         return [config.num_attention_heads - len(shared) for shared in config.shared_heads_per_layer]
-    return [len(heads) for heads in config.local_heads_per_layer]
+    return [len(heads) for heads in config.never_on_heads_per_layer]
 
 
 def _named(meanings: dict[str, str], name: str) -> str:

@@ -9,9 +9,9 @@ from transformers.utils.versions import require_version
 require_version("transformers>=5.2,!=5.3.0", "MoH models need another version: pip install -U transformers")
 
 # The newest format that this code reads. It grows when a field or a tensor changes its meaning.
-# 2: routing_granularity="kv_group". 3: head_fallback="local", router_type="none" and "threshold", local_heads.
-# 4: local_start. 5: num_local_experts. Models without these are written as 1, which older code reads.
-FORMAT = 5
+# 2: routing_granularity="kv_group". 3: head_fallback="local", router_type="none" and "threshold".
+# 4: local_start. 5: num_local_experts. 6: never_on_heads is no longer called local_heads. Models without these are written as 1, which older code reads.
+FORMAT = 6
 CHOICES = {
     "router_type": ("query_norm", "linear", "threshold", "two_stage", "none"),
     "router_score": ("quantized", "weighted"),
@@ -51,7 +51,7 @@ class MoHLlamaConfig(LlamaConfig):
         local_sinks (`int`): Number of first tokens of the document that a head that is off attends to.
         local_start (`int`): Number of first tokens of a document that have all heads on. Values below
             `local_window + local_sinks` have no effect, as these tokens see every key anyway.
-        local_heads (`list[list[int]]`, *optional*): Ids of the heads that are never on, per layer. Default: none.
+        never_on_heads (`list[list[int]]`, *optional*): Ids of the heads that are never on, per layer. Default: none.
         head_balance_coef (`float`): Weight beta of the load-balance loss (Eq. 8).
         output_router_logits (`bool`): Whether a forward pass returns router logits and the load-balance loss.
         attention_output_bias (`bool`, *optional*): Bias of the output projection. Default: `attention_bias`.
@@ -78,7 +78,7 @@ class MoHLlamaConfig(LlamaConfig):
     local_window: int = 256
     local_sinks: int = 4
     local_start: int = 0
-    local_heads: list[list[int]] | None = None
+    never_on_heads: list[list[int]] | None = None
     head_balance_coef: float = 0.01
     output_router_logits: bool = False
     attention_output_bias: bool | None = None
@@ -97,6 +97,7 @@ class MoHLlamaConfig(LlamaConfig):
         kwargs.pop("sparse_gate_gradient", None)  # a training setting that earlier versions wrote
         # The name in earlier versions. Libraries that find this name treat the model as a mixture of experts.
         self.head_balance_coef = kwargs.pop("router_aux_loss_coef", self.head_balance_coef)
+        self.never_on_heads = kwargs.pop("local_heads", self.never_on_heads)  # its name up to format 5
         super().__post_init__(**kwargs)
         heads, group_size = self.num_attention_heads, self.heads_per_group
         if self.num_shared_heads is None:
@@ -119,6 +120,7 @@ class MoHLlamaConfig(LlamaConfig):
             3: is_local or self.router_type in ("none", "threshold"),
             4: is_local and self.all_heads_until > self.local_window + self.local_sinks,
             5: self.num_local_experts > 0,
+            6: self.never_on_heads is not None,
         }
         self.moh_format = max([1, *(number for number, asked in asks.items() if asked)])
 
@@ -139,13 +141,13 @@ class MoHLlamaConfig(LlamaConfig):
         return [list(range(n)) for n in self._per_layer("num_shared_heads")]
 
     @property
-    def local_heads_per_layer(self) -> list[list[int]]:
+    def never_on_heads_per_layer(self) -> list[list[int]]:
         """Sorted ids of each layer's heads that are never on."""
-        return [sorted(ids) for ids in self.local_heads or [[]] * self.num_hidden_layers]
+        return [sorted(ids) for ids in self.never_on_heads or [[]] * self.num_hidden_layers]
 
     def routed_heads(self, layer_idx: int) -> list[int]:
         """Sorted ids of a layer's routed heads."""
-        others = {*self.shared_heads_per_layer[layer_idx], *self.local_heads_per_layer[layer_idx]}
+        others = {*self.shared_heads_per_layer[layer_idx], *self.never_on_heads_per_layer[layer_idx]}
         return [head for head in range(self.num_attention_heads) if head not in others]
 
     @property
@@ -182,8 +184,8 @@ class MoHLlamaConfig(LlamaConfig):
         window, sinks, start = self.local_window, self.local_sinks, self.local_start
         rule = f"local_window={window} must be at least 1, local_sinks={sinks} and local_start={start} at least 0"
         yield window >= 1 and min(sinks, start) >= 0, rule
-        yield self.local_heads is None or is_local, "local_heads needs head_fallback='local'"
-        for name in ("num_shared_heads", "num_active_heads", "shared_heads", "local_heads"):
+        yield self.never_on_heads is None or is_local, "never_on_heads needs head_fallback='local'"
+        for name in ("num_shared_heads", "num_active_heads", "shared_heads", "never_on_heads"):
             count = len(self._per_layer(name))
             yield count == layers, f"{name} has {count} entries for num_hidden_layers={layers}"
         for layer in range(layers):
@@ -193,7 +195,7 @@ class MoHLlamaConfig(LlamaConfig):
     def _rules_of_layer(self, layer: int, heads: int, size: int, is_local: bool) -> Iterator[tuple[bool, str]]:
         """The rules of one layer."""
         shared, active = (self._per_layer(name)[layer] for name in ("num_shared_heads", "num_active_heads"))
-        local = self.local_heads_per_layer[layer]
+        local = self.never_on_heads_per_layer[layer]
         of_all, router = f"num_attention_heads={heads}", f"router_type={self.router_type!r}"
         yield 0 <= shared <= heads, f"num_shared_heads={shared} must lie between 0 and {of_all}"
         if self.shared_heads is not None:
@@ -202,12 +204,15 @@ class MoHLlamaConfig(LlamaConfig):
             yield is_set, f"shared_heads={ids} must be {shared} different head ids below {of_all}"
         others = {*range(heads)} - {*self.shared_heads_per_layer[layer]}
         is_set = len({*local}) == len(local) and {*local} <= others
-        yield is_set, f"local_heads={local} must be different head ids below {of_all} that are not shared"
+        yield is_set, f"never_on_heads={local} must be different head ids below {of_all} that are not shared"
         least = shared if is_local else max(shared, 1)
         name = "num_shared_heads=" if shared else ""
         yield least <= active <= heads, f"num_active_heads={active} must lie between {name}{least} and {of_all}"
         most = heads - len(local)
-        yield active <= most, f"num_active_heads={active} must not exceed the {most} heads that are not in local_heads"
+        yield (
+            active <= most,
+            f"num_active_heads={active} must not exceed the {most} heads that are not in never_on_heads",
+        )
         is_kept = self.router_type != "none" or active == shared
         yield is_kept, f"num_active_heads={active} must be num_shared_heads={shared} with {router}"
         is_kept = self.router_type != "two_stage" or 0 < shared < heads
@@ -215,7 +220,7 @@ class MoHLlamaConfig(LlamaConfig):
         groups = f"whole key-value groups of {size} heads, for routing_granularity='kv_group'"
         for name, count in (("num_shared_heads", shared), ("num_active_heads", active)):
             yield count % size == 0, f"{name}={count} must be {groups}"
-        for name, ids in (("shared_heads", self.shared_heads_per_layer[layer]), ("local_heads", local)):
+        for name, ids in (("shared_heads", self.shared_heads_per_layer[layer]), ("never_on_heads", local)):
             is_whole = ids == [head for head in range(heads) if head - head % size in ids]
             yield is_whole, f"{name}={ids} must be {groups}"
 

@@ -151,7 +151,7 @@ class MoHRouter(IndexedModule):
 
     def __init__(self, config: MoHLlamaConfig, layer_idx: int):
         shared, routed = config.shared_heads_per_layer[layer_idx], config.routed_heads(layer_idx)
-        local = config.local_heads_per_layer[layer_idx]
+        local = config.never_on_heads_per_layer[layer_idx]
         # Sorted heads of a group are consecutive, so every `heads_per_group`-th id stands for its group.
         ids = [*shared, *routed, *local][:: config.heads_per_group]
         super().__init__(head // config.heads_per_group for head in ids)

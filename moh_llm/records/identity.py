@@ -30,7 +30,7 @@ _SETTINGS = (CONFIG, "generation_config.json", *TOKENIZERS, "special_tokens_map.
 # Fields of a MoH config that decide what a layer computes from given weights.
 _PLAN = (
     # The same plan may be written as one number, or as one for each layer.
-    *("shared_heads_per_layer", "active_heads_per_layer", "local_heads_per_layer"),
+    *("shared_heads_per_layer", "active_heads_per_layer", "never_on_heads_per_layer"),
     *("router_type", "router_score", "routing_granularity"),
     *("head_fallback", "local_window", "local_sinks", "local_start", "query_key_norm", "num_experts_per_tok"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"),

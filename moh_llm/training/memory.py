@@ -266,7 +266,7 @@ def _attention(config: TrainConfig, model: MoHLlamaConfig, c: int, number: int) 
     shared, groups = len(model.shared_heads_per_layer[number]), model.num_key_value_heads
     if _is_base(model, number, length):
         return 4 * c * heads * size + c * length + (4 + c) * heads
-    routed, never = model.routed_heads(number), set(model.local_heads_per_layer[number])
+    routed, never = model.routed_heads(number), set(model.never_on_heads_per_layer[number])
     if model.router_type == "none":
         routed, never = [], {*range(heads)} - set(model.shared_heads_per_layer[number])
     used = {*range(heads)} - never

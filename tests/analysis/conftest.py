@@ -49,7 +49,7 @@ PLANS = {
     "local, threshold": {
         "num_shared_heads": [1, 0],
         "num_active_heads": [2, 1],
-        "local_heads": [[0], [2]],
+        "never_on_heads": [[0], [2]],
         "shared_heads": [[2], []],
         "router_type": "threshold",
         "head_fallback": "local",

@@ -33,7 +33,7 @@ def test_a_pass_holds_what_the_loops_compute(make_moh, batch, recompute, plan) -
         assert bool(got[off].any()) == (model.config.head_fallback != "none" and bool(off.any()))
         patterns = torch.stack([torch.from_numpy(pattern) for pattern in naive.patterns]).view(3, 9, heads, 9)
         torch.testing.assert_close(one.patterns.transpose(1, 2).double(), patterns, atol=1e-5, rtol=1e-4)
-        local = model.config.local_heads_per_layer[one.layer]
+        local = model.config.never_on_heads_per_layer[one.layer]
         assert sorted([*shared_heads(one.router), *one.router.routed_heads, *local]) == list(range(heads))
         assert shared_heads(one.router) == model.config.shared_heads_per_layer[one.layer]
 

@@ -17,7 +17,7 @@ PLANS = {
     | {"num_shared_heads": [2, 0], "num_active_heads": [2, 0]},
     "fixed heads": {"shared_heads": [[1, 3], [0, 5]], "router_type": "none"}
     | {"num_shared_heads": 2, "num_active_heads": 2},
-    "routed": {"shared_heads": [[1], [4]], "local_heads": [[2, 3], [0, 1, 2]], "router_type": "threshold"}
+    "routed": {"shared_heads": [[1], [4]], "never_on_heads": [[2, 3], [0, 1, 2]], "router_type": "threshold"}
     | {"num_shared_heads": 1, "num_active_heads": 2},
     "start": {"shared_heads": [[2, 3], []], "router_type": "none", "routing_granularity": "kv_group"}
     | {"num_shared_heads": [2, 0], "num_active_heads": [2, 0], "local_start": 16},

@@ -88,7 +88,7 @@ def test_prompts_that_have_all_heads_on_are_told(folder: Path, tmp_path: Path) -
 def test_local_fallbacks_have_all_heads_on_at_first(folder: Path, router: str) -> None:
     """The plan asks nothing of a document's first tokens, nor of heads that are never on."""
     plan = {"num_shared_heads": 3, "num_active_heads": 3, "shared_heads": None, "local_window": 8, "local_sinks": 4}
-    change(folder / "config.json", router_type=router, local_start=20, local_heads=[[6, 7], [7]], **plan)
+    change(folder / "config.json", router_type=router, local_start=20, never_on_heads=[[6, 7], [7]], **plan)
     claims, card = claims_of(records_of(folder)), build_card(folder, None)
     for name in ("heads_asked", "theoretical_cost"):
         assert claims[name].figures["config.all_heads_until"] == 20 and "first 20 tokens" in claims[name].text

@@ -87,15 +87,15 @@ def cost(fitter, sample, fit, router):
     """1/2 (g^T e)^2 over held-out tokens, a token and a head at a time, by what the tensors say."""
     held_out, size = range(sample.fitted, len(sample.inputs)), sample.heads.shape[-1]
     heads = range(len(sample.heads))
-    routed = [head for head in heads if head not in fit.shared_heads and head not in fit.local_heads]
+    routed = [head for head in heads if head not in fit.shared_heads and head not in fit.never_on_heads]
     others = [head for head in heads if head not in fit.shared_heads]
     total = 0.0
     for t in held_out:
         x, error = sample.inputs[t], torch.zeros(sample.inputs.shape[1])
-        off = others if router == "none" else list(fit.local_heads)
+        off = others if router == "none" else list(fit.never_on_heads)
         if router != "none" and routed:
             logits = fit.tensors["router.routed.weight"] @ x + fit.tensors["router.routed.bias"]
-            off += [routed[i] for i in logits.argsort()[: fit.dropped - len(fit.local_heads)].tolist()]
+            off += [routed[i] for i in logits.argsort()[: fit.dropped - len(fit.never_on_heads)].tolist()]
         for head in off:
             lost = missing(sample, fit, t, head, others.index(head))
             error = error + sample.o_proj[:, head * size :][:, :size] @ lost
@@ -109,7 +109,7 @@ def test_cost_is_what_the_tensors_do_to_held_out_tokens(router):
     fitter = LocalFitter(sample, router)
     for dropped in range(5):
         fit = fitter.fit(dropped)
-        assert fit.dropped == dropped and len(fit.shared_heads) <= 4 - dropped and len(fit.local_heads) <= dropped
+        assert fit.dropped == dropped and len(fit.shared_heads) <= 4 - dropped and len(fit.never_on_heads) <= dropped
         assert fit.cost == pytest.approx(cost(fitter, sample, fit, router), rel=1e-3, abs=1e-9)
         if router == "none":
             ranked = sorted(range(4), key=lambda head: -fitter.importance[head])
@@ -154,11 +154,11 @@ def test_the_plan_is_the_best_of_those_tried():
     mixed, fixed, routed = LocalFitter(sample, "linear"), LocalFitter(sample, "none"), LocalFitter(sample, "linear", [])
     for dropped in range(1, 4):
         assert mixed.fit(dropped).cost <= min(fixed.fit(dropped).cost, routed.fit(dropped).cost) + 1e-9
-    assert routed.fit(2).shared_heads == routed.fit(2).local_heads == []
+    assert routed.fit(2).shared_heads == routed.fit(2).never_on_heads == []
 
 
 def test_groups_are_switched_as_one():
     sample, _ = make_sample()
     fit = LocalFitter(sample, "linear", group_size=2).fit(2)
-    assert [sorted(fit.shared_heads), sorted(fit.local_heads)] in ([[0, 1], [2, 3]], [[2, 3], [0, 1]], [[], []])
-    assert LocalFitter(sample, "none", group_size=2).fit(4).local_heads == [0, 1, 2, 3]
+    assert [sorted(fit.shared_heads), sorted(fit.never_on_heads)] in ([[0, 1], [2, 3]], [[2, 3], [0, 1]], [[], []])
+    assert LocalFitter(sample, "none", group_size=2).fit(4).never_on_heads == [0, 1, 2, 3]

@@ -164,8 +164,8 @@ BAD_INPUT = {
     ),
     "code of its own": (REMOTE, "auto_map names code of its own"),
     "of a later version": (
-        edit_config(model_type="moh_llama", moh_format=6),
-        "moh_format=6 is newer than this moh-llm reads (5); pip install -U moh-llm",
+        edit_config(model_type="moh_llama", moh_format=7),
+        "moh_format=7 is newer than this moh-llm reads (6); pip install -U moh-llm",
     ),
     "dense already": (flags("--to-dense"), "is no MoH model (model_type 'llama'): it is dense already"),
     "no tokenizer": (_drop_tokenizer, "has no tokenizer that loads"),

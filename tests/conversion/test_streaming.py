@@ -21,7 +21,7 @@ def test_a_streaming_head_gives_its_local_attention_and_nothing_else():
     fitter = make_streaming(plan, config, sample)
     assert fitter.residual.equal(sample.heads - sample.local.outputs)
     fit = fitter.fit(2)
-    assert len(fit.local_heads) == 2 and len(fit.shared_heads) == 2
+    assert len(fit.never_on_heads) == 2 and len(fit.shared_heads) == 2
     tensors = fit.tensors
     share = (
         sample.inputs @ tensors["fallback.distant_score.weight"].T + tensors["fallback.distant_score.bias"]
@@ -31,6 +31,6 @@ def test_a_streaming_head_gives_its_local_attention_and_nothing_else():
     missing = torch.einsum(
         "hnd,nhd->nh", fitter.residual[:, sample.fitted :], (sample.gradients @ sample.o_proj).unflatten(1, (4, -1))
     )
-    expected = missing[:, fit.local_heads].sum(1).square().mean().item() / 2
+    expected = missing[:, fit.never_on_heads].sum(1).square().mean().item() / 2
     assert abs(fit.cost - expected) < 1e-5 * expected
     assert LocalFitter(sample, "none").fit(2).cost < fit.cost

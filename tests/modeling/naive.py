@@ -20,7 +20,7 @@ def route(
     """
     heads = config.num_attention_heads
     shared = config.shared_heads_per_layer[layer]
-    local = config.local_heads_per_layer[layer]
+    local = config.never_on_heads_per_layer[layer]
     routed = [head for head in range(heads) if head not in shared and head not in local]
     size = heads // config.num_key_value_heads if config.routing_granularity == "kv_group" else 1
     groups = [routed[first : first + size] for first in range(0, len(routed), size)]

@@ -14,7 +14,7 @@ from tests.modeling import naive
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
 LOCAL = {"head_fallback": "local", "local_window": 4, "local_sinks": 3}
-START = LOCAL | {"local_start": 9, "local_heads": [[3], [1, 2]], "router_type": "threshold"}
+START = LOCAL | {"local_start": 9, "never_on_heads": [[3], [1, 2]], "router_type": "threshold"}
 LENGTHS = [24, 17, 1, 0]
 
 

@@ -26,7 +26,13 @@ PLANS = {
     "local, no sinks": plan([1, 0], [2, 1], "query_norm", head_fallback="local", local_window=3, local_sinks=0),
     "local, fixed": plan([2, 0], [2, 0], "none", head_fallback="local", local_window=4, local_sinks=1),
     "local, mixed": plan(
-        1, 2, shared_heads=[[1], [0]], local_heads=[[0], [2, 3]], head_fallback="local", local_window=4, local_sinks=3
+        1,
+        2,
+        shared_heads=[[1], [0]],
+        never_on_heads=[[0], [2, 3]],
+        head_fallback="local",
+        local_window=4,
+        local_sinks=3,
     ),
     "local, start": plan(
         1,
@@ -36,7 +42,7 @@ PLANS = {
         local_window=4,
         local_sinks=2,
         local_start=9,
-        local_heads=[[3], [1, 2]],
+        never_on_heads=[[3], [1, 2]],
     ),
     "local, fixed, start": plan(
         *([2, 0], [2, 0], "none"), head_fallback="local", local_window=4, local_sinks=1, local_start=12
@@ -44,7 +50,7 @@ PLANS = {
     "threshold": plan(1, 2, "threshold"),
     "threshold, mixed": plan(
         *(1, 2, "threshold"),
-        **{"shared_heads": [[1], [0]], "local_heads": [[0], [2, 3]]},
+        **{"shared_heads": [[1], [0]], "never_on_heads": [[0], [2, 3]]},
         **{"head_fallback": "local", "local_window": 4, "local_sinks": 3},
     ),
     "explicit ids": plan(2, 3, "query_norm", shared_heads=[[1, 3], [0, 2]]),
@@ -156,7 +162,7 @@ def test_a_group_of_one_head_is_a_head(make_pair, ids, scoring):
         plan(1, 2, head_fallback="value"),
         plan(1, 2, "two_stage"),
         plan(1, 2, "threshold"),
-        plan(1, 2, head_fallback="local", local_window=2, local_sinks=1, local_heads=[[3], []]),
+        plan(1, 2, head_fallback="local", local_window=2, local_sinks=1, never_on_heads=[[3], []]),
     ],
     ids=lambda routing: " ".join(map(str, routing.values())),
 )
@@ -179,7 +185,7 @@ def test_all_heads_active_is_the_base_bit_for_bit(make_pair, ids, dtype, impleme
     "routing",
     [
         plan([1, 0], [2, 0], head_fallback="local", local_window=9, local_sinks=3),
-        plan(1, 2, head_fallback="local", local_window=2, local_sinks=1, local_start=12, local_heads=[[3], []]),
+        plan(1, 2, head_fallback="local", local_window=2, local_sinks=1, local_start=12, never_on_heads=[[3], []]),
     ],
     ids=["window", "start"],
 )

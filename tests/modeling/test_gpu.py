@@ -35,9 +35,9 @@ def test_logits_are_those_of_the_cpu(make_pair, ids, router_type):
         torch.testing.assert_close(moh.cuda()(ids.cuda()).logits.cpu(), expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("local_heads", [[[3], [1, 2]], [[3], [0, 1, 2, 3]]], ids=["some", "a whole layer"])
-def test_gradients_under_autocast_are_those_of_float32_on_a_cpu(make_pair, local_heads):
-    fields = {"num_shared_heads": 0, "num_active_heads": [2, 0], "local_heads": local_heads}
+@pytest.mark.parametrize("never_on_heads", [[[3], [1, 2]], [[3], [0, 1, 2, 3]]], ids=["some", "a whole layer"])
+def test_gradients_under_autocast_are_those_of_float32_on_a_cpu(make_pair, never_on_heads):
+    fields = {"num_shared_heads": 0, "num_active_heads": [2, 0], "never_on_heads": never_on_heads}
     fields |= {"router_type": "threshold", "head_fallback": "local", "local_window": 4, "local_sinks": 2}
     _, moh = make_pair(**fields, local_start=9)
     ids = torch.randint(1, 257, (1, 60), generator=torch.Generator().manual_seed(0))
@@ -59,7 +59,7 @@ BACKENDS = {"reference": (reference_attention, None), "flex": (flex.flex_attenti
 BACKENDS["flash"] = flash.flash_attention, flash.why_not
 WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 1}
 WIDE |= {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "initializer_range": 0.05}
-WIDE |= {"head_fallback": "local", "local_window": 64, "local_sinks": 4, "local_start": 100, "local_heads": [[3]]}
+WIDE |= {"head_fallback": "local", "local_window": 64, "local_sinks": 4, "local_start": 100, "never_on_heads": [[3]]}
 WIDE |= {"max_position_embeddings": 512}
 
 

@@ -216,7 +216,7 @@ FALLBACKS = {
     "value": {"head_fallback": "value"},
     "local": {"head_fallback": "local", "local_window": 4, "local_sinks": 2},
     "start": {"head_fallback": "local", "local_window": 4, "local_sinks": 2, "local_start": 9}
-    | {"local_heads": [[3], [2]]},
+    | {"never_on_heads": [[3], [2]]},
 }
 
 
@@ -245,8 +245,8 @@ def one_layer(make_pair):
 
     def make(name: str, layers: int = 1):
         fields = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear"} | FALLBACKS[name]
-        if "local_heads" in fields:
-            fields["local_heads"] = fields["local_heads"][:layers]
+        if "never_on_heads" in fields:
+            fields["never_on_heads"] = fields["never_on_heads"][:layers]
         return make_pair(dtype=torch.float64, num_hidden_layers=layers, **fields)[1].train()
 
     return make

@@ -183,5 +183,5 @@ def test_what_was_published_in_format_1_keeps_its_meaning(tmp_path, router_type)
 
 
 def test_a_later_format_is_refused_in_one_line():
-    with pytest.raises(ValueError, match=r"moh_format=6: this code reads formats up to 5; load .*trust_remote_code"):
-        MoHLlamaConfig(**(CONFIG | {"moh_format": 6}))
+    with pytest.raises(ValueError, match=r"moh_format=7: this code reads formats up to 6; load .*trust_remote_code"):
+        MoHLlamaConfig(**(CONFIG | {"moh_format": 7}))

@@ -19,7 +19,7 @@ PLANS = {
     "value": {"router_type": "linear", "head_fallback": "value"},
     "local": {"router_type": "linear", **LOCAL},
     "no sinks": {"router_type": "query_norm", **LOCAL, "local_sinks": 0},
-    "start": {"router_type": "threshold", **LOCAL, "local_start": 9, "local_heads": [[3], [1, 2]]},
+    "start": {"router_type": "threshold", **LOCAL, "local_start": 9, "never_on_heads": [[3], [1, 2]]},
     "fixed groups": {"router_type": "none", "routing_granularity": "kv_group", **LOCAL, "local_start": 8}
     | {"shared_heads": [[0, 1], []], "num_shared_heads": [2, 0], "num_active_heads": [2, 0]},
 }

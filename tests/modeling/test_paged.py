@@ -75,7 +75,7 @@ PLANS = [
         "local_start": 14,
         "routing_granularity": "kv_group",
     },
-    {"router_type": "threshold", "num_shared_heads": 1, "num_active_heads": 2, "local_heads": [[1], [2, 3]]},
+    {"router_type": "threshold", "num_shared_heads": 1, "num_active_heads": 2, "never_on_heads": [[1], [2, 3]]},
     {"router_type": "none", "shared_heads": [[0, 1], [2, 3]], "num_shared_heads": 2, "num_active_heads": 2},
 ]
 # Prompts in chunks, then steps of single tokens, one request by itself, and one that ends.

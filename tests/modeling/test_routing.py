@@ -158,9 +158,7 @@ def test_a_threshold_has_one_number_of_heads_and_no_balance(make_pair, ids):
         assert output.aux_loss == 0 and torch.equal(output.loss, moh(ids, labels=ids).loss)
         on = [(logits > 0).sum(-1) for logits in output.router_logits]
         assert all(len(counts.unique()) > 1 for counts in on)  # tokens differ in their number of heads
-        with pytest.raises(
-            ValueError, match=r"must be 2, the mean number .*, or be .*=4 \(layer 0\)"
-        ):
+        with pytest.raises(ValueError, match=r"must be 2, the mean number .*, or be .*=4 \(layer 0\)"):
             moh.set_active_heads(3)
         with moh.all_heads_active():
             assert torch.equal(moh(ids).logits, base(ids).logits)

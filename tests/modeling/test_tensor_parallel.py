@@ -24,7 +24,7 @@ PLANS = {
     "value": UNEVEN | {"router_type": "linear", "head_fallback": "value"},
     "threshold": UNEVEN | LOCAL | {"router_type": "threshold", "local_start": 8},
     # Two devices: the first has all heads that are never on, or none of a layer's.
-    "never on": UNEVEN | LOCAL | {"router_type": "threshold", "local_start": 8, "local_heads": [[0, 1, 2], [4, 5]]},
+    "never on": UNEVEN | LOCAL | {"router_type": "threshold", "local_start": 8, "never_on_heads": [[0, 1, 2], [4, 5]]},
     "fixed": LOCAL | {"router_type": "none", "shared_heads": [[0, 1, 2, 3], [1, 4]], "num_shared_heads": [4, 2]},
     "groups": LOCAL
     | {"router_type": "threshold", "routing_granularity": "kv_group", "num_shared_heads": 2, "num_active_heads": 4},
@@ -126,6 +126,6 @@ def test_a_shard_takes_its_heads() -> None:
     assert shard.take(torch.arange(8)).tolist() == [4, 5]
     plan = LOCAL | {"router_type": "threshold", "num_shared_heads": 2, "num_active_heads": 4}
     sizes = {"hidden_size": 32, "num_attention_heads": 8, "num_hidden_layers": 1}
-    router = MoHRouter(MoHLlamaConfig(**sizes, **plan, shared_heads=[[3, 5]], local_heads=[[0, 4]]), 0)
+    router = MoHRouter(MoHLlamaConfig(**sizes, **plan, shared_heads=[[3, 5]], never_on_heads=[[0, 4]]), 0)
     assert router.kinds() == ((3, 5), (0, 4))
     assert router.kinds(shard) == ((1,), (0,))  # by their numbers there

@@ -22,12 +22,12 @@ PLANS = {
     "weighted": plan(2, 3, "two_stage", router_score="weighted"),
     "value": plan([1, 4, 1], [2, 4, 2], head_fallback="value", num_hidden_layers=3),
     "local, top k": plan(1, 2, **LOCAL),
-    "local, threshold, never on": plan(1, 2, "threshold", local_heads=[[3], [1, 2]], local_start=START, **LOCAL),
+    "local, threshold, never on": plan(1, 2, "threshold", never_on_heads=[[3], [1, 2]], local_start=START, **LOCAL),
     "local, fixed": plan([2, 0], [2, 0], "none", local_start=START, **LOCAL),
     "groups": plan(3, 6, "linear", routing_granularity="kv_group", head_fallback="value", **SIZES)
     | {"shared_heads": GROUPS["3 heads"]["shared_heads"]},
     "groups, threshold": plan(
-        3, 4, "threshold", routing_granularity="kv_group", local_heads=[[0, 1, 2], [6, 7, 8]], **SIZES, **LOCAL
+        3, 4, "threshold", routing_granularity="kv_group", never_on_heads=[[0, 1, 2], [6, 7, 8]], **SIZES, **LOCAL
     )
     | {"shared_heads": [[3, 4, 5], [0, 1, 2]], "num_active_heads": 6, "local_start": START},
 }

@@ -522,8 +522,8 @@ PATCHES = (
     Patch(
         "how many heads are on is no part of what a model is known by",
         "moh_llm/records/identity.py",
-        '*("shared_heads_per_layer", "active_heads_per_layer", "local_heads_per_layer"),',
-        '*("shared_heads_per_layer", "local_heads_per_layer"),',
+        '*("shared_heads_per_layer", "active_heads_per_layer", "never_on_heads_per_layer"),',
+        '*("shared_heads_per_layer", "never_on_heads_per_layer"),',
         (f"{CONVERTED}[value]",),
     ),
     Patch(

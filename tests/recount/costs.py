@@ -67,7 +67,7 @@ def forward_flops(config: Config, length: int, dense: bool = False) -> float:
 def routed(config: Config, layer: int) -> list[int]:
     """Heads of a layer that its router chooses among."""
     shared = shared_heads(config)[layer]
-    never = (config.get("local_heads") or [[]] * config["num_hidden_layers"])[layer]
+    never = (config.get("never_on_heads") or [[]] * config["num_hidden_layers"])[layer]
     return [head for head in range(config["num_attention_heads"]) if head not in {*shared, *never}]
 
 

@@ -54,7 +54,7 @@ def plan_sha256(folder: Path) -> str:
     fields = {
         "shared_heads_per_layer": costs.shared_heads(config),
         "active_heads_per_layer": costs.per_layer(config, "num_active_heads"),
-        "local_heads_per_layer": config["local_heads"] or [[]] * config["num_hidden_layers"],
+        "never_on_heads_per_layer": config["never_on_heads"] or [[]] * config["num_hidden_layers"],
     }
     names = ("router_type", "router_score", "routing_granularity", "head_fallback", "local_window", "local_sinks")
     names += ("local_start", "query_key_norm", "num_experts_per_tok", "num_attention_heads", "num_key_value_heads")

@@ -40,7 +40,7 @@ def step_of(folder: Path, kind: str) -> TrainingStep:
     network = networks.load_network(folder, torch.float32)
     chosen = {}
     if kind == "threshold":  # the fit may have left no head to choose
-        chosen = {"shared_heads": [[0], [1]], "num_shared_heads": 1, "num_active_heads": 2, "local_heads": None}
+        chosen = {"shared_heads": [[0], [1]], "num_shared_heads": 1, "num_active_heads": 2, "never_on_heads": None}
     if kind == "full":  # one layer's budget is all heads
         chosen = {"num_active_heads": [network.config.num_attention_heads, 2]}
     if chosen:

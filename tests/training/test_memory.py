@@ -129,9 +129,9 @@ SHAPES = {
     "groups": ({"num_key_value_heads": 4, "routing_granularity": "kv_group", "num_shared_heads": 2}, {}),
     "local": ({"head_fallback": "local", "local_window": 32}, {}),
     "fixed": ({"head_fallback": "local", "local_window": 32, "router_type": "none"} | FIXED, {}),
-    "mixed": ({"head_fallback": "local", "local_window": 32, "local_heads": [[6, 7]] * 6}, {}),
+    "mixed": ({"head_fallback": "local", "local_window": 32, "never_on_heads": [[6, 7]] * 6}, {}),
     "first tokens": (
-        {"head_fallback": "local", "local_window": 16, "local_start": 48, "local_heads": [[6, 7]] * 6},
+        {"head_fallback": "local", "local_window": 16, "local_start": 48, "never_on_heads": [[6, 7]] * 6},
         {},
     ),
     "fixed first tokens": (

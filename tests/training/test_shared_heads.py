@@ -132,7 +132,7 @@ PLANS = {
         "head_fallback": "local",
         "local_window": 3,
         "local_sinks": 1,
-        "local_heads": [[1], [4]],
+        "never_on_heads": [[1], [4]],
     },
     "groups": {"router_type": "linear", "routing_granularity": "kv_group", "head_fallback": "value"},
 }
