@@ -8,9 +8,10 @@ from transformers.utils.versions import require_version
 # 5.2 is the first that has what the model is built on; 5.3.0 leaves the tied output embedding of remote code empty.
 require_version("transformers>=5.2,!=5.3.0", "MoH models need another version: pip install -U transformers")
 
-# The newest format that this code reads. It grows when a field or a tensor changes its meaning.
-# 2: routing_granularity="kv_group". 3: head_fallback="local", router_type="none" and "threshold".
-# 4: local_start. 5: num_local_experts. 6: never_on_heads is no longer called local_heads. Models without these are written as 1, which older code reads.
+# The newest format that this code reads. It grows when a field or a tensor changes its meaning. 2:
+# routing_granularity="kv_group". 3: head_fallback="local", router_type="none" and "threshold". 4: local_start. 5:
+# num_local_experts. 6: never_on_heads is no longer called local_heads. Models without these are written as 1, which
+# older code reads.
 FORMAT = 6
 CHOICES = {
     "router_type": ("query_norm", "linear", "threshold", "two_stage", "none"),

@@ -1,7 +1,7 @@
 """The operation of a Mixture-of-Head layer: attention in which every query of a head has its own first key.
 
-`interval_attention` takes a faster form of it where one is registered, as `import moh_llm` does. This file holds the
-reference: PyTorch's `scaled_dot_product_attention` on any device, with gradients, in blocks of queries.
+`interval_attention` calls a faster implementation if one is registered, as `import moh_llm` does. This file holds the
+reference: PyTorch's `scaled_dot_product_attention` in blocks of queries, on any device, with gradients.
 
 Shapes: B batch, T queries, S keys (of the cache and of this pass), H query heads, KV key-value heads, D head size.
 """
@@ -17,11 +17,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .seen_moh import Seen, can_be_read
 
-NAME = "moh_interval"  # under which transformers' list of attention functions has the faster form
-_ROWS, _BLOCK = 512, 128  # queries of a block: of full attention and of windows
-_WIDER = 8  # entries that the distant token adds to queries, keys and values: kernels want multiples of 8
+NAME = "moh_interval"  # the faster implementation's name in transformers' registry of attention functions
+_ROWS, _BLOCK = 512, 128  # queries per block of full attention, and of windowed attention
+_WIDER = 8  # the distant token widens the heads by this: kernels want head sizes that are multiples of 8
 Distant = tuple[Tensor, Tensor]
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # SDPA's kernel; returns the log-sum-exp, too
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # SDPA's kernel, which also returns the log-sum-exp
 
 
 def interval_attention(
@@ -35,23 +35,24 @@ def interval_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention of each query of a head to the keys from its first one on, to the sinks, and to a distant token.
+    """Attention in which every query of a head sees the keys from its own first key on, the sinks, and a distant token.
 
-    Query t of head h sees the keys s <= `last[t]` with s >= `first[t, h]` or `start[t]` <= s < `sink_end[t]`. Where
-    this leaves out n keys, the softmax has one more entry: the distant token's, whose score is increased by log n.
+    Query t of head h sees the keys s <= `last[t]` with s >= `first[t, h]` or `start[t]` <= s < `sink_end[t]`. If this
+    hides n > 0 keys, the softmax has one more entry, the distant token, whose score is increased by log n.
 
     Args:
-        query: `[B, H, T, D]`, after rotary embedding. As many heads in a row share each key-value head.
-        key, value: `[B, KV, S, D]`, those of a cache included.
-        first: `[B, T, H]`, what `seen.first` gives.
-        seen: which keys queries see, whatever the head.
+        query: `[B, H, T, D]`, after rotary embedding. Consecutive heads share a key-value head.
+        key, value: `[B, KV, S, D]`, including the keys and values of a cache.
+        first: first key of each query and head, `[B, T, H]`; see `Seen.first`.
+        seen: the keys that queries see, whatever the head.
         scaling: factor of the scores.
         distant: scores of the distant token `[B, T, H]` (already scaled) and its values `[H, D]`.
-        dropout: probability.
-        kwargs: for a registered form: `kinds`, ids of the heads that are always and never on; `module`, the layer.
+        dropout: dropout probability of the attention weights.
+        kwargs: for a registered implementation: `kinds`, ids of the heads that are always on and of those that are
+            never on; `module`, the layer.
 
     Returns:
-        Head outputs `[B, T, H, D]`; zero where a query sees nothing.
+        Head outputs `[B, T, H, D]`; zero where a query sees no key.
     """
     attend = ALL_ATTENTION_FUNCTIONS.get(NAME)
     if attend is None:
@@ -69,7 +70,7 @@ def reference_attention(
     distant: Distant | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """`interval_attention` by PyTorch alone. Memory is linear in T, but under masks that are not (`seen.visible`)."""
+    """`interval_attention` in plain PyTorch. Memory is linear in T, except with `seen.visible`."""
     if seen.visible is not None:
         return masked_attention(query, key, value, first, seen, scaling, distant, dropout)
     on = first <= seen.start
@@ -93,7 +94,7 @@ def masked_attention(
     distant: Distant | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """`interval_attention` by the letter: all scores, a mask, a softmax. It takes any mask."""
+    """`interval_attention` by its definition: all scores, a mask, a softmax. Supports every mask."""
     count = key.shape[2] if seen.visible is None else min(key.shape[2], seen.visible.shape[-1])
     places = torch.arange(count, device=key.device)
     shared = query.shape[1] // key.shape[1]
@@ -115,7 +116,7 @@ def masked_attention(
             score = distant[0][:, rows].transpose(1, 2).unsqueeze(-1) + _log(hidden, scores.dtype)
             scores = torch.cat([scores, score.masked_fill((own <= start) | (hidden < 1), -torch.inf)], dim=-1)
         nothing = (scores == -torch.inf).all(-1, keepdim=True)
-        scores = scores.masked_fill(nothing, 0)  # whose softmax would not be finite
+        scores = scores.masked_fill(nothing, 0)  # else its softmax would be NaN
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).masked_fill(nothing, 0)
         weights = (drop(weights, dropout) if dropout else weights).to(value.dtype)
         out = weights[..., :count] @ value
@@ -126,17 +127,17 @@ def masked_attention(
 
 
 def _log(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Logarithm of the number of keys out of sight, at least in float32; 0 where there are none."""
+    """Logarithm of the number of hidden keys, in float32 or wider; 0 if there are none."""
     return hidden.clamp_min(1).to(torch.promote_types(dtype, torch.float32)).log()
 
 
 def _of_all_queries(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scaling: float, dropout: float) -> Tensor:
-    """Attention `[B, T, H, D]` of each query to all of its document."""
+    """Causal attention of each query to its whole document, `[B, T, H, D]`."""
     length, shared = query.shape[2], query.shape[1] // key.shape[1]
     if seen.is_causal and length == key.shape[2]:
         how = {"is_causal": True, "dropout_p": dropout, "scale": scaling, "enable_gqa": shared > 1}
         return scaled_dot_product_attention(query, key, value, **how).transpose(1, 2)
-    if not query.is_cpu:  # with a mask, kernels of GPUs want a key-value head for each head
+    if not query.is_cpu:  # GPU kernels with a mask do not support grouped heads
         key, value = (states.repeat_interleave(shared, 1) for states in (key, value))
     outputs, places = [], torch.arange(key.shape[2], device=key.device)
     for begin in range(0, length, _ROWS):
@@ -150,7 +151,7 @@ def _of_all_queries(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scali
 
 
 def _of_selected_queries(query: Tensor, key: Tensor, value: Tensor, on: Tensor, seen: Seen, scaling: float) -> Tensor:
-    """As `_of_all_queries`, where `on` `[B, T, H]`, zero elsewhere, and in less time: for inference on a CPU."""
+    """`_of_all_queries` where `on` `[B, T, H]`, zero elsewhere: saves time in inference on a CPU."""
     batch, heads, length, size = query.shape
     shared = heads // key.shape[1]
     by_token, out = query.transpose(1, 2), query.new_zeros(batch, length, heads, size)
@@ -159,7 +160,9 @@ def _of_selected_queries(query: Tensor, key: Tensor, value: Tensor, on: Tensor, 
             part = slice(begin, begin + _ROWS)
             last, start = (tensor[row % len(tensor), part] for tensor in (seen.last, seen.start))  # [rows, 1]
             low, high = int(start.min()), int(last.max()) + 1
-            own = int(last.min()) if int(start.max()) == low else low  # all these queries see all keys before it
+            own = (
+                int(last.min()) if int(start.max()) == low else low
+            )  # every query of the block sees all keys before this one
             places = torch.arange(own, high)
             mask = torch.zeros(len(last), len(places), dtype=query.dtype)
             mask.masked_fill_((places > last) | (places < start), -torch.inf)
@@ -172,7 +175,7 @@ def _of_selected_queries(query: Tensor, key: Tensor, value: Tensor, on: Tensor, 
                 states = [tensor[row, group, low:high][None, None] for tensor in (key, value)]
                 later = (tensor[:, :, own - low :] for tensor in states)
                 found, total = _flash(listed, *later, attn_mask=mask[tokens][None, None], scale=scaling)
-                if own > low:  # parts of a softmax are merged by the log-sum-exp of their scores
+                if own > low:  # merge the two parts of the softmax by log-sum-exp
                     part, of_part = _flash(listed, *(tensor[:, :, : own - low] for tensor in states), scale=scaling)
                     found = found.lerp(part, torch.sigmoid(of_part - total).unsqueeze(-1).to(found.dtype))
                 out[row, begin + tokens, ids] = found[0, 0]
@@ -188,11 +191,11 @@ def near_attention(
     distant: Distant | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """What `interval_attention` gives where every head is off, `[B, T, H, D]`.
+    """`interval_attention` with every head off, `[B, T, H, D]`.
 
-    A block of queries reads the sinks of its first query's document, and the keys of all windows of the block, which
-    hold the sinks of later documents. Heads that share keys are queries of one attention. The distant token is one more
-    key, whose score is one more entry of the queries.
+    A block of queries reads the sinks of its first query's document and the keys of all its windows (which include the
+    sinks of later documents). Heads that share keys are concatenated along the queries. The distant token is one more
+    key; its score is an extra entry of the query vectors.
     """
     if not seen.is_consecutive and can_be_read(seen.last):
         return _near_of_requests(query, key, value, seen, scaling, distant, dropout)
@@ -202,7 +205,7 @@ def near_attention(
     missing = -length % block
 
     def blocks(tensor: Tensor) -> Tensor:
-        """`[B or 1, T, ...]` by blocks, `[B or 1, N, block, ...]`; the last one repeats the last query."""
+        """Split `[B or 1, T, ...]` into blocks `[B or 1, N, block, ...]`; the last block repeats the last query."""
         if missing:
             tensor = torch.cat([tensor, tensor[:, -1:].expand(-1, missing, *tensor.shape[2:])], dim=1)
         return tensor.unflatten(1, (-1, block))
@@ -213,11 +216,11 @@ def near_attention(
     index = torch.cat([sinks, band.expand(len(sinks), -1, -1, -1)], dim=-1)  # [B or 1, N, 1, K]
     shows = (index <= last) & (index >= start) & ((index >= near) | (index < sink_end))
     is_sink = torch.arange(index.shape[-1], device=key.device) < seen.sinks
-    shows &= ~is_sink | (index < band[..., :1])  # else it is seen in the band
+    shows &= ~is_sink | (index < band[..., :1])  # a sink inside the window counts once
     index = index[:, :, 0].clamp(0, count - 1)
 
     def taken(states: Tensor) -> Tensor:
-        """Keys or values of each block, `[B * N, KV, K, D]`."""
+        """Gather keys or values of each block, `[B * N, KV, K, D]`."""
         by_token = states.transpose(1, 2).expand(batch, -1, -1, -1)
         if len(index) == 1:
             found = by_token.index_select(1, index.flatten())
@@ -246,7 +249,7 @@ def near_attention(
 def _near_of_requests(
     query: Tensor, key: Tensor, value: Tensor, seen: Seen, scaling: float, distant: Distant | None, dropout: float
 ) -> Tensor:
-    """`near_attention` of requests side by side in one row: each as a row, those of one length together."""
+    """`near_attention` of concatenated requests; requests of equal length become the rows of one batch."""
     edges = [0, *((seen.last[0, :, 0].diff() != 1).nonzero()[:, 0] + 1).tolist(), query.shape[2]]
     out = query.new_empty(*query.transpose(1, 2).shape[:3], value.shape[3])
     begins: dict[int, list[int]] = {}
