@@ -1,4 +1,4 @@
-"""Writing files and folders in one step: a reader sees the old content or the new one, never a part."""
+"""Atomic writes of files and folders: a reader sees the old content or the new content, never a part."""
 
 import contextlib
 import errno
@@ -15,18 +15,18 @@ from typing import Any
 
 from moh_llm.errors import UserError, without_passwords_in
 
-# What the disk answers when the fault is the place to write to, not the program.
+# Errors of the place that is written to, rather than of the program.
 _DISK_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
-# What a run writes in its own folder, without reports, which are made there by another command.
+# Folders that a training run writes (not reports, which another command makes there).
 _OF_RUNS = {"model", "checkpoints", "milestones", "tensorboard"}
-_CACHED = re.compile(r"(models|datasets|spaces)--.")  # how the folders of a Hub cache begin
+_CACHED = re.compile(r"(models|datasets|spaces)--.")  # folders of a Hub cache
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` in one step: to a temporary name beside it, then rename.
+    """Write ``text`` to ``path`` atomically: to a temporary file beside it, which is then renamed.
 
-    A surrogate, which stands for a byte of a name that is not UTF-8, is written as JSON escapes it, ``\\udcNN``.
+    Surrogates, which stand for bytes of names that are not UTF-8, are written as escapes, ``\\udcNN``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -38,9 +38,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write ``record`` as indented JSON in one step. NaN and infinity are refused (ValueError).
+    """Write ``record`` as indented JSON, atomically and without the users and passwords of addresses.
 
-    User and password of the addresses in it are left out.
+    Raises:
+        ValueError: the record holds NaN or infinity.
+        UserError: the file cannot be written.
     """
     text = json.dumps(record, indent=2, allow_nan=False)
     if "@" in text and ":/" in text:
@@ -49,7 +51,7 @@ def write_json(path: Path, record: Any) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes."""
+    """The SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
@@ -58,12 +60,12 @@ def sha256(path: Path) -> str:
 
 
 def outside(path: Path, folder: Path) -> Path | None:
-    """Where a file of ``folder`` really lies if a link leads to a place that is not the folder's; None if none does.
+    """The target of a file of ``folder`` if it is a link that leaves the folder, else None.
 
-    Links to files inside the folder are its own, and so are those into a Hub cache, whose snapshots hold links only:
-    `models--OWNER--NAME/snapshots/COMMIT/FILE` to `models--OWNER--NAME/blobs/HASH`.
+    Links into a Hub cache do not leave the folder, because snapshots consist of such links:
+    `models--OWNER--NAME/snapshots/COMMIT/FILE` points to `models--OWNER--NAME/blobs/HASH`.
     """
-    target = Path(os.path.realpath(path))  # which does not raise at links in a circle
+    target = Path(os.path.realpath(path))  # unlike Path.resolve, it does not raise on circular links
     if target.is_relative_to(os.path.realpath(folder)):
         return None
     blobs = target.parent
@@ -71,49 +73,49 @@ def outside(path: Path, folder: Path) -> Path | None:
 
 
 def check_links(folder: Path, files: Iterable[Path]) -> None:
-    """Raise UserError where one of a folder's ``files`` lies outside of it (`outside`): it may be no part of it."""
+    """Raise UserError if one of the ``files`` is a link that leaves ``folder`` (see `outside`)."""
     for path in files:
         if target := outside(path, folder):
             raise UserError(
-                f"{path} is a link to {target}, outside its folder; replace it by the file itself if it belongs there"
+                f"{path} is a link to {target}, outside its folder; replace the link by the file if it belongs there"
             )
 
 
 def check_holds_none(output: Path, reads: Iterable[str | Path]) -> None:
-    """Raise UserError if ``output`` holds one of the job's own inputs; names that are not local paths are ignored."""
+    """Raise UserError if ``output`` holds one of the inputs; names that are not local paths are ignored."""
     for read in map(Path, reads):
         if read.exists() and Path(os.path.realpath(read)).is_relative_to(os.path.realpath(output)):
-            raise UserError(f"--output {output} would replace {read}, which is read; name another folder")
+            raise UserError(f"--output {output} would replace {read}, which is an input; name another folder")
 
 
 def follow(output: Path) -> Path:
-    """The folder that ``output`` names: what it links to where it is a link, else itself.
+    """Resolve ``output`` if it is a link.
 
     Raises:
-        UserError: the link leads to nothing, or back to itself.
+        UserError: the link is broken or circular.
     """
     if not output.is_symlink():
         return output
     target = Path(os.path.realpath(output))
     if not output.exists():
-        _clear_leftovers(target)  # a process that was killed while it replaced the folder left it under another name
+        _clear_leftovers(target)  # a killed process may have left the folder under its temporary name
     if not output.exists():
-        raise UserError(f"--output {output} is a link to {os.readlink(output)}, which is not there; name a folder")
+        raise UserError(f"--output {output} is a link to {os.readlink(output)}, which does not exist; name a folder")
     return target
 
 
 def check_output_folder(output: Path, overwrite: bool, reads: Iterable[str | Path] = ()) -> None:
-    """Raise UserError unless ``output`` can be made: absent, an empty folder, a link to one, or ``overwrite``.
+    """Raise UserError unless ``output`` can be made: it is absent, empty, a link to such a folder, or ``overwrite``.
 
-    A folder that holds the working folder, or one of the job's own inputs ``reads``, is never replaced, and none is
-    made inside of what belongs to something else (`check_place`).
+    A folder that holds the working folder or an input of the job (``reads``) is never replaced. No folder is made
+    inside a model, a run or a Hub cache (see `check_place`).
     """
     check_place(output)
     _check_free(output, overwrite, reads)
 
 
 def check_place(output: Path, flag: str = "--output") -> None:
-    """Raise UserError where ``output`` lies in the folder of a model, in what a training run made, or in a Hub cache.
+    """Raise UserError if ``output`` lies inside a model, a training run or a Hub cache.
 
     It would be taken for a part of that, and removed with it.
     """
@@ -147,11 +149,13 @@ def _check_free(output: Path, overwrite: bool, reads: Iterable[str | Path] = ())
 
 @contextlib.contextmanager
 def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder beside ``output`` that becomes ``output`` when the block ends well.
+    """Yield a temporary folder beside ``output`` that becomes ``output`` if the block succeeds.
 
-    Where ``output`` is a link, the folder that it links to is replaced, and the temporary one is beside that. On any
-    exception the temporary folder is removed and ``output`` stays as it was. Raises UserError when ``output`` is in
-    the way, at the beginning or by the end, or the disk refuses.
+    If ``output`` is a link, the folder that it points to is replaced. On an exception the temporary folder is removed
+    and ``output`` is left as it was.
+
+    Raises:
+        UserError: ``output`` exists (checked before and after the block), or the disk refuses.
     """
     output = follow(output)
     _clear_leftovers(output)
@@ -161,31 +165,33 @@ def new_folder(output: Path, overwrite: bool = False) -> Iterator[Path]:
         try:
             yield temporary
             share_files(temporary)
-            _check_free(output, overwrite)  # something else may lie there by now
+            _check_free(output, overwrite)  # another process may have made it meanwhile
             if overwrite and output.exists():
                 os.replace(output, old)
-            os.replace(temporary, output)  # or into the place of an empty folder; the kernel refuses any other
+            os.replace(temporary, output)  # replaces an empty folder; the kernel refuses any other
             shutil.rmtree(old, ignore_errors=True)
         finally:
-            if old.exists() and not output.exists():  # stopped between the two renames
+            if old.exists() and not output.exists():  # interrupted between the two renames
                 os.replace(old, output)
 
 
 def share_files(folder: Path) -> None:
-    """Give files the permissions that new files have here; safetensors makes them for their owner alone."""
+    """Give files the default permissions: safetensors makes files that only their owner can read."""
     umask = os.umask(0)
     os.umask(umask)
     for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:  # a linked one is its base's
+        if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:  # hard links belong to the base
             path.chmod(0o666 & ~umask)
 
 
 @contextlib.contextmanager
 def scratch_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside ``output``, for what is to be renamed into its place; removed at the end.
+    """Yield a temporary folder beside ``output``, which is removed at the end.
 
-    What a killed process left is removed by the next one that makes the same output on that
-    machine. Raises UserError when the disk refuses, or when something else removed the folder meanwhile.
+    A folder that a killed process left is removed by the next process that makes the same output on this machine.
+
+    Raises:
+        UserError: the disk refuses, or the folder was removed meanwhile.
     """
     _clear_leftovers(output)
     temporary = output.with_name(f".{output.name}.{_host()}.{os.getpid()}.tmp")
@@ -201,7 +207,7 @@ def scratch_folder(output: Path) -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno in _DISK_REFUSALS:
             why = f"{error.strerror}; free some space or name another place"
         elif not temporary.is_dir():
-            why = f"its temporary folder {temporary} was removed by something else; start again"
+            why = f"its temporary folder {temporary} was removed by another process; start again"
         else:
             raise
         raise UserError(f"cannot write {output}: {why}") from error
@@ -220,7 +226,7 @@ def _clear_leftovers(output: Path) -> None:
         return
     for path in output.parent.iterdir():
         found = pattern.fullmatch(path.name)
-        # Our own number on one is that of an earlier process: in a container numbers recur.
+        # A leftover with our own process id is from an earlier process: ids recur in containers.
         if found is None or (int(found[1]) != os.getpid() and _is_running(int(found[1]))):
             continue
         if found[2] == "old" and not output.exists():  # killed between the two renames

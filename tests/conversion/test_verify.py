@@ -175,7 +175,7 @@ def test_output_may_not_hold_the_base(make_llama, tmp_path, capsys):
     before = sorted(path.name for path in base.iterdir())
     for output in (base, base.parent):
         assert main(["convert", str(base), "--preset", "paper", "--output", str(output), "--overwrite"]) == 2
-        assert f"would replace {base}, which is read" in capsys.readouterr().err
+        assert f"would replace {base}, which is an input" in capsys.readouterr().err
     assert sorted(path.name for path in base.iterdir()) == before
 
 

@@ -186,7 +186,7 @@ def test_bad_files(tmp_path, content, message):
 def test_files_that_are_no_text(tmp_path):
     (tmp_path / "m.yaml").write_bytes(b"name: \xff\xfe")
     assert refusal(tmp_path / "m.yaml").startswith(f"mixture {tmp_path / 'm.yaml'} cannot be read: ")
-    assert refusal(tmp_path) == f"mixture {tmp_path} is no regular file; name a file"
+    assert refusal(tmp_path) == f"mixture {tmp_path} is not a regular file; name a file"
     assert refusal("nowhere") == "mixture nowhere does not exist; name a YAML file, or 'embedded'"
 
 

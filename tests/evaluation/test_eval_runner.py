@@ -197,7 +197,7 @@ def test_what_can_be_refused_is_refused_first(tiny_llama: Path, tmp_path: Path, 
     smoke = ["--suite", "smoke", "--output"]
     for words, message in (
         ([*smoke, tmp_path / "full"], "is not empty; pass --overwrite"),
-        ([*smoke, tiny_llama, "--overwrite"], "which is read; name another folder"),
+        ([*smoke, tiny_llama, "--overwrite"], "which is an input; name another folder"),
         (["--data-dir", tmp_path, "--output", tmp_path / "out"], r"data folder .* lacks MMLU"),
         ([*smoke, tmp_path / "out", "--device", "gpu"], "torch cannot use it"),
     ):

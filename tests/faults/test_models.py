@@ -115,7 +115,7 @@ def test_files_that_are_no_objects(base: Path, refused: Callable[..., str], name
 def test_a_pipe_is_not_waited_for(base: Path, refused: Callable[..., str], name: str) -> None:
     (base / name).unlink()
     os.mkfifo(base / name)
-    assert "is no regular file" in refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
+    assert "is not a regular file" in refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
 
 
 @pytest.mark.parametrize("file", [7, None, ["model.safetensors"], "x" * 300, "a\0b", "../model.safetensors"])
@@ -162,7 +162,7 @@ def test_a_tokenizer_with_ids_beyond_the_embedding(base: Path, refused: Callable
     ("text", "words"),
     [
         (LAUGHS, "more than 100,000 values"),
-        ("model: &m [*m]\n", "an alias refers to what it is part of"),
+        ("model: &m [*m]\n", "an alias refers to a value that contains it"),
         ("model: " + DEEP[:300] + DEEP[-300:], "nested"),
         ("model: " + "[" * 5000, "nested"),
         ("model: !!binary aGVsbG8=\n", "is not read"),

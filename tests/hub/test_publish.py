@@ -200,7 +200,7 @@ def test_a_copy_that_is_removed_meanwhile_is_reported(folder, fake_hub, proven, 
     monkeypatch.setattr(publishing, step, spoil)
     assert _publish(folder) == 2
     error = capsys.readouterr().err
-    assert "was removed by something else; start again" in error and not fake_hub.requests
+    assert "was removed by another process; start again" in error and not fake_hub.requests
     assert len(error.splitlines()) == 1 and not list(folder.parent.glob(".moh.*"))
 
 

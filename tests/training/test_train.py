@@ -262,7 +262,7 @@ def test_overwriting_a_run_keeps_the_model_that_is_read(run, recipe, capsys):
     model = run / "model"
     command = ["train", str(recipe), "--model", str(model), "--max_steps", "1", "--overwrite"]
     assert main(command) == 2
-    assert f"would replace {model}, which is read" in capsys.readouterr().err
+    assert f"would replace {model}, which is an input" in capsys.readouterr().err
     assert (model / "model.safetensors").exists()
 
 
