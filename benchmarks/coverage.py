@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
-from moh_llm.data.shards import Shard, TokenizedSource, TokenStream
+from moh_llm.data.shards import TokenizedSource, TokenStream
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.data.windows import validation_batches
 from moh_llm.devices import name_device
@@ -70,8 +70,10 @@ def cover_documents(args: argparse.Namespace) -> None:
     populations: dict[tuple[str, str], np.ndarray] = {}
     for text in args.text:
         (source,) = mixture_from_files([text]).sources
-        texts = itertools.islice((text for _, text in source_documents(source)), args.documents)
-        stream = TokenStream.of([Shard.of([ids for _, ids in TextTokenizer.of(tokenizer).encode(texts)])])
+        texts = itertools.islice(source_documents(source), args.documents)
+        stream = TokenStream.from_documents(
+            [ids for _, ids, _ in TextTokenizer.from_tokenizer(tokenizer).encode(texts)]
+        )
         batches = validation_batches([TokenizedSource(text, 1.0, stream, stream)], length, len(stream), BATCH)
         found = compare_to_reference({name: logits_of(m) for name, m in models.items()}, logits_of(base), batches)
         populations |= {(Path(text).parent.name or text, name): each.sums for name, each in found.items()}

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from moh_llm.data.mixture import mixture_from_arguments, mixture_from_files
 from moh_llm.data.records import source_documents
 from moh_llm.data.sample import sample_mixture
-from moh_llm.data.shards import Shard, TokenStream
+from moh_llm.data.shards import TokenStream
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.data.windows import fixed_batches
 from moh_llm.errors import UserError
@@ -53,11 +53,11 @@ def _read(
     name: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, length: int, batch_size: int
 ) -> list[Batch]:
     (source,) = mixture_from_files([name]).sources
-    texts: Iterable[str] = (text for _, text in source_documents(source))
+    texts: Iterable[tuple[str, str]] = source_documents(source)
     if args.documents is not None:
         texts = deque(texts, args.documents) if args.last else itertools.islice(texts, args.documents)
-    pieces = [ids[: args.tokens_per_document] for _, ids in TextTokenizer.of(tokenizer).encode(texts)]
-    stream = TokenStream.of([Shard.of(pieces)])
+    pieces = [ids[: args.tokens_per_document] for _, ids, _ in TextTokenizer.from_tokenizer(tokenizer).encode(texts)]
+    stream = TokenStream.from_documents(pieces)
     if len(stream) < length:
         raise UserError(f"{name}: {len(pieces)} documents were chosen, {len(stream)} tokens, fewer than {length}")
     return fixed_batches([stream], [1.0], length, len(stream), batch_size)

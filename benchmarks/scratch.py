@@ -305,7 +305,7 @@ def run(args: argparse.Namespace) -> None:
     check_output_folder(args.output, overwrite=True)  # what is there is kept
     args.output.mkdir(parents=True, exist_ok=True)
     tokenizer = open_tokenizer(args.tokenizer or trained_tokenizer(args, mixture))
-    text_tokenizer = TextTokenizer.of(tokenizer)
+    text_tokenizer = TextTokenizer.from_tokenizer(tokenizer)
     known, compared = make_methods(SIZES[args.size], text_tokenizer.vocab_size, args.context)
     names = list(known) if args.methods == ["all"] else list(dict.fromkeys(["dense", *(args.methods or compared)]))
     if args.reference not in names:

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
-from moh_llm.errors import printable
+from moh_llm.errors import printable, without_passwords
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +25,17 @@ def say(*lines: object, file: TextIO | None = None) -> None:
 def say_aside(*lines: object) -> None:
     """`say` on the standard error."""
     say(*lines, file=sys.stderr)
+
+
+_said: set[str] = set()
+
+
+def say_once(line: str) -> None:
+    """`say_aside` of a line that this process has not printed yet. Of a training job only the first process prints."""
+    line = without_passwords(line)
+    if line not in _said and os.environ.get("RANK", "0") == "0":
+        _said.add(line)
+        say_aside(line)
 
 
 def console(**settings: Any) -> "Console":

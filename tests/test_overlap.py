@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from moh_llm.data.embedded import docstrings, embedded_documents
 from moh_llm.data.mixture import EMBEDDED
-from moh_llm.data.opening import docstrings, embedded_documents
-from moh_llm.data.shards import Shard, TokenStream
+from moh_llm.data.shards import TokenStream
 from moh_llm.data.tokenizer import is_held_out
 
 _SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "held_out.py"))
@@ -20,7 +20,7 @@ def ngrams_of(documents):
 
 
 def packed(documents):
-    return numbered(TokenStream.of([Shard.of([np.array(d) for d in documents])]))
+    return numbered(TokenStream.from_documents([np.array(d) for d in documents]))
 
 
 def test_counts_are_those_of_sets():

@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from moh_llm.analysis.heads import heads_on, last_routed_layer, token_strings
 from moh_llm.analysis.measures import measure_heads, similarity_table
-from moh_llm.data.shards import Shard, TokenStream
+from moh_llm.data.shards import TokenStream
 from moh_llm.data.windows import fixed_batches, stack, window
 from moh_llm.devices import synchronize
 from moh_llm.errors import UserError
@@ -117,7 +117,7 @@ def _read(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], row: int
         ids = tokenizer(document, verbose=False)["input_ids"]  # verbose, it warns of every long document
         # The end holds the question, and the beginning of the next row would lack its context.
         pieces.append(np.array(ids[-row:], dtype=np.int64))
-    return _first(TokenStream.of([Shard.of(pieces)]), tokens)
+    return _first(TokenStream.from_documents(pieces), tokens)
 
 
 def _first(stream: TokenStream, tokens: int) -> TokenStream:

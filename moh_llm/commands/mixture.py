@@ -78,7 +78,7 @@ def parse_tokens(text: str) -> int:
 def _estimates(mixture, tokenizer_name: str | None) -> tuple[dict[str, tuple[int | None, bool]], list[str]]:
     """Per source its training tokens and whether they are exact; and what could not be found out."""
     from moh_llm.data.locate import locate
-    from moh_llm.data.sample import estimate_source, with_progress
+    from moh_llm.data.sample import estimate_source
     from moh_llm.data.tokenizer import TextTokenizer
 
     if tokenizer_name is None:
@@ -86,9 +86,9 @@ def _estimates(mixture, tokenizer_name: str | None) -> tuple[dict[str, tuple[int
     tokenizer = TextTokenizer.load(tokenizer_name)
     found: dict[str, tuple[int | None, bool]] = {}
     notes = []
-    for source, advance in with_progress(mixture.sources):
+    for source in mixture.sources:
         try:
-            estimate = estimate_source(source, locate(source), tokenizer, advance)
+            estimate = estimate_source(source, locate(source), tokenizer)
         except UserError as error:
             notes.append(str(error))
             continue

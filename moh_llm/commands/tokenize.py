@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     from rich.table import Table
 
-    from moh_llm.data.sample import estimate_source, with_progress
+    from moh_llm.data.sample import estimate_source
     from moh_llm.data.tasks import is_done, make_tasks, prepare_sources
     from moh_llm.data.tokenize import count_workers
 
@@ -94,9 +94,9 @@ def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     for header in ("files", "MB", "tasks", "done", "tokens (estimate)"):
         table.add_column(header, justify="right")
     total = seconds = 0.0
-    for source, advance in with_progress(mixture.sources):
+    for source in mixture.sources:
         own = [task for task in tasks if task.source.name == source.name]
-        found = estimate_source(source, [file for task in own for file in task.files], tokenizer, advance)
+        found = estimate_source(source, [file for task in own for file in task.files], tokenizer)
         sizes = [task.bytes for task in own]
         size = "?" if None in sizes else f"{sum(s or 0 for s in sizes) / 1e6:,.1f}"
         done = sum(is_done(task) for task in own)

@@ -1,14 +1,14 @@
 """Conversations and instructions as text, with the characters that the loss is taken on.
 
-Records have the fields that TRL's trainers take: `messages`, or `prompt` and `completion`, both texts or both lists of
-messages; beside messages also `tools` and `chat_template_kwargs`.
-Messages become text by the tokenizer's chat template.
+Records have the fields that TRL's trainers take: `messages`, or `prompt` and `completion` (two texts or two lists of
+messages), and beside messages also `tools` and `chat_template_kwargs`. The tokenizer's chat template turns messages
+into text.
 """
 
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -22,12 +22,12 @@ _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatText(str):
-    """The text of a record; the loss is taken on a part of it.
+    """The text of a record and the parts of it that the loss is taken on.
 
     Attributes:
-        spans: that part, as ranges of characters in ascending order.
-        templated: whether a chat template wrote it, special tokens and all: a tokenizer adds none.
-        group: what decides whether it is held out: the text as of `CHAT_DATE`, whatever the date in it.
+        spans: ranges of characters that the loss is taken on, in ascending order.
+        templated: whether a chat template wrote it, special tokens included, so that the tokenizer adds none.
+        group: the text as of `CHAT_DATE`; decides whether it is held out, whatever date the template writes.
     """
 
     __slots__ = ("group", "spans", "templated")
@@ -37,21 +37,21 @@ class ChatText(str):
     group: str
 
     @classmethod
-    def of(cls, text: str, spans: list[tuple[int, int]], templated: bool) -> "ChatText":
-        """Make one; half a surrogate pair, which JSON can hold, becomes a question mark."""
+    def from_spans(cls, text: str, spans: list[tuple[int, int]], templated: bool) -> "ChatText":
+        """Half a surrogate pair, which JSON can hold, becomes a question mark."""
         made = cls(text.encode("utf-8", "replace").decode())
         made.spans, made.templated, made.group = tuple(spans), templated, str(made)
         return made
 
     def targets(self, offsets: list[tuple[int, int]], closed: bool) -> np.ndarray:
-        """Which tokens the loss is taken on, bool `[N]`: those that hold a character of a span.
+        """Whether the loss is taken on each token, bool `[N]`: on those that hold a character of a span.
 
         Args:
             offsets: the range of characters of each token.
             closed: whether an end-of-sequence token of no characters was added; it counts with the last character.
         """
-        # Ends ascend, but for special tokens that the tokenizer added, which have the range (0, 0). Beginnings would
-        # not do: some tokenizers leave a leading space out of the range.
+        # Ends ascend, except at special tokens that the tokenizer added, whose range is (0, 0). Beginnings do not
+        # serve: some tokenizers leave a leading space out of the range.
         ends = np.maximum.accumulate(np.array([end for _, end in offsets] + [len(self)] * closed, dtype=np.int64))
         found = np.zeros(len(ends), dtype=bool)
         for low, high in self.spans:
@@ -62,9 +62,9 @@ class ChatText(str):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template (Jinja) with the special tokens that it may name, as JSON.
+    """A tokenizer's chat template (Jinja) and the special tokens that it may name, as JSON.
 
-    It is rendered as on `date`, whatever day it is.
+    `date` is what it writes where it asks for today's date, so that the text is the same on all days.
     """
 
     template: str
@@ -73,12 +73,12 @@ class ChatTemplate:
 
     @property
     def reads_clock(self) -> bool:
-        """Whether what it writes may depend on the date."""
+        """Whether the text may depend on the date."""
         return "strftime_now" in self.template
 
     @classmethod
-    def of(cls, tokenizer: Any) -> "ChatTemplate | None":
-        """That of a Hugging Face tokenizer; of several the default one. None where there is none."""
+    def from_tokenizer(cls, tokenizer: Any) -> "ChatTemplate | None":
+        """The (default) template of a Hugging Face tokenizer; None where it has none."""
         template = getattr(tokenizer, "chat_template", None)
         if isinstance(template, dict):
             template = template.get("default")
@@ -88,54 +88,56 @@ class ChatTemplate:
 
     @property
     def sha256(self) -> str:
-        """Hex SHA-256 of all but the date that decides which text messages become."""
+        """Hex SHA-256 of everything but the date that decides the text of messages."""
         return hashlib.sha256(json.dumps([self.template, self.special_tokens]).encode()).hexdigest()
 
     def conversation(self, messages: Any, options: dict[str, Any]) -> ChatText:
-        """Messages as text, with what the assistant says as spans.
+        """The text of messages; the spans are what the assistant says in all turns.
 
         Args:
             messages: a list of maps with `role` and `content`.
             options: further arguments of the template.
 
         Raises:
-            ValueError: they are no messages, none is the assistant's, or the template does not say which text is its.
+            ValueError: these are not messages, none is the assistant's, or the template does not show which text is.
         """
         messages = _checked(messages, "messages")
         if _MARKERS.search(self.template):
-            text, spans = self._render(messages, options, markers=True)
-            spans = [(low, high) for low, high in spans if low < high]
+            text, marked = self._render(messages, options, markers=True)
+            spans = [(low, high) for low, high in marked if low < high]
         else:
-            text, spans = self._render(messages, options)[0], []
-            spans = self._turns(messages, 0, text, options)
+            text = self._render(messages, options)[0]
+            spans = self._assistant_turns(messages, 0, text, options)
         if not spans:
             raise ValueError("no message is the assistant's, so there is nothing to learn from it")
-        return ChatText.of(text, spans, templated=True)
+        return ChatText.from_spans(text, spans, templated=True)
 
     def completion(self, prompt: Any, completion: Any, options: dict[str, Any]) -> ChatText:
-        """Messages of a prompt and of its completion as text, with what the assistant says in the latter as spans."""
+        """The text of a prompt's and its completion's messages; the spans are the assistant's in the completion."""
         prompt, completion = _checked(prompt, "prompt"), _checked(completion, "completion")
         messages = prompt + completion
         text = self._render(messages, options)[0]
-        spans = self._turns(messages, len(prompt), text, options)
+        spans = self._assistant_turns(messages, len(prompt), text, options)
         if not spans:
             raise ValueError("no message of its completion is the assistant's, so there is nothing to learn from it")
-        return ChatText.of(text, spans, templated=True)
+        return ChatText.from_spans(text, spans, templated=True)
 
-    def _turns(self, messages: list[dict], first: int, text: str, options: dict[str, Any]) -> list[tuple[int, int]]:
-        """The assistant's text from a message on; its turn begins after the generation prompt."""
+    def _assistant_turns(
+        self, messages: list[dict], first: int, text: str, options: dict[str, Any]
+    ) -> list[tuple[int, int]]:
+        """Ranges of the assistant's turns from message `first` on. A turn begins after the generation prompt."""
         spans = []
         for number in range(first, len(messages)):
             if messages[number]["role"] != "assistant":
                 continue
             before = self._render(messages[:number], options, add_generation_prompt=True)[0]
             upto = text if number + 1 == len(messages) else self._render(messages[: number + 1], options)[0]
-            if not text.startswith(upto):  # some templates close a conversation, of however many messages
+            if not text.startswith(upto):  # some templates close a conversation after its last message, whichever it is
                 upto = upto.removesuffix(json.loads(self.special_tokens).get("eos_token") or "")
             if not (text.startswith(upto) and text.startswith(before) and len(before) < len(upto)):
                 raise ValueError(
-                    f"the chat template writes what comes before or in message {number + 1} otherwise when nothing "
-                    "follows it, so the assistant's text cannot be found; use a template with {% generation %} markers"
+                    f"the chat template writes the text up to message {number + 1} differently when more messages "
+                    "follow, so the assistant's text cannot be found; use a template with {% generation %} markers"
                 )
             spans.append((len(before), len(upto)))
         return spans
@@ -149,7 +151,7 @@ class ChatTemplate:
         try:
             texts, spans = render_jinja_template(
                 conversations=[messages],
-                chat_template=self._fixed(),
+                chat_template=self._reproducible_template(),
                 return_assistant_tokens_mask=markers,
                 **given,
             )
@@ -158,11 +160,11 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot write it: {' '.join(str(error).split())[:160]}") from error
         return texts[0], spans[0] if markers else []
 
-    def _fixed(self) -> str:
-        """The template, known to transformers as one without clock and chance.
+    def _reproducible_template(self) -> str:
+        """The template, compiled by transformers with `date` for the clock and without chance.
 
-        transformers keeps compiled templates by their text, and others may use this one with the clock: a comment
-        (whose line writes nothing) makes it another.
+        transformers caches compiled templates by their text, and others may use this one with the clock: the comment,
+        which writes nothing, makes it another text.
         """
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -176,53 +178,59 @@ class ChatTemplate:
 
 
 def _refuse_chance(*_: Any, **__: Any) -> None:
-    raise ValueError("it draws at random (random, lipsum), so its text would be another one each time")
+    raise ValueError("it draws at random (random, lipsum), so its text would differ each time")
 
 
-def read_chat(kind: str, values: dict[str, Any], template: ChatTemplate | None) -> ChatText:
+def read_chat(kind: str, values: dict[str, Any], template: ChatTemplate | None, date: str = CHAT_DATE) -> ChatText:
     """The text of a record.
 
     Args:
         kind: `messages` or `prompt_completion`.
         values: its fields of `FIELDS` and `OPTIONS`; None for one that it lacks.
         template: the tokenizer's; None where it has none.
+        date: what the template writes for today's.
 
     Raises:
-        ValueError: what is wrong with it, in words that follow its place.
+        ValueError: what is wrong with the record, in words that follow its place.
     """
     missing = [name for name in FIELDS[kind] if values[name] is None]
     if missing:
         raise ValueError(f"no field {' or '.join(missing)}")
-    if kind == "prompt_completion" and isinstance(values["prompt"], str) and isinstance(values["completion"], str):
-        prompt, text = values["prompt"], values["prompt"] + values["completion"]
-        if not values["completion"]:
+    prompt, completion = values.get("prompt"), values.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
             raise ValueError("its completion is empty")
-        return ChatText.of(text, [(len(prompt), len(text))], templated=False)
+        text = prompt + completion
+        return ChatText.from_spans(text, [(len(prompt), len(text))], templated=False)
     if template is None:
         raise ValueError("it has messages, and the tokenizer has no chat template")
-    options = _options(values)
+    template, options = replace(template, date=date), _options(values)
     if kind == "messages":
-        return template.conversation(values["messages"], options)
-    return template.completion(values["prompt"], values["completion"], options)
+        text = template.conversation(values["messages"], options)
+    else:
+        text = template.completion(prompt, completion, options)
+    if template.reads_clock and date != CHAT_DATE:
+        text.group = str(read_chat(kind, values, template))
+    return text
 
 
 def _options(values: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the template; tools may be JSON in a text, as in parquet files."""
+    """Arguments of the template. Tools may be JSON in a text, as in parquet files."""
     tools, more = values["tools"], values["chat_template_kwargs"] or {}
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError as error:
         raise ValueError(f"its tools are no JSON ({error})") from error
     if not isinstance(tools, list | None) or not isinstance(more, dict):
-        raise ValueError("its tools must be a list, its chat_template_kwargs a map")
+        raise ValueError("its tools must be a list, and its chat_template_kwargs a map")
     return {"tools": tools or None, **more}
 
 
 def _checked(messages: Any, name: str) -> list[dict]:
-    """Messages without null fields, which parquet adds for columns of other messages."""
+    """The messages without the null fields that parquet adds for columns of other messages."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"its {name} must be a list of messages, or prompt and completion both texts")
+        raise ValueError(f"its {name} must be a list of messages, or prompt and completion must both be texts")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"its {name} hold something other than maps with role and content")
+            raise ValueError(f"its {name} must be maps with role and content")
     return [{key: value for key, value in message.items() if value is not None} for message in messages]

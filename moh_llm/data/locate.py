@@ -1,24 +1,26 @@
-"""The files of a source: its location -> the files to read, in a fixed order, with what identifies each."""
+"""The files of a source: where they are, what identifies them, and opening them, local or remote, compressed or not."""
 
 import fnmatch
+import gzip
+import io
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
-from urllib.parse import quote, urldefrag
+from typing import IO, Any
+from urllib.parse import quote
 
-from moh_llm.data.mixture import Source
-from moh_llm.data.notes import note
-from moh_llm.data.opening import SPLIT, special_kind
-from moh_llm.data.patterns import matching
+from moh_llm.data.embedded import SPLIT
+from moh_llm.data.mixture import Source, matching
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError, reason, shown, without_passwords_in
 from moh_llm.records.tokens import SourceIdentity, TextRecord
+from moh_llm.terminal import say_once
 
-_LIST_CHARACTERS = 1 << 28  # of a list of addresses
+_LIST_BYTES = 1 << 28  # of a list of addresses
+_CHUNK = 1 << 16  # bytes read at once; small, so that the position in the stored file is about right
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class SourceFile:
 
     @property
     def name(self) -> str:
-        """The path as it may be shown and recorded: without user, password and query."""
+        """The path without user, password and query, for messages and records."""
         return shown(self.path)
 
     def record(self) -> TextRecord:
@@ -46,58 +48,94 @@ class SourceFile:
 
 
 def locate(source: Source) -> list[SourceFile]:
-    """The source's files, sorted within each pattern, each once; none for a built-in source.
-
-    A file that several patterns, paths or links lead to is the first of these, which a line says.
+    """The source's files in order of its patterns, sorted within each, each file once; none for a built-in source.
 
     Raises:
         UserError: nothing is there, or a list of addresses or the Hub cannot be read.
     """
-    first: dict[str, SourceFile] = {}
-    again = []
-    for file in _named(source):
-        if (known := first.setdefault(_real_path(file.path), file)) is not file:
-            again.append((file, known))
-    if again:
-        (file, known), count = again[0], len(again)
-        what = f"{known.name} twice" if file.name == known.name else f"{file.name}, which is {known.name}"
-        more = f", and {count - 1:,} more like it" if count > 1 else ""
-        note(f"source {source.name} names {what}{more}; each file is read once")
-    return list(first.values())
+    files: dict[str, SourceFile] = {}
+    for file in _named_files(source):
+        known = files.setdefault(_real_path(file.path), file)
+        if known is not file:
+            say_once(f"source {source.name} names files twice, such as {known.name}; each file is read once")
+    return list(files.values())
 
 
-def _named(source: Source) -> list[SourceFile]:
-    """The source's files as its patterns and lists name them, with those that are named twice."""
-    where = f"source {source.name}"
+def _named_files(source: Source) -> list[SourceFile]:
+    """The files that the source's patterns and lists name, those that are named twice included."""
     if source.files:
-        try:
-            return [file for pattern in source.files for file in _local(pattern, where)]
-        except OSError as error:
-            raise UserError(f"{where}: {error.filename} cannot be read: {error.strerror}") from error
+        return [file for pattern in source.files for file in _local_files(pattern, source.name)]
     if source.hub is not None:
-        return [file for pattern in source.data_files for file in _on_hub(source, pattern)]
-    if source.urls:
-        return [SourceFile(url) for url in source.urls]
+        return [file for pattern in source.data_files for file in _hub_files(source, pattern)]
     if source.url_list is not None:
-        return [SourceFile(url) for url in _listed(source)]
-    return []
+        return [SourceFile(url) for url in _listed_addresses(source)]
+    return [SourceFile(url) for url in source.urls]
 
 
 def _real_path(path: str) -> str:
-    """The same for all paths of a file, through links and ``..`` too. Hard links are files of their own."""
-    path = path.removeprefix("file://").removeprefix("local://")
+    """The same for all paths of a file, also through links and ``..``."""
+    path = _local_path(path)
     if path.startswith(("http://", "https://")):
-        return urldefrag(path).url  # the fragment is not sent
+        return path.partition("#")[0]  # the fragment is not sent
     return path if "://" in path else os.path.realpath(path)
+
+
+def _local_path(path: str) -> str:
+    return path.removeprefix("file://").removeprefix("local://")
+
+
+def _local_files(pattern: str, name: str) -> Iterator[SourceFile]:
+    paths = matching(pattern)
+    if not paths:
+        raise UserError(f"source {name}: no file at {pattern}")
+    for path in paths:
+        status = os.stat(path)
+        modified = datetime.fromtimestamp(status.st_mtime_ns / 1e9, tz=timezone.utc)
+        yield SourceFile(path, status.st_size, modified.isoformat(timespec="microseconds"))
+
+
+def _hub_files(source: Source, pattern: str) -> list[SourceFile]:
+    import fsspec
+
+    # A branch's name may hold slashes.
+    revision = f"@{quote(source.revision, safe='')}" if source.revision else ""
+    address = f"datasets/{source.hub}{revision}/{pattern}"
+    try:
+        found = fsspec.filesystem("hf").glob(address, detail=True)
+    # The client, its transport and fsspec each have their own errors, with no base in common.
+    except Exception as error:
+        raise UserError(f"source {source.name}: the Hub's {address} cannot be listed: {reason(error)}") from error
+    files = {path: info for path, info in found.items() if info.get("type") == "file"}
+    if not files:
+        raise UserError(f"source {source.name}: the Hub holds no file {address}")
+    return [SourceFile(f"hf://{path}", files[path].get("size"), files[path].get("blob_id")) for path in sorted(files)]
+
+
+def _listed_addresses(source: Source) -> list[str]:
+    assert source.url_list is not None
+    where = f"source {source.name}: list {shown(source.url_list)}"
+    try:
+        with open_file(source.url_list) as (_, plain):
+            data = plain.read(_LIST_BYTES + 1)
+        if len(data) > _LIST_BYTES:
+            raise UserError(f"it is longer than {_LIST_BYTES >> 20} MiB")
+        lines = [line.strip() for line in data.decode().split("\n")]
+    except Exception as error:
+        raise UserError(f"{where} cannot be read: {reason(error)}") from error
+    urls = [line for line in lines if line and not line.startswith("#")]
+    kept = [url for url in urls if source.match is None or fnmatch.fnmatchcase(url, source.match)]
+    if not kept:
+        raise UserError(f"{where} holds no address" + (f" that matches {source.match}" if urls else ""))
+    return kept
 
 
 def source_identity(
     source: Source, files: Sequence[SourceFile], tokenizer: TextTokenizer, validation_share: float
 ) -> SourceIdentity:
-    """All that decides a source's shards: text, tokenizer, what is kept and held out.
+    """Everything that decides a source's shards: text, tokenizer, filters, and what is held out.
 
     Raises:
-        UserError: the source has messages, and the tokenizer no chat template.
+        UserError: the source has messages, and the tokenizer has no chat template.
     """
     if source.type == "messages" and tokenizer.chat is None:
         raise UserError(
@@ -121,57 +159,51 @@ def source_identity(
     )
 
 
-def _local(pattern: str, where: str) -> list[SourceFile]:
-    matches = matching(pattern, where)
-    for match in matches:
-        if os.path.exists(match) and (kind := special_kind(match)):
-            raise UserError(f"{where}: {match} is {kind}, which is not read; name files, or take it out of the folder")
-    files = [match for match in matches if Path(match).is_file()]
-    if not files:
-        raise UserError(f"{where}: no file at {pattern}")
-    return [_described(Path(file)) for file in files]
+@contextmanager
+def open_file(path: str, seekable: bool = False) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Yield the file as it is stored, and its decompressed bytes; the ending names the compression.
+
+    Reading raises the decompressor's error where the data are corrupt or end too early. Decompression holds a bounded
+    amount ahead of the reader.
+
+    Args:
+        path: local path or address.
+        seekable: whether the reader seeks; if not, an HTTP address is read as one stream.
+
+    Raises:
+        UserError: a package is missing, or the path is a folder, pipe or device.
+    """
+    with _open_stored(path, seekable) as raw:
+        ending = shown(path).lower().rsplit(".", 1)[-1]
+        if ending == "gz":
+            yield raw, io.BufferedReader(gzip.GzipFile(fileobj=raw), _CHUNK)
+        elif ending in ("zst", "zstd"):
+            # Not by fsspec, whose zstandard ends silently where a file is cut off, so that a corpus would shrink.
+            try:
+                from pyarrow import CompressedInputStream
+            except ImportError as error:
+                raise UserError(f'{shown(path)}: reading it needs pyarrow; pip install "moh-llm[data]"') from error
+            yield raw, io.BufferedReader(CompressedInputStream(raw, "zstd"), _CHUNK)
+        else:
+            yield raw, raw
 
 
-def _described(path: Path) -> SourceFile:
-    status = os.stat(path)
-    modified = datetime.fromtimestamp(status.st_mtime_ns / 1e9, tz=timezone.utc)
-    return SourceFile(str(path), status.st_size, modified.isoformat(timespec="microseconds"))
-
-
-def _on_hub(source: Source, pattern: str) -> list[SourceFile]:
+@contextmanager
+def _open_stored(path: str, seekable: bool) -> Iterator[Any]:
+    local = _local_path(path)
+    if "://" not in local:
+        if os.path.exists(local) and not os.path.isfile(local):  # reading a pipe or a device may never end
+            raise UserError(f"{shown(path)} is no regular file; name a file")
+        with open(local, "rb") as file:
+            yield file
+        return
     import fsspec
 
-    # A branch's name may hold slashes.
-    revision = f"@{quote(source.revision, safe='')}" if source.revision else ""
-    address = f"datasets/{source.hub}{revision}/{pattern}"
+    # A block size of 0 asks for one stream: some servers know neither sizes nor ranges.
+    streamed = path.startswith(("http://", "https://")) and not seekable
     try:
-        found = fsspec.filesystem("hf").glob(address, detail=True)
-    # The client, its transport and fsspec each have their own errors, with no base in common.
-    except Exception as error:
-        raise UserError(f"source {source.name}: the Hub's {address} cannot be listed: {reason(error)}") from error
-    files = {path: info for path, info in found.items() if info.get("type") == "file"}
-    if not files:
-        raise UserError(f"source {source.name}: the Hub holds no file {address}")
-    return [SourceFile(f"hf://{path}", files[path].get("size"), files[path].get("blob_id")) for path in sorted(files)]
-
-
-def _listed(source: Source) -> list[str]:
-    import fsspec
-
-    assert source.url_list is not None
-    where = f"source {source.name}: list {SourceFile(source.url_list).name}"
-    try:
-        if "://" not in source.url_list and (kind := special_kind(source.url_list)):
-            raise UserError(f"it is {kind}")
-        with fsspec.open(source.url_list, "rt", encoding="utf-8") as file:
-            text = file.read(_LIST_CHARACTERS + 1)
-        if len(text) > _LIST_CHARACTERS:
-            raise UserError(f"it is longer than {_LIST_CHARACTERS >> 20} MiB")
-        lines = [line.strip() for line in text.split("\n")]
-    except Exception as error:
-        raise UserError(f"{where} cannot be read: {reason(error)}") from error
-    urls = [line for line in lines if line and not line.startswith("#")]
-    kept = [url for url in urls if source.match is None or fnmatch.fnmatchcase(url, source.match)]
-    if not kept:
-        raise UserError(f"{where} holds no address" + (f" that matches {source.match}" if urls else ""))
-    return kept
+        opened = fsspec.open(path, "rb", **({"block_size": 0} if streamed else {}))
+    except ImportError as error:
+        raise UserError(f'{shown(path)}: reading it needs a package ({error}); pip install "moh-llm[data]"') from error
+    with opened as file:
+        yield io.BufferedReader(file, _CHUNK) if streamed else file

@@ -1,8 +1,8 @@
-"""Tokens of a mixture: shards in files, mapped into memory as they are read, or arrays; opening them for training.
+"""Tokens of a mixture as training reads them: shards in files, mapped into memory, or arrays.
 
 A shard is what datatrove's tokenizer writes: ``X.ds``, little-endian uint16 or uint32 token ids;
-``X.ds.index``, uint64, where each document ends, in tokens; ``X.ds.metadata``; and, where the loss is taken on a part
-of the tokens, ``X.ds.loss``, a byte for each token, 0 or 1.
+``X.ds.index``, uint64, the end of each document in tokens; ``X.ds.metadata``; and, where the loss is taken on a part
+of the tokens, ``X.ds.loss``, a byte per token, 0 or 1.
 """
 
 import hashlib
@@ -25,18 +25,18 @@ from moh_llm.locking import lock_folder
 from moh_llm.reading import expand_home
 from moh_llm.records.tokens import SPLITS, TokensRecord, index_of, loss_of
 
-# More text than this is not tokenised by training itself: it takes minutes, and the user is to choose its folder.
+# Training does not tokenise more text than this itself: it takes minutes, and users want to choose the folder.
 ON_THE_FLY_BYTES = 1 << 30
 
 
 class Shard:
-    """Some documents' tokens, opened when first read.
+    """Tokens of some documents. A file is opened when it is first read.
 
     Args:
         length: number of tokens.
-        path: the ``.ds`` file; `dtype` is its tokens' and `documents` their number.
+        path: the ``.ds`` file, with tokens of `dtype` and this number of `documents`.
         arrays: instead of a file, tokens `[length]` and document ends, uint64.
-        targets: which tokens the loss is taken on, bool `[length]`, or whether a file says so; None, False: all.
+        targets: tokens that the loss is taken on, bool `[length]`, or True where a file has them; None, False: all.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Shard:
         self.masked = targets is not None and targets is not False
 
     @classmethod
-    def of(cls, pieces: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None = None) -> "Shard":
-        """A shard in memory, of one array of ids per document, and of one of the tokens that the loss is taken on."""
+    def from_documents(cls, pieces: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None = None) -> "Shard":
+        """A shard in memory: one array of ids per document, and one of the tokens that the loss is taken on."""
         ends = np.cumsum([len(piece) for piece in pieces], dtype=np.uint64)
         tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint32)
         counted = None if targets is None else np.concatenate(targets)
@@ -84,12 +84,12 @@ class Shard:
         return tokens[start:stop], begins
 
     def largest(self) -> int:
-        """The largest id; -1 where there is none. All tokens are read."""
+        """The largest id, by reading all tokens; -1 where there is none."""
         tokens = (self.read(at, min(at + (1 << 22), self.length))[0] for at in range(0, self.length, 1 << 22))
         return max((int(part.max()) for part in tokens), default=-1)
 
     def targets(self, start: int, stop: int) -> np.ndarray:
-        """On which of the tokens `start` to `stop` the loss is taken, bool."""
+        """Whether the loss is taken on each of the tokens `start` to `stop`."""
         if not self.masked:
             return np.ones(stop - start, dtype=bool)
         if self._targets is None:
@@ -103,7 +103,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Consecutive shards as one row of tokens, of which this is the part from `start` to `stop`."""
+    """Tokens `start` to `stop` of consecutive shards."""
 
     shards: tuple[Shard, ...]
     start: int
@@ -111,10 +111,15 @@ class TokenStream:
     ends: tuple[int, ...]  # of the shards, in tokens from the first one's beginning
 
     @classmethod
-    def of(cls, shards: Sequence[Shard]) -> "TokenStream":
+    def from_shards(cls, shards: Sequence[Shard]) -> "TokenStream":
         """All tokens of the shards."""
         ends = tuple(accumulate(shard.length for shard in shards))
         return cls(tuple(shards), 0, ends[-1] if ends else 0, ends)
+
+    @classmethod
+    def from_documents(cls, pieces: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None = None) -> "TokenStream":
+        """Tokens in memory (`Shard.from_documents`)."""
+        return cls.from_shards([Shard.from_documents(pieces, targets)])
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -124,7 +129,7 @@ class TokenStream:
         return TokenStream(self.shards, self.start + start, self.start + stop, self.ends)
 
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """`length` token ids from `start`, int64, and the offsets at which documents begin.
+        """`length` token ids from `start` on, int64, and the offsets at which documents begin.
 
         Raises:
             IndexError: the stream has fewer tokens.
@@ -141,13 +146,13 @@ class TokenStream:
         return ids, np.concatenate(begins) if begins else np.zeros(0, dtype=np.int64)
 
     def targets(self, start: int, length: int) -> np.ndarray | None:
-        """On which of `length` tokens from `start` the loss is taken, bool; None: on all of the stream's."""
+        """Whether the loss is taken on each of `length` tokens from `start` on; None: on all tokens of the stream."""
         if not any(shard.masked for shard in self.shards):
             return None
         return np.concatenate([shard.targets(low, high) for shard, low, high in self._parts(start, length)])
 
     def _parts(self, start: int, length: int) -> Iterator[tuple[Shard, int, int]]:
-        """The shards of `length` tokens from `start`, and where in each they begin and end."""
+        """The shards that hold `length` tokens from `start` on, and where in each they begin and end."""
         position, stop = self.start + start, self.start + start + length
         number = int(np.searchsorted(self.ends, position, side="right"))
         while position < stop:
@@ -159,9 +164,9 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class TokenizedSource:
-    """A source's tokens: `train`, and `validation`, which never overlap.
+    """A source's tokens, for training and held out.
 
-    `weight` is its share of the tokens, `max_epochs` how often training may go through it,
+    `weight` is its share of the tokens, `max_epochs` how often training may go through it, and
     `sha256` a hash over its shards' hashes ("" in memory).
     """
 
@@ -174,7 +179,7 @@ class TokenizedSource:
 
 
 def split_tail(stream: TokenStream, share: float) -> tuple[TokenStream, TokenStream]:
-    """A stream in two, the second the last `share` of its tokens: for a source of few documents."""
+    """Split a stream before the last `share` of its tokens, for a source of few documents."""
     cut = len(stream) - round(share * len(stream))
     return stream.part(0, cut), stream.part(cut, len(stream))
 
@@ -188,19 +193,19 @@ class Tokens(NamedTuple):
 
 
 def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None], rows: int | None = None) -> Tokens:
-    """The tokens of what a recipe's ``data.mixture`` names.
+    """The tokens of a recipe's ``data.mixture``.
 
     Args:
-        mixture: a folder that ``moh-llm tokenize`` made, or a mixture file or name, whose text is
-            then tokenised into the cache, if it is not there yet.
+        mixture: a folder that ``moh-llm tokenize`` made, or a mixture file or name, whose text is tokenised into the
+            cache unless its tokens are there.
         tokenizer: the model's Hugging Face tokenizer.
         say: prints one line.
         rows: of the model's embedding.
 
     Raises:
-        UserError: the tokens are of another tokenizer or without a row, or the text cannot be read or is too much.
+        UserError: another tokenizer made the tokens, one has no row, or the text cannot be read or is too much.
     """
-    wanted = TextTokenizer.of(tokenizer, rows)
+    wanted = TextTokenizer.from_tokenizer(tokenizer, rows)
     if Path(mixture).is_dir() and mixture != EMBEDDED.name:
         sources = open_tokens(Path(mixture), tokenizer=wanted)
         return Tokens(TokensRecord.of_folder(Path(mixture)).name, mixture, sources)
@@ -213,7 +218,7 @@ def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None], rows: i
         say(f"tokenising its text into {folder}")
         with lock_folder(folder, wait=True):
             if not _is_finished(folder):  # by another process, meanwhile
-                # What a killed run left is of the same text: the folder's name has its hash.
+                # What a killed run left is from the same text: the folder's name has its hash.
                 tokenize_mixture(spec, wanted, folder)
     return Tokens(spec.name, str(folder), open_tokens(folder, spec, wanted))
 
@@ -223,17 +228,17 @@ def open_tokens(
 ) -> list[TokenizedSource]:
     """The sources of a folder that `tokenize_mixture` finished.
 
-    Where the hash held nothing of a source out, or all of it (one long document, say), the end of
+    Where the hash held out nothing of a source, or all of it (one long document, for example), the end of
     the source is held out instead.
 
     Args:
         folder: the folder.
-        mixture: gives weights and bounds of epochs; None: the recorded ones.
-        tokenizer: which one the tokens must be of, and which ids they may hold; None: any.
+        mixture: its weights and bounds of epochs take the place of the recorded ones.
+        tokenizer: must be the one that made the tokens, with a row for each of them; None: any.
 
     Raises:
-        UserError: the folder is not finished, a shard is missing or cut short, or the tokens are
-            of another tokenizer.
+        UserError: the folder is not finished, a shard is missing or cut short, or another tokenizer
+            made the tokens.
     """
     record = TokensRecord.of_folder(folder)
     made_by = record.tokenizer
@@ -248,30 +253,23 @@ def open_tokens(
             f"the conversations in {folder} were written with another chat template than that of {tokenizer.name}; "
             "tokenise the mixture with the latter"
         )
-    if tokenizer is not None and tokenizer.chat and tokenizer.chat.reads_clock:
-        for name, entry in record.sources.items():
-            if entry.type != "text" and entry.chat_date is None:
-                raise UserError(
-                    f"the conversations of source {name} in {folder} were written with the dates of the days on which "
-                    "they were tokenised, and these are not on record; tokenise the mixture again"
-                )
     shares = {name: (entry.weight, entry.max_epochs) for name, entry in record.sources.items()}
     if mixture is not None:
         shares = {source.name: (source.weight, source.max_epochs) for source in mixture.sources}
     sources = [_open_source(folder, name, weight, epochs, record) for name, (weight, epochs) in shares.items()]
-    if tokenizer is not None and tokenizer.rows is not None:  # the only ones whose shards may hold an id without a row
+    if tokenizer is not None and tokenizer.rows is not None:  # only then may a shard hold an id without a row
         for shard in {shard for s in sources for stream in (s.train, s.validation) for shard in stream.shards}:
             tokenizer.check_rows(shard.largest(), f"token shard {shard.path}")
     return sources
 
 
 def cache_folder(mixture: Mixture, tokenizer: TextTokenizer) -> Path:
-    """Where a mixture's tokens are cached: the same for the same text, tokenizer and settings, whatever the weights.
+    """The folder of a mixture's tokens in ``$MOH_LLM_CACHE``, by default ``moh_llm`` in the Hugging Face cache.
 
-    ``$MOH_LLM_CACHE``, by default ``moh_llm`` in the Hugging Face cache.
+    Its name has a hash of text, tokenizer and settings; weights do not change it.
 
     Raises:
-        UserError: the text is not there, or too much for training to tokenise it.
+        UserError: the text is not there, or too much for training to tokenise.
     """
     from huggingface_hub.constants import HF_HOME
 
@@ -320,7 +318,7 @@ def _open_source(
                 raise UserError(f"{fault}; give the same moh-llm tokenize command again, which repairs the folder")
             masked = entry.loss_sha256 is not None
             shards.append(Shard(entry.tokens, path, dtype, entry.documents, targets=masked))
-        streams.append(TokenStream.of(shards))
+        streams.append(TokenStream.from_shards(shards))
     train, validation = streams
     if not len(train) or not len(validation):
         train, validation = split_tail(train if len(train) else validation, record.validation_share)

@@ -1,9 +1,9 @@
 """Token streams to batches, in an order that is a pure function of (seed, mixture, sequence number).
 
-The unit is a sequence of L tokens of one source. Sequence i comes from a source chosen so that the
-token shares follow the weights after every sequence, and is one sequence of that source, chosen by a
-permutation per epoch that needs no table. One integer is therefore the full state of the data: step s
-of B sequences reads sequences (s - 1) * B onwards, on any number of processes and workers.
+The unit is a sequence of L tokens of one source. The source of sequence i is chosen so that token shares
+follow the weights after every sequence, and the place in the source by a keyed permutation per epoch,
+which needs no table. One integer is therefore the full state of the data: step s of B sequences reads
+sequences (s - 1) * B onwards, on any number of processes and workers.
 """
 
 import hashlib
@@ -51,11 +51,11 @@ class SequenceStream:
         self._shares[-1] = _ONE
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Global sequence number -> (source, how many sequences that source gave before).
+        """Global sequence number -> (source, number of sequences that the source gave before).
 
-        Each source in turn takes its share of the sequences that are left, evenly spaced: of the
-        first n it takes floor(n * share + 1/2). A source's count therefore differs from its weight's
-        share by at most half a sequence for itself and half for each source before it.
+        Each source in turn takes its share of the sequences that are left, evenly spaced: floor(n * share + 1/2)
+        of the first n. A source's count therefore differs from its weight's share by at most half a sequence
+        for itself and half for each source before it.
         """
         for source, share in enumerate(self._shares):
             before, after = _taken(number, share), _taken(number + 1, share)
@@ -65,7 +65,7 @@ class SequenceStream:
         raise AssertionError("the last source takes every sequence that is left")
 
     def counts(self, sequences: int) -> list[int]:
-        """How many of the first `sequences` sequences each source gives."""
+        """The number of sequences that each source gives among the first `sequences`."""
         found = []
         for share in self._shares:
             found.append(_taken(sequences, share))
@@ -73,11 +73,11 @@ class SequenceStream:
         return found
 
     def sequences_per_epoch(self, source: int) -> int:
-        """Sequences that the source has; the rest at its end, shorter than one, is not read."""
+        """Whole sequences of the source; the shorter rest at its end is not read."""
         return len(self.sources[source].train) // self.sequence_length
 
     def check_epochs(self, sequences: int) -> None:
-        """Raise UserError if the first `sequences` sequences go through a source more often than it allows."""
+        """Raise UserError if the first `sequences` sequences exceed `max_epochs` of a source."""
         for number, (source, count) in enumerate(zip(self.sources, self.counts(sequences), strict=True)):
             has = self.sequences_per_epoch(number)
             if source.max_epochs is not None and count > source.max_epochs * has:
@@ -90,8 +90,8 @@ class SequenceStream:
     def batch(self, first: int, count: int) -> dict[str, torch.Tensor]:
         """Sequences `first` to `first + count - 1` as int64 tensors `[count, L]`.
 
-        `input_ids`; `position_ids`, which restart with each document; `labels`, equal to the ids
-        but -100 at a document's first token, which nothing before it predicts, and where no loss is taken.
+        `input_ids`; `position_ids`, which restart with each document; `labels`, the ids, and -100 at the
+        first token of a document, which nothing before it predicts, and where no loss is taken.
         """
         sequences = []
         for number in range(first, first + count):
@@ -104,10 +104,10 @@ class SequenceStream:
 
 
 def make_receipt(stream: SequenceStream, sequences: int) -> dict[str, dict[str, Any]]:
-    """Per source, what the first `sequences` sequences hold.
+    """What the first `sequences` sequences read of each source.
 
-    `weight` planned share, `tokens` and `share` read, `epochs` passes through the source,
-    `repeated_tokens` those read for a second or later time.
+    `weight` is the planned share, `tokens` and `share` are what was read, `epochs` the passes through the source, and
+    `repeated_tokens` were read before.
     """
     receipt = {}
     for number, (source, count) in enumerate(zip(stream.sources, stream.counts(sequences), strict=True)):
@@ -123,12 +123,12 @@ def make_receipt(stream: SequenceStream, sequences: int) -> dict[str, dict[str, 
 
 
 class StepBatches(Dataset):
-    """Map from a step's number (from 1) to this process's part of its sequences, as in `SequenceStream.batch`.
+    """The batch of each step (from 1): this process's consecutive part of the step's sequences.
 
     Args:
         stream: the sequences.
         batch_size: sequences of a step, over all processes.
-        rank, world_size: this process, and how many there are; it takes consecutive sequences.
+        rank, world_size: of this process.
     """
 
     def __init__(self, stream: SequenceStream, batch_size: int, rank: int = 0, world_size: int = 1):
@@ -141,7 +141,7 @@ class StepBatches(Dataset):
 
 
 def reading_processes(device: torch.device) -> int:
-    """Processes that read ahead for one that trains on ``device``: none on a CPU, whose cores train."""
+    """Processes that read ahead for one that trains on ``device``; none on a CPU, whose cores are busy."""
     return 0 if device.type == "cpu" else 2
 
 
@@ -161,7 +161,7 @@ def step_loader(batches: StepBatches, steps: Iterable[int], num_workers: int = 0
 def _leave_signals_to_the_run(_: int) -> None:
     """Make a worker ignore SIGTERM and SIGUSR1 unless its parent sends them.
 
-    Slurm sends them to all processes of a job step, and the run needs its workers to end its step.
+    Slurm sends them to all processes of a job step, and the run needs its workers until the end of its step.
     """
     stopping = {signal.SIGTERM, signal.SIGUSR1}
     signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
@@ -175,7 +175,7 @@ def _leave_signals_to_the_run(_: int) -> None:
 
 
 def permute(index: int, size: int, key: str) -> int:
-    """Where a keyed permutation of `range(size)` sends `index`: a Feistel network with cycle walking."""
+    """A keyed permutation of `range(size)`, at `index`: a Feistel network with cycle walking."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
     while True:
@@ -192,5 +192,5 @@ def permute(index: int, size: int, key: str) -> int:
 
 
 def _taken(sequences: int, share: int) -> int:
-    """How many of the first `sequences` sequences a share (in units of 1 / `_ONE`) takes."""
+    """The number of sequences that a share (in units of 1 / `_ONE`) takes of the first `sequences`."""
     return (sequences * share + _ONE // 2) // _ONE

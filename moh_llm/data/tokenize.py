@@ -1,45 +1,40 @@
 """Tokenise a mixture once, into shards that training maps into memory.
 
-The record, OUTPUT/mixture.json, holds per source the counts, text and shards; `moh_llm.data.tasks` has the layout of
-the folder and resuming. It is written last.
+The record, OUTPUT/mixture.json, holds per source the counts, text and shards. It is written last;
+`moh_llm.data.tasks` has the layout of the folder and resuming.
 """
 
+import json
+import multiprocessing
 import os
+import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import partial
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from moh_llm import __version__
-from moh_llm.data.executors import WriteShards, new_log_folder, run_local, run_ray, submit_slurm
-from moh_llm.data.filters import merge, unmet
 from moh_llm.data.mixture import Mixture, Source
-from moh_llm.data.notes import note
-from moh_llm.data.tasks import TOKENIZER, Task, is_done, make_tasks, prepare_sources
+from moh_llm.data.tasks import Task, TaskWriter, is_done, make_tasks, prepare_sources
 from moh_llm.data.tokenizer import TextTokenizer
-from moh_llm.errors import UserError
-from moh_llm.files import check_place, follow, write_json, write_text
+from moh_llm.errors import UserError, reason
+from moh_llm.files import check_place, follow, write_json
 from moh_llm.locking import INSIDE, lock_folder
-from moh_llm.records.tokens import (
-    RECORD,
-    SPLITS,
-    ShardRecord,
-    SourceRecord,
-    TaskRecord,
-    TokenizerRecord,
-    TokensRecord,
-)
+from moh_llm.records.tokens import RECORD, SPLITS, ShardRecord, SourceRecord, TaskRecord, TokenizerRecord, TokensRecord
 
 _RECORDED = ("weight", "max_epochs", "hub", "revision", "match", "builtin", "format", "text_field", "filters")
-_BYTES_PER_WORKER = 4 << 20  # less is done before a process more has started
-# Threads of one process share the vocabulary's place in the caches, which two processes do not; one process's Python
-# keeps about this many busy.
+_BYTES_PER_WORKER = 4 << 20  # a further process takes as long to start as this much text
+# Threads of one process share the vocabulary in the caches, which two processes do not; the Python of one process keeps
+# about this many busy.
 _CORES_PER_WORKER = 4
 _SECONDS = 0.5  # between two updates of the progress bar
 
@@ -75,33 +70,149 @@ def tokenize_mixture(
     """
     started = time.perf_counter()
     check_place(output)
-    output, executor_args = Path(os.path.realpath(follow(output))), executor_args or {}
+    output = Path(os.path.realpath(follow(output)))
+    options = {name: _value(text) for name, text in (executor_args or {}).items()}
     with lock_folder(output):
-        try:
-            _check_output(output)
-        except OSError as error:
-            raise UserError(f"--output {output} cannot be read: {error.strerror}; name another folder") from error
+        _check_output(output)
         tasks = make_tasks(mixture, output)
         prepare_sources(tasks, tokenizer, mixture.validation_share, overwrite)
-        write_text(output / TOKENIZER, tokenizer.backend.to_str())
         chats = any(source.type != "text" for source in mixture.sources)
         finish = partial(write_record, mixture, tasks, output, tokenizer.record(chats))
         # The largest first, so that none is left to the end alone.
         if left := sorted((task for task in tasks if not is_done(task)), key=lambda task: -task.work):
             write_json(output / RECORD, {"status": "running"})
-            workers, threads = count_workers(left, workers, executor, executor_args)
-            own = (tokenizer.end, tokenizer.name, tokenizer.chat, tokenizer.rows)
-            step = WriteShards(left, output / TOKENIZER, *own, mixture.validation_share, skip_bad, threads)
-            logs = new_log_folder(output)
-            if executor == "slurm":
-                submit_slurm(step, finish, workers, logs, executor_args)
-                return None
-            with _progress_bar(tasks):
-                if executor == "ray":
-                    run_ray(step, workers, logs, executor_args)
+            workers, threads = count_workers(left, workers, executor, options)
+            write = TaskWriter(tokenizer, mixture.validation_share, skip_bad, threads)
+            with _progress_bar(left if executor != "slurm" else []):
+                if executor == "local":
+                    _run_here(write, left, workers)
                 else:
-                    run_local(step, workers, logs)
+                    _run_on_cluster(executor, write, left, finish, workers, output / "logs", options)
+            if executor == "slurm":
+                return None
         return finish(time.perf_counter() - started)
+
+
+def _check_output(output: Path) -> None:
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is a file; name a folder")
+    try:
+        held = [path for path in output.iterdir() if path.name != INSIDE] if output.is_dir() else []
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be read: {error.strerror}; name another folder") from error
+    ours = (output / RECORD).exists() or any(output.glob("*/source.json"))  # the record may not be written yet
+    if held and not ours:
+        raise UserError(f"--output {output} is not empty and holds no {RECORD}; name another folder")
+
+
+def count_workers(
+    tasks: Sequence[Task], wanted: int | None, executor: str, options: Mapping[str, Any]
+) -> tuple[int, int | None]:
+    """Processes at once (-1: as many as the cluster gives), and the tokenizer's threads in each (None: all cores)."""
+    if executor != "local":
+        return wanted or -1, options.get("cpus_per_task", 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    sizes = [task.bytes for task in tasks]
+    worth = len(tasks) if None in sizes else ceil(sum(size or 0 for size in sizes) / _BYTES_PER_WORKER)
+    workers = max(1, min(wanted or ceil(cores / _CORES_PER_WORKER), len(tasks), worth))
+    return workers, None if workers == 1 else max(1, cores // workers)
+
+
+def _run_here(write: TaskWriter, tasks: Sequence[Task], workers: int) -> None:
+    """Do the tasks in this process or in several.
+
+    datatrove's local executor does not serve: it waits for ever if the system kills a process, as when memory is short.
+    """
+    if workers == 1:
+        for task in tasks:
+            write(task)
+        return
+    # The processes are forked from a server that has imported what they need.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "datatrove.pipeline.tokens.tokenizer"])
+    with ProcessPoolExecutor(workers, context, _start_worker, (write,)) as pool:
+        try:
+            for done in as_completed([pool.submit(_do, task) for task in tasks]):
+                done.result()
+        except BrokenProcessPool as error:
+            raise UserError("the system killed a process, as when memory is short; give fewer --workers") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_write: TaskWriter  # of a process of the pool, which gets it once and not with each task
+
+
+def _start_worker(write: TaskWriter) -> None:
+    global _write
+    _write = write
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """The pool's processes would otherwise outlive a parent that was killed."""
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]
+    os._exit(1)
+
+
+def _do(task: Task) -> None:
+    _write(task)
+
+
+class _Step:
+    """A step of a datatrove pipeline: rank r calls the function with argument r."""
+
+    def __init__(self, function: Callable[[Any], Any], arguments: Sequence[Any]):
+        self.function, self.arguments = function, arguments
+
+    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        self.function(self.arguments[rank])
+
+
+def _run_on_cluster(
+    name: str,
+    write: TaskWriter,
+    tasks: Sequence[Task],
+    finish: Callable[[float | None], TokensRecord],
+    workers: int,
+    logs: Path,
+    options: Mapping[str, Any],
+) -> None:
+    """Do the tasks by a datatrove executor: submit them to Slurm, and `finish` as a job after them, or wait for Ray."""
+    logs = logs / datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # datatrove keeps there which tasks are done
+    given = {**options, "tasks": len(tasks), "workers": workers, "logging_dir": str(logs / "shards")}
+    try:
+        if name == "slurm":
+            from datatrove.executor.slurm import SlurmPipelineExecutor
+
+            given = {"job_name": "moh-llm-tokenize"} | given
+            shards = SlurmPipelineExecutor([_Step(write, tasks)], **given)
+            given |= {"tasks": 1, "workers": -1, "logging_dir": str(logs / "record"), "depends": shards}
+            SlurmPipelineExecutor([_Step(finish, [None])], **given).run()
+        else:
+            import ray
+            from datatrove.executor.ray import RayPipelineExecutor
+
+            executor = RayPipelineExecutor([_Step(write, tasks)], **given)
+            if not ray.is_initialized():
+                ray.init(log_to_driver=False)  # RAY_ADDRESS names the cluster; without it, this machine
+            executor.run()
+    except ImportError as error:
+        raise UserError(f"--executor {name} needs {error.name}; pip install {error.name}") from error
+    except TypeError as error:  # a keyword that is missing or unknown
+        raise UserError(f"--executor {name}: {reason(error)}; --executor-args KEY=VALUE gives its keywords") from error
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(
+            f"--executor {name}: {reason(error)}; correct --executor-args, or start it elsewhere"
+        ) from error
+
+
+def _value(text: str) -> Any:
+    """A value of ``--executor-args``: JSON, or else a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def write_record(
@@ -110,12 +221,14 @@ def write_record(
     """Write `OUTPUT/mixture.json` from the tasks' records.
 
     Raises:
-        UserError: a task is not done, with its error; or a source holds no text.
+        UserError: a task is not done, or a source holds no text.
     """
     for task in tasks:
         if not is_done(task):
-            why = task.error.read_text(encoding="utf-8") if task.error.exists() else f"see {output / 'logs'}"
-            raise UserError(f"source {task.source.name}, part {task.number} was not tokenised: {why}")
+            raise UserError(
+                f"source {task.source.name}, part {task.number} was not tokenised; {output / 'logs'} says why; give "
+                "the same command again when that is corrected"
+            )
     sources = {
         source.name: _source_record(source, [t for t in tasks if t.source.name == source.name])
         for source in mixture.sources
@@ -141,14 +254,10 @@ def _source_record(source: Source, tasks: Sequence[Task]) -> SourceRecord:
         name: sum(getattr(record, name) for record in done)
         for name in ("documents", "tokens", "bytes", "empty", "filtered", "bad")
     }
-    met = [record.filters for record in done if record.filters.keys() == source.filters.keys()]
-    lines = unmet(source.filters, merge(met)) if len(met) == len(done) else []
-    if not sums["tokens"]:
-        why = f" ({sums['filtered']} records were filtered out, {sums['bad']} bad)" if any(sums.values()) else ""
-        raise UserError(": ".join([f"source {source.name} holds no text{why}", *lines[:1]]))
-    for line in lines:
-        note(f"source {source.name}: {line}")
-    # The location of the text is in `text`, by names that may be shown; addresses themselves can hold a password.
+    if not sums["documents"]:
+        left_out = f"{sums['filtered']} records were filtered out, {sums['bad']} bad"
+        raise UserError(f"source {source.name} holds no text ({left_out})")
+    # The location of the text is in `text`, by names without passwords, which addresses can hold.
     spec = {name: value for name in _RECORDED if (value := getattr(source, name)) not in (None, (), {})}
     if source.type != "text":
         spec |= {"type": source.type, "chat_date": source.chat_date}
@@ -170,78 +279,35 @@ def _source_record(source: Source, tasks: Sequence[Task]) -> SourceRecord:
     )
 
 
-def count_workers(
-    tasks: Sequence[Task], wanted: int | None, executor: str, executor_args: Mapping[str, str]
-) -> tuple[int, int | None]:
-    """Processes at once (-1: as many as the cluster gives), and the tokenizer's threads in each (None: all cores)."""
-    if executor != "local":
-        cores = executor_args.get("cpus_per_task", "1")
-        return wanted or -1, int(cores) if cores.isdigit() else 1
-    cores = available_cores()
-    sizes = [task.bytes for task in tasks]
-    worth = len(tasks) if None in sizes else ceil(sum(size or 0 for size in sizes) / _BYTES_PER_WORKER)
-    workers = max(1, min(wanted or ceil(cores / _CORES_PER_WORKER), len(tasks), worth))
-    return workers, None if workers == 1 else max(1, cores // workers)
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _check_output(output: Path) -> None:
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file; name a folder")
-    held = [path for path in output.iterdir() if path.name != INSIDE] if output.is_dir() else []
-    if held and not (output / RECORD).exists():
-        ours = (output / TOKENIZER).exists() or any(output.glob("*/source.json"))
-        if not ours:
-            raise UserError(f"--output {output} is not empty and holds no {RECORD}; name another folder")
-
-
 @contextmanager
 def _progress_bar(tasks: Sequence[Task]) -> Iterator[None]:
-    """A bar over the stored bytes of all tasks, from the files that they leave, whichever process does them."""
+    """A bar over the stored bytes of the tasks, from the files that they leave, whichever process does them."""
+    sized = [task for task in tasks if task.bytes is not None]
     stop = threading.Event()
-    thread = threading.Thread(target=_follow, args=(tasks, stop), daemon=True)
-    thread.start()
+    thread = threading.Thread(target=_follow, args=(sized, stop), daemon=True)
+    if sized:
+        thread.start()
     try:
         yield
     finally:
         stop.set()
-        thread.join()
+        if sized:
+            thread.join()
 
 
-def _follow(tasks: Sequence[Task], stop: threading.Event) -> None:
-    known = [task.bytes for task in tasks if task.bytes is not None]
-    mean = sum(known) / len(known) if known else 1  # for those whose size is not known
-    sizes = [mean if task.bytes is None else task.bytes for task in tasks]
-    done: dict[int, int] = {}  # task -> tokens
-    began, at_start = time.perf_counter(), sum(_state(task)[1] for task in tasks)
-    style = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-    with tqdm(total=sum(sizes), desc="tokenize", bar_format=style) as bar:
+def _follow(tasks: Iterable[Task], stop: threading.Event) -> None:
+    total = sum(task.bytes or 0 for task in tasks)
+    with tqdm(total=total, desc="tokenize", unit="B", unit_scale=True) as bar:
         last = False
         while not last:
             last = stop.wait(_SECONDS)
-            share = tokens = 0.0
-            for number, task in enumerate(tasks):
-                part, found = (1.0, done[number]) if number in done else _state(task)
-                if part == 1.0:
-                    done[number] = found
-                share, tokens = share + part * sizes[number], tokens + found
-            rate = (tokens - at_start) / (time.perf_counter() - began)
-            bar.set_postfix_str(f"{tokens / 1e6:.2f}M tokens, {rate / 1e3:.0f}k tokens/s", refresh=False)
-            bar.update(max(0.0, share - bar.n))
+            bar.update(max(0, sum(map(_bytes_read, tasks)) - bar.n))
 
 
-def _state(task: Task) -> tuple[float, int]:
-    """Share of the task that is done, and its tokens so far."""
+def _bytes_read(task: Task) -> int:
+    if task.record.exists():
+        return task.bytes or 0
     try:
-        return 1.0, TaskRecord.read(task.record).tokens
-    except UserError:
-        pass
-    try:
-        stored, tokens = map(int, task.progress.read_text().split())
+        return int(task.progress.read_text())
     except (OSError, ValueError):
-        return 0.0, 0
-    return min(0.99, stored / task.bytes) if task.bytes else 0.0, tokens
+        return 0

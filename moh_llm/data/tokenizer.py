@@ -1,7 +1,6 @@
-"""The tokenizer of a corpus: what identifies it, and documents to token ids."""
+"""The tokenizer of a corpus: what identifies it, and documents as token ids."""
 
 import hashlib
-import itertools
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -27,11 +26,11 @@ _ADDED_TOKENS = 1024
 
 
 def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "PreTrainedTokenizerBase":
-    """The Hugging Face tokenizer of a folder or a Hub id; no code beside it is run.
+    """The Hugging Face tokenizer of a folder or a Hub id. Code beside it is not run.
 
     Args:
         name_or_path: folder or Hub id.
-        vocab_size: rows of the embedding that it is for.
+        vocab_size: rows of the embedding that the ids index; None: not checked.
 
     Raises:
         UserError: there is none, its files cannot be read, or it has ids beyond the embedding.
@@ -51,15 +50,22 @@ def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "
     texts = template.values() if isinstance(template, dict) else [template]
     if not all(isinstance(text, str | None) for text in texts):
         raise UserError(
-            f"{name_or_path}: the chat_template of its tokenizer_config.json is no text; correct or remove it"
+            f"{name_or_path}: the chat_template of its tokenizer_config.json is not a text; correct or remove it"
         )
-    if vocab_size is not None:
-        _check_ids(tokenizer, vocab_size, str(name_or_path))
+    # Padding tokens are often added without a row, by transformers, too, and plain text does not hold them.
+    added = set(tokenizer.get_added_vocab()) if vocab_size is not None else set()
+    for token in tokens_without_rows(tokenizer, vocab_size) if vocab_size is not None else []:
+        number = tokenizer.convert_tokens_to_ids(token)
+        if token not in added or number >= vocab_size + _ADDED_TOKENS:
+            raise UserError(
+                f"the tokenizer of {name_or_path} has id {number} ({token[:40]!r}), and the model embeds ids below "
+                f"vocab_size={vocab_size}; remove the token, or add rows to the embedding"
+            )
     return tokenizer
 
 
 def rows_beside(name_or_path: str | Path) -> int | None:
-    """Rows of the embedding of the model in a folder or of a Hub id; None where there is none, or it says no number."""
+    """Rows of the embedding of the model in a folder or of a Hub id; None where no model is there."""
     from transformers import PreTrainedConfig
 
     try:
@@ -71,38 +77,23 @@ def rows_beside(name_or_path: str | Path) -> int | None:
 
 
 def tokens_without_rows(tokenizer: Any, rows: int) -> list[str]:
-    """The tokens of a tokenizer, of whichever library, with ids from `rows` on, in the order of their ids."""
+    """The tokens with ids from `rows` on, by id. The tokenizer is one of transformers or tokenizers."""
     beyond = [(number, token) for token, number in tokenizer.get_vocab().items() if number >= rows]
     return [token for _, token in sorted(beyond)]
 
 
-def _check_ids(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, name: str) -> None:
-    """Refuse ids beyond the embedding, but for a few tokens that were added and that plain text does not hold.
-
-    Such are padding tokens that were added without a row; transformers adds one itself to some tokenizers.
-    """
-    added = set(tokenizer.get_added_vocab())
-    for token, number in tokenizer.get_vocab().items():
-        if number >= vocab_size + (_ADDED_TOKENS if token in added else 0):
-            raise UserError(
-                f"the tokenizer of {name} has id {number} ({token[:40]!r}), and the model embeds ids below "
-                f"vocab_size={vocab_size}; remove the token, or add rows to the embedding"
-            )
-
-
 class TextTokenizer:
-    """A fast tokenizer as text is tokenised with it: special tokens added, documents ended, nothing cut or padded.
+    """A fast tokenizer that adds special tokens, closes each document, and neither truncates nor pads.
 
     Args:
         backend: the tokenizer of the `tokenizers` library.
         end: id of the end-of-sequence token that closes each document; None: documents are not closed.
         name: what to call it in records.
         chat: its chat template; None where it has none.
-        rows: of the embedding of the model that the tokens are for: text with an id from there on is refused; None: not
-            known.
+        rows: of the embedding that the ids index: text with an id from there on is refused; None: not checked.
 
     Raises:
-        UserError: a token that every document has is without a row.
+        UserError: a token that every document gets has no row.
     """
 
     def __init__(
@@ -113,7 +104,7 @@ class TextTokenizer:
         chat: ChatTemplate | None = None,
         rows: int | None = None,
     ):
-        # A copy, since the original may cut and pad for other uses.
+        # A copy, since the caller's may truncate and pad.
         self.backend = Tokenizer.from_str(backend.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -125,21 +116,21 @@ class TextTokenizer:
         self.check_rows(max([*self.backend.encode("").ids, -1 if end is None else end], default=-1), "every text")
 
     @classmethod
-    def of(cls, tokenizer: Any, rows: int | None = None) -> "TextTokenizer":
-        """That of a Hugging Face tokenizer. Raises UserError where it is not a fast one."""
+    def from_tokenizer(cls, tokenizer: Any, rows: int | None = None) -> "TextTokenizer":
+        """Wrap a Hugging Face tokenizer. Raises UserError where it is not a fast one."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         if backend is None:
             raise UserError(f"tokenizer {name} is not a fast one (it has no tokenizer.json); convert it first")
-        return cls(backend, tokenizer.eos_token_id, name, ChatTemplate.of(tokenizer), rows)
+        return cls(backend, tokenizer.eos_token_id, name, ChatTemplate.from_tokenizer(tokenizer), rows)
 
     @classmethod
     def load(cls, name_or_path: str, rows: int | None = None) -> "TextTokenizer":
         """From a folder or a Hub id. Raises UserError where there is none."""
-        return cls.of(open_tokenizer(name_or_path, rows), rows)
+        return cls.from_tokenizer(open_tokenizer(name_or_path, rows), rows)
 
     def check_rows(self, largest: int, what: str) -> None:
-        """Raise UserError, which says of ``what``, where a largest id has no row in the embedding."""
+        """Raise UserError, whose message begins with ``what``, if the id `largest` has no row in the embedding."""
         if self.rows is not None and largest >= self.rows:
             token = self.backend.id_to_token(largest) or ""
             raise UserError(
@@ -150,7 +141,7 @@ class TextTokenizer:
 
     @property
     def sha256(self) -> str:
-        """Hex SHA-256 of all that decides which ids a text becomes; messages become text by `chat`."""
+        """Hex SHA-256 of everything that decides the ids of a text. `chat` decides the text of messages."""
         canonical = json.dumps([json.loads(self.backend.to_str()), self.end], sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -166,48 +157,30 @@ class TextTokenizer:
             **template,
         )
 
-    def encode(self, documents: Iterable[str], ahead: int = 0) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each document with its token ids, as `encode_with_targets` does."""
-        return ((text, ids) for text, ids, _ in self.encode_with_targets(documents, ahead))
-
-    def encode_with_targets(
-        self, documents: Iterable[str], ahead: int = 0
-    ) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
-        """Yield each document with its token ids, of `dtype`, and the tokens that the loss is taken on.
-
-        A document is closed by `end`, but for one that a chat template wrote. The third is bool, of a `ChatText`; None
-        means all tokens.
-
-        Args:
-            documents: the texts.
-            ahead: batches of documents to be tokenised, by threads, while their predecessors are
-                worked on; with 0 no more documents are taken than one batch.
-        """
-        if not ahead:
-            for batch in _batches(documents):
-                yield from self._finish(batch, self._encode(batch))
-            return
-        # The library works without Python's lock, so that reading and writing go on beside it.
-        waiting: deque[tuple[list[str], Future]] = deque()
-        with ThreadPoolExecutor(max_workers=ahead) as pool:
-            for batch in _batches(documents):
-                waiting.append((batch, pool.submit(self._encode, batch)))
-                if len(waiting) > ahead:
-                    oldest, future = waiting.popleft()
-                    yield from self._finish(oldest, future.result())
-            for batch, future in waiting:
-                yield from self._finish(batch, future.result())
-
-    def encode_grouped(
+    def encode(
         self, documents: Iterable[tuple[str, str]], ahead: int = 0
     ) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
-        """The same with the group of each document in place of its text; `documents` are pairs of group and text."""
-        pairs, texts = itertools.tee(documents)
-        encoded = self.encode_with_targets((text for _, text in texts), ahead)
-        for (group, _), (_, ids, targets) in zip(pairs, encoded, strict=False):
-            yield group, ids, targets
+        """Yield, per document, its group, its token ids (`dtype`) and on which of them the loss is taken (bool).
 
-    def _encode(self, batch: list[str]) -> list[Encoding]:
+        `end` closes a document unless a chat template wrote it. The third is None for all tokens, and an array for a
+        `ChatText`.
+
+        Args:
+            documents: pairs of group and text, as `source_documents` yields them.
+            ahead: batches of documents that threads tokenise while earlier ones are worked on; with 0 no more documents
+                are taken than one batch.
+        """
+        # The library works without Python's lock, so that reading and writing go on beside it.
+        waiting: deque[tuple[list[tuple[str, str]], Future]] = deque()
+        with ThreadPoolExecutor(max_workers=max(1, ahead)) as pool:
+            for batch in _batches(documents):
+                waiting.append((batch, pool.submit(self._encode_batch, [text for _, text in batch])))
+                if len(waiting) > ahead:
+                    yield from self._finish(*waiting.popleft())
+            while waiting:
+                yield from self._finish(*waiting.popleft())
+
+    def _encode_batch(self, batch: list[str]) -> list[Encoding]:
         if not any(isinstance(text, ChatText) for text in batch):
             return self.backend.encode_batch_fast(batch)
         found: dict[int, Encoding] = {}
@@ -219,9 +192,9 @@ class TextTokenizer:
         return [found[row] for row in range(len(batch))]
 
     def _finish(
-        self, batch: list[str], encodings: list[Encoding]
+        self, batch: list[tuple[str, str]], encodings: Future
     ) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
-        for text, encoding in zip(batch, encodings, strict=True):
+        for (group, text), encoding in zip(batch, encodings.result(), strict=True):
             ids, chat = encoding.ids, isinstance(text, ChatText)
             closed = self.end is not None and ids[-1:] != [self.end] and not (chat and text.templated)
             if closed:
@@ -229,23 +202,20 @@ class TextTokenizer:
             if self.rows is not None:
                 self.check_rows(max(ids, default=-1), f"the text {' '.join(text[:40].split())!r}...")
             targets = text.targets(encoding.offsets, closed) if chat else None
-            yield text, np.array(ids, dtype=self.dtype), targets
+            yield group, np.array(ids, dtype=self.dtype), targets
 
 
 def is_held_out(group: str, share: float) -> bool:
-    """Whether a document belongs to validation: by a hash of its group, so the same ones however much is read.
-
-    A document of a file is a group of its own: its group is its text.
-    """
+    """Whether a document belongs to validation: by a hash of its group, so the same ones however much is read."""
     digest = hashlib.blake2b(group.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    batch: list[tuple[str, str]] = []
     characters = 0
-    for text in documents:
-        batch.append(text)
+    for group, text in documents:
+        batch.append((group, text))
         characters += len(text)
         if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch

@@ -9,18 +9,18 @@ import torch
 from moh_llm.data.shards import TokenizedSource, TokenStream
 from moh_llm.errors import UserError
 
-DOCUMENTS = 64  # that held-out text has at least, where there are as many
-SHORTER, WHOLE = 2048, 8  # of longer contexts: tokens of most windows, and how many have the whole context
+DOCUMENTS = 64  # held-out documents that are scored by default
+SHORTER, WHOLE = 2048, 8  # of a longer context: the tokens of most windows, and the number of windows of full length
 _IGNORED = -100  # label of a token that the loss is not taken on
 _BLOCK = 1 << 16  # tokens that are read at once in search of documents
 
-Window = tuple[np.ndarray, np.ndarray, np.ndarray]  # of `window`: ids, positions within documents, labels
+Window = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, positions within documents, labels
 
 
-def window(stream: TokenStream, start: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens `start` to `start + length` of a stream: ids, positions within documents, labels.
+def window(stream: TokenStream, start: int, length: int) -> Window:
+    """Tokens `start` to `start + length` of a stream.
 
-    Labels are the ids, but -100 where documents begin, and at tokens that the loss is not taken on.
+    Labels are the ids, and -100 where a document begins or the loss is not taken.
     """
     ids, begins = stream.read(start, length)
     # A window that opens inside a document counts positions from its own start.
@@ -34,17 +34,17 @@ def window(stream: TokenStream, start: int, length: int) -> tuple[np.ndarray, np
     return ids, positions, labels
 
 
-def stack(sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], length: int) -> dict[str, torch.Tensor]:
-    """Stack results of `window` as int64 tensors `[B, length]`."""
+def stack(sequences: Sequence[Window], length: int) -> dict[str, torch.Tensor]:
+    """Stack windows as int64 tensors `[B, length]`."""
     names = ("input_ids", "position_ids", "labels")
-    if not sequences:  # of a step that has fewer sequences than there are processes
+    if not sequences:  # a step may have fewer sequences than there are processes
         return {name: torch.zeros(0, length, dtype=torch.int64) for name in names}
     parts = zip(*sequences, strict=True)
     return {name: torch.from_numpy(np.stack(part)) for name, part in zip(names, parts, strict=True)}
 
 
 def window_counts(streams: Sequence[TokenStream], shares: Sequence[float], length: int, tokens: int) -> list[int]:
-    """How many windows of `length` tokens `fixed_batches` takes of each stream."""
+    """The number of windows of `length` tokens that `fixed_batches` takes from each stream."""
     return [
         min(max(1, round(tokens * share / length)), len(stream) // length)
         for stream, share in zip(streams, shares, strict=True)
@@ -56,10 +56,9 @@ def fixed_batches(
 ) -> list[dict[str, torch.Tensor]]:
     """The first windows of `length` tokens of each stream, up to its share of `tokens`, as batches.
 
-    A stream that is too short gives what it has; at least one window is taken where there is one.
-    Batches are those of `SequenceStream.batch`, with `documents`: each token's document, numbered over
-    all streams, so that a document that spans windows or batches is known as one. The last batch may
-    have fewer rows.
+    A stream that is too short gives all it has, and each gives one window at least. Batches have the
+    tensors of `SequenceStream.batch` and `documents`: each token's document, numbered over all streams,
+    so that a document keeps its number across windows and batches. The last batch may have fewer rows.
     """
     windows, documents, last = [], [], 0
     for stream, count in zip(streams, window_counts(streams, shares, length, tokens), strict=True):
@@ -78,17 +77,17 @@ def fixed_batches(
 
 
 def held_out_tokens(length: int) -> int:
-    """How much held-out text is scored by default, in tokens: windows of `DOCUMENTS` documents.
+    """Held-out tokens that are scored by default: a window from each of `DOCUMENTS` documents.
 
-    Up to `SHORTER` tokens of context every window has the whole context. Beyond, `WHOLE` of them do, and the others
-    `SHORTER` tokens: 64 windows of 8,192 tokens would take several times as long as calibration.
+    Up to a context of `SHORTER` tokens every window has the length of the context. In a longer one `WHOLE` windows do,
+    and the others have `SHORTER` tokens: 64 windows of 8,192 tokens would take several times as long as calibration.
     """
     shorter = min(length, SHORTER)
     return DOCUMENTS * shorter + WHOLE * (length - shorter)
 
 
 def whole_windows(length: int, tokens: int) -> float:
-    """How many windows of held-out text may have the whole length, where there are so many tokens in all."""
+    """The number of held-out windows that may have the full length, if there are `tokens` in all."""
     if length <= SHORTER or tokens < held_out_tokens(length):
         return math.inf
     return (tokens - DOCUMENTS * SHORTER) // (length - SHORTER)
@@ -97,21 +96,21 @@ def whole_windows(length: int, tokens: int) -> float:
 def validation_batches(
     sources: Sequence[TokenizedSource], sequence_length: int, max_tokens: int | None, batch_size: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Held-out windows of all sources by weight, each of another document: the same ones in every run.
+    """Held-out windows of all sources by weight, each from another document; the same ones in every run.
 
-    A window is a document's first tokens, `sequence_length` at most. Tokens of one document resemble each other, so
-    that a second window of it would say little. The next window is of the source that is furthest below its weight's
-    share, and each source gives one at least. Windows shorter than a row stand several in one, kept apart by their
-    positions; one that does not fit in what is left of a row is cut to that.
+    A window is the first tokens of a document, `sequence_length` at most. Tokens of one document resemble each other,
+    so that a second window of it would say little. The next window comes from the source that is furthest below its
+    weight's share, and each source gives one at least. Short windows share a row, kept apart by their positions; one
+    that does not fit into the rest of a row is cut.
 
     Args:
-        sources: whose held-out text is taken.
+        sources: their held-out text is read.
         sequence_length: tokens in a row.
-        max_tokens: of all windows together; None: `held_out_tokens`. Below that, all windows may have the whole length.
+        max_tokens: of all windows together; None: `held_out_tokens`. Below that, all windows may have the full length.
         batch_size: rows in a batch.
 
     Returns:
-        Batches as of `fixed_batches`, those of the longest documents first; tokens that fill no row are one shorter row
+        Batches like those of `fixed_batches`, the longest documents first. Tokens that fill no row are one shorter row
         in a batch of its own.
 
     Raises:
@@ -126,7 +125,7 @@ def validation_batches(
     rows = _pack(_document_windows(sources, sequence_length, tokens), sequence_length)
     if not rows:
         raise UserError(
-            "the loss is taken on none of the held-out tokens: what the assistant says is not among them; "
+            "the loss is taken on none of the held-out tokens, since the assistant says none of them; "
             "give more text, or longer sequences"
         )
     full = [row for row in rows if len(row[0]) == sequence_length]
@@ -140,9 +139,9 @@ def validation_batches(
 
 
 def _document_windows(sources: Sequence[TokenizedSource], length: int, tokens: int) -> list[Window]:
-    """The first tokens of documents of all sources, `tokens` in all, those that the loss is taken on none of left out.
+    """The first tokens of documents of all sources, `tokens` in all, without windows that have no label.
 
-    More only where it takes more for a window of every source, or for one row.
+    More than `tokens` where a window from every source, or one row, takes more.
     """
     shorter, whole = min(length, SHORTER), whole_windows(length, tokens)
     documents = [_documents(source.validation) for source in sources]
@@ -168,7 +167,7 @@ def _document_windows(sources: Sequence[TokenizedSource], length: int, tokens: i
 
 
 def _documents(stream: TokenStream) -> Iterator[tuple[int, int]]:
-    """Start and length, in tokens, of each document of a stream; it may open and end inside one."""
+    """Start and length, in tokens, of each document of a stream, which may open and end inside one."""
     start = 0
     for first in range(0, len(stream), _BLOCK):
         _, begins = stream.read(first, min(_BLOCK, len(stream) - first))
@@ -181,7 +180,7 @@ def _documents(stream: TokenStream) -> Iterator[tuple[int, int]]:
 
 
 def _pack(windows: Sequence[Window], length: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """Rows of `length` tokens, the last may be shorter: ids, positions, labels, each token's window by number."""
+    """Rows of `length` tokens (the last may be shorter): ids, positions, labels, and the number of each window."""
     parts: list[tuple[np.ndarray, ...]] = []
     filled = 0
     # Full rows first; the sort keeps the others in their order.

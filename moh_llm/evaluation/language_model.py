@@ -11,7 +11,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedConfig
 
-from moh_llm.data.notes import note
 from moh_llm.data.tokenizer import tokens_without_rows
 from moh_llm.devices import empty_cache
 from moh_llm.errors import UserError
@@ -19,6 +18,7 @@ from moh_llm.evaluation.models import register_moh
 from moh_llm.evaluation.processes import Team
 from moh_llm.evaluation.shared_prefixes import check_cache, score_sharing_prefixes
 from moh_llm.flops import feed_forward_width
+from moh_llm.terminal import say_once
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class LanguageModel(HFLM):
         if without:
             more = f" and {len(without) - 1:,} more tokens" if len(without) > 1 else ""
             what = f"its embedding has no row for the token {without[0][:40]!r}{more} of its tokenizer"
-            note(f"{model}: {what}; text that holds one is refused")
+            say_once(f"{model}: {what}; text that holds one is refused")
         if (self.tokenizer.pad_token_id or 0) >= self.rows:  # a mask covers padding, whichever token it is
             self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(0)
         # `scoring` distributes the items: lm-eval would do so only with several GPUs on one machine.

@@ -103,19 +103,11 @@ class Counts(Record):
     seconds: float
 
 
-class FilterRecord(Record):
-    """Of one filter: which of its parts some record met, and the types of the values that records have, in words."""
-
-    met: list[bool]
-    types: list[str]
-
-
 class TaskRecord(Counts):
     """`SOURCE/tasks/NUMBER.json`: the files that a task read, and its shards; a split without documents has none."""
 
     files: list[str]
     splits: dict[Split, SplitRecord]
-    filters: dict[str, FilterRecord] = Field(default_factory=dict)
 
 
 class SourceRecord(Counts):

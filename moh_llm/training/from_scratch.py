@@ -101,7 +101,7 @@ def initialise(
     check_output_folder(output, overwrite, [architecture, tokenizer])
     config = read_architecture(architecture)
     loaded = _open_tokenizer(tokenizer)
-    ids = TextTokenizer.of(loaded).vocab_size
+    ids = TextTokenizer.from_tokenizer(loaded).vocab_size
     if config.vocab_size < ids:
         raise UserError(
             f"{architecture}: vocab_size={config.vocab_size} is less than the {ids} ids of tokenizer {tokenizer}; "

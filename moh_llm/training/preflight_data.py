@@ -37,7 +37,7 @@ def check_data(config: TrainConfig) -> Iterator[Finding]:
     name = config.data.mixture
     try:
         rows = embedding_rows(Path(config.model))
-        tokenizer = TextTokenizer.of(load_tokenizer(Path(config.model)), rows)
+        tokenizer = TextTokenizer.from_tokenizer(load_tokenizer(Path(config.model)), rows)
     except UserError as error:
         yield Finding("fault", "tokenizer", str(error))
         return

@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from moh_llm.conversion.description import calibration_record
-from moh_llm.data.shards import Shard, TokenizedSource, TokenStream
+from moh_llm.data.shards import TokenizedSource, TokenStream
 from moh_llm.data.windows import fixed_batches
 
 LENGTH = 8
@@ -17,7 +17,7 @@ LENGTH = 8
 
 def source_of(name: str, weight: float, tokens: int, first: int) -> TokenizedSource:
     """A source of one document, whose ids begin at `first`."""
-    stream = TokenStream.of([Shard.of([np.arange(first, first + tokens)])])
+    stream = TokenStream.from_documents([np.arange(first, first + tokens)])
     return TokenizedSource(name, weight, stream, stream)
 
 

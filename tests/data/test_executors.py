@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from moh_llm.data.executors import check_options
 from moh_llm.data.mixture import load_mixture
 from moh_llm.data.shards import open_tokens
 from moh_llm.data.tokenize import tokenize_mixture
@@ -75,7 +74,8 @@ def test_a_failure_on_slurm_is_told_by_the_next_start(corpus, tokenizer, tmp_pat
     tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", executor="slurm", executor_args=options)
     with pytest.raises(UserError, match="is not finished"):
         open_tokens(tmp_path / "out")
-    assert "no text field text" in (tmp_path / "out" / "chosen" / "tasks" / "00000.error").read_text()
+    logs = [path.read_text() for path in (tmp_path / "out" / "logs").rglob("task_00000.log")]
+    assert any("no text field text" in log for log in logs)
     with pytest.raises(UserError, match=r"chosen\.jsonl, line 1: no text field text"):
         tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
 
@@ -83,44 +83,27 @@ def test_a_failure_on_slurm_is_told_by_the_next_start(corpus, tokenizer, tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"--executor slurm needs partition=\.\.\. and time=\.\.\. in --executor-args"),
-        ({"time": "1:00", "partition": "a", "memory": "4"}, "unknown 'memory'; known are"),
-        ({"time": "1:00", "partition": "a", "cpus_per_task": "many"}, "cpus_per_task=many must be a number"),
+        ({"time": "1:00"}, "--executor slurm: .*'partition'; --executor-args KEY=VALUE"),
+        ({"time": "1:00", "partition": "a", "memory": "4"}, "--executor slurm: .*'memory'"),
     ],
 )
-def test_slurm_options(corpus, tokenizer, tmp_path, slurm, options, message):
+def test_keywords_that_datatrove_does_not_take_are_told(corpus, tokenizer, tmp_path, slurm, options, message):
     with pytest.raises(UserError, match=message):
         tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "o", executor="slurm", executor_args=options)
     assert not (slurm / "submitted").exists()
 
 
-def test_a_job_that_slurm_refuses_is_told(corpus, tokenizer, tmp_path, slurm):
+def test_a_job_that_slurm_refuses_is_told(corpus, tokenizer, tmp_path, slurm, monkeypatch):
     (slurm / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: no such partition' >&2\nexit 1\n")
     options = {"time": "1:00", "partition": "a"}
-    with pytest.raises(UserError, match="sbatch refused a job"):
+    with pytest.raises(UserError, match=r"--executor slurm: .*sbatch"):
         tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "o", executor="slurm", executor_args=options)
-
-
-def test_a_machine_without_slurm_is_told(corpus, tokenizer, tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # whatever this machine has
-    options = {"time": "1:00", "partition": "a"}
-    with pytest.raises(UserError, match="no sbatch here"):
+    monkeypatch.setenv("PATH", str(tmp_path))  # a machine without Slurm
+    with pytest.raises(UserError, match=r"--executor slurm: .*sbatch"):
         tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "o", executor="slurm", executor_args=options)
 
 
 def test_a_machine_without_ray_is_told(corpus, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # whatever this machine has
-    with pytest.raises(UserError, match="--executor ray needs Ray; pip install ray"):
+    with pytest.raises(UserError, match="--executor ray needs ray; pip install ray"):
         tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", executor="ray")
-
-
-def test_executor_args_have_the_types_that_are_declared():
-    class Executor:
-        def __init__(self, pipeline, memory: float = 2, share: "float" = 1, cpus: int = 1):
-            pass
-
-    options = {"memory": "0.5", "share": "0.5", "cpus": "2"}
-    assert check_options(Executor, options) == {"memory": 0.5, "share": 0.5, "cpus": 2}
-    with pytest.raises(UserError, match=r"cpus=0\.5 must be a number"):
-        check_options(Executor, {"cpus": "0.5"})

@@ -16,7 +16,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from moh_llm.data.locate import SourceFile, locate
 from moh_llm.data.mixture import Source
-from moh_llm.data.records import Reading, read_documents
+from moh_llm.data.records import Reading, source_documents
 from moh_llm.errors import UserError
 
 DOCUMENTS = [f"document {i} of a river that was high that spring" for i in range(300)]
@@ -91,7 +91,7 @@ def refusal(**location) -> str:
 
 def read(path: str, skip_bad: bool = False) -> tuple[list[str], Reading]:
     reading = Reading(skip_bad)
-    return list(read_documents(SourceFile(path), Source("web", 1.0), reading)), reading
+    return [text for _, text in source_documents(Source("web", 1.0), [SourceFile(path)], reading)], reading
 
 
 def fill(folder: Path, *names: str) -> None:
@@ -194,8 +194,8 @@ def test_bad_lists(tmp_path, site):
 @pytest.mark.parametrize("how", ["ranges", "plain", "stream"])
 def test_files_on_a_server(site, how, name):
     reading = Reading()
-    found = read_documents(SourceFile(f"{site}/{how}/{name}"), Source("web", 1.0), reading)
-    positions, documents = zip(*((reading.stored, text) for text in found), strict=True)
+    found = source_documents(Source("web", 1.0), [SourceFile(f"{site}/{how}/{name}")], reading)
+    positions, documents = zip(*((reading.stored, text) for _, text in found), strict=True)
     assert list(documents) == DOCUMENTS
     assert list(positions) == sorted(positions) and positions[-1] == len(packed(name))
 

@@ -1,7 +1,6 @@
 """Documents out of files of every format; filters; every fault is named, and stops the run or is skipped."""
 
 import gzip
-import importlib.util
 import io
 import json
 import random
@@ -14,7 +13,7 @@ import pytest
 
 from moh_llm.data.locate import SourceFile
 from moh_llm.data.mixture import Source
-from moh_llm.data.records import Reading, read_documents, source_documents
+from moh_llm.data.records import Reading, source_documents
 from moh_llm.errors import UserError
 
 zstandard = pytest.importorskip("zstandard")
@@ -27,13 +26,15 @@ RECORDS = [
     {"text": "b", "lang": "de", "score": 0.5, "meta": {"lang": "fr", "stars": 2}},
     {"text": "c", "lang": "en", "score": 1, "meta": {"lang": "de", "stars": 3}},
     {"text": "d", "score": None, "meta": None},
-    {"text": "e", "lang": ["en"], "score": "0.7", "meta": {"stars": 4}, "meta.lang": "en"},
 ]
 
 
-def lines(field: str = "text", documents: Sequence[str] = DOCUMENTS) -> bytes:
-    records = ({"id": i, field: text} for i, text in enumerate(documents))
+def json_lines(records: Sequence[dict]) -> bytes:
     return "".join(json.dumps(record, ensure_ascii=i % 2 == 0) + "\n" for i, record in enumerate(records)).encode()
+
+
+def lines(field: str = "text") -> bytes:
+    return json_lines([{"id": i, field: text} for i, text in enumerate(DOCUMENTS)])
 
 
 def parquet(columns: dict[str, list], rows: int = 1 << 20) -> bytes:
@@ -43,7 +44,7 @@ def parquet(columns: dict[str, list], rows: int = 1 << 20) -> bytes:
 
 
 def frames(data: bytes, sizes: Sequence[int]) -> bytes:
-    """Zstandard frames of so many bytes each, and one of the rest; some with a checksum, one without content."""
+    """Zstandard frames of these sizes and one of the rest; some with a checksum, one without content."""
     parts, at = [], 0
     for number, size in enumerate([*sizes, len(data)]):
         packer = zstandard.ZstdCompressor(write_checksum=number % 2 == 0, write_content_size=number % 3 == 0)
@@ -60,8 +61,8 @@ ONE, TWO = b'{"text": "1"}\n', b'{"text": "2"}\n'
 
 def read(path: Path, skip_bad: bool = False, **source) -> tuple[list[str], Reading]:
     reading = Reading(skip_bad)
-    documents = list(read_documents(SourceFile(str(path)), Source("web", 1.0, **source), reading))
-    return documents, reading
+    found = source_documents(Source("web", 1.0, **source), [SourceFile(str(path))], reading)
+    return [text for _, text in found], reading
 
 
 def refusal(path: Path, skip_bad: bool = False, **source) -> str:
@@ -77,7 +78,6 @@ FILES = [
     ("a.JSON", lines("content"), DOCUMENTS),
     ("a.ndjson", lines("raw_content").rstrip(b"\n"), DOCUMENTS),
     ("a.jsonl", lines("document").replace(b"\n", b"\r\n\r\n"), DOCUMENTS),
-    ("a.jsonl", b"\xef\xbb\xbf" + LINES, DOCUMENTS),
     ("a.jsonl.gz", gzip.compress(LINES[:999]) + gzip.compress(b"") + gzip.compress(LINES[999:]), DOCUMENTS),
     ("a.ndjson.zstd", zstandard.compress(b"\xef\xbb\xbf" + LINES), DOCUMENTS),
     ("a.jsonl.zst", frames(LINES, [1000, 0, 1, 5000, 3000]), DOCUMENTS),
@@ -123,26 +123,18 @@ def test_a_given_format_comes_before_the_ending(tmp_path):
 def test_text_fields(tmp_path, kind, records, text_field, documents):
     path = tmp_path / f"a.{kind}"
     columns = {name: [record[name] for record in records] for name in records[0]}
-    json_lines = "".join(json.dumps(record) + "\n" for record in records)
-    path.write_bytes(parquet(columns) if kind == "parquet" else json_lines.encode())
+    path.write_bytes(parquet(columns) if kind == "parquet" else json_lines(records))
     assert read(path, text_field=text_field)[0] == documents
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.zst", "parquet"])
-@pytest.mark.parametrize("no_text", [None, ["a"], {"a": "b"}, 5])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_record_without_a_text_does_not_choose_another_field(tmp_path, kind, no_text, place):
-    path = tmp_path / f"a.{kind}"
+@pytest.mark.parametrize("no_text", [None, ["a"], 5])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_record_without_a_text_does_not_choose_another_field(tmp_path, no_text, place):
+    path = tmp_path / "a.jsonl"
     rows = [{"text": f"{i}", "content": "no"} for i in range(3)]
-    if kind == "parquet":
-        if no_text is not None:
-            return  # a column has one type
-        path.write_bytes(parquet({"text": [None if i == place else f"{i}" for i in range(3)], "content": ["no"] * 3}))
-    else:
-        rows[place]["text"] = no_text
-        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        path.write_bytes(zstandard.compress(data) if kind.endswith("zst") else data)
-    assert refusal(path).startswith(f"{path}, {'row' if kind == 'parquet' else 'line'} {place + 1}: ")
+    rows[place]["text"] = no_text
+    path.write_bytes(json_lines(rows))
+    assert refusal(path).startswith(f"{path}, line {place + 1}: ")
     documents, reading = read(path, skip_bad=True)
     assert documents == [f"{i}" for i in range(3) if i != place] and reading.bad == 1
 
@@ -159,15 +151,6 @@ def test_another_text_field_in_later_records_is_refused(tmp_path, skip_bad):
     assert read(path, skip_bad=True)[0] == ["1", "2"]
 
 
-def test_files_with_other_text_fields_are_named(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
-    (tmp_path / "b.jsonl").write_text('{"content": "2"}\n')
-    files = [SourceFile(f"{tmp_path}/{name}.jsonl") for name in "ab"]
-    assert [text for _, text in source_documents(Source("web", 1.0), files)] == ["1", "2"]
-    (said,) = capsys.readouterr().err.splitlines()
-    assert all(file.name in said for file in files)
-
-
 def test_empty_documents_are_counted(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\n{"text": ""}\n  \n{"text": " \\n\\t"}\n{"text": " x "}\n\n')
     documents, reading = read(tmp_path / "a.jsonl")
@@ -175,36 +158,51 @@ def test_empty_documents_are_counted(tmp_path):
     assert reading == Reading(documents=1, bytes=3, empty=2)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
     ("filters", "kept"),
     [
-        ({}, "abcde"),
+        ({}, "abcd"),
         ({"lang": "en"}, "ac"),
         ({"lang": ["de", "en"]}, "abc"),
         ({"score": {"max": 0.5}}, "ab"),
         ({"score": {"min": 0.2, "max": 0.9}}, "b"),
-        ({"score": 1}, "c"),
-        ({"meta.lang": "en"}, "ae"),
-        ({"meta.stars": {"min": 2, "max": 3}}, "bc"),
+        ({"score": ["x", 1]}, "c"),
+        ({"meta.lang": "en"}, "a"),
         ({"meta.stars": {"min": 2}, "lang": "en"}, "c"),
         ({"missing": {"min": 0}}, ""),
         ({"meta.lang.code": ["en"]}, ""),
     ],
 )
-def test_filters(tmp_path, filters, kept):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    documents, reading = read(tmp_path / "a.jsonl", filters=filters)
+def test_filters(tmp_path, kind, filters, kept):
+    columns = {name: [record.get(name) for record in RECORDS] for name in ("text", "lang", "score", "meta")}
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(parquet(columns) if kind == "parquet" else json_lines(RECORDS))
+    documents, reading = read(path, filters=filters)
     assert documents == list(kept)
     assert reading == Reading(documents=len(kept), bytes=len(kept), filtered=len(RECORDS) - len(kept))
-    rows = RECORDS[:4]
-    columns = {name: [record.get(name) for record in rows] for name in ("text", "lang", "score", "meta")}
-    (tmp_path / "a.parquet").write_bytes(parquet(columns))
-    assert read(tmp_path / "a.parquet", filters=filters)[0] == [text for text in kept if text != "e"]
 
 
-def test_a_filtered_record_needs_no_text(tmp_path):
+@pytest.mark.parametrize(
+    ("accepted", "value", "message"),
+    [
+        (0, "00", "its n is a text, and the filter wants a number; put it in quotes"),
+        ({"min": 1}, "1", "its n is a text, and the filter wants a number"),
+        (True, 1, "its n is a number, and the filter wants true or false"),
+        ([1, "a"], True, "its n is true or false, and the filter wants a number or a text"),
+        ("en", ["en"], "its n is of type list, and the filter wants a text"),
+    ],
+)
+def test_a_filter_of_another_type_than_the_field_is_reported(tmp_path, accepted, value, message):
+    (tmp_path / "a.jsonl").write_bytes(json_lines([{"text": "x", "n": value}]))
+    assert f"a.jsonl, line 1: {message}" in refusal(tmp_path / "a.jsonl", filters={"n": accepted})
+
+
+def test_a_filtered_record_needs_no_text_and_a_text_file_takes_no_filter(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"lang": "de"}\n{"lang": "en", "body": "x"}\n')
     assert read(tmp_path / "a.jsonl", filters={"lang": "en"}, text_field="body")[0] == ["x"]
+    (tmp_path / "a.txt").write_text("a river")
+    assert "filters need JSON lines or parquet" in refusal(tmp_path / "a.txt", filters={"lang": "en"})
 
 
 # Name, content, what is said, and what is read where bad records are skipped (None: some of the first documents).
@@ -214,19 +212,17 @@ FAULTS = [
     ("a.jsonl", ONE + b"[1]\n" + TWO, ", line 2: expected a JSON object, found list", ["1", "2"]),
     ("a.jsonl", ONE + b'{"id": 1, "x": ""}\n' + TWO, ", line 2: no text field text; the record has id, x", ["1", "2"]),
     ("a.jsonl", b'{"x": 1}\n' + TWO, ", line 1: no text field text or content or raw_content or document; the", ["2"]),
-    ("a.jsonl", ONE + b'{"text": 5}\n' + TWO, ", line 2: its text is int, no text", ["1", "2"]),
-    ("a.jsonl", ONE + b'{"a\\nb": 5}\n' + TWO, ", line 2: no text field text", ["1", "2"]),
+    ("a.jsonl", ONE + b'{"text": 5}\n' + TWO, ", line 2: its text is int, not a text", ["1", "2"]),
     ("a.jsonl", ONE + b'{"text": "\xc3\xa4\xff"}\n' + TWO, ", line 2: byte 13 is not UTF-8", ["1", "2"]),
     ("a.parquet", parquet({"text": ["1", None, "2"]}), ", row 2: no text field text; the record has text", ["1", "2"]),
     ("a.txt", b"ab\xff", ": byte 3 is not UTF-8", []),
-    *((name, b"", " is empty", []) for name in ("a.txt", "a.jsonl.zst")),
+    ("a.jsonl.zst", b"", " is empty", []),
     ("a.jsonl.gz", gzip.compress(b""), " is empty", []),
     ("a.jsonl.gz", b"not gzip", " cannot be read past record 0: Not a gzipped file", []),
     ("a.jsonl.gz", GZIP[:-8] + bytes(4) + GZIP[-4:], " cannot be read past record ", None),
-    ("a.jsonl.zst", b"not zstd", " cannot be read past record 0: ", []),
-    ("a.jsonl.zst", ZSTD + b"and more", " cannot be read past record 200: ", DOCUMENTS),
+    ("a.jsonl.zst", ZSTD + b"and more", " cannot be read past record ", None),
     ("a.jsonl.zst", ZSTD[:-4] + bytes(4), " cannot be read past record ", None),
-    *(("a.parquet", data, " cannot be read past record 0: ", []) for data in (b"", b"PAR1", PARQUET[:-1], PARQUET[1:])),
+    *(("a.parquet", data, " cannot be read past record 0: ", []) for data in (b"", PARQUET[:-1], PARQUET[1:])),
     ("a.parquet", PARQUET.replace(PARQUET[2000:2200], bytes(200)), " cannot be read past record ", None),
 ]
 
@@ -235,15 +231,14 @@ FAULTS = [
 def test_a_fault_stops_or_is_skipped(tmp_path, name, data, message, kept):
     (tmp_path / name).write_bytes(data)
     refused = refusal(tmp_path / name)
-    assert refused.startswith(f"{tmp_path / name}{message}")
-    assert refused.endswith("; correct it, or pass --on-bad-record skip to leave such records out")
+    assert refused.startswith(f"{tmp_path / name}{message}") and "--on-bad-record skip" in refused
     documents, reading = read(tmp_path / name, skip_bad=True)
     assert documents == (DOCUMENTS[: len(documents)] if kept is None else kept)
     assert (reading.documents, reading.bad, len(reading.examples)) == (len(documents), 1, 1)
     assert refused.startswith(reading.examples[0])
 
 
-@pytest.mark.parametrize("cut", [1, 11, 100, -200, -8, -4, -1])
+@pytest.mark.parametrize("cut", [1, 11, -200, -4, -1])
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz"])
 def test_truncated(tmp_path, name, cut):
     data = GZIP if name.endswith("gz") else ZSTD
@@ -276,36 +271,29 @@ def test_few_of_many_faults_are_quoted(tmp_path):
     assert wheres == [f"{tmp_path}/a.jsonl, line {number}" for number in (1, 3, 5, 7, 9)]
 
 
-@pytest.mark.parametrize("field", ["body", "meta.body"])
-def test_columns_beside_a_filter(tmp_path, field):
-    (tmp_path / "a.parquet").write_bytes(parquet({"lang": ["en"], field: ["yes"]}))
-    assert read(tmp_path / "a.parquet", filters={"lang": "en"}, text_field=field)[0] == ["yes"]
-
-
 @pytest.mark.parametrize("skip_bad", [False, True])
 def test_what_is_no_bad_record(tmp_path, monkeypatch, skip_bad):
     assert refusal(tmp_path / "a.jsonl", skip_bad).endswith(" is gone; it was there when the source was listed")
     known = ".jsonl, .json, .ndjson, .parquet, .txt, .md"
-    assert f"format not known by its ending; known are {known}" in refusal(tmp_path / "a.csv.gz", skip_bad)
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "zstandard" else find_spec(name))
+    assert f"unknown ending; known are {known}" in refusal(tmp_path / "a.csv.gz", skip_bad)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    for name, data, package in (("a.jsonl.zst", ZSTD, "zstandard"), ("a.parquet", PARQUET, "pyarrow")):
+    for name, data in {"a.jsonl.zst": ZSTD, "a.parquet": PARQUET}.items():
         (tmp_path / name).write_bytes(data)
-        assert refusal(tmp_path / name, skip_bad).endswith(f'reading it needs {package}; pip install "moh-llm[data]"')
+        assert refusal(tmp_path / name, skip_bad).endswith('reading it needs pyarrow; pip install "moh-llm[data]"')
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet"])
 def test_position(tmp_path, name):
     texts = [random.Random(i).randbytes(50).hex() for i in range(8000)]
     columns = {"text": texts, "id": [f"{i % 2}" for i in range(8000)]}
-    data = b"".join(json.dumps({"id": f"{i % 2}", "text": text}).encode() + b"\n" for i, text in enumerate(texts))
-    pack = {"gz": gzip.compress, "zst": zstandard.compress, "parquet": lambda _: parquet(columns, rows=400)}
+    data = json_lines([{"id": f"{i % 2}", "text": text} for i, text in enumerate(texts)])
+    pack = {"zst": zstandard.compress, "parquet": lambda _: parquet(columns, rows=400)}
     data = pack.get(name.rsplit(".", 1)[1], bytes)(data)
     (tmp_path / name).write_bytes(data)
     reading, source = Reading(), Source("web", 1.0, filters={"id": "1"})
-    found = read_documents(SourceFile(f"{tmp_path}/{name}"), source, reading)
-    positions, documents = zip(*((reading.stored, text) for text in found), strict=True)
+    found = source_documents(source, [SourceFile(f"{tmp_path}/{name}")], reading)
+    positions, documents = zip(*((reading.stored, text) for _, text in found), strict=True)
     assert list(documents) == texts[1::2] and list(positions) == sorted(positions)
     assert 0.95 * len(data) < positions[-1] <= len(data)
     assert positions[0] < 0.2 * len(data) or name == "a.parquet"  # which is read ahead

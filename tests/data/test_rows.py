@@ -106,5 +106,5 @@ def test_a_token_that_every_text_has_is_refused_at_once(base, text, token):
         path.write_text(json.dumps(content))
     tokenizer = AutoTokenizer.from_pretrained(base)
     with pytest.raises(UserError, match=r"every text holds the token '<none>' \(id 258\)"):
-        TextTokenizer.of(tokenizer, 257)
+        TextTokenizer.from_tokenizer(tokenizer, 257)
     assert sample_mixture(mixture_from_files([str(text(""))]), tokenizer, rows=259)

@@ -9,8 +9,8 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from moh_llm.data.embedded import embedded_documents
 from moh_llm.data.mixture import Mixture, Source, mixture_from_files
-from moh_llm.data.opening import embedded_documents
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenStream
 from moh_llm.data.tokenizer import TextTokenizer, is_held_out
@@ -121,7 +121,7 @@ def test_a_split_that_leaves_one_side_empty(tmp_path, tokenizer, share):
 def test_a_source_without_text(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text('\n{"text": "  ", "lang": "en"}\n{"text": "x", "lang": "de"}\n')
     source = Source("web", 1.0, (f"{tmp_path}/a.jsonl",), filters={"lang": "en"})
-    with pytest.raises(UserError, match=r"^source web holds no text$"):
+    with pytest.raises(UserError, match=r"^source web holds no text \(1 records were filtered out, 0 bad\)$"):
         sample_mixture(Mixture("m", (source,)), tokenizer)
 
 
@@ -142,9 +142,9 @@ def test_built_in_text_is_split_by_group(tokenizer):
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, texts: list[str] = TEXTS) -> list[list[int]]:
-    found = list(TextTokenizer.of(tokenizer).encode(texts))
-    assert [text for text, _ in found] == texts
-    return [ids.tolist() for _, ids in found]
+    found = list(TextTokenizer.from_tokenizer(tokenizer).encode((text, text) for text in texts))
+    assert [group for group, *_ in found] == texts
+    return [ids.tolist() for _, ids, _ in found]
 
 
 def expected(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
@@ -181,11 +181,11 @@ def test_nothing_is_cut_or_padded(tokenizer, folder, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "tokenizer.json").read_text())
     assert stored["truncation"] and stored["padding"]
-    for own in (TextTokenizer.of(tokenizer), TextTokenizer.load(str(tmp_path))):
-        assert [ids.tolist() for _, ids in own.encode(TEXTS)] == wanted
+    for own in (TextTokenizer.from_tokenizer(tokenizer), TextTokenizer.load(str(tmp_path))):
+        assert [ids.tolist() for _, ids, _ in own.encode((text, text) for text in TEXTS)] == wanted
     # What the caller's own tokenizer does stays as it was.
     assert len(tokenizer.backend_tokenizer.encode("a long text").ids) == 16
-    assert TextTokenizer.of(tokenizer).sha256 == TextTokenizer.load(str(folder)).sha256
+    assert TextTokenizer.from_tokenizer(tokenizer).sha256 == TextTokenizer.load(str(folder)).sha256
 
 
 def test_tokenizers_that_cannot_be_used(tmp_path):
@@ -193,7 +193,7 @@ def test_tokenizers_that_cannot_be_used(tmp_path):
         name_or_path = "slow"
 
     with pytest.raises(UserError, match="tokenizer slow is not a fast one"):
-        TextTokenizer.of(Slow())
+        TextTokenizer.from_tokenizer(Slow())
     with pytest.raises(UserError, match=f"{tmp_path} has no tokenizer that loads ") as error:
         TextTokenizer.load(str(tmp_path))
     assert "\n" not in str(error.value)

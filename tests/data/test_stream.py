@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moh_llm.data.shards import Shard, TokenizedSource, TokenStream
+from moh_llm.data.shards import TokenizedSource, TokenStream
 from moh_llm.data.stream import SequenceStream, StepBatches, permute, step_loader
 from moh_llm.errors import UserError
 
@@ -19,7 +19,7 @@ TAB_D = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]
 
 
 def tokens(length: int, base: int = 0, documents: int = 1) -> TokenStream:
-    return TokenStream.of([Shard.of(np.array_split(np.arange(base, base + length, dtype=np.uint32), documents))])
+    return TokenStream.from_documents(np.array_split(np.arange(base, base + length, dtype=np.uint32), documents))
 
 
 def source(name: str, weight: float, length: int = 1000, base: int = 0, **fields) -> TokenizedSource:

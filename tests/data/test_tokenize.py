@@ -11,10 +11,10 @@ import forks
 import numpy as np
 import pytest
 
+from moh_llm.data.embedded import embedded_documents
 from moh_llm.data.locate import locate
 from moh_llm.data.mixture import EMBEDDED, load_mixture
-from moh_llm.data.opening import embedded_documents
-from moh_llm.data.records import Reading, read_documents
+from moh_llm.data.records import Reading, source_documents
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import open_tokens
 from moh_llm.data.tasks import make_tasks
@@ -36,7 +36,7 @@ def test_shards_hold_the_documents_in_order_and_the_record_counts_them(corpus, t
     assert record == TokensRecord.of_folder(tmp_path / "out")
     for source, opened in zip(mixture.sources, open_tokens(tmp_path / "out"), strict=True):
         reading = Reading()
-        texts = [text for file in locate(source) for text in read_documents(file, source, reading)]
+        texts = [text for _, text in source_documents(source, reading=reading)]
         for stream, held_out in ((opened.train, False), (opened.validation, True)):
             ids, begins = stream.read(0, len(stream))
             found = [tokenizer.backend.decode(part[:-1]) for part in np.split(ids, begins[1:])]

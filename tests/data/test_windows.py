@@ -28,7 +28,7 @@ def write(folder, pieces: list[np.ndarray], name: str = "train-00000.ds") -> Sha
 
 
 def test_window_marks_documents():
-    ids, positions, labels = window(TokenStream.of([Shard.of(documents(7, 2, 11))]), 5, 8)
+    ids, positions, labels = window(TokenStream.from_documents(documents(7, 2, 11)), 5, 8)
     assert ids.tolist() == [5, 6, 7, 8, 9, 10, 11, 12]
     assert positions.tolist() == [0, 1, 0, 1, 0, 1, 2, 3]
     assert labels.tolist() == [5, 6, -100, 8, -100, 10, 11, 12]
@@ -45,7 +45,9 @@ def test_shards_are_one_row(lengths, start, length):
     pieces = documents(*flat)
     total, first = sum(flat), np.cumsum([0, *flat])[:-1]
     cuts = np.cumsum([len(shard) for shard in lengths])[:-1]
-    stream = TokenStream.of([Shard.of([pieces[i] for i in part]) for part in np.split(np.arange(len(flat)), cuts)])
+    stream = TokenStream.from_shards(
+        [Shard.from_documents([pieces[i] for i in part]) for part in np.split(np.arange(len(flat)), cuts)]
+    )
     start = start % total
     length = min(length, total - start)
     ids, begins = stream.read(start, length)
@@ -61,7 +63,7 @@ def test_shards_are_one_row(lengths, start, length):
 def test_files_read_as_arrays_do_and_travel_unopened(tmp_path):
     first, second = documents(7, 2, 11), [piece + 20 for piece in documents(5, 4)]
     shards = [write(tmp_path, first, "a.ds"), write(tmp_path, second, "b.ds")]
-    stored, held = TokenStream.of(shards), TokenStream.of([Shard.of(first + second)])
+    stored, held = TokenStream.from_shards(shards), TokenStream.from_documents(first + second)
     for start, length in ((0, 29), (5, 8), (18, 6), (20, 9), (28, 1)):
         for a, b in zip(stored.read(start, length), held.read(start, length), strict=True):
             assert np.array_equal(a, b)
@@ -71,13 +73,13 @@ def test_files_read_as_arrays_do_and_travel_unopened(tmp_path):
 
 
 def test_the_tail_is_held_out():
-    train, validation = split_tail(TokenStream.of([Shard.of(documents(50, 50))]), 0.1)
+    train, validation = split_tail(TokenStream.from_documents(documents(50, 50)), 0.1)
     assert (len(train), len(validation)) == (90, 10)
     assert validation.read(0, 10)[0].tolist() == list(range(90, 100))
 
 
 def test_fixed_batches_share_tokens():
-    streams = [TokenStream.of([Shard.of(documents(n))]) for n in (1000, 1000, 5)]
+    streams = [TokenStream.from_documents(documents(n)) for n in (1000, 1000, 5)]
     batches = fixed_batches(streams, [0.5, 0.25, 0.25], 10, 200, 4)
     ids = torch.cat([batch["input_ids"] for batch in batches])
     assert ids.shape == (15, 10)  # 10 windows, 5 windows, none of the short one
@@ -89,8 +91,8 @@ def test_fixed_batches_share_tokens():
 
 
 def test_fixed_batches_number_documents():
-    first = TokenStream.of([Shard.of(documents(5, 25, 10))])
-    tail = split_tail(TokenStream.of([Shard.of(documents(20, 10))]), 0.5)[1]  # opens inside a document
+    first = TokenStream.from_documents(documents(5, 25, 10))
+    tail = split_tail(TokenStream.from_documents(documents(20, 10)), 0.5)[1]  # opens inside a document
     batches = fixed_batches([first, tail], [0.75, 0.25], 10, 40, 3)
     numbers = torch.cat([batch["documents"] for batch in batches]).flatten()
     # One that spans three windows is one; the next stream's is another.
@@ -99,7 +101,7 @@ def test_fixed_batches_number_documents():
 
 
 def source(weight: float, *lengths: int) -> TokenizedSource:
-    stream = TokenStream.of([Shard.of(documents(*lengths))])
+    stream = TokenStream.from_documents(documents(*lengths))
     return TokenizedSource("a", weight, stream, stream)
 
 
@@ -129,7 +131,7 @@ def test_held_out_text_is_one_window_of_each_document():
     found = held_out([source(1.0, *[10] * 70)], 32)
     assert len(found) == 70 and sum(count for _, count in found) < 700
     assert len(held_out([source(1.0, 10_000, *[20] * 5)], 32)) == 6
-    tail = split_tail(TokenStream.of([Shard.of(documents(500))]), 0.5)[1]  # opens inside a document
+    tail = split_tail(TokenStream.from_documents(documents(500)), 0.5)[1]  # opens inside a document
     assert held_out([TokenizedSource("a", 1.0, tail, tail)], 32) == [(250, 32)]
 
 

@@ -105,7 +105,7 @@ def test_the_folder_loads(initialise, tokenizer_folder, tmp_path, capsys) -> Non
 
     config = AutoConfig.from_pretrained(folder)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 0, None)
-    tokenizer = TextTokenizer.of(AutoTokenizer.from_pretrained(folder))
+    tokenizer = TextTokenizer.from_tokenizer(AutoTokenizer.from_pretrained(folder))
     assert tokenizer.sha256 == TextTokenizer.load(str(tokenizer_folder)).sha256
 
     # What loads where this package is not: tests/conversion/test_convert.py loads these files there.
