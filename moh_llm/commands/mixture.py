@@ -78,7 +78,7 @@ def parse_tokens(text: str) -> int:
 def _estimates(mixture, tokenizer_name: str | None) -> tuple[dict[str, tuple[int | None, bool]], list[str]]:
     """Per source its training tokens and whether they are exact; and what could not be found out."""
     from moh_llm.data.locate import locate
-    from moh_llm.data.sample import estimate_source
+    from moh_llm.data.sample import estimate_tokens
     from moh_llm.data.tokenizer import TextTokenizer
 
     if tokenizer_name is None:
@@ -88,10 +88,10 @@ def _estimates(mixture, tokenizer_name: str | None) -> tuple[dict[str, tuple[int
     notes = []
     for source in mixture.sources:
         try:
-            estimate = estimate_source(source, locate(source), tokenizer)
+            tokens = estimate_tokens(source, locate(source), tokenizer)
         except UserError as error:
             notes.append(str(error))
             continue
-        if estimate.tokens is not None:
-            found[source.name] = (round(estimate.tokens * (1 - mixture.validation_share)), False)
+        if tokens is not None:
+            found[source.name] = (round(tokens * (1 - mixture.validation_share)), False)
     return found, notes

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     from rich.table import Table
 
-    from moh_llm.data.sample import estimate_source
+    from moh_llm.data.sample import estimate_tokens
     from moh_llm.data.tasks import is_done, make_tasks, prepare_sources
     from moh_llm.data.tokenize import count_workers
 
@@ -93,27 +93,25 @@ def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
     table = Table("source", box=None)
     for header in ("files", "MB", "tasks", "done", "tokens (estimate)"):
         table.add_column(header, justify="right")
-    total = seconds = 0.0
+    total = 0
     for source in mixture.sources:
         own = [task for task in tasks if task.source.name == source.name]
-        found = estimate_source(source, [file for task in own for file in task.files], tokenizer)
+        estimate = estimate_tokens(source, [file for task in own for file in task.files], tokenizer)
         sizes = [task.bytes for task in own]
         size = "?" if None in sizes else f"{sum(s or 0 for s in sizes) / 1e6:,.1f}"
         done = sum(is_done(task) for task in own)
-        tokens = "unknown" if found.tokens is None else f"{found.tokens:,}"
+        tokens = "unknown" if estimate is None else f"{estimate:,}"
         table.add_row(
             printable(source.name), str(sum(len(t.files) for t in own)), size, str(len(own)), str(done), tokens
         )
-        total += found.tokens or 0
-        seconds += (found.seconds or 0) * (len(own) - done) / len(own)
+        total += estimate or 0
     console().print(table)
     left = [task for task in tasks if not is_done(task)]
     workers = count_workers(left, args.workers, args.executor, {})[0] if left else 0
     say(
         f"would tokenise {len(left)} of {len(tasks)} tasks into {args.output} with {tokenizer.name} "
         f"({tokenizer.dtype.name}), executor {args.executor}",
-        f"about {total:,.0f} tokens, "
-        f"{total * tokenizer.dtype.itemsize / 1e6:,.0f} MB, {seconds:,.0f} s of tokenising on all cores of this machine"
+        f"about {total:,} tokens, {total * tokenizer.dtype.itemsize / 1e6:,.0f} MB"
         + (f", {workers} at once" if workers > 0 else ""),
     )
 

@@ -115,22 +115,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources whose weights sum to 1, and the share of each source's documents held out for validation.
-
-    `weight_sum` is the sum of the weights before they were normalised.
-    """
+    """Sources whose weights sum to 1, and the share of each source's documents held out for validation."""
 
     name: str
     sources: tuple[Source, ...]
     validation_share: float = 0.05
-    weight_sum: float = field(default=1.0, compare=False)
 
     def describe(self) -> str:
-        """One line: the sources, and whether their weights were normalised."""
-        text = f"mixture {self.name}: {len(self.sources)} source{'s' if len(self.sources) > 1 else ''}"
-        if math.isclose(self.weight_sum, 1, abs_tol=1e-9):
-            return text
-        return f"{text}; weights sum to {self.weight_sum:.6g} and were normalised to shares of 1"
+        """One line: name and number of sources."""
+        return f"mixture {self.name}: {len(self.sources)} source{'s' if len(self.sources) > 1 else ''}"
 
 
 EMBEDDED = Mixture(
@@ -267,4 +260,4 @@ def _normalised(name: str, sources: Sequence[Source], validation_share: float) -
     total = math.fsum(source.weight for source in sources)
     # A name is shown and recorded, and the name of a file on the command line may be an address with a password.
     shares = [replace(source, name=without_passwords(source.name), weight=source.weight / total) for source in sources]
-    return Mixture(without_passwords(name), tuple(shares), validation_share, total)
+    return Mixture(without_passwords(name), tuple(shares), validation_share)

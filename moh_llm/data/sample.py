@@ -1,7 +1,6 @@
 """The beginning of a mixture: its first tokens, for conversion, and an estimate of its size."""
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,53 +128,39 @@ def _stream(pieces: Sequence[_Piece]) -> TokenStream:
     return TokenStream.from_documents(ids, targets or None)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A source's number of tokens, and the seconds that the tokenizer takes for them on all cores of this machine.
+def estimate_tokens(source: Source, files: Sequence[SourceFile], tokenizer: TextTokenizer) -> int | None:
+    """A source's number of tokens: those of its first 2 MiB of text, scaled by its stored bytes.
 
-    Both are None where the stored size is unknown (files on a server that was not asked).
-    """
-
-    tokens: int | None
-    seconds: float | None
-
-
-def estimate_source(source: Source, files: Sequence[SourceFile], tokenizer: TextTokenizer) -> Estimate:
-    """Tokenise the first 2 MiB of a source's text and scale by its stored bytes.
-
-    Compressed files are read in pieces, so that the number is off by some percent even where the
-    rest of the source is like its beginning.
+    Compressed files are read in pieces, so that the number is off by some percent even where the rest of the source
+    resembles its beginning.
 
     Args:
         source: the source.
         files: its files (`locate`).
-        tokenizer: what text is tokenised with.
+        tokenizer: the tokenizer.
+
+    Returns:
+        The number; None where the stored size is unknown (files on a server that was not asked).
 
     Raises:
         UserError: the beginning cannot be read.
     """
     sample: list[tuple[str, str]] = []
     sampled = stored = 0
-    ended = True
     reading = Reading(skip_bad=True)  # tokenising itself reports bad records
     for document in source_documents(source, files, reading, tokenizer.chat):
         if sampled < _SAMPLE:
             sample.append(document)
             sampled, stored = reading.bytes, reading.stored
         elif files:  # only built-in text, which is short, is read to its end
-            ended = False
             break
-    reading.check_text(source)
-    began = time.perf_counter()
-    tokens = sum(len(ids) for _, ids, _ in tokenizer.encode(sample))
-    seconds = time.perf_counter() - began
-    if not files:
-        scale = reading.bytes / sampled
-    elif ended:
-        scale = 1.0
     else:
-        sizes = [file.size for file in files]
-        if None in sizes or not stored:
-            return Estimate(None, None)
-        scale = sum(size or 0 for size in sizes) / stored
-    return Estimate(round(tokens * scale), seconds * scale)
+        stored = 0  # there is nothing more
+    reading.check_text(source)
+    tokens = sum(len(ids) for _, ids, _ in tokenizer.encode(sample))
+    if not files:
+        return round(tokens * reading.bytes / sampled)
+    if not stored:
+        return tokens
+    sizes = [file.size for file in files]
+    return None if None in sizes else round(tokens * sum(size or 0 for size in sizes) / stored)

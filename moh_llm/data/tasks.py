@@ -11,6 +11,7 @@ themselves are ours, because datatrove divides files by the number of tasks, shu
 split: bytes would depend on the number of workers, and a changed text would not be noticed.
 """
 
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moh_llm.data.locate import SourceFile, locate, source_identity
 from moh_llm.data.mixture import Mixture, Source
@@ -134,26 +136,29 @@ def prepare_sources(
 def _difference(path: Path, wanted: SourceIdentity) -> str | None:
     """The first thing in which the identity at ``path`` differs, in words."""
     try:
-        recorded = SourceIdentity.read(path)
+        recorded = SourceIdentity.read(path).content()
     except UserError as error:
         return str(error)
-    if recorded.model_dump_json() == wanted.model_dump_json():  # not ==, since 1 equals true in Python
-        return None
-    if recorded.tokenizer != wanted.tokenizer:
-        return f"the tokenizer (its hash was {recorded.tokenizer[:12]}, now {wanted.tokenizer[:12]})"
-    for name in ("validation_share", "format", "text_field", "filters", "type", "chat_template", "chat_date"):
-        before, now = getattr(recorded, name), getattr(wanted, name)
-        if repr(before) != repr(now):
-            return f"{name} was {before}, now {now}"
-    if isinstance(recorded.text, dict) or isinstance(wanted.text, dict):
-        return f"the text was {recorded.text}, now {wanted.text}"
-    found = {file.file: file for file in wanted.text}
-    for file in recorded.text:
-        if file.file not in found:
-            return f"{file.file} is gone"
-        if file != (now := found.pop(file.file)):
-            return f"{file.file} changed ({file.bytes} bytes of {file.modified}, now {now.bytes} of {now.modified})"
-    return f"{next(iter(found))} is new" if found else "the order of the files"
+    for name, now in wanted.content().items():
+        before = recorded.get(name)
+        if json.dumps(before) == json.dumps(now):  # not ==, since 1 equals true in Python
+            continue
+        if name == "text" and isinstance(before, list) and isinstance(now, list):
+            return _changed_file(before, now)
+        return f"{name} was {before}, now {now}"
+    return None
+
+
+def _changed_file(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
+    known, found = ({file["file"]: file for file in files} for files in (before, now))
+    for name in [*known, *found]:
+        if name not in found:
+            return f"{name} is gone"
+        if name not in known:
+            return f"{name} is new"
+        if known[name] != found[name]:
+            return f"{name} changed (it was {known[name]}, now {found[name]})"
+    return "the order of the files"
 
 
 def is_done(task: Task) -> bool:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -83,13 +83,14 @@ def tokenize_mixture(
             write_json(output / RECORD, {"status": "running"})
             workers, threads = count_workers(left, workers, executor, options)
             write = TaskWriter(tokenizer, mixture.validation_share, skip_bad, threads)
-            with _progress_bar(left if executor != "slurm" else []):
-                if executor == "local":
-                    _run_here(write, left, workers)
-                else:
-                    _run_on_cluster(executor, write, left, finish, workers, output / "logs", options)
             if executor == "slurm":
+                _submit_to_slurm(write, left, finish, workers, output / "logs", options)
                 return None
+            with _progress_bar(left):
+                if executor == "ray":
+                    _run_on_ray(write, left, workers, output / "logs", options)
+                else:
+                    _run_here(write, left, workers)
         return finish(time.perf_counter() - started)
 
 
@@ -169,8 +170,7 @@ class _Step:
         self.function(self.arguments[rank])
 
 
-def _run_on_cluster(
-    name: str,
+def _submit_to_slurm(
     write: TaskWriter,
     tasks: Sequence[Task],
     finish: Callable[[float | None], TokensRecord],
@@ -178,32 +178,48 @@ def _run_on_cluster(
     logs: Path,
     options: Mapping[str, Any],
 ) -> None:
-    """Do the tasks by a datatrove executor: submit them to Slurm, and `finish` as a job after them, or wait for Ray."""
-    logs = logs / datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # datatrove keeps there which tasks are done
-    given = {**options, "tasks": len(tasks), "workers": workers, "logging_dir": str(logs / "shards")}
+    """Submit all tasks as an array job, and `finish` as a job that waits for it."""
+    from datatrove.executor.slurm import SlurmPipelineExecutor
+
+    options, logs = {"job_name": "moh-llm-tokenize", **options}, _new_folder(logs)
+    with _refusals("slurm"):
+        shards = SlurmPipelineExecutor(
+            [_Step(write, tasks)], tasks=len(tasks), workers=workers, logging_dir=str(logs / "shards"), **options
+        )
+        SlurmPipelineExecutor(
+            [_Step(finish, [None])], tasks=1, logging_dir=str(logs / "record"), depends=shards, **options
+        ).run()
+
+
+def _run_on_ray(write: TaskWriter, tasks: Sequence[Task], workers: int, logs: Path, options: Mapping[str, Any]) -> None:
+    """Do the tasks on a Ray cluster, and wait for it."""
+    from datatrove.executor.ray import RayPipelineExecutor
+
+    with _refusals("ray"):
+        import ray
+
+        executor = RayPipelineExecutor(
+            [_Step(write, tasks)], tasks=len(tasks), workers=workers, logging_dir=str(_new_folder(logs)), **options
+        )
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False)  # RAY_ADDRESS names the cluster; without it, this machine
+        executor.run()
+
+
+def _new_folder(logs: Path) -> Path:
+    """datatrove skips tasks that its logs call done; `is_done` knows better."""
+    return logs / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+
+
+@contextmanager
+def _refusals(executor: str) -> Iterator[None]:
     try:
-        if name == "slurm":
-            from datatrove.executor.slurm import SlurmPipelineExecutor
-
-            given = {"job_name": "moh-llm-tokenize"} | given
-            shards = SlurmPipelineExecutor([_Step(write, tasks)], **given)
-            given |= {"tasks": 1, "workers": -1, "logging_dir": str(logs / "record"), "depends": shards}
-            SlurmPipelineExecutor([_Step(finish, [None])], **given).run()
-        else:
-            import ray
-            from datatrove.executor.ray import RayPipelineExecutor
-
-            executor = RayPipelineExecutor([_Step(write, tasks)], **given)
-            if not ray.is_initialized():
-                ray.init(log_to_driver=False)  # RAY_ADDRESS names the cluster; without it, this machine
-            executor.run()
+        yield
     except ImportError as error:
-        raise UserError(f"--executor {name} needs {error.name}; pip install {error.name}") from error
-    except TypeError as error:  # a keyword that is missing or unknown
-        raise UserError(f"--executor {name}: {reason(error)}; --executor-args KEY=VALUE gives its keywords") from error
-    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"--executor {executor} needs {error.name}; pip install {error.name}") from error
+    except (TypeError, OSError, subprocess.CalledProcessError) as error:  # a keyword, no sbatch, what sbatch refuses
         raise UserError(
-            f"--executor {name}: {reason(error)}; correct --executor-args, or start it elsewhere"
+            f"--executor {executor}: {reason(error)}; --executor-args KEY=VALUE gives keywords of datatrove's executor"
         ) from error
 
 
@@ -282,26 +298,22 @@ def _source_record(source: Source, tasks: Sequence[Task]) -> SourceRecord:
 @contextmanager
 def _progress_bar(tasks: Sequence[Task]) -> Iterator[None]:
     """A bar over the stored bytes of the tasks, from the files that they leave, whichever process does them."""
-    sized = [task for task in tasks if task.bytes is not None]
     stop = threading.Event()
-    thread = threading.Thread(target=_follow, args=(sized, stop), daemon=True)
-    if sized:
-        thread.start()
+
+    def follow() -> None:
+        with tqdm(total=sum(task.bytes or 0 for task in tasks), desc="tokenize", unit="B", unit_scale=True) as bar:
+            last = False
+            while not last:
+                last = stop.wait(_SECONDS)
+                bar.update(max(0, sum(map(_bytes_read, tasks)) - bar.n))
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         stop.set()
-        if sized:
-            thread.join()
-
-
-def _follow(tasks: Iterable[Task], stop: threading.Event) -> None:
-    total = sum(task.bytes or 0 for task in tasks)
-    with tqdm(total=total, desc="tokenize", unit="B", unit_scale=True) as bar:
-        last = False
-        while not last:
-            last = stop.wait(_SECONDS)
-            bar.update(max(0, sum(map(_bytes_read, tasks)) - bar.n))
+        thread.join()
 
 
 def _bytes_read(task: Task) -> int:

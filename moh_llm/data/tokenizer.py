@@ -12,8 +12,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from moh_llm.data.chat import ChatTemplate, ChatText
-from moh_llm.errors import UserError
-from moh_llm.reading import read_json
+from moh_llm.errors import UserError, reason
 from moh_llm.records.tokens import TokenizerRecord
 
 if TYPE_CHECKING:
@@ -37,15 +36,11 @@ def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "
     """
     from transformers import AutoTokenizer
 
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        if (place := Path(name_or_path) / file).exists() and not isinstance(read_json(place), dict):
-            raise UserError(f"{place} is not an object; take the file from the model's source again")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     # Missing files, a wrong id, a field of the wrong type: each an error of its own kind.
     except Exception as error:
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{name_or_path} has no tokenizer that loads ({reason})") from error
+        raise UserError(f"{name_or_path} has no tokenizer that loads ({reason(error)[:160]})") from error
     template = getattr(tokenizer, "chat_template", None)
     texts = template.values() if isinstance(template, dict) else [template]
     if not all(isinstance(text, str | None) for text in texts):

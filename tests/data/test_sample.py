@@ -188,17 +188,6 @@ def test_nothing_is_cut_or_padded(tokenizer, folder, tmp_path):
     assert TextTokenizer.from_tokenizer(tokenizer).sha256 == TextTokenizer.load(str(folder)).sha256
 
 
-def test_tokenizers_that_cannot_be_used(tmp_path):
-    class Slow:
-        name_or_path = "slow"
-
-    with pytest.raises(UserError, match="tokenizer slow is not a fast one"):
-        TextTokenizer.from_tokenizer(Slow())
-    with pytest.raises(UserError, match=f"{tmp_path} has no tokenizer that loads ") as error:
-        TextTokenizer.load(str(tmp_path))
-    assert "\n" not in str(error.value)
-
-
 def test_held_out_documents_count_by_their_windows(tmp_path, tokenizer):
     """As many documents are found as windows are asked for, of texts whose first held-out document has more tokens."""
     texts = [f"{number} " + "letters " * 200 for number in range(3000)]
