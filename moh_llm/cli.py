@@ -1,6 +1,5 @@
 """``moh-llm COMMAND``: dispatch to the commands; heavy imports happen when a command runs."""
 
-import argparse
 import errno
 import logging
 import os
@@ -10,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NoReturn
 
 from moh_llm import __version__
 from moh_llm.commands import (
@@ -29,8 +27,8 @@ from moh_llm.commands import (
     tokenize,
     train,
 )
-from moh_llm.commands.recipe_flags import expand_recipe
-from moh_llm.errors import UserError, in_unicode, printable, without_passwords
+from moh_llm.errors import UserError, in_unicode, without_passwords
+from moh_llm.flags import OptionParser
 from moh_llm.reading import expand_home
 from moh_llm.terminal import say_aside, speak_utf8
 
@@ -52,14 +50,6 @@ COMMANDS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors hold no password and no control character, as those of its subcommands' parsers."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print usage and message, and exit with status 2."""
-        super().error(printable(without_passwords(message)))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -73,17 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # as a program
         sys.excepthook = _print_traceback
         speak_utf8()
-    parser = _Parser(prog="moh-llm", description="Turn a pretrained LLM into a Mixture-of-Head model.")
+    argv = sys.argv[1:] if argv is None else argv
+    parser = OptionParser(prog="moh-llm", description="Turn a pretrained LLM into a Mixture-of-Head model.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    parsers = {}
     for name, (module, summary) in COMMANDS.items():
-        command = parsers[name] = commands.add_parser(name, help=summary, description=module.__doc__)
-        module.add_arguments(command)
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
         command.set_defaults(run=module.run, main=main)
-    argv = sys.argv[1:] if argv is None else argv
+        if name in argv[:1]:  # importing what the others need would take time
+            module.add_arguments(command)
     try:
-        args = parser.parse_args(_with_homes(_with_recipe(_with_homes(argv), parsers)))
+        args = parser.parse_args(_with_homes(argv))
     except UserError as error:
         say_aside(f"error: {error}")
         return 2
@@ -124,11 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _with_homes(words: Sequence[str]) -> list[str]:
     """The command line with every ``~`` that begins a word, or the value in ``--flag=VALUE``, by `expand_home`.
 
-    A shell leaves it as it is in a quoted word, in ``--flag=~/folder`` and in a recipe.
+    A shell leaves it as it is in a quoted word and in ``--flag=~/folder``.
     """
-    # Among the values of a training recipe's keys, where YAML is read, it stands for null.
-    null = "~" if words and words[0] in ("train", "doctor") else None
-    return [word if word == null else _with_home(word) for word in words]
+    return [_with_home(word) for word in words]
 
 
 def _with_home(word: str) -> str:
@@ -137,13 +125,6 @@ def _with_home(word: str) -> str:
         return word if word.startswith("-") else expand_home(word)
     value = word[flag.end() :]
     return flag[0] + expand_home(value) if value.startswith(("~", "./")) else word
-
-
-def _with_recipe(argv: Sequence[str], parsers: dict[str, argparse.ArgumentParser]) -> list[str]:
-    """The command line with the recipe that it names, for commands whose flags a recipe may hold."""
-    if argv and argv[0] in ("convert", "evaluate"):
-        return [argv[0], *expand_recipe(parsers[argv[0]], argv[1:])]
-    return list(argv)
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

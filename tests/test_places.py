@@ -12,11 +12,13 @@ import yaml
 
 import moh_llm
 from moh_llm.cli import COMMANDS, main
+from moh_llm.conversion.config import ConversionConfig
 from moh_llm.data.mixture import load_mixture
 from moh_llm.devices import check_disk
 from moh_llm.errors import UserError
 from moh_llm.files import new_folder
 from moh_llm.reading import expand_home
+from moh_llm.recipe import read_options, recipe_values
 from moh_llm.training.config import DataConfig, TrainConfig
 from moh_llm.training.recipe import load_config
 
@@ -55,7 +57,7 @@ CALLS = {
     "mixture": ("show ~/x --tokenizer ~/x", 2),
     "tokenize": ("~/x --tokenizer ~/x --output ~/x --executor-args venv=~/x", 4),
     "init": ("~/x --tokenizer ~/x --output ~/x", 3),
-    "train": ("~/x --model ~/x --output-dir=~/x --lora ~", 3),
+    "train": ("~/x --model ~/x --output-dir=~/x", 3),
     "checkpoint": ("export ~/x --output ~/x", 2),
     "doctor": ("~/x --json ~/x --model ~/x", 3),
     "report": ("~/x ~/x --output ~/x --baseline ~/x", 4),
@@ -67,7 +69,7 @@ CALLS = {
 
 
 def words(value: object) -> list[str]:
-    return [word for item in value for word in words(item)] if isinstance(value, list) else [str(value)]
+    return [word for item in value for word in words(item)] if isinstance(value, list | tuple) else [str(value)]
 
 
 def parsed(monkeypatch, command: str, *arguments: str) -> Namespace:
@@ -85,19 +87,15 @@ def test_every_path_option_expands_it(command, home, monkeypatch):
     args.pop("command_line")
     found = [word for value in args.values() for word in words(value)]
     assert sum(word.endswith(f"{home}/x") for word in found) == number, found
-    assert not [word for word in found if "~" in word and word != "~"]
+    assert not [word for word in found if "~" in word]
 
 
-@pytest.mark.parametrize("command", ["convert", "evaluate"])
-def test_recipes_of_flags_expand_it(command, home, monkeypatch):
-    named = {"convert": {"base": "~/x", "calibration": ["~/a", "./~/b"]}, "evaluate": {"model": ["~/x"]}}
-    (home / "r.yaml").write_text(yaml.safe_dump(named[command] | {"output": "~/x"}))
-    args = parsed(monkeypatch, command, "~/r.yaml")
-    assert args.output == home / "x"
-    if command == "convert":
-        assert (args.base, args.calibration) == (f"{home}/x", [f"{home}/a", os.path.abspath("./~/b")])
-    else:
-        assert args.model == [f"{home}/x"]
+def test_recipes_expand_it(home):
+    recipe = {"base": "~/x", "calibration": ["~/a", "./~/b"], "output": "~/x"}
+    (home / "r.yaml").write_text(yaml.safe_dump(recipe))
+    config = read_options(ConversionConfig, recipe_values("~/r.yaml"))
+    assert (config.base, config.output) == (f"{home}/x", home / "x")
+    assert config.calibration == (f"{home}/a", os.path.abspath("./~/b"))
 
 
 def test_training_recipes_expand_it(home):

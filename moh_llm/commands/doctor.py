@@ -5,57 +5,50 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from moh_llm.errors import UserError
+from moh_llm.flags import OptionParser
 from moh_llm.terminal import say
-from moh_llm.training.config import TrainConfig
-from moh_llm.training.recipe import load_config
 
 if TYPE_CHECKING:
+    from moh_llm.training.config import TrainConfig
     from moh_llm.training.preflight import Diagnosis
     from moh_llm.training.preflight_data import Finding
 
 STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: OptionParser) -> None:
     """Declare the command's arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "%(prog)s [-h] RECIPE [--strategy NAME] [--processes N] [--gpu NAME] [--json FILE] [--KEY VALUE ...]"
-    parser.description = (
-        "Check a training job before it is started: versions, devices, model, data, output, disk, memory, Hub;\n"
-        "and say what it amounts to in steps, tokens, FLOPs and days. Status 1: something would stop or spoil the job."
+    from moh_llm.training.config import TrainConfig
+
+    add = parser.add_argument
+    parser.usage = (
+        "%(prog)s [-h] RECIPE [--strategy NAME] [--processes N] [--gpu NAME] [--json FILE] [--OPTION VALUE ...]"
     )
-    parser.epilog = "--KEY VALUE overrides a key of the recipe, as for moh-llm train, whose --help lists them."
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, for example recipes/smollm2_recovery.yaml")
-    _add_flags(parser)
-    parser.add_argument("overrides", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(print_help=parser.print_help, strategy="one", processes=1, gpu=None, json=None)
+    parser.description = (
+        "Check a training job before it is started: versions, devices, model, data, output, disk, memory, Hub; and "
+        "print its steps, tokens, FLOPs and days. Status 1: something would stop or spoil the job."
+    )
+    parser.epilog = "The other options are those of moh-llm train, whose --help lists them."
+    add("recipe", metavar="RECIPE", help="YAML file, for example recipes/smollm2_recovery.yaml")
+    add("--strategy", choices=STRATEGIES, default="one", help="how processes share the work (default: one process)")
+    add("--processes", type=_count, default=1, metavar="N", help="processes, that is GPUs (default: 1)")
+    add("--gpu", metavar="NAME", help="GPU of each, for example H100 (default: what is here)")
+    add("--json", metavar="FILE", help="also write the findings as JSON")
+    parser.add_options(TrainConfig, joint="_", described=False)
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    # Without defaults, since they are read twice: before the recipe and among what follows it.
-    add, none = parser.add_argument, argparse.SUPPRESS
-    add("--strategy", choices=STRATEGIES, default=none, help="how processes share the work (default: one process)")
-    add("--processes", type=_number, default=none, metavar="N", help="processes, that is GPUs (default: 1)")
-    add("--gpu", default=none, metavar="NAME", help="GPU of each, for example H100 (default: what is here)")
-    add("--json", default=none, metavar="FILE", help="also write the findings as JSON")
-
-
-def _number(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check and print. Returns 1 if there is a fault, else 0; raises `UserError` for bad input."""
-    flags = argparse.ArgumentParser(prog="moh-llm doctor", usage="see --help", add_help=False, allow_abbrev=False)
-    _add_flags(flags)
-    args, overrides = flags.parse_known_args(args.overrides, args)
-    if {"-h", "--help"} & set(overrides):
-        args.print_help()
-        return 0
-    config = load_config(args.recipe, overrides)
+    from moh_llm.recipe import read_options, recipe_values
+    from moh_llm.training.config import TrainConfig
+
+    config = read_options(TrainConfig, [*recipe_values(args.recipe), *args.given])
 
     import os
     from pathlib import Path
@@ -73,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if diagnosis.fit else 1
 
 
-def _check_hub(config: TrainConfig) -> Iterator["Finding"]:
+def _check_hub(config: "TrainConfig") -> Iterator["Finding"]:
     """Whether what the job makes can be published, as far as this machine knows."""
     from moh_llm.hub.pushes import check_hub
     from moh_llm.training.preflight_data import Finding

@@ -1,6 +1,6 @@
 """The options of a conversion: which heads are on, what replaces the others, and the text to fit and verify on."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -136,6 +136,18 @@ class PlanOptions:
 @options(kw_only=True)
 class ConversionConfig(PlanOptions):
     """One conversion: a base, a folder to make, the head plan, and the text to fit and verify on."""
+
+    REMOVED: ClassVar[dict[str, str]] = {
+        "attention_time": "keys states the budget as a share of the keys that are read",
+        "new_embeddings": "a new token's row is the mean of the rows of its pieces in the base's tokenizer",
+        "pad_to_multiple_of": "the rows of the embedding are always rounded up to a multiple of 64",
+        "active_ratio": "keys takes a share of the keys that are read, num_active_heads a number of heads",
+        "verify": "heldout_tokens says how much text is verified, 0 for none",
+        "revision": "BASE@REVISION names a revision on the Hub",
+        "link": "the base's weights are always copied",
+        "push_to_hub": "moh-llm publish FOLDER --repo-id ORG/NAME publishes what was converted",
+        "licence": "moh-llm publish FOLDER --repo-id ORG/NAME takes --licence",
+    }
 
     base: Place
     """Folder or Hub id[@REVISION] of a checkpoint in safetensors, dense or MoH."""

@@ -1,7 +1,7 @@
 """The options of an evaluation."""
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
@@ -11,6 +11,8 @@ from moh_llm.options import Folder, Place, Places, options
 @options()
 class EvaluationConfig:
     """One evaluation: models and their base, a suite of benchmarks, and the folder of the report."""
+
+    REMOVED: ClassVar[dict[str, str]] = {"model": "models names the folders or Hub ids to score"}
 
     models: Places
     """Folders or Hub ids of the models to score."""
@@ -28,8 +30,8 @@ class EvaluationConfig:
     """`paper`, `paper_stage1`, `scratch`, `smoke`, or a YAML file."""
 
     data_dir: Folder | None = None
-    """Folder of local benchmark data. Files are `<dataset, / as __>/<config>/<split>.jsonl`, as
-    `moh-llm data fetch-benchmarks` makes them. Default: the Hub."""
+    """Folder of local benchmark data. Files are `<dataset, / as __>/<config>/<split>.jsonl`, as `moh-llm data
+    fetch-benchmarks` makes them. Default: the Hub."""
 
     limit: PositiveInt | None = None
     """Score only this many items of each task. Default: all of them."""
@@ -53,4 +55,4 @@ class EvaluationConfig:
     """Write each item's prompt, responses and score. To `samples/MODEL/BENCHMARK.jsonl` in the output folder."""
 
     analysis: bool = True
-    """Report what the heads did on the benchmarks' text."""
+    """Analysis of what the heads did on the benchmarks' text."""

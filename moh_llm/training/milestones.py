@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
+from moh_llm.recipe import read_options
 from moh_llm.records.run import CheckpointRecord, RunRecord
 from moh_llm.terminal import say_aside
 from moh_llm.training import networks
@@ -25,7 +26,6 @@ from moh_llm.training.changed_keys import GONE, without_gone_keys
 from moh_llm.training.checkpoints import RECORD, verified_record
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.parallel import loading_full_models
-from moh_llm.training.recipe import make_config
 from moh_llm.training.reference import StartingPoint, find_starting_point
 from moh_llm.training.runs import LOG, Run, mark_model
 from moh_llm.training.runs import RECORD as RUN_RECORD
@@ -86,7 +86,7 @@ def export_checkpoint(checkpoint: Path, output: Path, overwrite: bool = False) -
         raise UserError(f"{checkpoint} is no complete checkpoint: {error}") from error
     place = checkpoint.resolve().parent.parent / RUN_RECORD
     run = RunRecord.read(place)
-    config = make_config(without_gone_keys(run.config), str(place))
+    config = read_options(TrainConfig, [(str(place), *item) for item in without_gone_keys(run.config).items()])
     if dtype := run.config.get("save_dtype"):
         say_aside(f"{place}: the key save_dtype={dtype} is gone: {GONE['save_dtype'][1]}")
     check_output_folder(output, overwrite, [config.model, checkpoint])

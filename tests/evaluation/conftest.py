@@ -1,6 +1,5 @@
 """A tiny random LLaMA and its conversions, by default and by the paper, with the context that few-shot prompts need."""
 
-import argparse
 import contextlib
 import json
 import math
@@ -16,26 +15,19 @@ TOKENS = 2 * 16  # per step of a training run
 
 
 @pytest.fixture(scope="session")
-def evaluate_arguments() -> Callable[..., argparse.Namespace]:
-    """The arguments of `moh-llm evaluate` from its words."""
+def run_evaluate() -> Callable[..., int]:
+    """`moh-llm evaluate` in this process; returns the exit status, and raises what the command line would print."""
     from moh_llm.commands import evaluate
+    from moh_llm.flags import OptionParser
 
-    def parse(*words: object) -> argparse.Namespace:
-        parser = argparse.ArgumentParser()
+    def run(*words: object) -> int:
+        parser = OptionParser()
         evaluate.add_arguments(parser)
-        parsed = parser.parse_args([str(word) for word in words])
-        parsed.command_line = " ".join(["moh-llm", "evaluate", *map(str, words)])  # as the command line would set it
-        return parsed
+        args = parser.parse_args([str(word) for word in words])
+        args.command_line = " ".join(["moh-llm", "evaluate", *map(str, words)])
+        return evaluate.run(args)
 
-    return parse
-
-
-@pytest.fixture(scope="session")
-def run_evaluate(evaluate_arguments: Callable[..., argparse.Namespace]) -> Callable[..., int]:
-    """`moh-llm evaluate` in this process; returns the exit status."""
-    from moh_llm.commands import evaluate
-
-    return lambda *words: evaluate.run(evaluate_arguments(*words))
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -207,9 +207,9 @@ def test_what_can_be_refused_is_refused_first(tiny_llama: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("words", [["--limit", "0"], ["--limit", "2.5"], ["--batch-size", "many"]])
-def test_bad_numbers_are_refused(words: list[str], evaluate_arguments: Callable[..., object]) -> None:
-    with pytest.raises(SystemExit):
-        evaluate_arguments("model", *words)
+def test_bad_numbers_are_refused(words: list[str], run_evaluate: Callable[..., int]) -> None:
+    with pytest.raises(UserError, match="must be"):
+        run_evaluate("model", *words)
 
 
 def test_several_models_and_the_log_of_items(

@@ -213,18 +213,14 @@ def test_a_fault_is_status_1_and_bad_usage_status_2(recipe, capsys):
     for flags, message in (
         (["--gpu", "V100"], "--gpu V100 is not known; known are A10, A100"),
         (["--processes", "2"], "--processes 2 needs a --strategy that divides the work"),
-        (["--max_step", "2"], "the nearest known key is 'max_steps'"),
+        (["--processes", "0"], "--processes: '0' must be a whole number of at least 1"),
+        (["--strategy", "zero4"], "--strategy: invalid choice: 'zero4'"),
+        (["--max_step", "2"], "the nearest one is 'max_steps'"),
     ):
         assert main(["doctor", str(recipe), *flags]) == 2
         stderr = capsys.readouterr().err
         assert stderr.startswith("error: ") and stderr.count("\n") == 1 and message in stderr
-    for flags in (["--processes", "0"], ["--strategy", "zero4"]):
-        with pytest.raises(SystemExit) as stopped:
-            main(["doctor", str(recipe), *flags])
-        assert stopped.value.code == 2
 
 
-def test_the_flag_offers_the_strategies_that_are_estimated(recipe, capsys):
+def test_the_flag_offers_the_strategies_that_are_estimated():
     assert command.STRATEGIES == STRATEGIES
-    assert main(["doctor", str(recipe), "--help"]) == 0
-    assert "--KEY VALUE overrides a key of the recipe" in capsys.readouterr().out

@@ -1,0 +1,154 @@
+"""Options are declared once: recipes, flags and keyword arguments read them alike, and as strictly."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import moh_llm
+from moh_llm.cli import main
+from moh_llm.conversion.config import ConversionConfig
+from moh_llm.errors import UserError
+from moh_llm.evaluation.config import EvaluationConfig
+from moh_llm.flags import OptionParser, options_from
+from moh_llm.hub.config import PublishConfig
+from moh_llm.options import options_of
+from moh_llm.training.config import TrainConfig
+
+KINDS = {"convert": ConversionConfig, "train": TrainConfig, "evaluate": EvaluationConfig, "publish": PublishConfig}
+
+
+def parse(*words: str) -> ConversionConfig:
+    """The options of a command line of convert."""
+    parser = OptionParser()
+    parser.add_words("BASE", ConversionConfig, "base")
+    parser.add_options(ConversionConfig, hidden=["base", "shared"])
+    return options_from(ConversionConfig, parser.parse_args(words), "base")
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_every_option_is_described(kind) -> None:
+    for name, option in options_of(kind).items():
+        assert re.match(r"[A-Z`]", option.meaning) and option.meaning.endswith("."), name
+        assert len(option.summary) <= 110 and option.type_in_words, name
+
+
+def test_help_is_short(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    flags = [line for line in lines if re.match(r"  -", line)]
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80 and len(flags) <= 20
+    assert len([option for option in options_of(TrainConfig).values() if not option.is_group]) <= 55
+
+
+def test_flags_override_the_recipe(tmp_path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("base: b\noutput: o\nnum_active_heads: 7\ncalibration: [a.txt, b.txt]\noverwrite: true\n")
+    config = parse(str(path), "--num_active_heads", "6", "--output=x")
+    assert (config.base, config.output, config.num_active_heads, config.overwrite) == ("b", Path("x"), 6, True)
+    assert config.calibration == ("a.txt", "b.txt")
+    assert parse("b", "--output", "x", "--calibration", "a", "c", "--keys", "0.5").calibration == ("a", "c")
+
+
+@pytest.mark.parametrize("word", ["12e4567", "010", "0o10", "1:30", "no", "2024-01-01", "1_000", "1e-5"])
+def test_texts_are_the_words_of_the_recipe(tmp_path, word) -> None:
+    """A commit's hash can look like a number."""
+    (tmp_path / "r.yaml").write_text(f"base: {word}\noutput: o\ntokenizer: {word}\ncalibration: [{word}, a]\n")
+    config = parse(str(tmp_path / "r.yaml"))
+    assert (config.base, config.tokenizer, config.calibration) == (word, word, (word, "a"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bases: b\n", "unknown option 'bases'; the nearest one is 'base'"),
+        ("overwrite: 3\n", "overwrite=3 must be a valid boolean"),
+        ("num_active_heads: true\n", "num_active_heads=True must be a valid integer"),
+        ("num_active_heads: [6, 7]\n", "num_active_heads=[6, 7] must be a valid integer"),
+        ("router: top_k\n", "router=top_k must be 'linear', 'threshold'"),
+        ("keys: 1.5\n", "keys=1.5 must be at most 1"),
+        ("context: .nan\n", "context=nan must be"),
+        ("base: {a: 1}\n", "must be a path or Hub id"),
+        ("base: ''\n", "must be a path or Hub id"),
+        ('base: "a\\0b"\n', "NUL character"),
+        ("- 3\n", "must hold `option: value` lines"),
+        ("a: [3\n", "cannot be read as YAML"),
+        ("", "base is missing: Folder or Hub id"),
+        (None, "does not exist"),
+    ],
+)
+def test_a_bad_recipe_ends_in_one_line(tmp_path, capsys, text, message) -> None:
+    path = tmp_path / "bad.yaml"
+    if text is not None:
+        path.write_text(text if not text or text[:1] in "-a" else f"output: o\n{text}")
+    assert main(["convert", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and message in told
+    assert "bad.yaml" in told or "missing" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-active-head", "6"], "unknown option 'num_active_head'; the nearest one is 'num_active_heads'"),
+        (["--shared", "importance"], "shared has no flag"),
+        (["--keys"], "expected one argument"),
+        (["other"], "'other' follows no --option"),
+        (["--context", "many"], "command line: context=many must be a valid integer"),
+    ],
+)
+def test_a_bad_flag_is_named(words, message) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse("b", "--output", "o", *words)
+
+
+REMOVED = [(command, name) for command, kind in KINDS.items() for name in getattr(kind, "REMOVED", {})]
+
+
+@pytest.mark.parametrize(("command", "name"), REMOVED)
+def test_a_removed_option_names_what_does_its_work(tmp_path, capsys, command, name) -> None:
+    kind = KINDS[command]
+    assert name not in options_of(kind)
+    told = f"{name} was removed: {kind.REMOVED[name]}"
+    content = {"model": {name: 1}} if command == "evaluate" else {name.partition(".")[0]: 1}
+    if "." in name:
+        content = {name.partition(".")[0]: {name.partition(".")[2]: 1}}
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump(content))
+    assert main([command, str(recipe)]) == 2
+    assert capsys.readouterr().err == f"error: recipe {recipe}: {told}\n"
+    recipe.write_text("{}")
+    assert main([command, str(recipe), f"--{name}=1"]) == 2
+    assert capsys.readouterr().err == f"error: command line: {told}\n"
+
+
+def test_keyword_arguments_are_checked_likewise(tmp_path) -> None:
+    for call, message in (
+        (lambda: moh_llm.convert("b", tmp_path / "o", num_heads=3), "convert: unknown option 'num_heads'; the nearest"),
+        (
+            lambda: moh_llm.convert("b", tmp_path / "o", active_ratio=0.5),
+            "convert: active_ratio was removed: keys",
+        ),
+        (lambda: moh_llm.evaluate("b", output=tmp_path / "o", limit=0), "evaluate: limit=0 must be greater than 0"),
+        (lambda: moh_llm.publish("b", "a/b", dry_runs=True), "publish: unknown option 'dry_runs'; the nearest one is"),
+        (lambda: ConversionConfig(base="b", output="o", context="many"), "context=many must be a valid integer"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_converts_like_its_flags(make_llama, river, tmp_path) -> None:
+    base = make_llama()
+    flags = ["--calibration", str(river), "--calibration-tokens", "512", "--heldout-tokens", "0"]
+    flags += ["--num-active-heads", "3"]
+    assert main(["convert", str(base), "--output", str(tmp_path / "one"), *flags]) == 0
+    recipe = {"base": str(base), "output": str(tmp_path / "two"), "calibration": [str(river)]}
+    recipe |= {"calibration_tokens": 512, "heldout_tokens": 0, "num_active_heads": 4}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["convert", str(tmp_path / "r.yaml"), "--num_active_heads", "3"]) == 0
+    one, two = ({p.name: p.read_bytes() for p in (tmp_path / name).glob("*.safetensors")} for name in ("one", "two"))
+    assert one == two and one
