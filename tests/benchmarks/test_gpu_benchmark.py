@@ -118,7 +118,7 @@ def test_a_row_in_which_a_process_died_is_left_out_of_the_next_one(tmp_path):
 def test_the_command_measures_in_processes_and_says_what_was_asked(tmp_path):
     path = tmp_path / "rows.jsonl"
     # Machines with GPUs may lack the package's other dependencies.
-    lacking = ["datatrove", "detect_secrets", "jsonargparse", "loguru", "peft", "pydantic", "rich", "tensorboard"]
+    lacking = ["datatrove", "detect_secrets", "loguru", "peft", "pydantic", "rich", "tensorboard"]
     words = ["gpu.py", "--small", "--sections", "facts", "--minutes", "80", "--json", str(path)]
     start = f"import runpy, sys; sys.modules.update(dict.fromkeys({lacking})); sys.argv = {words}; "
     start += f"sys.path.insert(0, {str(Path(gpu.__file__).parent)!r}); "

@@ -1,6 +1,5 @@
 """The quick start on a tiny base, and what it says when its own base cannot be had."""
 
-import argparse
 import json
 import re
 import subprocess
@@ -12,6 +11,8 @@ from huggingface_hub import ModelCard
 
 from moh_llm.cli import COMMANDS, main
 from moh_llm.commands.quickstart import clear
+from moh_llm.conversion.config import ConversionConfig
+from moh_llm.flags import OptionParser, options_from
 from moh_llm.hub.card import build_card
 from moh_llm.hub.licences import IDS
 from moh_llm.quickstart import budget
@@ -57,12 +58,13 @@ def test_its_commands_are_those_of_the_command_line(make_llama, tmp_path):
     given = []
 
     def command(words):
-        parser = argparse.ArgumentParser()
+        parser = OptionParser()
         COMMANDS[words[0]][0].add_arguments(parser)
         args = parser.parse_args(words[1:])
         given.append(words[0])
         if words[0] == "convert":
-            assert (args.fallback, args.keys, args.context) == ("local", 0.5, 256)
+            config = options_from(ConversionConfig, args, "base")
+            assert (config.fallback, config.keys, config.context) == ("local", 0.5, 256)
         return 7 if words[0] == "evaluate" else 0
 
     base = str(make_llama(max_position_embeddings=256))
