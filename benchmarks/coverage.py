@@ -30,8 +30,7 @@ from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.data.windows import validation_batches
 from moh_llm.devices import name_device
 from moh_llm.evaluation import statistics
-from moh_llm.evaluation.margin import kept_share
-from moh_llm.evaluation.record import as_value
+from moh_llm.evaluation.statistics import kept_share, value_of
 from moh_llm.intervals import interval, kls, perplexity_ratios
 from moh_llm.metrics import compare_to_reference, logits_of
 
@@ -160,8 +159,8 @@ def intervals_of(model: np.ndarray, base: np.ndarray) -> dict[str, Ends]:
     errors = [values.std(ddof=1) / math.sqrt(len(values)) for values in (model, base, model - base)]
     found: dict[str, Ends] = {"difference: errors": around(m - b, NORMAL * errors[2])}
     found["difference: Newcombe"] = newcombe(model, base)
-    values = as_value([model.tolist()], 0, 1), as_value([base.tolist()], 0, 1)
-    delta = as_value(statistics.difference([model.tolist()], [base.tolist()]), -1, 1)
+    values = value_of([model.tolist()], 0, 1), value_of([base.tolist()], 0, 1)
+    delta = value_of(statistics.difference([model.tolist()], [base.tolist()]), -1, 1)
     found["difference: printed"] = delta.interval and [end / 100 for end in delta.interval]
     kept = kept_share(*values, delta)
     found["share: printed"] = kept.interval and [end / 100 for end in kept.interval]

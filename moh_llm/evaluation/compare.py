@@ -6,19 +6,17 @@ from collections import Counter
 from typing import Any
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.margin import margin_left
 from moh_llm.evaluation.record import average_rows
-from moh_llm.evaluation.statistics import plain_mean
 from moh_llm.records.evaluation import VERSION, EvaluationRecord, Row, SuiteRecord
 
 # What decides whether two scores on a benchmark measure the same thing.
 _SAME = ("shots", "metric", "dataset", "revision", "eval_split", "fewshot_split")
-# The same, where both records know it: the first is None where several are read as one, the second for data of the
-# Hub, the others where the suite names no chance rule.
+# The same, where both records know it: the first is None where several configs are read as one, the second for data of
+# the Hub, the others where the suite has no chance rule.
 _SAME_WHERE_KNOWN = ("dataset_config", "data_sha256", "chance_rule", "chance")
 # The same weights on the same items may differ by the rounding of another batch size; in points.
 _ROUNDING = 1e-6
-# A fall is reported with so many of the benchmarks that fell most.
+# Number of benchmarks that a report of a fall names.
 _NAMED = 3
 
 _Labels = dict[tuple[str, str], str]
@@ -29,11 +27,9 @@ def merge(records: dict[str, EvaluationRecord]) -> EvaluationRecord:
 
     Averages are over the benchmarks that every model has. A single record is returned as it is.
 
-    Raises UserError when a benchmark was not scored alike in all of them, or when their bases differ.
+    Raises UserError if a benchmark was not scored alike in all of them, or if their bases differ.
     """
-    if not records:
-        raise ValueError("no records to merge")
-    # The items' logs lie in the evaluation's own folder.
+    # The items' logs are in the evaluation's own folder.
     for figures in (f for record in records.values() for row in record.benchmarks for f in row.scores.values()):
         figures.samples = None
     if len(records) == 1:
@@ -81,45 +77,45 @@ def merge(records: dict[str, EvaluationRecord]) -> EvaluationRecord:
 
 
 def check_regression(record: EvaluationRecord, baseline: EvaluationRecord, max_drop: float) -> list[str]:
-    """One line for each model of ``record`` whose average fell by over ``max_drop`` points, or that lacks a score.
+    """One line for each model of ``record`` whose average fell by more than ``max_drop`` points, or that lacks a score.
 
-    A model is compared with that of the same label in ``baseline``, or with its only one, over the benchmarks that
-    both have. Bases are not compared. Raises UserError for a ``max_drop`` that is no drop, a model without
-    counterpart, and evaluations that have no benchmark in common or did not score it alike.
+    A model is compared with the model of the same label in ``baseline``, or with its only model, over the benchmarks
+    that both have. Bases are not compared. Raises UserError for a negative ``max_drop``, a model without counterpart,
+    and evaluations that have no benchmark in common or did not score it alike.
     """
     if not 0 <= max_drop < math.inf:
         raise UserError(f"--max-drop {max_drop} must be a number of points of 0 or more")
     _check_comparable({"in this evaluation": record, "in the baseline": baseline})
-    rows, old_rows = ({row.name: row for row in one.benchmarks} for one in (record, baseline))
+    rows, old_rows = ({row.name: row.scores for row in one.benchmarks} for one in (record, baseline))
     if not rows.keys() & old_rows.keys():
         raise UserError("this evaluation and the baseline have no benchmark in common; evaluate both on one suite")
     lines = []
     for label in record.compared_models:
-        counterpart = _counterpart(label, baseline)
-        before = {name: row.scores[counterpart] for name, row in old_rows.items() if counterpart in row.scores}
-        after = {name: rows[name].scores[label] for name in before if name in rows and label in rows[name].scores}
+        known = baseline.compared_models
+        if label not in known and len(known) != 1:
+            listed = ", ".join(known) or "a base"
+            raise UserError(f"the baseline has no model {label}, only {listed}; evaluate it under the same name")
+        counterpart = label if label in known else known[0]
+        before = {name: scores[counterpart].value for name, scores in old_rows.items() if counterpart in scores}
+        after = {name: rows[name][label].value for name in before if name in rows and label in rows[name]}
         problems = []
         if missing := [name for name in before if name not in after]:
             problems.append(f"no score on {', '.join(missing)}, which the baseline has")
-        values = {name: (before[name].value, figures.value) for name, figures in after.items()}
-        if values and (fall := _fall(values, max_drop)):
-            problems.append(fall + margin_left([(before[name], after[name]) for name in after]))
+        if after and (fall := _fall({name: (before[name], value) for name, value in after.items()}, max_drop)):
+            problems.append(fall)
         if problems:
             lines.append(f"{label}: {'; '.join(problems)}")
     return lines
 
 
 def _check_comparable(records: dict[str, EvaluationRecord]) -> None:
-    """Raise UserError where two records, each under the words for its place, did not score a benchmark alike."""
+    """Raise UserError if two records, which the keys name as a clause, did not score a benchmark alike."""
     for (here, one), (there, other) in itertools.combinations(records.items(), 2):
-        others = {row.name: row for row in other.benchmarks}
-        for row in one.benchmarks:
-            if row.name not in others:
-                continue
-            facts, other_facts = _facts(row), _facts(others[row.name])
-            for key, value in facts.items():
-                if key in _SAME or None not in (value, other_facts[key]):
-                    _check_same(f"benchmark {row.name}: {key}", here, value, there, other_facts[key])
+        others = {row.name: _facts(row) for row in other.benchmarks}
+        for row in (row for row in one.benchmarks if row.name in others):
+            for key, value in _facts(row).items():
+                if key in _SAME or None not in (value, others[row.name][key]):
+                    _check_same(f"benchmark {row.name}: {key}", here, value, there, others[row.name][key])
         _check_same("--limit", here, one.limit, there, other.limit)
         _check_same("compute dtype", here, one.dtype, there, other.dtype, "with one --compute-dtype")
 
@@ -147,34 +143,32 @@ def _check_bases(records: dict[str, EvaluationRecord]) -> None:
         keys = ("weights_sha256", "revision") if known else ("weights_sha256", "revision", "model")
         if any(getattr(about, key) != getattr(other_about, key) for key in keys):
             raise UserError(f"{here} and {there} have different bases; evaluate all models with one --base")
-        others = {row.name: row.scores["base"].value for row in other.benchmarks if "base" in row.scores}
-        for row in one.benchmarks:
-            if "base" in row.scores and row.name in others:
-                value = row.scores["base"].value
-                if not math.isclose(value, others[row.name], rel_tol=0, abs_tol=_ROUNDING):
-                    raise UserError(
-                        f"the base scores {value:.2f} on {row.name} in {here} and {others[row.name]:.2f} in {there}; "
-                        "evaluate all models in one run"
-                    )
+        scores, others = (
+            {row.name: row.scores["base"].value for row in record.benchmarks if "base" in row.scores}
+            for record in (one, other)
+        )
+        for name in scores.keys() & others.keys():
+            if not math.isclose(scores[name], others[name], rel_tol=0, abs_tol=_ROUNDING):
+                raise UserError(
+                    f"the base scores {scores[name]:.2f} on {name} in {here} and {others[name]:.2f} in {there}; "
+                    "evaluate all models in one run"
+                )
 
 
 def _new_labels(records: dict[str, EvaluationRecord]) -> _Labels:
     """The merged record's label for each (folder name, label)."""
-    # A single model is called "model", whichever it is: its folder says more.
     places = [(name, label) for name, record in records.items() for label in record.models]
+    # A single model is called "model", whichever it is: its folder says more.
     wanted = {place: place[0] if place[1] == "model" else place[1] for place in places}
-    times = Counter(label for label in wanted.values() if label != "base")
-    labels: _Labels = {}
-    for (name, label), new in wanted.items():
-        if (new == "base" and label != "base") or times[new] > 1:  # a folder of that name
-            new = f"{label} ({name})"
-        labels[name, label] = new if label == "base" else _free(new, set(labels.values()))
+    times = Counter(new for (_, label), new in wanted.items() if label != "base")
+    labels = {
+        (name, label): f"{label} ({name})" if label != "base" and (new == "base" or times[new] > 1) else new
+        for (name, label), new in wanted.items()
+    }
+    for new, count in Counter(new for (_, label), new in labels.items() if label != "base").items():
+        if count > 1:
+            raise UserError(f"{count} models would be called {new}; rename a folder")
     return labels
-
-
-def _free(label: str, used: set[str]) -> str:
-    """``label``, or with a number after it if that is in use."""
-    return next(new for n in itertools.count(1) if (new := label if n == 1 else f"{label} {n}") not in used)
 
 
 def _rows(records: dict[str, EvaluationRecord], labels: _Labels) -> list[Row]:
@@ -183,17 +177,14 @@ def _rows(records: dict[str, EvaluationRecord], labels: _Labels) -> list[Row]:
     for name, record in records.items():
         for row in record.benchmarks:
             scores = {labels[name, label]: figures for label, figures in row.scores.items()}
-            if row.name not in rows:
-                rows[row.name] = row.model_copy(update={"scores": scores})
-            else:
-                found = rows[row.name]
-                found.published = row.published | found.published
-                found.scores = scores | found.scores
+            found = rows.setdefault(row.name, row.model_copy(update={"scores": {}}))
+            found.published = row.published | found.published
+            found.scores = scores | found.scores
     return list(rows.values())
 
 
 def _common(values: dict[str, Any]) -> Any:
-    """The value that all records have; where they differ, each value with the name of its record."""
+    """The value that all records have; if they differ, each value with the name of its record."""
     first = next(iter(values.values()))
     if all(value == first for value in values.values()):
         return first
@@ -205,30 +196,15 @@ def _common_values(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {key: _common({name: value.get(key) for name, value in values.items()}) for key in keys}
 
 
-def _counterpart(label: str, baseline: EvaluationRecord) -> str:
-    """The baseline's model that ``label`` is compared with."""
-    models = baseline.compared_models
-    if label in models:
-        return label
-    if len(models) != 1:
-        raise UserError(
-            f"the baseline has no model {label}, only {', '.join(models) or 'a base'}; evaluate it under the same name"
-        )
-    return models[0]
-
-
 def _fall(values: dict[str, tuple[float, float]], max_drop: float) -> str | None:
     """A message about an average that fell by more than ``max_drop`` points, else None; ``values``: before, after."""
-    old, new = (plain_mean([pair[which] for pair in values.values()]) for which in (0, 1))
-    drop = old - new
-    if drop <= max_drop + 1e-9:  # less than that is rounding
+    old, new = (sum(pair[which] for pair in values.values()) / len(values) for which in (0, 1))
+    if old - new <= max_drop + 1e-9:  # less than that is rounding
         return None
-    # As many digits as it takes to see that it is more.
-    shown = next(text for digits in range(2, 12) if float(text := f"{drop:.{digits}f}") > max_drop)
     changes = sorted((after - before, name) for name, (before, after) in values.items() if after < before)
     falls = ", ".join(f"{name} ({change:+.1f})" for change, name in changes[:_NAMED])
     number = "1 benchmark" if len(values) == 1 else f"{len(values)} benchmarks"
     return (
-        f"average fell by {shown} points ({old:.1f} to {new:.1f}) over {number}, more than --max-drop {max_drop:g}; "
-        f"most on {falls}"
+        f"average fell by {old - new:.4g} points ({old:.1f} to {new:.1f}) over {number}, more than --max-drop "
+        f"{max_drop:g}; most on {falls}"
     )

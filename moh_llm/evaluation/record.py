@@ -1,4 +1,4 @@
-"""Building the record of an evaluation. Figures are in percent."""
+"""The record of an evaluation, `report.json`, from the scores of its items. Figures are in percent."""
 
 import datetime
 import shutil
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moh_llm.evaluation import statistics
-from moh_llm.evaluation.margin import average_margin, compare_with_base, kept_share, plain_mean
 from moh_llm.evaluation.models import describe_model, other_base
 from moh_llm.evaluation.result_cache import ResultCache, file_name, installed_versions
 from moh_llm.evaluation.runner import ModelScores
@@ -19,6 +18,7 @@ from moh_llm.records.evaluation import (
     EvaluationRecord,
     Failure,
     Figures,
+    MarginAverage,
     ModelRecord,
     Row,
     SuiteRecord,
@@ -56,7 +56,7 @@ def build_record(
             for name, error in result.errors.items()
         ],
         limit=limit,
-        partial_data=[row.name for row in rows if limit is None and _is_partial(row)],
+        partial_data=[] if limit is not None else [row.name for row in rows if row.partial],
         data="the suite's own" if suite.data else source,
         dtype=" and ".join(dict.fromkeys(result.dtype for result in scores.values())),
         batch_size=batch_size,
@@ -84,10 +84,12 @@ def add_samples(folder: Path, report: EvaluationRecord, cache: ResultCache) -> N
 
 
 def average_rows(rows: Sequence[Row], compared: dict[str, bool], columns: Sequence[str]) -> Average:
-    """Plain means over the benchmarks that every model has a score on, and its difference where it has a base.
+    """Plain means over the benchmarks that every model has a score on, and its difference if it has a base.
 
-    ``compared``: whether the model of that label is compared with the base. ``columns``: the published ones, whose
-    averages are over the same benchmarks; None for one that lacks a figure on any of them.
+    Args:
+        rows: all benchmarks.
+        compared: by label, whether the model is compared with the base.
+        columns: the published columns. Their averages are over the same benchmarks; None if a figure is missing.
     """
     complete = [
         row
@@ -96,22 +98,40 @@ def average_rows(rows: Sequence[Row], compared: dict[str, bool], columns: Sequen
             label in row.scores and (row.scores[label].delta or not has_base) for label, has_base in compared.items()
         )
     ]
+    published = {column: [row.published[column] for row in complete if column in row.published] for column in columns}
     scores: dict[str, AverageFigures] = {}
-    if complete:
-        for label in compared:
-            mean = plain_mean([row.scores[label] for row in complete])
-            scores[label] = AverageFigures(**mean.content())
-        for label in (label for label, has_base in compared.items() if has_base):
-            delta = plain_mean([row.scores[label].delta for row in complete])
-            scores[label].delta, scores[label].recovery = delta, kept_share(scores[label], scores["base"], delta)
-            scores[label].margin_kept = average_margin(complete, label)
-    published = {column: _published_mean(complete, column) for column in columns}
-    return Average(over=len(complete), total=len(rows), published=published, scores=scores)
+    for label in compared if complete else ():
+        scores[label] = AverageFigures(**statistics.mean_of([row.scores[label] for row in complete]).content())
+    for label in (label for label in scores if compared[label]):
+        delta = statistics.mean_of([row.scores[label].delta for row in complete])
+        scores[label].delta = delta
+        scores[label].recovery = statistics.kept_share(scores[label], scores["base"], delta)
+        scores[label].margin_kept = _average_margin(complete, label)
+    return Average(
+        over=len(complete),
+        total=len(rows),
+        published={
+            column: sum(figures) / len(figures) if figures and len(figures) == len(complete) else None
+            for column, figures in published.items()
+        },
+        scores=scores,
+    )
 
 
-def _published_mean(rows: Sequence[Row], column: str) -> float | None:
-    figures = [row.published[column] for row in rows if column in row.published]
-    return statistics.plain_mean(figures) if figures and len(figures) == len(rows) else None
+def _average_margin(rows: Sequence[Row], label: str) -> MarginAverage:
+    """Share of the base's mean margin that a model keeps, over the benchmarks where the base is above chance."""
+    above = [row for row in rows if row.scores[label].at_chance is False]
+    left_out = {
+        "over": len(above),
+        "total": len(rows),
+        "at_chance": [row.name for row in rows if row.scores[label].at_chance],
+        "unknown": [row.name for row in rows if row.scores[label].at_chance is None],
+    }
+    if not above:
+        return MarginAverage(share=None, model=None, base=None, **left_out)
+    model, base = (statistics.mean_of([row.scores[name].margin for row in above]) for name in (label, "base"))
+    share = statistics.kept_share(model, base, statistics.mean_of([row.scores[label].delta for row in above]))
+    return MarginAverage(**share.content(), model=model.value, base=base.value, **left_out)
 
 
 def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -> Row:
@@ -121,7 +141,12 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
     chances = next((result.chances.get(name) for result in scores.values()), None)
     digest = next((result.data[name] for result in scores.values() if name in result.data), None)
     configs = {part.config for part in benchmark.expand()}
-    row = Row(
+    figures = {label: _figures(result, chances) for label, result in found.items()}
+    if "base" in found:
+        for label in figures.keys() - {"base"}:
+            delta = statistics.difference(found[label].strata, found["base"].strata)
+            _compare(figures[label], figures["base"], statistics.value_of(delta, -1, 1))
+    return Row(
         name=name,
         shots=benchmark.shots,
         metric=benchmark.metric if benchmark.filter == "none" else f"{benchmark.metric} ({benchmark.filter})",
@@ -137,47 +162,37 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
         chance=None if chances is None else round(100 * statistics.mean(chances), 6),
         note=benchmark.note,
         published=dict(benchmark.published),
-        scores={label: _figures(result, chances) for label, result in found.items()},
+        scores=figures,
     )
-    for label, figures in row.scores.items():
-        if label != "base" and "base" in found:
-            figures.delta = as_value(statistics.difference(found[label].strata, found["base"].strata), -1, 1)
-            compare_with_base(figures, row.scores["base"])
-    return row
 
 
 def _figures(result: Score, chances: statistics.Strata | None) -> Figures:
     chance = 0.0 if chances is None else statistics.mean(chances)
     margins = None if chances is None else statistics.difference(result.strata, chances)
     return Figures(
-        **as_value(result.strata, 0, 1).content(),
+        **statistics.value_of(result.strata, 0, 1).content(),
         items=result.items,
         seconds=round(result.seconds, 2),
         items_per_second=_rate(result.items, result.seconds),
         batch_size=result.batch_size,
         truncated=result.truncated,
         tasks={task: {"value": 100 * value, "items": items} for task, (value, items) in result.tasks.items()},
-        margin=None if margins is None else as_value(margins, -chance, 1 - chance),
+        margin=None if margins is None else statistics.value_of(margins, -chance, 1 - chance),
     )
 
 
-def as_value(strata: statistics.Strata, low: float, high: float) -> Value:
-    """The mean of scores or differences between two bounds, in percent."""
-    error, interval = statistics.standard_error(strata), statistics.mean_interval(strata, low, high)
-    return Value(
-        value=100 * statistics.mean(strata),
-        stderr=None if error is None else 100 * error,
-        interval=interval and [100 * end for end in interval],
-    )
+def _compare(model: Figures, base: Figures, delta: Value) -> None:
+    """Fill what a model's figures say of its base's on the same items."""
+    model.delta, model.recovery = delta, statistics.kept_share(model, base, delta)
+    if model.margin is not None and base.margin is not None:
+        model.at_chance = statistics.is_at_chance(base.margin)
+        if not model.at_chance:
+            model.margin_kept = statistics.kept_share(model.margin, base.margin, delta)
 
 
 def _rate(items: int, seconds: float) -> float | None:
     """Items per second, to four digits."""
     return float(f"{items / seconds:.4g}") if seconds > 0 else None
-
-
-def _is_partial(row: Row) -> bool:
-    return any(figures.items < row.items_in_full for figures in row.scores.values())
 
 
 def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:

@@ -1,14 +1,17 @@
-"""Means, standard errors in the same terms as lm-eval, and 95 % intervals, from the items' own scores.
+"""The statistics of an evaluation: means, standard errors as lm-eval's, 95 % intervals, and the shares of a base kept.
 
-A benchmark's scores are kept as strata: one list of item scores (0 to 1) for each lm-eval task. Kept
-apart like this they give lm-eval's group figures, and, because base and model answer the same items,
-the standard error of their difference without the part that both share.
+A benchmark's scores are strata: one list of item scores (0 to 1) for each lm-eval task. They give lm-eval's group
+figures, and, because base and model answer the same items, the standard error of their paired difference.
+
+A score of 30 % on four choices says little: guessing gives 25 %. The margin over chance is the score less what guessing
+gives on the same items. A benchmark on which the base's own margin may be 0 tells nothing of what a model keeps.
 """
 
 import math
 from collections.abc import Sequence
 
-from moh_llm.intervals import Interval, student_quantile
+from moh_llm.intervals import Interval, mover_mean, student_quantile
+from moh_llm.records.evaluation import Share, Value
 
 Strata = list[list[float]]
 
@@ -66,17 +69,43 @@ def difference(model: Strata, base: Strata) -> Strata:
     return [[m - b for m, b in zip(ms, bs, strict=True)] for ms, bs in zip(model, base, strict=True)]
 
 
-def plain_mean(values: Sequence[float]) -> float:
-    """The suite's average: every benchmark counts the same."""
-    return sum(values) / len(values)
+def value_of(strata: Strata, low: float, high: float) -> Value:
+    """The mean of scores or differences that lie between two bounds, in percent."""
+    error, interval = standard_error(strata), mean_interval(strata, low, high)
+    return Value(
+        value=100 * mean(strata),
+        stderr=None if error is None else 100 * error,
+        interval=interval and [100 * end for end in interval],
+    )
 
 
-def plain_mean_error(errors: Sequence[float | None]) -> float | None:
-    """Standard error of `plain_mean` over independent benchmarks; None when one is unknown."""
-    known = [error for error in errors if error is not None]
-    if len(known) < len(errors):
-        return None
-    return math.sqrt(sum(error**2 for error in known)) / len(known)
+def mean_of(values: Sequence[Value]) -> Value:
+    """The mean over benchmarks, of which each counts the same, as if they were independent."""
+    numbers = [value.value for value in values]
+    errors = [value.stderr for value in values if value.stderr is not None]
+    intervals = [value.interval for value in values if value.interval is not None]
+    return Value(
+        value=sum(numbers) / len(numbers),
+        stderr=math.sqrt(sum(error**2 for error in errors)) / len(errors) if len(errors) == len(values) else None,
+        interval=mover_mean(numbers, intervals) if len(intervals) == len(values) else None,
+    )
+
+
+def kept_share(model: Value, base: Value, delta: Value) -> Share:
+    """``model`` / ``base`` in percent with its 95 % interval; ``delta`` is their difference on the same items.
+
+    Without an interval if the base is not clear of 0, since the share may then be anything.
+    """
+    if base.value <= 0:
+        return Share(share=None)
+    share = 100 * model.value / base.value
+    if None in (model.interval, base.interval, delta.interval):
+        return Share(share=share)
+    halves = [(value.interval[1] - value.interval[0]) / 2 for value in (model, base, delta)]
+    found = ratio_interval(model.value, base.value, *halves)
+    if found is None:
+        return Share(share=share, base_errors=base.value / base.stderr if base.stderr else None)
+    return Share(share=share, interval=[100 * end for end in found])
 
 
 def ratio_interval(model: float, base: float, model_half: float, base_half: float, half: float) -> Interval | None:
@@ -97,6 +126,11 @@ def ratio_interval(model: float, base: float, model_half: float, base_half: floa
     # Rounding may leave a little less than nothing.
     root = math.sqrt(max(middle**2 - squared * (model**2 - model_half**2), 0.0))
     return [(middle - root) / squared, (middle + root) / squared]
+
+
+def is_at_chance(margin: Value) -> bool:
+    """Whether a score may be a guess's: its margin's 95 % interval is unknown (a single item) or not all above 0."""
+    return margin.interval is None or margin.interval[0] <= 0
 
 
 def _squares(values: list[float]) -> float:

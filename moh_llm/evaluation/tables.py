@@ -4,11 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_llm.claims.heads import mean_heads_on
-from moh_llm.evaluation.margin import CHANCE, MARGIN, NOT_CLEAR, show_share
 from moh_llm.evaluation.rendering import Table, facts
 from moh_llm.intervals import show_error, show_figure, show_number, within
 from moh_llm.records.conversion import PositionFigures, RetrievalFigures
-from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Figures, ModelRecord, Value
+from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Figures, ModelRecord, Share, Value
+
+_CHANCE = (
+    "Chance is what a uniform guess among an item's choices scores, on average over the items; 0 where the answer is "
+    "written or a word is predicted."
+)
+_MARGIN = (
+    "The margin is the score less chance. A base whose 95 % interval includes chance, or lies below it, is at chance: "
+    "the benchmark tells nothing of what is kept, and the average of the margins leaves it out."
+)
+_NOT_CLEAR = "† The base's score or margin is not clear of 0: that share has no interval."
 
 
 def score_table(record: EvaluationRecord, names: Mapping[str, str] | None = None) -> Table:
@@ -58,12 +67,12 @@ def score_note(record: EvaluationRecord) -> str:
         note += (
             " The 95 % intervals of both shares are by Fieller's method, from the intervals of both averages and of "
             "their difference on the same items: they cover the choice of items, not of benchmarks. "
-            f"{CHANCE} {MARGIN}"
+            f"{_CHANCE} {_MARGIN}"
         )
     shares = [
         share for found in [*figures, *record.average.scores.values()] for share in (found.recovery, found.margin_kept)
     ]
-    return note + (f" {NOT_CLEAR}" if any("†" in show_share(share) for share in shares) else "")
+    return note + (f" {_NOT_CLEAR}" if any("†" in _show_share(share) for share in shares) else "")
 
 
 def inferred_metrics(record: EvaluationRecord) -> list[str]:
@@ -177,8 +186,8 @@ def _scores(
         if about.compared and figures is None:
             cells += ["-"] * 3
         elif about.compared:
-            margin = "at chance" if getattr(figures, "at_chance", False) else show_share(figures.margin_kept)
-            cells += [_show(figures.delta, "+.1f", -100), show_share(figures.recovery), margin]
+            margin = "at chance" if getattr(figures, "at_chance", False) else _show_share(figures.margin_kept)
+            cells += [_show(figures.delta, "+.1f", -100), _show_share(figures.recovery), margin]
     return cells + [show_number(published.get(column), ".1f") for column in columns]
 
 
@@ -189,3 +198,10 @@ def _show(value: Value | None, form: str = ".1f", lowest: float = 0) -> str:
     if value.stderr == 0 and value.interval is not None:
         return show_figure(value.value, within(value.interval, lowest, 100), form)
     return show_error(value.value, value.stderr, form, ".1f")
+
+
+def _show_share(share: Share | None) -> str:
+    """A table's cell; "†" marks a share whose base is too near to 0 for an interval."""
+    if share is None or share.share is None:
+        return "-"
+    return f"{share.share:.1f}" + ("" if share.base_errors is None else " †")

@@ -92,6 +92,11 @@ class Row(Record):
     published: dict[str, float]
     scores: dict[str, Figures]
 
+    @property
+    def partial(self) -> bool:
+        """Whether a model was scored on only some of the items."""
+        return any(figures.items < self.items_in_full for figures in self.scores.values())
+
 
 class MarginAverage(Share):
     """Share of the base's mean margin over the benchmarks where the base is above chance.

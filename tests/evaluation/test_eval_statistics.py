@@ -1,11 +1,21 @@
-"""The figures are lm-eval's, and the difference's error is the paired one."""
+"""Errors are lm-eval's and paired, intervals hold the truth, and shares of the base are those computed by hand."""
 
 import math
 import random
+import re
 
+import numpy as np
 import pytest
+from records import make_report, page_of, verdict
+from simulated import covers, pairs
 
 from moh_llm.evaluation import statistics
+from moh_llm.evaluation.tables import score_note, score_table
+from moh_llm.records.evaluation import Figures, Value
+
+EASY, HARD = [1.0, 1.0, 1.0, 1.0, 0.0] * 20, [1.0, 0.0, 0.0, 1.0, 0.0] * 20
+# Of the first benchmark the model loses one item in ten: 70 and 40 of 100 against 80 and 40.
+SCORES = {"base": {"Easy": EASY, "Hard": HARD}, "model": {"Easy": [0.0, *EASY[1:10]] * 10, "Hard": list(HARD)}}
 
 
 @pytest.fixture
@@ -21,28 +31,195 @@ def test_group_figures_equal_lm_evals(strata: statistics.Strata) -> None:
     errors = [metrics.mean_stderr(values) for values in strata]
     assert statistics.mean(strata) == metrics.aggregate_subtask_metrics(means, sizes)
     assert statistics.standard_error(strata) == pytest.approx(metrics.pooled_sample_stderr(errors, sizes), rel=1e-12)
-    assert statistics.mean(strata[:1]) == means[0]
     assert statistics.standard_error(strata[:1]) == pytest.approx(errors[0], rel=1e-12)
-    assert statistics.plain_mean_error(errors) == pytest.approx(metrics.unweighted_mean_stderr(errors), rel=1e-12)
+    mean = statistics.mean_of([Value(value=value, stderr=error) for value, error in zip(means, errors, strict=True)])
+    assert mean.stderr == pytest.approx(metrics.unweighted_mean_stderr(errors), rel=1e-12)
 
 
 def test_single_items_have_no_error(strata: statistics.Strata) -> None:
-    assert statistics.standard_error([[1.0]]) is None
-    assert statistics.standard_error([*strata, [1.0]]) is None
-    assert statistics.plain_mean_error([0.1, None]) is None
+    assert statistics.standard_error([*strata, [1.0]]) is None and statistics.mean_interval([[1.0]], 0, 1) is None
+    assert statistics.mean_of([Value(value=10.0, stderr=0.1), Value(value=10.0, stderr=None)]).stderr is None
 
 
 def test_difference_is_paired(strata: statistics.Strata) -> None:
-    assert statistics.standard_error(statistics.difference(strata, strata)) == 0.0
     changed = [[1 - strata[0][0], *strata[0][1:]], *strata[1:]]
     change = statistics.difference(changed, strata)
     assert abs(statistics.mean(change)) == pytest.approx(1 / 30)
-    paired, alone = statistics.standard_error(change), statistics.standard_error(strata)
-    assert paired is not None and alone is not None
-    assert paired < alone * math.sqrt(2)
+    assert statistics.standard_error(change) < statistics.standard_error(strata) * math.sqrt(2)
 
 
 def test_readings_of_the_same_items_are_averaged() -> None:
     assert statistics.average_readings([[1.0, 0.0], [0.5, 0.25]]) == [[0.75, 0.125]]
     with pytest.raises(ValueError, match="differ in number"):
         statistics.average_readings([[1.0], [1.0, 2.0]])
+
+
+def figures_of(model: np.ndarray, base: np.ndarray, chance: float = 0.0) -> Figures:
+    """A report's figures on one benchmark."""
+    scores = {"model": {"A": model.tolist()}, "base": {"A": base.tolist()}}
+    return make_report(scores, full=len(model), chances={"A": chance}).benchmarks[0].scores["model"]
+
+
+@pytest.mark.parametrize(("items", "differing"), [(30, 0.1), (100, 0.02)])
+def test_intervals_hold_the_truth_where_few_items_differ(items: int, differing: float) -> None:
+    """Where 1.96 standard errors do not."""
+    draw, held = np.random.default_rng(0), np.zeros(3)
+    for _ in range(150):
+        model, base, truth = pairs(draw, items, 0.7, differing, 1.0)
+        found = figures_of(model, base)
+        normal = [found.delta.value + side * 1.96 * found.delta.stderr for side in (-1, 1)]
+        held += [
+            covers(found.delta.interval, 100 * (truth - 0.7)),
+            covers(found.recovery.interval, 100 * truth / 0.7),
+            covers(normal, 100 * (truth - 0.7)),
+        ]
+    assert min(held[:2]) / 150 > 0.93 and held[2] / 150 < 0.9
+
+
+def test_intervals_of_scores_between_0_and_1_hold_the_truth() -> None:
+    """Such as F1, whose differences are mostly 0 and have a long tail."""
+    draw, held = np.random.default_rng(1), 0
+    for _ in range(300):
+        base = draw.beta(2, 1, 60)
+        model = np.where(draw.random(60) < 0.1, base * draw.random(60), base)
+        held += covers(figures_of(model, base).delta.interval, -100 * 0.1 * 0.5 * 2 / 3)
+    assert held / 300 > 0.93
+
+
+def test_intervals_have_a_width_where_no_item_differs() -> None:
+    same = np.array([1.0] * 20 + [0.0] * 10)
+    found = figures_of(same, same)
+    assert found.delta.stderr == 0  # as of lm-eval
+    # By hand: an item more on which only the model is right, and one on which only the base is.
+    half = 100 * 2.0452 * math.sqrt(2 / 31 / 32)
+    assert found.delta.interval == pytest.approx([-half, half], abs=0.01)
+    low, high = found.recovery.interval
+    assert low < 95 < 105 < high
+    all_right = figures_of(np.ones(30), np.ones(30))
+    for interval in (all_right.interval, all_right.delta.interval, all_right.recovery.interval):
+        assert interval[1] - interval[0] > 4
+
+
+def test_tables_show_the_interval_where_no_item_differs() -> None:
+    """In place of an error of 0, and within what a score can be; the legend of † only if a cell has it."""
+    same, half = [1.0, 0.0] * 15, [0.0] * 30
+    report = make_report({"base": {"A": same, "B": same}, "model": {"A": same, "B": half}}, full=30)
+    cells = [row[-4:] for row in score_table(report).rows]
+    assert cells[0][1] == "+0.0 (-9.2 to +9.2)" and "±" in cells[0][0]
+    assert re.fullmatch(r"0\.0 \(0\.0 to \d+\.\d\)", cells[1][0]) and "±" in cells[1][1] and "±" in cells[2][1]
+    assert "does not mean certainty" in score_note(report) and "†" not in score_note(report)
+    few = make_report({"base": {"Rare": [1.0] * 3 + [0.0] * 97}, "model": {"Rare": [1.0] * 2 + [0.0] * 98}})
+    recovery = few.benchmarks[0].scores["model"].recovery
+    assert recovery.share == pytest.approx(200 / 3) and recovery.interval is None
+    assert recovery.base_errors == pytest.approx(0.03 / math.sqrt(0.03 * 0.97 / 99))
+    assert "no interval, as base's average is only 1.7 standard errors above 0" in verdict(few, "model")
+    assert "| 66.7 † |" in page_of(few) and "†" in score_note(few)
+
+
+def test_a_group_counts_its_tasks_apart() -> None:
+    """Tasks that differ in level are no spread; two more items are of the group, not of each task."""
+    strata = [[1.0] * 40 + [0.0] * 10, [1.0] * 10 + [0.0] * 40]
+    low, high = statistics.mean_interval(strata, 0, 1)
+    error = statistics.standard_error(strata)
+    assert (high - low) / 2 == pytest.approx(statistics.student_quantile(0.95, 98) * error, rel=0.03)
+
+
+def test_ratio_interval_by_hand() -> None:
+    """Fieller's ends r: there the difference m - r b is as far from 0 as its own interval is wide."""
+    halves = (0.08, 0.07, 0.04)
+    covariance = (halves[0] ** 2 + halves[1] ** 2 - halves[2] ** 2) / 2
+    for end in statistics.ratio_interval(0.5, 0.6, *halves):
+        half = math.sqrt(halves[0] ** 2 - 2 * end * covariance + end**2 * halves[1] ** 2)
+        assert abs(0.5 - end * 0.6) == pytest.approx(half)
+    assert statistics.ratio_interval(0.5, 0.07, *halves) is None
+
+
+def test_average_is_of_independent_benchmarks() -> None:
+    values = [Value(value=10.0, stderr=3.0, interval=[7.0, 14.0]), Value(value=20.0, stderr=4.0, interval=[16.0, 23.0])]
+    mean = statistics.mean_of(values)
+    assert (mean.value, mean.stderr) == (15.0, 2.5) and mean.interval == pytest.approx([15 - 2.5, 15 + 2.5])
+    assert statistics.mean_of([*values, Value(value=1.0, stderr=None)]).interval is None
+
+
+def test_shares_of_the_margin_by_hand() -> None:
+    report = make_report(SCORES, chances={"Easy": 0.5, "Hard": 0.2})
+    easy, hard = report.benchmarks
+    assert (easy.chance, easy.chance_rule, hard.chance) == (50.0, 0.5, 20.0)
+    assert easy.scores["base"].margin.value == pytest.approx(30)
+    assert easy.scores["model"].margin_kept.share == pytest.approx(100 * 20 / 30)
+    assert hard.scores["model"].margin_kept.share == pytest.approx(100)
+    kept = report.average.scores["model"].margin_kept
+    assert (kept.base, kept.model, kept.share) == pytest.approx((25, 20, 80)) and (kept.over, kept.total) == (2, 2)
+    assert report.average.scores["model"].recovery.share == pytest.approx(100 * 55 / 60)
+    # The delta method by hand: each item's (m - c) - r (b - c), over the base's mean margin; a half of each benchmark,
+    # with an item more on which only the model is right, and one on which only the base is.
+    variance = 0.0
+    for name, chance in (("Easy", 0.5), ("Hard", 0.2)):
+        both = [*zip(SCORES["model"][name], SCORES["base"][name], strict=True), (1, 0), (0, 1)]
+        items = [(m - chance) - 0.8 * (b - chance) for m, b in both]
+        variance += sum((item - sum(items) / 102) ** 2 for item in items) / 101 / 102
+    error = 100 * math.sqrt(variance) / 2 / 0.25
+    assert kept.interval == pytest.approx([80 - 1.98 * error, 80 + 1.98 * error], abs=1.5)
+    assert "and 80.0 % of its margin over chance (20.0 of 25.0 points; 95 % interval" in verdict(report, "model")
+    assert "| Easy | 0 | acc | 100 | 50.0 | 80.0 ± 4.0 | 70.0 ± 4.6 | -10.0 ± 3.0 | 87.5 | 66.7 |" in page_of(report)
+    assert "| -5.0 ± 1.5 | 91.7 | 80.0 |" in page_of(report)
+
+
+def test_a_base_at_chance_is_named_and_left_out() -> None:
+    """40 of 100 with a standard error of 4.9 includes a chance of 31, but not one of 30."""
+    above = make_report(SCORES, chances={"Easy": 0.5, "Hard": 0.3})
+    assert above.average.scores["model"].margin_kept.at_chance == []
+    report = make_report(SCORES, chances={"Easy": 0.5, "Hard": 0.31})
+    kept = report.average.scores["model"].margin_kept
+    assert kept.at_chance == ["Hard"] and kept.over == 1 and kept.share == pytest.approx(100 * 20 / 30)
+    assert report.average.scores["model"].recovery.share == pytest.approx(100 * 55 / 60)
+    hard = report.benchmarks[1].scores["model"]
+    assert hard.at_chance and hard.margin_kept is None
+    assert verdict(report, "model").endswith(" on 1 of them; base is at chance on Hard.")
+    assert "| 100.0 | at chance |" in page_of(report)
+    # The model's own score does not decide: at chance itself it has lost everything.
+    lost = SCORES | {"model": {"Easy": [1.0, 0.0] * 50, "Hard": HARD}}
+    assert make_report(lost, chances={"Easy": 0.5, "Hard": 0.9}).average.scores["model"].margin_kept.share == 0
+
+
+def test_no_margin_without_a_benchmark_above_chance() -> None:
+    report = make_report(SCORES, chances={"Easy": 0.8})
+    kept = report.average.scores["model"].margin_kept
+    assert kept.share is None and kept.at_chance == ["Easy"] and kept.unknown == ["Hard"]
+    for part in ("no margin over chance", "base is at chance on Easy; no chance level is known for Hard."):
+        assert part in verdict(report, "model")
+    single = {label: {name: values[:1] for name, values in found.items()} for label, found in SCORES.items()}
+    assert make_report(single, limit=1).average.scores["model"].margin_kept.at_chance == ["Easy", "Hard"]
+
+
+def drawn(draw: np.random.Generator, items: int, chance: float, base: float, keep: float) -> list[list[float]]:
+    """Scores of model and base whose margins over chance are ``keep`` * ``base`` and ``base`` in expectation.
+
+    The base knows a part of the items and guesses the others; the model forgets some that the base knows.
+    """
+    known = draw.random(items) < base / (1 - chance)
+    remembered = known & (draw.random(items) < keep)
+    guess, other = (draw.random((2, items)) < chance).astype(float)
+    return [np.where(remembered, 1.0, other).tolist(), np.where(known, 1.0, guess).tolist()]
+
+
+@pytest.mark.slow
+def test_the_interval_of_the_margin_holds_the_truth_in_95_of_100_draws() -> None:
+    draw, held = np.random.default_rng(0), 0
+    suite = {"A": (400, 0.25, 0.3, 0.8), "B": (250, 0.5, 0.3, 0.9), "C": (300, 0.0, 0.4, 0.7)}
+    truth = 100 * sum(base * keep for _, _, base, keep in suite.values()) / sum(of[2] for of in suite.values())
+    for _ in range(500):
+        scores: dict[str, dict[str, list[float]]] = {"model": {}, "base": {}}
+        for name, of in suite.items():
+            scores["model"][name], scores["base"][name] = drawn(draw, *of)
+        kept = make_report(scores, chances={name: of[1] for name, of in suite.items()}).average.scores["model"]
+        held += covers(kept.margin_kept.interval, truth)
+    # 1 % is one standard error of this share.
+    assert held / 500 == pytest.approx(0.95, abs=0.02)
+
+
+def test_the_share_of_scores_does_not_measure_the_margin() -> None:
+    """Half of the margin is lost, and four fifths of the score stay: what guessing gives."""
+    model, base = map(np.array, drawn(np.random.default_rng(1), 20000, 0.5, 0.3, 0.5))
+    found = figures_of(model, base, 0.5)
+    assert found.recovery.share == pytest.approx(81, abs=1) and found.margin_kept.share == pytest.approx(50, abs=2)
