@@ -25,7 +25,7 @@ def add_arguments(parser: OptionParser) -> None:
         "%(prog)s [-h] RECIPE [--strategy NAME] [--processes N] [--gpu NAME] [--json FILE] [--OPTION VALUE ...]"
     )
     parser.description = (
-        "Check a training job before it is started: versions, devices, model, data, output, disk, memory, Hub; and "
+        "Check a training job before it is started: devices, model, data, output, disk, memory, Hub; and "
         "print its steps, tokens, FLOPs and days. Status 1: something would stop or spoil the job."
     )
     parser.epilog = "The other options are those of moh-llm train, whose --help lists them."
@@ -82,11 +82,10 @@ def _check_hub(config: "TrainConfig") -> Iterator["Finding"]:
 
 def describe(diagnosis: "Diagnosis") -> list[str]:
     """The diagnosis as lines of text: findings, memory, plan."""
-    lines = [f"{state:7}  {check:9}  {text}" for state, check, text in diagnosis.findings]
+    lines = [f"{n:<2} {state:7}  {check:9}  {text}" for n, (state, check, text) in enumerate(diagnosis.findings, 1)]
     if memory := diagnosis.memory:
         lines += ["", "memory of each process, estimated, in GiB"]
-        lines += [f"  {name:12}{size / 2**30:9.2f}" for name, size in memory.parts.items()]
-        lines[-1] += f"  at {memory.moment}"
+        lines += [f"  {name:12}{size / 2**30:9.2f}" for name, size in vars(memory).items()]
         lines.append(f"  {'total':12}{memory.total / 2**30:9.2f}")
     if plan := diagnosis.plan:
         days = "not known" if plan.days is None else f"{plan.days:.3g}"

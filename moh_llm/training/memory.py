@@ -1,7 +1,7 @@
-"""An estimate of the memory that each process of a run needs, by part, without loading a weight.
+"""An estimate of the memory that each process of a run needs, without loading a weight.
 
-Bytes per process, with N processes, P weights of the student (adapters included), t of them
-trained, and B of its base; c is 2 under `mixed_precision: bf16`, else 4:
+Bytes per process, with N processes, P weights of the student (adapters included), t of them trained, and B weights of
+the teacher; c is 2 under `mixed_precision: bf16`, else 4:
 
             weights          teacher   gradients   moments   buffers
     one     4P               cB        4t          8t        none
@@ -12,15 +12,13 @@ trained, and B of its base; c is 2 under `mixed_precision: bf16`, else 4:
     fsdp2   4P/N             cB/N      4t/N        8t/N      gathered weights and their gradients
 
 DeepSpeed keeps a float32 copy of the trained weights, divided (under ZeRO-3 only if it computes in another precision).
-One process and DDP cast float32 weights as they go (autocast), FSDP2 as it gathers them. There is a teacher only in
-distillation; with a frozen base only if its weights were tuned before (`copies_teacher`). With `quantization: nf4` the
+One process and DDP cast float32 weights as they go (autocast), FSDP2 as it gathers them. With `quantization: nf4` the
 weights of the layers' linear maps take 0.52 bytes each instead of 4.
 
-Activations and temporary tensors are added. The allocator's fragments, kernels' workspaces, the libraries' own memory
-(on a GPU about 1 GiB) and copies that CPUs make to add numbers of two precisions are not estimated.
+Activations and temporary tensors are added. Fragmentation, workspaces of kernels and the libraries' own memory (about
+1 GiB on a GPU) are not.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,17 +34,24 @@ from moh_llm.training.networks import trainable, trained_weights
 
 STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
-# DeepSpeed's defaults, which recipes/accelerate leaves as they are: reduce_bucket_size, max_live_parameters.
+# DeepSpeed's defaults: reduce_bucket_size and max_live_parameters.
 BUCKET, _GATHERED = 500_000_000, 1_000_000_000
-_BLOCK, _MULTIPLE = 128, 16  # queries of a block of local attention at most, and what its keys are a multiple of
+_BLOCK = 128  # queries of a block of local attention
 # Bytes of a weight in nf4: 4 bits, a byte for each block of 64, a float32 for each 256 of these.
 _NF4 = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of weights, tied ones once: `student` and `trained` with adapters, `base` without; `layer` in the largest
-    decoder layer, `ends` outside of the layers, `linear` in the layers' linear maps, which autocast copies.
+    """Numbers of weights; tied weights count once.
+
+    Attributes:
+        student: of the student, adapters included.
+        trained: those of them that are trained.
+        base: of the student without adapters.
+        layer: of the largest decoder layer.
+        ends: outside of the decoder layers.
+        linear: of the linear maps of the decoder layers.
     """
 
     student: int
@@ -57,8 +62,8 @@ class Sizes:
     linear: int
 
     @classmethod
-    def of(cls, config: TrainConfig, model: MoHLlamaConfig) -> "Sizes":
-        """Count a model on the meta device. Raises UserError: ``lora`` names layers that the model has not."""
+    def count(cls, config: TrainConfig, model: MoHLlamaConfig) -> "Sizes":
+        """Build the model on the meta device and count. Raises UserError where ``lora`` names unknown layers."""
         with torch.device("meta"):
             network = MoHLlamaForCausalLM(model)
             layers = [_count(layer) for layer in network.model.layers]
@@ -71,7 +76,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process by part. `temporary` is the most on top of the others, at `moment`."""
+    """Bytes of one process by part; `temporary` is what a step needs at most on top of the other parts."""
 
     weights: int
     teacher: int
@@ -80,278 +85,170 @@ class Memory:
     buffers: int
     activations: int
     temporary: int
-    moment: str
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """The parts by name."""
-        return {name: value for name, value in vars(self).items() if name != "moment"}
 
     @property
     def total(self) -> int:
         """The highest point of a step."""
-        return sum(self.parts.values())
+        return sum(vars(self).values())
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Bytes per number: of `products`, of the residual `stream`, and of the `teacher`'s stream."""
-
-    products: int
-    stream: int
-    teacher: int
-
-    @classmethod
-    def of(cls, config: TrainConfig, strategy: str) -> "Precision":
-        """Under autocast (one process, DDP) the stream stays float32; else it has the weights' precision."""
-        products = 2 if config.mixed_precision == "bf16" else 4
-        stream = 4 if strategy in ("one", "ddp") else products
-        return cls(products, stream, stream if config.is_base_frozen else products)
-
-    @property
-    def casts(self) -> bool:
-        """Whether each linear map makes copies of its input and weight."""
-        return self.stream > self.products
-
-
-def estimate_memory(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, strategy: str, processes: int) -> Memory:
+def estimate_memory(
+    config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, strategy: str = "one", processes: int = 1
+) -> Memory:
     """The memory of each of ``processes``, for one of `STRATEGIES` and the config and sizes of ``config.model``.
 
-    The highest point is at the loss, in a layer's backward pass, under FSDP2 where the last gradients are reduced, or
-    in AdamW's step, which on GPUs makes a float32 copy of all that it updates.
+    The highest point is at the loss, in a layer's backward pass, or in AdamW's step, which on GPUs makes a float32
+    copy of all that it updates.
     """
-    precision = Precision.of(config, strategy)
-    zero, sharded, c = strategy.startswith("zero"), strategy in ("zero3", "fsdp2"), precision.products
+    c = _product_bytes(config)
+    zero, sharded = strategy.startswith("zero"), strategy in ("zero3", "fsdp2")
     base = sizes.base if copies_teacher(config) else 0
 
     def part(numbers: int, divided: bool) -> int:
         return -(-numbers // processes) if divided else numbers
 
-    held = 4 * sizes.student
-    if config.quantization is not None:
-        held -= round((4 - _NF4) * sizes.linear)
     own = part(sizes.trained, strategy not in ("one", "ddp"))  # weights that this process updates
-    weights = part(sizes.student, sharded) * c if zero else part(held, sharded)
-    if zero and (strategy != "zero3" or c < 4):
-        weights += 4 * own
+    if zero:
+        weights = part(sizes.student, sharded) * c
+        if strategy != "zero3" or c < 4:
+            weights += 4 * own
+    else:
+        saved = round((4 - _NF4) * sizes.linear) if config.quantization is not None else 0
+        weights = part(4 * sizes.student - saved, sharded)
     gradients = part(sizes.trained, strategy in ("zero2", "zero3", "fsdp2")) * (c if zero else 4)
     if strategy == "ddp":
         gradients *= 2
     buffers = BUCKET * c if zero else 0
     if strategy == "zero3":
         buffers += min(sizes.student + base, _GATHERED) * c
-    activations, layer = activation_bytes(config, model, sizes, precision)
-    loss, step = loss_bytes(config, model, precision), 4 * own + (4 * own if zero and c < 4 else 0)
-    moments = {"the loss": loss, "a layer's backward pass": layer, "AdamW's step": step - activations}
+    activations, backward = activation_bytes(config, model, sizes, strategy)
     if strategy == "fsdp2":
-        # The root's weights stay gathered until their gradients, which come last, are there.
+        # Embedding and head stay gathered. So are this layer and the next one, with gradients while these are reduced.
         buffers += c * sizes.ends * (2 if base else 1)
-        moments["the loss"] += c * sizes.layer  # the last layer's, which the next gathering frees
-        moments["AdamW's step"] -= buffers
-        if not config.is_base_frozen:
-            # This layer's weights and the next one's, its gradient and a copy of it to reduce, and the root's so far.
-            moments["a layer's backward pass"] += c * (4 * sizes.layer + sizes.ends)
-            reduced = 2 * c * sizes.ends + part(4 * sizes.ends, True)
-            moments["the reduction of gradients"] = reduced - activations - buffers
-        else:
-            moments["a layer's backward pass"] += 2 * c * sizes.layer
-    moment = max(moments, key=lambda name: moments[name])
-    return Memory(weights, part(base, sharded) * c, gradients, 8 * own, buffers, activations, moments[moment], moment)
+        backward += 2 * c * sizes.layer if config.is_base_frozen else c * (4 * sizes.layer + sizes.ends)
+    update = 4 * own + (4 * own if zero and c < 4 else 0) - activations
+    temporary = max(loss_bytes(config, model, strategy), backward, update)
+    return Memory(weights, part(base, sharded) * c, gradients, 8 * own, buffers, activations, temporary)
 
 
-def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, precision: Precision) -> tuple[int, int]:
-    """Bytes that the forward pass of a micro-batch keeps, and that a layer's backward pass adds temporarily.
+def activation_bytes(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes, strategy: str) -> tuple[int, int]:
+    """Bytes that the forward pass of a micro-batch keeps, and that a layer's backward pass adds for a time.
 
-    With gradient checkpointing a layer keeps its input and router logits alone, with offloading without the input, and
-    one layer at a time is recomputed. Under autocast copies of the layers' weights are kept by their backward pass, or,
-    where it recomputes them, in autocast's cache until the forward pass ends. The backward pass adds
-    gradients of the MLP's widest tensors, two at a time, of the stream, and of a tied head, which waits for the
-    embedding's.
+    With gradient checkpointing the forward pass keeps each layer's input, with offloading not even that, and the
+    backward pass computes one layer at a time again. It adds the gradients of the stream and of the MLP's two widest
+    tensors. A tied head's gradient waits for the embedding's.
     """
-    length, stream = config.data.sequence_length, precision.stream
+    c, s = _product_bytes(config), _stream_bytes(config, strategy)
+    length, layers = config.data.sequence_length, range(model.num_hidden_layers)
     tokens = config.data.micro_batch_size * length
-    # Token ids; sines and cosines; the boolean mask that keeps documents apart in the base's attention; the last norm.
-    kept = 8 + 2 * stream * model.head_dim + (4 + stream) * model.hidden_size
-    kept += length * any(_is_base(model, number, length) for number in range(model.num_hidden_layers))
-    layers, masks = [], _masks(model, precision.products, length)
-    for number, active in enumerate(model.active_heads_per_layer):
-        group_size, shared = model.heads_per_group, len(model.shared_heads_per_layer[number])
-        routed, top_k = len(model.routed_heads(number)) // group_size, (active - shared) // group_size
-        attention = _attention(config, model, precision.products, number)
-        layers.append(_layer(config, model, precision, routed, top_k) + attention)
-        kept += 8 * (routed + top_k)  # logits; the load-balance loss's softmax and chosen heads (int64)
-        if config.gradient_checkpointing:
-            kept += 0 if config.activation_offloading else stream * model.hidden_size
-        else:
-            kept += layers[-1]
-        if config.objective.layer_coefficient:
-            kept += stream * model.hidden_size + 16  # the base's outputs, later gradients; which positions count
-    of_mlp = stream if model.num_local_experts else precision.products  # autocast leaves experts alone
-    backward = tokens * (2 * of_mlp * feed_forward_width(model) + stream * model.hidden_size)
-    if model.tie_word_embeddings and not config.is_base_frozen:
-        backward += stream * model.hidden_size * model.vocab_size
-    copies = precision.products * sizes.linear if precision.casts else 0
+    kept = 2 * s * model.head_dim + (4 + s) * model.hidden_size  # sines and cosines, the last norm
+    by_layer = [_layer_bytes(config, model, c, s, layer) for layer in layers]
     if not config.gradient_checkpointing:
-        return tokens * (kept + masks) + copies, backward
+        kept += sum(by_layer)
+    elif not config.activation_offloading:
+        kept += len(layers) * s * model.hidden_size
+    if config.objective.layer_coefficient:
+        kept += len(layers) * s * model.hidden_size  # the base's outputs
+    of_mlp = s if model.num_local_experts else c  # autocast leaves experts alone
+    backward = tokens * (2 * of_mlp * feed_forward_width(model) + s * model.hidden_size)
+    if model.tie_word_embeddings and not config.is_base_frozen:
+        backward += s * model.hidden_size * model.vocab_size
+    copies = c * sizes.linear if c < s else 0  # of the weights, by autocast
+    if not config.gradient_checkpointing:
+        return tokens * kept + copies, backward
+    # Autocast caches its copies of trained weights until the forward pass ends, which is before the backward pass.
     cached = 0 if config.is_base_frozen else copies
-    again = tokens * (max(layers) + masks) + copies // model.num_hidden_layers
-    return tokens * kept + cached, again + backward - cached
+    return tokens * kept + cached, tokens * max(by_layer) + copies // len(layers) + backward - cached
 
 
-def _layer(config: TrainConfig, model: MoHLlamaConfig, precision: Precision, routed: int, top_k: int) -> int:
-    """Bytes per token that one layer keeps for its backward pass.
-
-    With hidden size C, queries A = heads x head size, intermediate size F, sequences of L tokens, c and
-    s bytes per number in products and in the stream: of the two norms, float32 inputs and
-    normalised outputs, 2 (4 + s) C; the linear maps' inputs, 2 c C, under autocast a copy for each;
-    the output projection's input, c A; the MLP's four intermediates, 4 c F, or what `_experts` says; `_attention`. A
-    router takes its input in float32, 4 C, or the queries, 4 A. Linear maps that are frozen and have no adapter keep no
-    input. (Nor does the first layer keep what precedes its fallbacks, which is counted here.)
-    """
-    c, s, hidden, lora = precision.products, precision.stream, model.hidden_size, config.lora
-    heads, wide = model.num_attention_heads, model.num_attention_heads * model.head_dim
-    has_fallback = model.head_fallback == "value" and routed > 0
-    # Where dropout differs from adapter to adapter, so do their inputs.
-    separate = precision.casts or (lora is not None and lora.dropout > 0)
-    inputs = 5 + (has_fallback or model.head_fallback == "local") if separate else 2
-    if config.freeze_base:
-        inputs = int(has_fallback or (c == 4 and routed > 0 and model.router_type in ("linear", "two_stage")))
-    total = 2 * (4 * hidden + 4) + inputs * c * hidden
-    total += 4 * routed + 8 * top_k
-    total += _experts(model, s) if model.num_local_experts else 4 * c * model.intermediate_size
-    if config.freeze_base:
-        total -= 0 if model.num_local_experts else c * model.intermediate_size
-    else:
-        total += c * wide
+def _layer_bytes(config: TrainConfig, model: MoHLlamaConfig, c: int, s: int, layer: int) -> int:
+    """Bytes per token that one layer keeps for its backward pass; c and s bytes per number in products and stream."""
+    hidden, wide, width = model.hidden_size, model.num_attention_heads * model.head_dim, feed_forward_width(model)
+    total = 8 * hidden  # the inputs of two norms, in float32
     if not config.is_base_frozen:
-        total += 2 * s * hidden  # normalised, for the gradient of the norm's weight
-    if lora is not None:
-        total += c * lora.rank * len(lora.target_modules)
-        total += (5 * hidden + wide + model.intermediate_size) * (lora.dropout > 0)  # dropout's masks, of booleans
-    if model.router_type == "query_norm":
-        total += 4 * wide
-    elif c < 4 and routed and model.router_type != "none":
-        total += 4 * hidden
+        total += 2 * s * hidden  # their outputs, for the gradient of the norms' weights
+    if config.freeze_base:
+        total += c * hidden
+    else:  # the inputs of linear maps: some read the same, of which autocast makes a copy for each
+        total += (6 if c < s else 2) * c * hidden + c * wide
+    if model.num_local_experts:  # of each expert that a token selects its input and output, and its intermediates
+        total += s * (2 * model.num_experts_per_tok * hidden + 4 * width)
+    else:
+        total += c * width * (3 if config.freeze_base else 4)
     if model.query_key_norm:
-        total += (4 + c) * (heads + model.num_key_value_heads) * model.head_dim
-    return total
+        total += (4 + c) * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+    return total + _attention_bytes(config, model, c, layer)
 
 
-def _experts(model: MoHLlamaConfig, number: int) -> int:
-    """Bytes per token that a layer's experts and their router keep for the backward pass, in grouped products.
-
-    Of each expert that a token selects its input and output, C, the four intermediates, 4 F, and indices (int64); of
-    the router logits in float32 and the weights of all experts.
-    """
-    selected = model.num_experts_per_tok
-    return number * (2 * selected * model.hidden_size + 4 * feed_forward_width(model)) + 8 * model.num_local_experts
-
-
-def _is_base(model: MoHLlamaConfig, number: int, length: int) -> bool:
-    """Whether all heads of a layer are on for all tokens: its attention is the base's."""
-    is_start = model.head_fallback == "local" and length <= model.all_heads_until
-    return is_start or model.active_heads_per_layer[number] == model.num_attention_heads
-
-
-def _attention(config: TrainConfig, model: MoHLlamaConfig, c: int, number: int) -> int:
-    """Bytes per token that attention, gates and fallbacks of a layer keep for the backward pass, c per number.
-
-    The base's keeps queries, repeated keys and values, outputs and its mask. Else full attention of the heads that some
-    token may have on keeps their queries and outputs, with another copy in the order of all heads, the log-sum-exp of
-    their scores, and keys and values, a copy for each of them unless they are as many of each group. That of heads that
-    are never on, for documents' first tokens, keeps the same of these. Then `_local`; which heads are on; what a head
-    gives less its fallback, and the gate, where routers learn from it; and the values of fallbacks.
-    """
-    heads, size, length = model.num_attention_heads, model.head_dim, config.data.sequence_length
-    shared, groups = len(model.shared_heads_per_layer[number]), model.num_key_value_heads
-    if _is_base(model, number, length):
-        return 4 * c * heads * size + c * length + (4 + c) * heads
-    routed, never = model.routed_heads(number), set(model.never_on_heads_per_layer[number])
-    if model.router_type == "none":
-        routed, never = [], {*range(heads)} - set(model.shared_heads_per_layer[number])
-    used = {*range(heads)} - never
-
-    def states_of(ids: set[int]) -> int:
-        """Heads of keys and values that attention of these heads reads."""
-        counts = Counter(head * groups // heads for head in ids)
-        return len(counts) if len({*counts.values()}) == 1 else len(ids)
-
-    total = c * size * (heads + len(used) + 2 * states_of(used)) + 4 * len(used) + 2 * heads
-    if never:
-        total += c * size * len(used)
-        read = max(groups, states_of(never))  # of slices autograd keeps the whole tensors
-        total += c * size * (len(never) + 2 * read) * (model.head_fallback == "local")
+def _attention_bytes(config: TrainConfig, model: MoHLlamaConfig, c: int, layer: int) -> int:
+    """Bytes per token that attention, router and fallback of a layer keep for the backward pass."""
+    size, length = model.head_dim, config.data.sequence_length
+    wide = model.num_attention_heads * size
+    if _is_base(model, layer, length):
+        return 4 * c * wide + c * length  # queries, repeated keys and values, outputs; the mask of documents
+    routed, shared = model.routed_heads(layer), model.shared_heads_per_layer[layer]
+    on = c * size * (len(shared) + len(routed))  # a number per channel of the heads that may be on
+    total = c * wide + 3 * on  # queries and outputs of these, and their repeated keys and values
+    if model.head_fallback == "value":
+        total += c * wide
     if model.head_fallback == "local":
-        total += _local(model, c, length, heads - shared)
-    elif model.head_fallback == "value":
-        total += c * (size + 1) * heads
+        # Queries and outputs of the heads that may be off. Each block of queries copies the keys and values of its
+        # window and the sinks.
+        later = length - model.all_heads_until
+        block = min(later, model.local_window, _BLOCK)
+        copies = (model.local_sinks + model.local_window + block) / block
+        off = c * size * (3 * (model.num_attention_heads - len(shared)) + 2 * model.num_key_value_heads * copies)
+        total += round(off * later / length)
     if routed and model.router_type != "threshold" and config.gate_gradient != "none":
-        total += c * size * heads + (4 + c) * heads
+        total += c * wide  # the head less its fallback, for the gate's gradient
+    if routed and model.router_type == "query_norm":
+        total += 4 * wide
+    elif routed and model.router_type != "none" and c < 4:
+        total += 4 * model.hidden_size  # the router's input, in float32
     return total
 
 
-def _local(model: MoHLlamaConfig, c: int, length: int, heads: int) -> int:
-    """Bytes per token that local attention of so many heads keeps, of tokens that have not all heads on.
-
-    Queries and outputs, which last are also copied in the order of all heads; log-sum-exp and the distant token's
-    score; and keys and values of blocks, which have a window and sinks more than their queries.
-    """
-    size, groups, later = model.head_dim, model.num_key_value_heads, length - model.all_heads_until
-    computed, block, keys = _blocks(model, later)
-    of_block = 2 * c * size * heads + 8 * heads + 2 * c * groups * size * keys // block
-    return (of_block * computed + c * size * heads * later) // length
+def _is_base(model: MoHLlamaConfig, layer: int, length: int) -> bool:
+    """Whether all heads of a layer are on for all tokens, so that its attention is the base's."""
+    is_start = model.head_fallback == "local" and length <= model.all_heads_until
+    return is_start or model.active_heads_per_layer[layer] == model.num_attention_heads
 
 
-def _masks(model: MoHLlamaConfig, c: int, length: int) -> int:
-    """Bytes per token of the masks of local attention, one for each number of heads that share keys in some layer."""
-    later, heads, groups = length - model.all_heads_until, model.num_attention_heads, model.num_key_value_heads
-    if model.head_fallback != "local" or later <= 0:
-        return 0
-    counts = {
-        count
-        for number, shared in enumerate(model.shared_heads_per_layer)
-        if not _is_base(model, number, length)
-        for count in Counter(head * groups // heads for head in {*range(heads)} - {*shared}).values()
-    }
-    computed, _, keys = _blocks(model, later)
-    return c * sum(counts) * keys * computed // length
-
-
-def _blocks(model: MoHLlamaConfig, later: int) -> tuple[int, int, int]:
-    """Tokens of whole blocks of local attention, of so many tokens; tokens of a block, and keys that it reads."""
-    block = min(later, model.local_window, _BLOCK)
-    keys = -(-(model.local_sinks + model.local_window + block - 1) // _MULTIPLE) * _MULTIPLE
-    return -(-later // block) * block, block, keys
-
-
-def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, precision: Precision) -> int:
+def loss_bytes(config: TrainConfig, model: MoHLlamaConfig, strategy: str) -> int:
     """Bytes of the loss beside the activations (`moh_llm.training.losses`).
 
-    Hidden states of student and teacher and their gradient; the float32 gradient of a trained head; copies of the heads
-    under autocast; then the larger of the logits of a chunk of positions (3 float32 tensors with a teacher, else 2, and
-    the product's own) and a product of the size of the head's weight.
+    Hidden states of student and teacher and their gradient, the gradient of a trained head, copies of the heads under
+    autocast, and the logits of a chunk of positions: 3 float32 tensors with a teacher, else 2, and the product's own.
     """
-    c, s = precision.products, precision.stream
+    c, s = _product_bytes(config), _stream_bytes(config, strategy)
     tokens = config.data.micro_batch_size * config.data.sequence_length
-    head = model.hidden_size * model.vocab_size
-    states = tokens * model.hidden_size
+    head, states = model.hidden_size * model.vocab_size, tokens * model.hidden_size
     positions = chunk_positions(model.vocab_size)
-    chunk, earlier = min(tokens, positions) * model.vocab_size, tokens > positions
     trained, teacher = not config.is_base_frozen, config.objective.has_teacher
-    gradient = 4 * head if trained else 0  # of the head's weight; each chunk makes one and adds it to the first
-    fixed = 2 * s * states + (precision.teacher * states if teacher else 0)
-    if precision.casts:
-        fixed += c * head * (2 if teacher and not trained else 1)
-    rounded = c if c < 4 else 0  # logits and their gradient as products take and give them, where those are no float32
-    softmax = ((12 if teacher else 8) + rounded) * chunk + gradient * earlier
-    product = ((12 if teacher else 4) + rounded) * chunk + gradient * (1 + earlier) + (rounded * head if trained else 0)
-    return fixed + max(softmax, product, gradient + s * (head + states) if trained else 0)
+    total = (2 * s + (c if teacher else 0)) * states
+    if c < s:
+        total += c * head * (2 if teacher and not trained else 1)
+    logits = ((12 if teacher else 8) + (c if c < 4 else 0)) * min(tokens, positions) * model.vocab_size
+    if not trained:
+        return total + logits
+    gradient = 4 * head * (2 if tokens > positions else 1)  # each chunk makes one and adds it to the first
+    return total + max(logits + 4 * head * (tokens > positions), gradient + s * (head + states))
 
 
 def copies_teacher(config: TrainConfig) -> bool:
-    """Whether the teacher is a network of its own; with a frozen base only if a run trained it: see `make_teacher`."""
+    """Whether the teacher is a network of its own: with a frozen base only if an earlier run trained the base."""
     tuned = any(not run.freeze_base for run in read_chain(Path(config.model)).runs)
     return config.objective.has_teacher and (tuned or not config.is_base_frozen)
+
+
+def _product_bytes(config: TrainConfig) -> int:
+    """Bytes of a number in products."""
+    return 2 if config.mixed_precision == "bf16" else 4
+
+
+def _stream_bytes(config: TrainConfig, strategy: str) -> int:
+    """Bytes of a number in the residual stream: autocast (one process, DDP) leaves it in float32."""
+    return 4 if strategy in ("one", "ddp") else _product_bytes(config)
 
 
 def _count(module: nn.Module) -> int:

