@@ -18,7 +18,7 @@ _WORKERS_PER_CORE = 8
 
 
 class Gpu(NamedTuple):
-    """`peak`: FLOP/s of dense bfloat16 products, by the maker; `memory`: bytes that torch finds there, about."""
+    """`peak`: FLOP/s of dense bfloat16 products, from the data sheet; `memory`: bytes, about what torch reports."""
 
     peak: float
     memory: int
@@ -26,8 +26,8 @@ class Gpu(NamedTuple):
 
 _GIB = 1 << 30
 
-# By words of what torch.cuda.get_device_name says. A bare A100 is the one of 80 GB, a bare H100 the SXM module.
-# Memory is rounded down: the driver, and ECC where there is no HBM, take their part of the nominal size.
+# Keyed by words of torch.cuda.get_device_name. A plain A100 is the 80 GB one, a plain H100 the SXM module. Memory is
+# rounded down, since the driver (and ECC without HBM) takes a part of the nominal size.
 GPUS = {
     "A10": Gpu(125e12, 22 * _GIB),
     "A100": Gpu(312e12, 79 * _GIB),
@@ -45,10 +45,10 @@ GPUS = {
 
 
 def choose_device(name: str | None = None) -> "torch.device":
-    """The device of that name; None: the accelerator (CUDA, ROCm, XPU, MPS) if torch finds one, else the CPU.
+    """Return the named device, or by default the accelerator (CUDA, ROCm, XPU, MPS) if there is one, else the CPU.
 
     Raises:
-        UserError: torch does not know that device or does not have it.
+        UserError: torch cannot use the device.
     """
     import torch
 
@@ -63,7 +63,7 @@ def choose_device(name: str | None = None) -> "torch.device":
 
 
 def own_device() -> "torch.device":
-    """The device of this process: `choose_device`'s; of several accelerators the one of its number on this machine."""
+    """The device of this process: with several accelerators, the one of its local rank."""
     import torch
 
     device, number = choose_device(), _number("LOCAL_RANK")
@@ -73,7 +73,7 @@ def own_device() -> "torch.device":
 
 
 def name_device(device: "torch.device") -> str:
-    """The GPU's name; for a CPU its model, or its architecture, and the number of threads that torch uses."""
+    """The name of a GPU; for a CPU its model (or architecture) and torch's number of threads."""
     import torch
 
     if device.type in ("cuda", "xpu"):
@@ -88,7 +88,7 @@ def name_device(device: "torch.device") -> str:
 
 
 def synchronize(device: "torch.device") -> None:
-    """Wait for what was launched on an accelerator; on a CPU nothing is left to wait for."""
+    """Wait for the work that was launched on an accelerator; does nothing on a CPU."""
     import torch
 
     if device.type not in ("cpu", "meta"):
@@ -96,7 +96,7 @@ def synchronize(device: "torch.device") -> None:
 
 
 def empty_cache() -> None:
-    """Return the accelerator's unused memory to it, if there is one."""
+    """Empty the memory cache of the accelerator, if there is one."""
     import torch
 
     if torch.accelerator.is_available():
@@ -104,13 +104,13 @@ def empty_cache() -> None:
 
 
 def accelerator_memory(index: int = 0) -> int | None:
-    """Bytes of memory of an accelerator; None where there is none, or its backend does not say."""
+    """Memory of an accelerator in bytes; None without one, or if its backend does not tell."""
     import torch
 
     if not torch.accelerator.is_available():
         return None
     properties = getattr(torch.get_device_module(), "get_device_properties", None)
-    if properties is None:  # MPS, which shares the machine's memory
+    if properties is None:  # MPS shares the machine's memory
         return memory_bytes()
     return properties(index).total_memory
 
@@ -119,7 +119,7 @@ def accelerator_memory(index: int = 0) -> int | None:
 
 
 def float64_device(device: "torch.device") -> "torch.device":
-    """A device where float64 of that device's tensors can be computed: itself, or the CPU where it has no float64."""
+    """The device for float64 computations: the device itself, or the CPU if the device has no float64."""
     import torch
 
     if device.type == "mps":
@@ -130,30 +130,30 @@ def float64_device(device: "torch.device") -> "torch.device":
 
 
 def wide(tensor: "torch.Tensor") -> "torch.Tensor":
-    """float64 of a tensor: on its device, or on the CPU where the device has no float64."""
+    """Convert a tensor to float64, on the CPU if its device has no float64."""
     return tensor.to(float64_device(tensor.device)).double()
 
 
 # ---- compute dtype
 
-COMPUTE_DTYPE = "MOH_LLM_COMPUTE_DTYPE"  # environment variable: what "auto" stands for
-_ROWS, _WIDTH = 128, 512  # of the timed products, at first
+COMPUTE_DTYPE = "MOH_LLM_COMPUTE_DTYPE"  # environment variable that replaces "auto"
+_ROWS, _WIDTH = 128, 512  # initial size of the timed products
 _MOST_ROWS = 1 << 16
-_LEAST_SECONDS = 0.004  # of float32's products: in less, many cores and GPUs spend most of the time on starting
-_FASTER = 0.8  # share of float32's time that bfloat16 must stay below
+_LEAST_SECONDS = 0.004  # shorter float32 products would mostly measure the start of threads and kernels
+_FASTER = 0.8  # bfloat16 is chosen if it takes less than this share of float32's time
 
 
 def compute_dtype(device: "torch.device", asked: str = "auto") -> "torch.dtype":
-    """The dtype that models are computed in on a device: bfloat16 where its products are fast, else float32.
+    """Choose the dtype in which models are computed: bfloat16 if its products are fast on the device, else float32.
 
-    The one place where this is decided. Weights on disk keep their dtype.
+    This is the only place that decides it. Weights on disk keep their dtype.
 
     Args:
-        device: where models run.
-        asked: "auto", or the name of a dtype. For "auto" the environment variable `COMPUTE_DTYPE` is asked first.
+        device: device that models run on.
+        asked: name of a dtype, or "auto", for which the environment variable `COMPUTE_DTYPE` is read first.
 
     Raises:
-        UserError: the environment variable names no dtype.
+        UserError: the environment variable does not name a dtype.
     """
     import torch
 
@@ -168,10 +168,10 @@ def compute_dtype(device: "torch.device", asked: str = "auto") -> "torch.dtype":
 
 @functools.cache
 def computes_bfloat16_fast(device: "torch.device") -> bool:
-    """Whether a linear layer, forward and backward, takes less time in bfloat16 than in float32.
+    """Time whether a linear layer, forward and backward, is faster in bfloat16 than in float32.
 
-    It is timed: CPUs with AVX2 or AVX-512 alone, and older GPUs, accept bfloat16 and emulate it, at up to 36 times the
-    time. Takes about half a second at most.
+    CPUs without bfloat16 instructions, and older GPUs, emulate bfloat16 and take up to 36 times as long. The test takes
+    at most about half a second.
     """
     import torch
 
@@ -180,13 +180,13 @@ def computes_bfloat16_fast(device: "torch.device") -> bool:
         rows *= 2
     try:
         seconds = _product_seconds(device, rows, (torch.float32, torch.bfloat16))
-    except (RuntimeError, TypeError):  # the backend lacks the dtype
+    except (RuntimeError, TypeError):  # the backend does not support the dtype
         return False
     return seconds[1] < _FASTER * seconds[0]
 
 
 def _product_seconds(device: "torch.device", rows: int, dtypes: "tuple[torch.dtype, ...]") -> list[float]:
-    """For each dtype the least seconds of the three products of a linear layer; the first round warms up."""
+    """The best time of the three products of a linear layer, per dtype, in seconds; the first round is a warm-up."""
     import torch
 
     best = [float("inf")] * len(dtypes)
@@ -207,9 +207,9 @@ def _product_seconds(device: "torch.device", rows: int, dtypes: "tuple[torch.dty
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The GPU whose words all occur in ``name``, in any case and order; of several the one with most letters.
+    """Find the GPU whose words all occur in ``name``, in any case and order; the longest match wins.
 
-    Whole words: an L40 is no L4. None where none is known.
+    Words must match as a whole: an L40 is not an L4. None if no GPU matches.
     """
     words = _words(name)
     known = [key for key in GPUS if _words(key) <= words]
@@ -217,7 +217,7 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def peak_flops(name: str) -> float | None:
-    """Peak FLOP/s of dense bfloat16 products of a GPU by its name, for instance as torch gives it; None: not known."""
+    """Peak FLOP/s of dense bfloat16 products of the GPU with this name; None if it is not known."""
     gpu = find_gpu(name)
     return gpu.peak if gpu else None
 
@@ -230,52 +230,49 @@ def _words(name: str) -> set[str]:
 
 
 def memory_bytes() -> int:
-    """Memory of this machine, in bytes."""
+    """Memory of the machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_memory(needed: int, what: str, way_out: str, available: int | None = None) -> None:
-    """Raise UserError where ``what`` needs more bytes than the machine has, or than are ``available``."""
+    """Raise UserError if ``what`` needs more bytes than are ``available`` (default: the machine's memory)."""
     available = memory_bytes() if available is None else available
     if needed > available:
         raise UserError(
-            f"{what} needs about {needed / _GIB:,.0f} GiB of memory, and there are {available / _GIB:,.1f}; {way_out}"
+            f"{what} needs about {needed / _GIB:,.0f} GiB of memory, but there are {available / _GIB:,.1f}; {way_out}"
         )
 
 
 def check_disk(needed: int, place: Path, what: str, way_out: str) -> None:
-    """Raise UserError where ``what`` needs more bytes than are free on the disk of ``place``, which need not exist.
-
-    A disk that cannot be written is told as such, whatever is free on it.
-    """
+    """Raise UserError if the disk of ``place``, which need not exist, is read-only or has less than ``needed`` bytes free."""
     place = Path(os.path.realpath(place))
     there = next(parent for parent in (place, *place.parents) if parent.exists())
     if os.statvfs(there).f_flag & os.ST_RDONLY:
         raise UserError(f"cannot write {place}: the disk of {there} is read-only; name another place")
     disk = shutil.disk_usage(there)
-    if disk.total and needed > (free := disk.free):  # a file system of kernel objects has no size
+    if disk.total and needed > (free := disk.free):  # virtual file systems have no size
         raise UserError(
-            f"{what} needs about {_size(needed)} on the disk of {there}, where {_size(free)} are free; free some "
-            f"space, name another place, or {way_out}"
+            f"{what} needs about {_size(needed)} on the disk of {there}, but {_size(free)} are free; free some space, "
+            f"name another place, or {way_out}"
         )
 
 
 def _size(number: int) -> str:
-    """Bytes in GiB, or in MiB where they are less than one."""
+    """Format bytes in GiB, or in MiB below one GiB."""
     return f"{number / _GIB:,.1f} GiB" if number >= _GIB else f"{number / 2**20:,.1f} MiB"
 
 
 def check_workers(number: int, name: str) -> None:
-    """Raise UserError for far more processes than there are cores."""
+    """Raise UserError if there are far more processes than cores."""
     cores = os.cpu_count() or 1
     if number > _WORKERS_PER_CORE * cores:
         raise UserError(f"{name}={number}: this machine has {cores} cores; take at most {_WORKERS_PER_CORE * cores}")
 
 
-# ---- processes of a launcher: processes that are not connected would each do the whole job, in the same folder
+# ---- launchers: several processes that are not connected would each do the whole job in the same folder
 
-# How many processes srun and MPI's starters started, and which one this is. SLURM_NTASKS says nothing: it is also set
-# in the script of a batch job and in an interactive allocation, where a single process runs.
+# Variables of srun and MPI launchers: number of processes -> rank. SLURM_NTASKS is not among them, because it is also
+# set in batch scripts and interactive allocations, where a single process runs.
 _STARTERS = {
     "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
@@ -285,16 +282,17 @@ _WAY_OUT = "start them with accelerate launch or torchrun, once on each machine 
 
 
 def world_size() -> int:
-    """The processes of this job, as accelerate launch or torchrun passes it to each of them; 1 without such a launcher.
+    """Number of processes of this job, as set by accelerate launch or torchrun; 1 without such a launcher.
 
     Raises:
-        UserError: another launcher started several processes that are not connected, or the variables for a
-            process's rank and the meeting place are missing.
+        UserError: another launcher started several processes that are not connected, or variables are missing.
     """
     if "WORLD_SIZE" in os.environ:
         started = max(1, _number("WORLD_SIZE"))
         if started > 1 and (absent := [name for name in ("RANK", "MASTER_ADDR") if name not in os.environ]):
-            _refuse("RANK", f"WORLD_SIZE={started}, but {' and '.join(absent)} are not set: no process finds another")
+            _refuse(
+                "RANK", f"WORLD_SIZE={started}, but {' and '.join(absent)} are not set, so the processes cannot connect"
+            )
         return started
     for count, rank in _STARTERS.items():
         if (started := _number(count)) > 1:
@@ -303,18 +301,14 @@ def world_size() -> int:
 
 
 def check_group(size: int) -> None:
-    """Compare the number of processes that found each other with `world_size`.
-
-    Raises:
-        UserError: they differ.
-    """
+    """Raise UserError if the number of connected processes, ``size``, differs from `world_size`."""
     if size != (started := world_size()):
         what = f"form a group of {size}" if size > 1 else "are not connected"
         _refuse("RANK", f"WORLD_SIZE={started}: {started} processes were started, and they {what}")
 
 
 def _refuse(rank: str, what: str) -> None:
-    """Raise UserError on the first process, and end the others silently."""
+    """Raise UserError on the first process; end the others silently."""
     if _number(rank) > 0:
         raise SystemExit(2)
     raise UserError(f"{what}; {_WAY_OUT}, or unset the variable to run one process alone")

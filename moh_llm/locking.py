@@ -3,12 +3,11 @@
     with lock_folder(output):
         ...  # no other process of this toolkit writes there
 
-Of the processes of one job only the first one takes it; if it is refused, all of them end.
+In a distributed job only the first process takes the lock; if it is refused, all processes end.
 
 The lock is a file beside the folder, ``.NAME.lock``, so that the folder can be replaced as a whole. It holds the
-writer's process id and host, for the line that refuses a second one; it is removed when the writer ends well, and one
-that a killed writer left does not count. Where the kernel has no file locks (some network file systems), filelock falls
-back to a lock file whose existence counts.
+writer's process id and host for the error message. The file is removed when the writer ends; one that a killed writer
+left has no effect. On file systems without locks, filelock falls back to the existence of the file.
 """
 
 import contextlib
@@ -21,19 +20,19 @@ from filelock import FileLock, Timeout
 
 from moh_llm.errors import UserError
 
-INSIDE = ".moh_llm.lock"  # where nothing can be written beside the folder, such as a mounted one
+INSIDE = ".moh_llm.lock"  # used if nothing can be written beside the folder, for example beside a mount point
 
 
 @contextlib.contextmanager
 def lock_folder(output: Path, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of ``output`` within the block. The same thread may hold it several times.
+    """Hold the lock of ``output`` within the block. The same thread may take it several times.
 
     Args:
-        output: the folder to be written; it need not exist.
-        wait: wait for another writer instead of refusing.
+        output: folder to be written; it need not exist.
+        wait: wait for another writer instead of raising.
 
     Raises:
-        UserError: another process writes there (its process id and host are named), or no lock file can be made.
+        UserError: another process holds the lock (its id and host are named), or no lock file can be made.
     """
     path = _lock_path(Path(os.path.realpath(output)))
     lock = FileLock(path, is_singleton=True)
@@ -54,7 +53,7 @@ def lock_folder(output: Path, wait: bool = False) -> Iterator[None]:
         yield
     finally:
         if informed:
-            # Before the release: a process that has opened this file by then finds it unlinked, and tries again.
+            # Before the release: a process that has the file open then finds it unlinked and tries again.
             with contextlib.suppress(OSError):
                 path.unlink()
         lock.release()
@@ -70,9 +69,9 @@ def _lock_path(output: Path) -> Path:
 
 
 def _inform(path: Path) -> bool:
-    """Write who holds the lock; not where the file's own content is the lock."""
+    """Write who holds the lock into the file, unless filelock itself uses the content."""
     with contextlib.suppress(OSError, ValueError):
-        left = path.read_text(encoding="utf-8")  # nothing, or what a killed writer wrote
+        left = path.read_text(encoding="utf-8")  # empty, or written by a killed process
         if not left or left.startswith("process "):
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
             return True

@@ -1,4 +1,4 @@
-"""A progress bar of passes over text, in tokens of that text."""
+"""Progress bar for several passes over a text, in tokens of the text."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -9,15 +9,15 @@ _FORMAT = "{desc} |{bar:12}| {percentage:.0f} %, {elapsed} gone, {remaining} lef
 
 
 class TextProgress:
-    """Shows how many tokens of the text a pass has read, at what rate, and the time that all passes still take.
+    """Shows how many tokens a pass has read, its rate, and the time left for all passes.
 
-    The passes differ in their work per token; the time left is what the work so far took, carried on.
+    Passes differ in work per token; the time left extrapolates the time per unit of work.
 
     Args:
-        what: the job.
-        tokens: of the text; each pass reads all of them.
-        passes: the work of each pass by its name, in their order, in one unit.
-        show: whether anything is shown.
+        what: name of the job.
+        tokens: number of tokens of the text; each pass reads all of them.
+        passes: name -> work of each pass, in order and in one unit.
+        show: whether to draw the bar.
     """
 
     def __init__(self, what: str, tokens: int, passes: Mapping[str, float], show: bool = True):
@@ -36,14 +36,14 @@ class TextProgress:
 
     @property
     def share_done(self) -> float:
-        """Share of all work that is done."""
+        """Share of the total work that is done."""
         names = [*self._passes]
         before = sum(self._passes[name] for name in names[: names.index(self._name)]) if self._name else 0.0
         now = self._passes[self._name] * self._read / self.tokens if self._name else 0.0
         return (before + now) / sum(self._passes.values())
 
     def advance(self, name: str, tokens: float) -> None:
-        """Note that pass ``name`` read so many tokens more; a part of a token's layers is a part of a token."""
+        """Count ``tokens`` more tokens of pass ``name``; some of a token's layers count as a fraction of it."""
         if name != self._name:
             self._name, self._read, self._began = name, 0.0, self._last
         self._read = min(self.tokens, self._read + tokens)

@@ -1,8 +1,7 @@
-"""What commands show: names as they are, whatever characters are in them.
+"""Terminal output that shows names safely.
 
-A path may hold brackets, which rich takes for markup, colons, which it takes for emoji, characters that move the
-cursor or hide what follows, and bytes that are not UTF-8. `say` and `console` show the first two as they are and the
-others as escapes (`moh_llm.errors.printable`), so that a line stays one line.
+Paths can contain brackets and colons, which rich would read as markup and emoji, control characters, and bytes that are
+not UTF-8. `say` and `console` print the former as they are and the latter as escapes (`moh_llm.errors.printable`).
 """
 
 import os
@@ -16,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def say(*lines: object, file: TextIO | None = None) -> None:
-    """Print lines; what is not printable in one is shown as an escape, a newline too."""
+    """Print lines, with unprintable characters (including newlines) as escapes."""
     for line in lines:
         print(printable(str(line)), file=file)
     (file or sys.stdout).flush()
 
 
 def say_aside(*lines: object) -> None:
-    """`say` on the standard error."""
+    """`say` to standard error."""
     say(*lines, file=sys.stderr)
 
 
@@ -39,20 +38,20 @@ def say_once(line: str) -> None:
 
 
 def console(**settings: Any) -> "Console":
-    """A console of rich that takes nothing in a text for markup or emoji, and colours no part of it."""
+    """A rich console without markup, emoji and highlighting."""
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False, **settings)
 
 
 def speak_utf8() -> None:
-    """Start this program anew in Python's UTF-8 mode unless names of files and the output are in UTF-8.
+    """Restart the program in Python's UTF-8 mode if file names are not in UTF-8.
 
-    In a POSIX locale they are ASCII, and files whose names are written in a recipe would not be found. Does not return
-    where the program is started anew. Characters that the output's encoding lacks are shown as escapes.
+    In a POSIX locale file names are ASCII, and files that a recipe names would not be found. Does not return if it
+    restarts. Characters that the output encoding lacks are printed as escapes.
     """
     if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode and os.name == "posix":
-        os.environ["PYTHONUTF8"] = "1"  # for the processes that this one starts
+        os.environ["PYTHONUTF8"] = "1"  # for child processes
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     for stream in (sys.stdout, sys.stderr):
