@@ -244,7 +244,7 @@ def check_memory(needed: int, what: str, way_out: str, available: int | None = N
 
 
 def check_disk(needed: int, place: Path, what: str, way_out: str) -> None:
-    """Raise UserError if the disk of ``place``, which need not exist, is read-only or has less than ``needed`` bytes free."""
+    """Raise UserError if the disk of ``place`` (which need not exist) is read-only or has too little free space."""
     place = Path(os.path.realpath(place))
     there = next(parent for parent in (place, *place.parents) if parent.exists())
     if os.statvfs(there).f_flag & os.ST_RDONLY:
