@@ -92,7 +92,6 @@ from moh_llm.metrics import Batch, logits_of, sums_by_document
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.reading import read_json
 from moh_llm.training.config import SharedHeadsConfig
-from moh_llm.training.optimizer import is_decayed, warmup_cosine
 from moh_llm.training.shared_heads import (
     BETAS,
     LOGITS,
@@ -101,6 +100,7 @@ from moh_llm.training.shared_heads import (
     rate_of_logits,
     set_temperature,
 )
+from moh_llm.training.step import is_decayed, warmup_cosine
 
 END = "<end>"
 SETTINGS = "corpora", "size", "tokens", "context", "batch", "learning_rate", "mixed_precision", "held_out_tokens"

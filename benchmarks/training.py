@@ -34,10 +34,9 @@ from moh_llm.devices import choose_device, name_device
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
 from moh_llm.training.config import DataConfig, ObjectiveConfig, TrainConfig
-from moh_llm.training.optimizer import make_optimizer, set_learning_rates
-from moh_llm.training.parallel import make_accelerator, seed_step
+from moh_llm.training.parallel import make_accelerator
 from moh_llm.training.precision import decide_precision
-from moh_llm.training.step import TrainingStep, accumulate_gradients
+from moh_llm.training.step import TrainingStep, accumulate_gradients, make_optimizer, seed_step, set_learning_rates
 
 SHAPE = {  # SmolLM2-135M's
     **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export. Returns the exit status; raises `UserError` for bad input."""
-    from moh_llm.training.milestones import export_checkpoint
+    from moh_llm.training.saving import export_checkpoint
 
     record = export_checkpoint(args.checkpoint, args.output, args.overwrite)
     say(f"{args.output} holds the model after step {record.step}")

@@ -11,16 +11,15 @@ from moh_llm.modeling.routing_moh import load_balancing_loss
 
 
 class HeadBalanceMixin:
-    """Adds ``head_balance_coef`` times the load-balance loss (Eq. 7) to the loss of a `transformers.Trainer`.
-
-    Of models with experts also ``expert_balance_coef`` times theirs.
+    """Adds the load-balance loss of heads (Eq. 7) to the loss of a `transformers.Trainer`, and that of experts.
 
     For trainers that do not call the model's own loss:
 
         class BalancedSFTTrainer(HeadBalanceMixin, SFTTrainer): ...
 
-    The loss is the mean over the forward passes that `compute_loss` makes with gradients, so that those of a reference
-    model are left out. Micro-batches of a step count alike. Threshold routers have no load-balance loss.
+    The losses are weighted by the config's ``head_balance_coef`` and ``expert_balance_coef``. They are the mean over
+    the forward passes that `compute_loss` makes with gradients, which leaves out a reference model's. Micro-batches of
+    a step have the same weight. Threshold routers have no load-balance loss.
 
     Raises:
         UserError: the model is not a MoH model, or its config adds the load-balance loss itself.
@@ -65,7 +64,7 @@ class HeadBalanceMixin:
         return result + balance.to(result.device)
 
     def _scales_for_accumulation(self: Any, num_items_in_batch: Any) -> bool:
-        """Whether `Trainer.training_step` takes the loss as scaled for gradient accumulation; the rule is its own."""
+        """Whether `Trainer.training_step` takes the loss as scaled for gradient accumulation, by its own rule."""
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if scaled is None:
             scaled = self.compute_loss_func is not None

@@ -4,14 +4,12 @@ import difflib
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin, is_typeddict
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.activations import ACT2FN
 
 from moh_llm.data.tokenizer import TextTokenizer, open_tokenizer
 from moh_llm.errors import UserError
@@ -22,7 +20,7 @@ from moh_llm.reading import read_yaml
 from moh_llm.records.identity import hash_model
 from moh_llm.records.model import may_be_hub_id
 from moh_llm.records.seal import write_seal
-from moh_llm.records.tensors import is_routing_weight
+from moh_llm.records.tensors import is_routing_weight, why_no_model
 
 # Without these a file would silently describe a model of another size.
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -32,9 +30,13 @@ _POSITIVE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embedding
 
 @dataclass(frozen=True)
 class InitialModel:
-    """A model that was initialised: its config, and how many weights it has in all, in embeddings, in routers.
+    """A model that was initialised.
 
-    Embeddings are those of the input and, where it is not the same matrix, the output.
+    Attributes:
+        config: of the model.
+        total: number of weights.
+        embedding: of them in the embedding and, where it is another matrix, the output projection.
+        routing: of them in routers and fallbacks.
     """
 
     config: MoHLlamaConfig
@@ -53,8 +55,8 @@ def read_architecture(path: Path) -> MoHLlamaConfig:
     """The config that an architecture file describes, still without a tokenizer's ids.
 
     Raises:
-        UserError: the file cannot be read, a key is unknown (the nearest known one is named) or
-            missing, or the values make no model.
+        UserError: the file cannot be read, a key is unknown (the nearest known one is named) or missing, or the values
+            make no model.
     """
     known, values = architecture_keys(), _read_yaml(path)
     for name, value in values.items():
@@ -63,21 +65,33 @@ def read_architecture(path: Path) -> MoHLlamaConfig:
         if name not in known:
             nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
             raise UserError(f"{path}: unknown key {name!r}; the nearest known key is {nearest!r}")
-        if not _fits(value, known[name]):
-            raise UserError(f"{path}: {name}={value!r} must be {_in_words(known[name])}")
+        if name in _POSITIVE and isinstance(value, (int, float)) and not 0 < value < math.inf:
+            raise UserError(f"{path}: {name}={value} must be above 0")
+        if known[name] is float and type(value) is int:
+            values[name] = float(value)
     if absent := [name for name in NEEDED if name not in values]:
         raise UserError(f"{path} lacks {', '.join(absent)}; give each a number")
-    _check_values(path, values)
-    values = {name: float(value) if known[name] is float else value for name, value in values.items()}
     try:
-        config = MoHLlamaConfig(**values, **dict.fromkeys(_TOKEN_IDS))
+        config = MoHLlamaConfig(**values, **dict.fromkeys(_TOKEN_IDS))  # which checks the types
         config.validate()
+        _check_sizes(config)
         with torch.device("meta"):
             MoHLlamaForCausalLM(config)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split()).rsplit("Error: ", 1)[-1]
+        reason = why_no_model(error, values).rsplit("Error: ", 1)[-1]
         raise UserError(f"{path} makes no model: {reason}") from error
     return config
+
+
+def _check_sizes(config: MoHLlamaConfig) -> None:
+    """Raise ValueError for numbers that transformers accepts but that give no working model."""
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if heads % groups:
+        raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim={config.head_dim} must be even: rotary embedding turns pairs")
+    if not 0 <= config.head_balance_coef < math.inf:
+        raise ValueError(f"head_balance_coef={config.head_balance_coef} must not be negative")
 
 
 def initialise(
@@ -85,12 +99,12 @@ def initialise(
 ) -> InitialModel:
     """Write a model of random weights as a folder that training starts from.
 
-    Weights are drawn in float32 on the CPU, by `seed` alone, and then cast.
+    Weights are drawn in float32 on the CPU, which depends on `seed` alone, and then cast.
 
     Args:
         architecture: YAML file of `architecture_keys`.
         tokenizer: folder or Hub id; its ids of special tokens become the model's.
-        output: folder to make; it appears when all of it is there.
+        output: the folder; it appears once it is complete.
         seed: of the weights.
         dtype: of the stored weights.
         overwrite: replace ``output`` if it is not empty.
@@ -143,43 +157,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     return content
 
 
-def _check_values(path: Path, values: dict[str, Any]) -> None:
-    """Raise UserError for values that transformers accepts but that give no working model."""
-    for name in _POSITIVE:
-        if (value := values.get(name)) is not None and not 0 < value < math.inf:
-            raise UserError(f"{path}: {name}={value} must be above 0")
-    heads = values["num_attention_heads"]
-    if heads % (groups := values.get("num_key_value_heads") or heads):
-        raise UserError(f"{path}: num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}")
-    if (size := values.get("head_dim") or values["hidden_size"] // heads) % 2:
-        raise UserError(f"{path}: head_dim={size} must be even: rotary embedding turns pairs")
-    if not 0 <= (beta := values.get("head_balance_coef", 0)) < math.inf:
-        raise UserError(f"{path}: head_balance_coef={beta} must not be negative")
-    if (act := values.get("hidden_act", "silu")) not in ACT2FN:
-        raise UserError(f"{path}: hidden_act={act} is no activation of transformers; LLaMA's is silu")
-
-
 def _open_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if not Path(name).is_dir() and (Path(name).exists() or not may_be_hub_id(name)):
         raise UserError(f"--tokenizer {name} is not a folder; name one that holds a tokenizer, or a Hub id")
     return open_tokenizer(name)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a YAML value is of an annotation's type; a whole number is a number, and true is neither."""
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(_fits(entry, get_args(hint)[0]) for entry in value)
-    if get_args(hint):
-        return any(_fits(value, one) for one in get_args(hint))
-    if hint in (int, float):
-        return isinstance(value, (int, hint)) and not isinstance(value, bool)
-    return isinstance(value, dict if is_typeddict(hint) else hint)
-
-
-def _in_words(hint: Any) -> str:
-    if get_origin(hint) is list:
-        return f"a list (each entry {_in_words(get_args(hint)[0])})"
-    if get_args(hint):
-        return " or ".join(dict.fromkeys(map(_in_words, get_args(hint))))
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
-    return words.get(hint, "a map")

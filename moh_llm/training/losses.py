@@ -1,4 +1,4 @@
-"""The losses of a training step: KL to the base or cross-entropy, load-balance loss, layer matching.
+"""The losses of a training step: KL to the base or cross-entropy, load-balance losses, layer matching.
 
 Shapes: B sequences, L positions, C hidden size, U routed groups (heads or key-value groups), N positions with a
 target, V vocabulary.
@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from moh_llm.devices import float64_device, wide
-from moh_llm.modeling import MoHLlamaConfig, MoHRouter
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.experts_moh import expert_balancing_loss
+from moh_llm.training.config import ObjectiveConfig
 
 IGNORED = -100
 
@@ -29,11 +30,13 @@ IGNORED = -100
 class StepLosses:
     """Means over one optimiser step.
 
-    ``task`` is the KL or the cross-entropy, ``cross_entropy`` the one to the text, both in nats per
-    predicted token; ``balance`` is the load-balance loss of Eq. 7 per sequence; ``layers`` is the
-    layers' distance to the base's per predicted token; ``experts`` is the load-balance loss of
-    feed-forward experts per sequence, weighted by the model's `expert_balance_coef`. ``heads_read``, no loss, is how
-    many heads a token had on, mean over layers.
+    Attributes:
+        task: KL or cross-entropy, in nats per predicted token.
+        cross_entropy: to the text, in nats per predicted token.
+        balance: load-balance loss of heads (Eq. 7) per sequence.
+        layers: distance of the layers' outputs to the base's, per predicted token.
+        experts: load-balance loss of feed-forward experts per sequence, weighted by `expert_balance_coef`.
+        heads_read: no loss; heads that a token had on, mean over layers.
     """
 
     task: float
@@ -50,18 +53,21 @@ class StepLosses:
 
 def next_token_targets(labels_BL: torch.Tensor) -> torch.Tensor:
     """Labels shifted to the position that predicts them, `[B, L]`; `IGNORED` at the last position."""
-    return torch.nn.functional.pad(labels_BL[:, 1:], (0, 1), value=IGNORED)
+    return F.pad(labels_BL[:, 1:], (0, 1), value=IGNORED)
+
+
+def balance_coefficient(objective: ObjectiveConfig, network: MoHLlamaForCausalLM) -> float | None:
+    """Weight of the load-balance loss of heads; None where no router has such a loss."""
+    if network.config.router_type in ("threshold", "none") or not any(router.num_routed for router in network.routers):
+        return None
+    given = objective.balance_coefficient
+    return network.config.head_balance_coef if given is None else given
 
 
 def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHRouter]) -> torch.Tensor:
-    """Load-balance loss (Eq. 7, averaged over layers) of each sequence, summed over the sequences.
-
-    Args:
-        router_logits: per layer `[B, L, U]`.
-        routers: the layers' routers.
-    """
-    # The model's own loss of each row, without padding. Layers with the same shapes are stacked, to save thousands of
-    # small operations.
+    """Load-balance loss (Eq. 7, averaged over layers), summed over the sequences; logits per layer are `[B, L, U]`."""
+    # The model's own loss of each row, without padding. Layers of one shape are stacked: thousands of small operations
+    # would take longer.
     alike: dict[tuple[int, int], tuple[MoHRouter, list[torch.Tensor]]] = {}
     for logits, router in zip(router_logits, routers, strict=True):
         if logits.shape[-1] and router.router_type != "threshold":
@@ -77,31 +83,22 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
 def heads_on_sum(
     router_logits: Sequence[torch.Tensor], routers: Sequence[MoHRouter], all_on: torch.Tensor
 ) -> torch.Tensor:
-    """How many heads each token has on, mean over layers, summed over tokens: those of the gates.
+    """How many heads are on by the gates, summed over tokens and layers, int64 (some devices have no float64).
 
-    Args:
-        router_logits: per layer `[..., U]`.
-        routers: the layers' routers.
-        all_on: which tokens have all heads on, whatever their logits, bool `[...]`.
+    Logits per layer are `[..., U]`; ``all_on``, bool `[...]`, is true where a token has all heads on anyway.
     """
-    total = torch.zeros((), dtype=torch.float64, device=float64_device(all_on.device))
+    total = torch.zeros((), dtype=torch.int64, device=all_on.device)
     for logits, router in zip(router_logits, routers, strict=True):
-        if router.router_type == "threshold":  # else the number is that which is set
+        if router.router_type == "threshold":
             on = router.num_shared + router.group_size * router.select(logits).sum(-1)
-        else:
+        else:  # the same number for every token
             on = logits.new_full(logits.shape[:-1], router.num_active)
-        total += wide(on.masked_fill(all_on.to(on.device), router.num_heads)).sum().to(total.device)
-    return total / max(1, len(routers))
+        total += on.masked_fill(all_on.to(on.device), router.num_heads).long().sum().to(total.device)
+    return total
 
 
 def expert_loss_sum(expert_logits: Sequence[torch.Tensor], sequences: int, config: MoHLlamaConfig) -> torch.Tensor:
-    """`expert_balancing_loss` of each sequence, weighted, summed over the sequences; zero without experts.
-
-    Args:
-        expert_logits: per layer `[B * L, E]` over E experts.
-        sequences: B.
-        config: the model's.
-    """
+    """`expert_balancing_loss`, weighted, summed over the sequences; logits per layer are `[B * L, experts]`."""
     rows = zip(*(logits.chunk(sequences) for logits in expert_logits), strict=True)
     losses = [expert_balancing_loss(row, config) for row in rows]
     return config.expert_balance_coef * torch.stack(losses).sum() if losses else torch.zeros(())
@@ -110,11 +107,9 @@ def expert_loss_sum(expert_logits: Sequence[torch.Tensor], sequences: int, confi
 def layer_distance_sum(
     own: Sequence[torch.Tensor], base: Sequence[torch.Tensor], counted: torch.Tensor
 ) -> torch.Tensor:
-    """Distance of the layers' outputs x to the base's y: |x - y|^2 / |y|^2, mean over layers, summed over positions.
+    """Distance of the layers' outputs x to the base's y, |x - y|^2 / |y|^2: mean over layers, summed over positions.
 
-    Args:
-        own, base: per layer `[B, L, C]`; the base's get no gradient.
-        counted: which positions count, `[B, L]`.
+    Outputs per layer are `[B, L, C]`; ``counted``, `[B, L]`, is true where a position counts.
     """
     total = torch.zeros((), device=counted.device)
     for mine, other in zip(own, base, strict=True):
@@ -124,8 +119,8 @@ def layer_distance_sum(
     return total
 
 
-# Logits held at once, in a few float32 tensors of 256 MiB each. Smaller chunks are slower, since each one adds to the
-# full gradient of the head's weight.
+# Logits held at once, in a few float32 tensors of 256 MiB each. Smaller chunks are slower, since each chunk adds to
+# the full gradient of the head's weight.
 CHUNK_LOGITS = 2**26
 
 
@@ -144,10 +139,9 @@ def token_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Task loss and cross-entropy in nats, each summed over the positions.
 
-    With a teacher the task loss is T^2 * KL(teacher || student), both softened by the temperature T
-    (the factor keeps the gradient's size independent of T); without one it is the cross-entropy.
-    Only the task loss carries a gradient. Products are taken in autocast's dtype where autocast
-    is on, sums and softmax in float32 at least.
+    With a teacher the task loss is T^2 * KL(teacher || student), both softened by the temperature T (the factor keeps
+    the gradient's size independent of T); without one it is the cross-entropy. Only the task loss carries a gradient.
+    Products are taken in autocast's dtype where autocast is on, sums and softmax in float32 at least.
 
     Args:
         hidden: the student's last hidden states `[N, C]`.

@@ -1,23 +1,20 @@
-"""One recipe on any number of processes: DDP, DeepSpeed ZeRO and FSDP2, as `accelerate launch` set them up.
+"""One recipe on any number of processes: DDP, DeepSpeed ZeRO and FSDP2, as `accelerate launch` sets them up.
 
-Losses are sums over a process's sequences. Dividing them by the counts of the whole step, and undoing each
-strategy's averaging of gradients, makes the curve the same for all.
+Losses are sums over a process's sequences. They are divided by the counts of the whole step, and each strategy's
+averaging of gradients is undone, so that the curve is the same for all.
 """
 
 import contextlib
-import hashlib
 import importlib.util
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DeepSpeedPlugin,
     DistributedType,
@@ -26,6 +23,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
     broadcast_object_list,
+    parse_flag_from_env,
 )
 
 from moh_llm.devices import check_group, name_device, peak_flops, world_size
@@ -33,10 +31,13 @@ from moh_llm.errors import UserError
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.fsdp_on_cpu import shard_on_cpu
 from moh_llm.training.runs import TRACKERS
+from moh_llm.training.zero import by_deepspeed
 
 T = TypeVar("T")
+
+
+# ---- what a recipe and a strategy allow
 
 
 def count_micro_batches(config: TrainConfig, processes: int) -> int:
@@ -52,20 +53,19 @@ def count_micro_batches(config: TrainConfig, processes: int) -> int:
 
 
 def check_strategy(config: TrainConfig, strategy: str) -> None:
-    """Raise UserError where bitsandbytes is not installed, or a strategy divides weights that it cannot divide."""
-    if config.shared_heads is not None and strategy not in ("one", "ddp"):
+    """Raise UserError where a strategy would divide what cannot be divided, or bitsandbytes is not installed."""
+    divides = strategy not in ("one", "ddp")
+    if divides and config.shared_heads is not None:
         raise UserError(
             f"shared_heads and {strategy}: the logits of shared heads are not divided among processes; take ddp or one "
             "process, or set shared_heads to null"
         )
-    if config.quantization is None:
-        return
-    if strategy not in ("one", "ddp"):
+    if divides and config.quantization is not None:
         raise UserError(
             f"quantization={config.quantization} and {strategy}: 4-bit weights are not divided among processes; "
             "take ddp or one process"
         )
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if config.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f'quantization={config.quantization} needs bitsandbytes; pip install "moh-llm[qlora]"')
 
 
@@ -86,60 +86,106 @@ def divides_weights(accelerator: Accelerator) -> bool:
     return accelerator.is_fsdp2 or (plugin is not None and plugin.zero_stage == 3)
 
 
+# ---- the accelerator
+
+
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator of a run, set up from the environment that the launcher made.
 
     Raises:
-        UserError: ``data.batch_size`` does not divide evenly, the recipe drops steps under DeepSpeed, quantized weights
-            or logits of shared heads cannot be divided, or the launcher's processes are not connected.
+        UserError: ``data.batch_size`` does not divide evenly, the recipe drops steps under DeepSpeed, the strategy
+            would divide what cannot be divided, or the launcher's processes are not connected.
     """
     # An earlier run in this process may have used another precision, and the state is a singleton.
     AcceleratorState._reset_state()
     micro_batches = count_micro_batches(config, world_size())
-    for strategy in ("DEEPSPEED", "FSDP"):
-        if _asked_for(strategy):
-            check_strategy(config, strategy)
-    check_strategy(config, "one")
-    kwargs: dict[str, Any] = {}
-    if _asked_for("DEEPSPEED"):
-        if config.divergence.action == "skip":
-            raise UserError(
-                "divergence.action=skip: DeepSpeed has made its step before the gradient is known; "
-                "take roll_back or stop, or another strategy"
-            )
-        plugin = DeepSpeedPlugin(
-            gradient_accumulation_steps=micro_batches, gradient_clipping=config.optimizer.max_grad_norm
-        )
-        # There is no prepared loader to tell it.
-        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = config.data.micro_batch_size
-        kwargs["deepspeed_plugin"] = plugin
-        if not torch.accelerator.is_available():
-            # The same without `cpu=True`, which would give DDP instead.
-            kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
-    if _asked_for("FSDP"):
-        # From the launcher's environment, but for this: `moh_llm.training.sharding` has every process read its slices.
-        plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)
-        if plugin.fsdp_version != 2:
-            raise UserError("FSDP needs version 2 (fsdp_version: 2 in the accelerate config)")
-        if plugin.activation_checkpointing:
-            raise UserError("drop fsdp_activation_checkpointing and set gradient_checkpointing in the recipe")
-        kwargs["fsdp_plugin"] = plugin
-    # FSDP2 would keep each process's whole gradient from one micro-batch to the next: N times what it holds of it.
-    each = _asked_for("FSDP")
-    accumulation = GradientAccumulationPlugin(micro_batches, sync_with_dataloader=False, sync_each_batch=each)
+    deepspeed, fsdp = (parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in ("DEEPSPEED", "FSDP"))
+    check_strategy(config, "DEEPSPEED" if deepspeed else "FSDP" if fsdp else "one")
+    on_cpu = not torch.accelerator.is_available()
+    plugins: dict[str, Any] = {}
+    if deepspeed:
+        plugins["deepspeed_plugin"] = _deepspeed_plugin(config, micro_batches)
+        if on_cpu:  # `cpu=True` would give DDP instead
+            plugins["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+    if fsdp:
+        plugins["fsdp_plugin"] = _fsdp_plugin()
+    # FSDP2 reduces the gradient of every micro-batch: else each process would keep its whole gradient between them.
+    accumulation = GradientAccumulationPlugin(micro_batches, sync_with_dataloader=False, sync_each_batch=fsdp)
     accelerator = Accelerator(
         # Without `cpu=True` each process without an accelerator takes itself for the only one.
-        cpu=not torch.accelerator.is_available() and not _asked_for("DEEPSPEED"),
+        cpu=on_cpu and not deepspeed,
         mixed_precision=config.mixed_precision,
         gradient_accumulation_plugin=accumulation,
         log_with=list(config.report_to) or None,
         project_config=ProjectConfiguration(config.output_dir, logging_dir=str(Path(config.output_dir) / TRACKERS)),
-        **kwargs,
+        **plugins,
     )
-    if _asked_for("FSDP") and not torch.accelerator.is_available():
-        shard_on_cpu(kwargs["fsdp_plugin"])
+    if fsdp and on_cpu:
+        # Accelerate takes several processes on CPUs for DDP and has no public way to ask for FSDP2; seen on 1.15.
+        for state in (AcceleratorState, PartialState):
+            state._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state["fsdp_plugin"] = plugins["fsdp_plugin"]
+    if deepspeed:
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # until `dividing_as_zero3`
     check_group(accelerator.num_processes)
     return accelerator
+
+
+def _deepspeed_plugin(config: TrainConfig, micro_batches: int) -> DeepSpeedPlugin:
+    if config.divergence.action == "skip":
+        raise UserError(
+            "divergence.action=skip: DeepSpeed has made its step before the gradient is known; "
+            "take roll_back or stop, or another strategy"
+        )
+    plugin = DeepSpeedPlugin(
+        gradient_accumulation_steps=micro_batches, gradient_clipping=config.optimizer.max_grad_norm
+    )
+    # Accelerate would read it from the prepared loader, and there is none.
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = config.data.micro_batch_size
+    return plugin
+
+
+def _fsdp_plugin() -> FullyShardedDataParallelPlugin:
+    # From the launcher's environment, but every process reads its slices itself (`moh_llm.training.sharding`).
+    plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)
+    if plugin.fsdp_version != 2:
+        raise UserError("FSDP needs version 2 (fsdp_version: 2 in the accelerate config)")
+    if plugin.activation_checkpointing:
+        raise UserError("drop fsdp_activation_checkpointing and set gradient_checkpointing in the recipe")
+    return plugin
+
+
+@contextlib.contextmanager
+def dividing_as_zero3(accelerator: Accelerator) -> Iterator[None]:
+    """Within the block `from_pretrained` divides models if the strategy is ZeRO-3; elsewhere it loads whole ones."""
+    if not by_deepspeed(accelerator):
+        yield
+        return
+    from transformers.integrations import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    set_hf_deepspeed_config(accelerator.state.deepspeed_plugin.dschf)
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+
+
+def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConfig) -> float | None:
+    """Tokens/s of training at the devices' peak FLOP/s; None where a peak is unknown.
+
+    What is recomputed to save memory does not count as work.
+    """
+    peak = None if accelerator.device.type == "cpu" else peak_flops(name_device(accelerator.device))
+    if peak is None:
+        return None
+    length = config.data.sequence_length
+    flops = training_flops(model, length, config.objective.has_teacher, recompute=False, frozen=config.is_base_frozen)
+    return accelerator.num_processes * peak * length / flops
+
+
+# ---- what processes agree on
 
 
 def from_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
@@ -163,94 +209,21 @@ def from_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _asked_for(what: str) -> bool:
-    return os.environ.get(f"ACCELERATE_USE_{what}", "false").lower() == "true"
-
-
-def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConfig) -> float | None:
-    """Tokens/s of training at the devices' peak FLOP/s; None where a peak is unknown.
-
-    What is recomputed to save memory does not count as work.
-    """
-    peak = None if accelerator.device.type == "cpu" else peak_flops(name_device(accelerator.device))
-    if peak is None:
-        return None
-    length = config.data.sequence_length
-    flops = training_flops(model, length, config.objective.has_teacher, recompute=False, frozen=config.is_base_frozen)
-    return accelerator.num_processes * peak * length / flops
-
-
-def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, limit: float | None) -> float:
-    """Clip the gradient's l2 norm and return the norm before clipping. (DeepSpeed clips as it steps.)"""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    norm = accelerator.clip_grad_norm_(weights, limit if limit is not None else float("inf"))
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def seed_step(config: TrainConfig, step: int, process: int) -> None:
-    """Seed the generators by step and process, so that their state need not be saved."""
-    digest = hashlib.blake2b(f"{config.seed}/{step}/{process}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-
-
-def end_distribution(accelerator: Accelerator) -> None:
-    """Release the distributed model; from here on each process loads full models."""
-    accelerator.wait_for_everyone()
-    accelerator.free_memory()
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        from transformers.integrations import unset_hf_deepspeed_config
-
-        unset_hf_deepspeed_config()  # under ZeRO-3 loading would wait for the other processes
-
-
-@contextlib.contextmanager
-def loading_full_models(accelerator: Accelerator) -> Iterator[None]:
-    """Within the block this process loads full models beside a distributed one; the other processes need not wait."""
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        yield
-        return
-    from transformers.integrations import set_hf_deepspeed_config, unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()  # as in `end_distribution`
-    try:
-        yield
-    finally:
-        set_hf_deepspeed_config(accelerator.state.deepspeed_plugin.dschf)
-
-
-def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over the processes, on all of them."""
-    return accelerator.reduce(values, "sum") if accelerator.num_processes > 1 else values
-
-
-def any_process(accelerator: Accelerator, *flags: bool) -> list[bool]:
-    """For each flag whether it holds on any process; all of them get the same answer."""
-    counts = torch.tensor([float(flag) for flag in flags], device=accelerator.device)
-    return [count > 0 for count in sum_over_processes(accelerator, counts).tolist()]
-
-
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
-class Interruption:
-    """Within the block the signals are recorded and do not end the process: ``received`` says whether any came.
+@contextlib.contextmanager
+def catch_signals() -> Iterator[list[int]]:
+    """Within the block SIGTERM and SIGUSR1 do not end the process; the list gets those that came.
 
-    Python allows this in the main thread only; in other threads signals are not handled.
+    Python allows this in the main thread only; in other threads signals are not caught.
     """
-
-    def __init__(self) -> None:
-        self.received, self._before = False, {}
-
-    def __enter__(self) -> "Interruption":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
+    received: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = True

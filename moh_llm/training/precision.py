@@ -1,21 +1,27 @@
-"""What `mixed_precision: auto` stands for: decided once, when a run starts. The rest of training sees no or bf16.
+"""What a run computes with: `mixed_precision: auto`, attention implementations, and the positions of the model.
 
-A run keeps what it chose, so that a resume computes the same on another machine.
+The precision is decided once, when a run starts; the rest of training sees "no" or "bf16". A run keeps what it chose,
+so that it computes the same when it is resumed on another machine.
 """
 
 import contextlib
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from moh_llm.devices import COMPUTE_DTYPE, compute_dtype, computes_bfloat16_fast, name_device, own_device
 from moh_llm.errors import UserError
+from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.run import RunRecord
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.parallel import any_process, from_main
+from moh_llm.training.parallel import from_main
+from moh_llm.training.preflight_data import Finding
 from moh_llm.training.runs import RECORD
 
 _NAMES: dict[torch.dtype, Literal["no", "bf16"]] = {torch.float32: "no", torch.bfloat16: "bf16"}
@@ -30,7 +36,7 @@ def decide_precision(config: TrainConfig, overwrite: bool = False, dtype: torch.
         dtype: what a new run computes in; None: what this process's device computes fast.
 
     Raises:
-        UserError: the environment asks for a dtype that training has not.
+        UserError: the environment asks for another dtype.
     """
     if config.mixed_precision != "auto":
         return config
@@ -55,20 +61,68 @@ def _recorded(config: TrainConfig) -> Literal["no", "bf16"] | None:
 
 def check_agreement(accelerator: Accelerator, config: TrainConfig) -> None:
     """Raise UserError, on one process, unless all of them decided for one precision."""
-    first = from_main(accelerator, lambda: config.mixed_precision)
-    if any_process(accelerator, first != config.mixed_precision)[0]:
-        from_main(accelerator, _refuse)
 
+    def check(found: list[str]) -> None:
+        if len(set(found)) > 1:
+            raise UserError(
+                "mixed_precision=auto stands for bf16 on some of the processes and for no on others, whose devices "
+                "differ: set it to bf16 or no"
+            )
 
-def _refuse() -> None:
-    raise UserError(
-        "mixed_precision=auto stands for bf16 on some of the processes and for no on others, whose devices differ: "
-        "set it to bf16 or no"
-    )
+    found = gather_object([config.mixed_precision])
+    from_main(accelerator, lambda: check(found))
 
 
 def slow_precision(config: TrainConfig, device: torch.device) -> str | None:
-    """A line for the user where the run computes in bfloat16 on a device that is slow at it; else None."""
+    """A warning where the run computes in bfloat16 on a device that is slow at it; else None."""
     if config.mixed_precision != "bf16" or computes_bfloat16_fast(device):
         return None
     return f"{name_device(device)} computes bfloat16 slower than float32; a new run with mixed_precision=no is faster"
+
+
+# Whether the package is installed, and its name.
+FLASH = {
+    "flash_attention_2": (is_flash_attn_2_available, "flash-attn"),
+    "flash_attention_3": (is_flash_attn_3_available, "flash-attn-3"),
+}
+
+
+def check_attention(config: TrainConfig, device: torch.device) -> None:
+    """Raise UserError where ``attn_implementation`` cannot train on the device, or with other options of the recipe."""
+    name = config.attn_implementation
+    if name == "flex_attention" and device.type == "cpu":
+        raise UserError(f"attn_implementation={name} has no backward pass on a CPU; set it to sdpa")
+    if name not in FLASH:
+        return
+    is_available, package = FLASH[name]
+    if device.type != "cuda":
+        raise UserError(f"attn_implementation={name} needs a CUDA device; set it to sdpa")
+    if not is_available():
+        raise UserError(f"attn_implementation={name} needs the package {package}; install it or set it to sdpa")
+    if config.mixed_precision != "bf16":
+        raise UserError(f"attn_implementation={name} computes in bfloat16; set mixed_precision to bf16")
+    # transformers tells documents apart in batches of one row only; in others they would see each other.
+    if config.data.micro_batch_size > 1:
+        raise UserError(
+            f"attn_implementation={name} keeps documents apart in batches of one sequence only; "
+            "set data.micro_batch_size to 1"
+        )
+
+
+def check_positions(config: TrainConfig, model: MoHLlamaConfig) -> Finding | None:
+    """A warning where sequences are longer than the model's positions; transformers computes them and says nothing."""
+    rope, limit = model.rope_parameters or {}, model.max_position_embeddings
+    original = rope.get("original_max_position_embeddings", limit)
+    # Of these, max_position_embeddings is the limit of the scaled model, as transformers and vLLM take it.
+    if rope.get("rope_type", "default") not in ("default", "llama3", "longrope"):
+        limit = max(limit, math.floor((rope.get("factor") or 1.0) * original))
+    length = config.data.sequence_length
+    if length <= limit:
+        return None
+    text = (
+        f"data.sequence_length={length} is above the {limit} positions of model={config.model}: documents longer than "
+        f"{limit} tokens have positions that it does not know. Lower it, or scale the rotary embedding in its "
+        f'config.json: "rope_parameters" with "rope_type": "yarn", "factor": {length / original:.4g} and '
+        f'"original_max_position_embeddings": {original}, and "max_position_embeddings": {length}'
+    )
+    return Finding("warning", "positions", text)

@@ -34,8 +34,7 @@ from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.memory import Memory, Sizes, estimate_memory
 from moh_llm.training.parallel import check_experts, check_strategy, count_micro_batches
-from moh_llm.training.positions import check_positions
-from moh_llm.training.precision import decide_precision, slow_precision
+from moh_llm.training.precision import check_positions, decide_precision, slow_precision
 from moh_llm.training.preflight_data import Finding, check_data
 from moh_llm.training.preflight_model import check_model, check_router_rate, check_teacher, read_model_config
 from moh_llm.training.runs import read_run

@@ -11,9 +11,9 @@ from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import read_conversion
 from moh_llm.records.model import read_weight_map
 from moh_llm.records.tensors import check_tensors
-from moh_llm.training.attention import check_attention
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.networks import read_network_config
+from moh_llm.training.precision import check_attention
 from moh_llm.training.preflight_data import Finding
 from moh_llm.training.reference import expected_reference
 from moh_llm.training.runs import check_converted

@@ -20,7 +20,7 @@ from moh_llm.records.lineage import REFERENCES, Chain, ReferenceKind, RunEntry, 
 from moh_llm.records.run import ReferenceMark
 from moh_llm.records.seal import WeightHashes
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.parallel import from_main, loading_full_models
+from moh_llm.training.parallel import from_main
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,11 @@ def agreed_starting_point(
 
     Where the base is to be loaded, each looks for its files itself: they may lie elsewhere on another machine.
     """
-    with loading_full_models(accelerator):
-        starting_point = from_main(accelerator, lambda: find_starting_point(config, recorded))
-        reference = starting_point.reference
-        if reference is not None and reference.base is not None and not accelerator.is_main_process:
-            base = open_base(reference.base.name, reference.base.revision)
-            starting_point = replace(starting_point, reference=replace(reference, base=base))
+    starting_point = from_main(accelerator, lambda: find_starting_point(config, recorded))
+    reference = starting_point.reference
+    if reference is not None and reference.base is not None and not accelerator.is_main_process:
+        base = open_base(reference.base.name, reference.base.revision)
+        starting_point = replace(starting_point, reference=replace(reference, base=base))
     return starting_point
 
 

@@ -20,7 +20,6 @@ from moh_llm.records.run import DenseScores, Routing, Scores
 from moh_llm.training import networks
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import IGNORED, heads_on_sum, next_token_targets
-from moh_llm.training.parallel import sum_over_processes
 from moh_llm.training.reference import Reference
 from moh_llm.training.step import TrainingStep
 
@@ -55,7 +54,7 @@ class RoutingCounts:
         Args:
             router_logits: per layer `[N, U]`; U is 0 where the same heads are on for all tokens.
             choices: per layer which groups each token selects, bool `[N, U]`.
-            heads: `heads_on_sum` of the batch.
+            heads: heads that are on, mean over layers, summed over the tokens.
             all_on: which tokens have all heads on, whatever they select, bool `[N]`.
         """
         selected = [wide(choice.sum(0)) for choice in choices]
@@ -149,14 +148,14 @@ def evaluate(
             own = batch["documents"][targets != IGNORED].to(sums.device)
             sums.index_add_(0, own, torch.cat([torch.ones_like(found[:, :1]), found], 1))
         routers = step.network.routers
-        heads = heads_on_sum(router_logits, routers, all_on)
+        heads = wide(heads_on_sum(router_logits, routers, all_on)) / max(1, len(routers))
         pairs = list(zip(router_logits, routers, strict=True))
         # Where the same heads are on for all tokens, none chooses.
         choices = [router.select(logits).bool()[:, : _choosable(router)] for logits, router in pairs]
         router_logits = [logits[:, : _choosable(router)] for logits, router in pairs]
         routing.add(router_logits, choices, heads, all_on)
     model.train()
-    sums = sum_over_processes(accelerator, sums) if accelerator else sums
+    sums = accelerator.reduce(sums) if accelerator else sums
     found = Comparison(sums[sums[:, 0] > 0].cpu().numpy())
     scores = Scores(tokens=found.tokens, documents=found.documents, perplexity=found.perplexity)
     if step.has_teacher:

@@ -1,9 +1,9 @@
 """The networks of a run, built and distributed over the processes. Under FSDP2 no process ever holds a whole model.
 
 There the networks are built without weights (`networks.load_network(..., empty=True)`) and divided, and each process
-then reads the slices that it holds from the safetensors files. ZeRO-3 divides them in `from_pretrained`: transformers
-has the first process read, weight by weight. Under DDP, ZeRO-1 and 2 every process holds whole models and reads the
-files itself, by memory maps, so that the machine's page cache has them once.
+then reads the slices that it holds from the safetensors files. ZeRO-3 divides models in `from_pretrained`, for which
+the first process reads weight by weight. Under DDP, ZeRO-1 and 2 every process reads whole models itself, by memory
+maps, so that a machine reads them from disk once.
 """
 
 import tempfile
@@ -15,15 +15,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.records.model import read_weight_map
 from moh_llm.training import networks
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.optimizer import make_optimizer
-from moh_llm.training.parallel import from_main, seed_step
+from moh_llm.training.parallel import dividing_as_zero3, from_main
 from moh_llm.training.reference import Reference
-from moh_llm.training.step import TrainingStep
+from moh_llm.training.step import TrainingStep, make_optimizer, seed_step
 
 
 @dataclass
@@ -33,10 +33,9 @@ class Networks:
     Attributes:
         model: the prepared `TrainingStep`, with the teacher in it.
         optimizer: the prepared optimizer.
-        weights: the weights that are trained, by name.
+        weights: the trained weights by name.
         network: the student without adapters.
-        counts: how many numbers are trained, in all and by kind, and how many the student has
-            (`moh_llm.records.run.RunRecord.parameters`).
+        counts: how many numbers are trained, in all and by kind (`moh_llm.records.run.RunRecord.parameters`).
     """
 
     model: nn.Module
@@ -50,21 +49,22 @@ def build_networks(
     config: TrainConfig, accelerator: Accelerator, reference: Reference | None, say: Callable[[str], None]
 ) -> Networks:
     """Build student, teacher and optimizer, and distribute them. Raises UserError where the model cannot be read."""
-    # By one process, since all would refuse.
+    # On one process, since all would refuse.
     if note := from_main(accelerator, lambda: networks.check_network(Path(config.model)).note):
         say(f"warning: {config.model}: {note}")
-    seed_step(config, 0, 0)  # of adapters, alike on all processes: each keeps its part of the same draw
-    empty = accelerator.is_fsdp2
-    student = networks.make_student(config, accelerator.device, empty)
     if config.quantization is not None:
         teacher_too = config.objective.has_teacher and reference is not None and reference.own
         say(
             f"the layers' linear maps are quantized to {config.quantization} in training"
             f"{', for the teacher, too' if teacher_too else ''}; adapters are merged into {config.model}"
         )
-    teacher = networks.make_teacher(config, reference, accelerator.device, empty)
-    counts = networks.count_weights(student)
-    model, optimizer = distribute(accelerator, TrainingStep(student, teacher, config.objective, reference), config)
+    seed_step(config, 0, 0)  # adapters are drawn alike on all processes, and each keeps its part
+    with dividing_as_zero3(accelerator):
+        empty = accelerator.is_fsdp2
+        student = networks.make_student(config, accelerator.device, empty)
+        teacher = networks.make_teacher(config, reference, accelerator.device, empty)
+        counts = networks.count_weights(student)
+        model, optimizer = distribute(accelerator, TrainingStep(student, teacher, config.objective, reference), config)
     model.train()
     step = accelerator.unwrap_model(model)
     return Networks(model, optimizer, networks.trained_weights(step.student), step.network, counts)
@@ -73,32 +73,24 @@ def build_networks(
 def distribute(
     accelerator: Accelerator, module: TrainingStep, config: TrainConfig
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The prepared module and its optimizer.
-
-    Args:
-        accelerator: of the run.
-        module: its networks; without weights where `accelerator.is_fsdp2` (adapters have theirs).
-        config: the recipe.
-    """
+    """The prepared module and its optimizer. Under FSDP2 the module has no weights yet, except adapters."""
     if not accelerator.is_fsdp2:
         return accelerator.prepare(module, make_optimizer(module.student, config))
-    model = fsdp2_prepare_model(accelerator, module)
     from torch.distributed.fsdp import CPUOffloadPolicy
 
+    model = fsdp2_prepare_model(accelerator, module)
     offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     device = torch.device("cpu") if offloads else accelerator.device
-    _read_slices(module.network, Path(config.model), device)
+    read_slices(module.network, Path(config.model), device)
     if module.teacher is not None:
-        _read_slices(module.teacher, Path(module.teacher.name_or_path), device)
+        read_slices(module.teacher, Path(module.teacher.name_or_path), device)
     # Made of the slices: `Accelerator.prepare` tells weights apart by addresses, which those without numbers lack.
     return model, accelerator.prepare_optimizer(make_optimizer(module.student, config))
 
 
-def _read_slices(network: nn.Module, folder: Path, device: torch.device) -> None:
+def read_slices(network: nn.Module, folder: Path, device: torch.device) -> None:
     """Give a divided network its weights; this process reads of each what it holds."""
-    from torch.distributed import checkpoint
-
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     read: dict[str, torch.Tensor] = {}
     for name, weight in list(network.named_parameters(remove_duplicate=False)):
         if not weight.is_meta:
@@ -111,4 +103,4 @@ def _read_slices(network: nn.Module, folder: Path, device: torch.device) -> None
     with tempfile.TemporaryDirectory(prefix="moh-llm-weights-") as links:  # the reader takes all files of a folder
         for file in read_weight_map(folder)[0]:
             Path(links, file.name).symlink_to(file.resolve())
-        checkpoint.load(read, storage_reader=checkpoint.HuggingFaceStorageReader(links))
+        dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(links))

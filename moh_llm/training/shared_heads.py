@@ -1,12 +1,12 @@
-"""Shared heads that are learned: the Top-K of one logit per head, then fixed as `shared_heads`.
+"""Shared heads that are learned: the Top-K of one logit per head, in the end fixed as the config's `shared_heads`.
 
-A model without shared heads has a router, and fallbacks, for each of its heads. While the logits are learned, the K
-heads of a layer with the highest logits are shared, and the router chooses among the others. The gradient passes
-straight through to sigmoids of the logits that sum to K (`soft_top_k`), whose temperature falls. In the end the shared
-heads' rows of router and fallback are dropped, and the model is one with the shared heads in its config.
+A model without shared heads has rows of router and fallback for each head. While the logits are learned, the K heads of
+a layer with the highest logits are shared, and the router chooses among the others. The gradient passes straight
+through to sigmoids of the logits that sum to K (`soft_top_k`), whose temperature falls. In the end the shared heads'
+rows of router and fallback are dropped.
 
-AdamW divides a gradient by its size in the past. The logits' past is long (`BETAS`): where the shared heads are right,
-gradients are small and of no one sign, and would else move logits as much as those of wrong ones did.
+AdamW divides a gradient by its size in the past. For the logits that past is long (`BETAS`): once the right heads are
+shared, gradients are small and of changing sign, and would otherwise move logits as much as those of wrong heads did.
 
 Shapes: B batch, T tokens, U groups of heads that may be routed (heads, or key-value groups), C hidden size.
 """
@@ -19,17 +19,16 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.routing_moh import select_top_k, straight_through
 
 LOGITS = "shared_logits"
-FIRST = 1e-3  # how much higher the first logit is in the beginning than the last, so that the first heads are shared
+FIRST = 1e-3  # spread of the initial logits, which fall from the first head to the last: the first heads are shared
 BETAS = 0.9, 0.999  # of AdamW
 HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE = 1.0, 0.1
 
 
 def soft_top_k(logits: torch.Tensor, k: int, temperature: float) -> torch.Tensor:
-    """Sigmoids of (logits - t) / temperature, `[U]`, where t is the number with which they sum to ``k``, 0 < k < U.
+    """Sigmoids of (logits - t) / temperature, `[U]`, with t such that they sum to ``k``, 0 < k < U.
 
-    Their sum is k for any logits, so a step raises logits only at the cost of others: what is learned is an order, also
-    under AdamW, which takes large and small gradients alike. As the temperature falls they become 1 at the k largest
-    logits and 0 elsewhere.
+    Their sum is k for any logits, so a step raises logits only at the cost of others: an order is learned, also under
+    AdamW, which takes large and small gradients alike. At low temperature they are 1 at the k largest logits, else 0.
     """
     with torch.no_grad():
         reach = temperature * torch.tensor(len(logits), dtype=logits.dtype).log() + temperature
@@ -47,7 +46,7 @@ def soft_top_k(logits: torch.Tensor, k: int, temperature: float) -> torch.Tensor
 
 
 class LearningRouter(MoHRouter):
-    """A router whose shared groups are the Top-K of `shared_logits`; its other weights are those of the given one.
+    """A router whose shared groups are the Top-K of `shared_logits`; other weights are those of the ``given`` router.
 
     Attributes:
         temperature: of `soft_top_k`; None: the logits get no gradient.
@@ -70,21 +69,21 @@ class LearningRouter(MoHRouter):
     def _routed_logits(self, *inputs) -> torch.Tensor:
         logits, shared = super()._routed_logits(*inputs), self.shared().bool()
         if self.router_type == "query_norm" and self.routed_groups - self.top_shared > 1:
-            # Norms are divided by their spread over the groups that compete.
+            # Norms are divided by their spread over the groups among which the router chooses.
             spread = logits[..., ~shared].std(dim=-1, keepdim=True)
             logits = logits / spread.clamp_min(torch.finfo(logits.dtype).eps)
-        # Not infinity, which times a score of 0 would be NaN.
+        # Not infinity, which multiplied by a score of 0 is NaN.
         return logits.masked_fill(shared, torch.finfo(logits.dtype).min)
 
     def select(self, logits: torch.Tensor) -> torch.Tensor:
-        """1 where a token has a group on, the shared ones among them."""
+        """1 where a token has a group on; shared groups always are."""
         return super().select(logits).masked_fill(self.shared().bool(), 1.0)
 
     def _of_heads(self, shared: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
         gate = routed.masked_fill(self.shared().bool(), 1.0)
         if torch.is_grad_enabled():
-            # The gradient is that of the gate at all tokens, also where the router turns the head on: what a head is
-            # worth shared must not depend on what the router chooses at present.
+            # The gate's gradient at all tokens, also where the router turns the head on: the value of sharing a head
+            # must not depend on the router's present choice.
             soft = 0 * self.shared_logits
             if self.temperature is not None:
                 soft = soft_top_k(self.shared_logits, self.top_shared, self.temperature)
@@ -93,10 +92,10 @@ class LearningRouter(MoHRouter):
 
 
 def check_shared_heads(config: MoHLlamaConfig, shared_heads: int) -> None:
-    """Raise UserError unless so many shared heads of each layer can be learned.
+    """Raise UserError unless this number of shared heads can be learned in each layer.
 
-    They cannot where the model has shared heads, or a router that does not score each head for itself, or so many heads
-    are not active, or none would be left to route.
+    The model must have no shared heads yet and a router that scores each head by itself, and each layer at least that
+    many active heads and one more to route.
     """
     given = f"shared_heads.number={shared_heads}"
     if config.router_type not in ("linear", "query_norm"):
@@ -122,11 +121,7 @@ def check_shared_heads(config: MoHLlamaConfig, shared_heads: int) -> None:
 
 
 def learn_shared_heads(network: MoHLlamaForCausalLM, shared_heads: int) -> None:
-    """Give each layer a `LearningRouter` that shares so many of its heads; which ones is learned.
-
-    Raises:
-        UserError: see `check_shared_heads`.
-    """
+    """Give each layer a `LearningRouter` that shares this number of heads. Raises UserError (`check_shared_heads`)."""
     config = network.config
     check_shared_heads(config, shared_heads)
     for number, layer in enumerate(network.model.layers):
@@ -134,13 +129,12 @@ def learn_shared_heads(network: MoHLlamaForCausalLM, shared_heads: int) -> None:
 
 
 def rate_of_logits(step: int, steps: int, highest: float) -> float:
-    """Learning rate of the step after ``step`` steps: it falls to 0, linearly, in ``steps``."""
+    """Learning rate of the step after ``step`` steps: it falls linearly to 0 in ``steps``."""
     return highest * max(0.0, 1 - step / steps)
 
 
 def set_temperature(network: MoHLlamaForCausalLM, step: int, steps: int) -> None:
-    """Set the temperature of the step after ``step`` steps: it falls geometrically, and after ``steps`` nothing is
-    learned any more."""
+    """Set the temperature of the step after ``step`` steps; it falls geometrically. After ``steps`` none is learned."""
     share = step / max(1, steps - 1)
     temperature = HIGHEST_TEMPERATURE * (LOWEST_TEMPERATURE / HIGHEST_TEMPERATURE) ** share
     for router in network.routers:
@@ -150,9 +144,9 @@ def set_temperature(network: MoHLlamaForCausalLM, step: int, steps: int) -> None
 
 @torch.no_grad()
 def fix_shared_heads(network: MoHLlamaForCausalLM) -> None:
-    """Write the learned shared heads into the config, and make routers and fallbacks ordinary ones, in place.
+    """Write the learned shared heads into the config and replace each `LearningRouter` by an ordinary one, in place.
 
-    The network's output stays as it is. Without a `LearningRouter` nothing is done.
+    The network's output stays the same. Without a `LearningRouter` nothing is done.
     """
     routers, config = network.routers, network.config
     if not isinstance(routers[0], LearningRouter):
@@ -174,7 +168,7 @@ def fix_shared_heads(network: MoHLlamaForCausalLM) -> None:
 
 
 def _take_rows(new: nn.Module, old: nn.Module, kept: torch.Tensor) -> None:
-    """Give `new` those rows of the parameters of `old`; there is a row for each head or group."""
+    """Copy the ``kept`` rows, one per head or group, of the parameters of ``old`` to ``new``."""
     for name, weight in new.named_parameters():
         weight.data = old.get_parameter(name)[kept.to(old.get_parameter(name).device)].clone()
     new.to(kept.device)

@@ -1,14 +1,16 @@
-"""One training step: the losses of a micro-batch, the gradient of a step, and the check for divergence.
+"""One training step: the losses of a micro-batch, the gradient of a step, its learning rates, and what is dropped.
 
 `TrainingStep` is the module that is distributed over processes. Everything that touches a weight happens inside its
 `forward`, student and teacher, so that the hooks of each strategy (DDP, ZeRO, FSDP2) see all uses of the weights.
+Learning rates and the number of active heads are functions of the step alone: a resumed run needs no state of them.
 
 Shapes: B sequences, L positions, C hidden size, N positions with a target, U routed groups of a layer.
 """
 
 import contextlib
+import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +35,21 @@ from moh_llm.training.losses import (
     next_token_targets,
     token_losses,
 )
-from moh_llm.training.networks import trained_weights
-from moh_llm.training.parallel import clip_gradients, sum_over_processes
+from moh_llm.training.networks import full_shape, trained_weights
 from moh_llm.training.reference import Reference
+from moh_llm.training.shared_heads import BETAS, LOGITS, rate_of_logits
 
+WARMUP_FROM = 1e-5  # learning rate of the first step of warm-up
 MOST_IN_A_ROW = 5  # dropped steps in a row that end the run
+
+
+# ---- the gradient
+
+
+def seed_step(config: TrainConfig, step: int, process: int) -> None:
+    """Seed the generators by step and process, so that their state need not be saved."""
+    digest = hashlib.blake2b(f"{config.seed}/{step}/{process}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 class TrainingStep(nn.Module):
@@ -45,11 +57,10 @@ class TrainingStep(nn.Module):
 
     Args:
         student: a MoH model, or one with adapters (peft).
-        teacher: the reference, frozen.
+        teacher: the reference, frozen. None where there is none, or where the student is the reference: its base is
+            frozen, and without adapters and with all heads on it is the model that the run began with.
         objective: which loss.
-        reference: what the student is compared with. Where it is the model that the run began with, all heads on, a
-            student whose base is frozen needs no teacher: without adapters and with all heads on it is the reference,
-            at no memory.
+        reference: what the student is compared with.
     """
 
     # Where FSDP cuts.
@@ -64,22 +75,14 @@ class TrainingStep(nn.Module):
     ):
         super().__init__()
         self.student, self.teacher, self.objective, self.reference = student, teacher, objective, reference
-        self._is_base_frozen = self._has_adapters or all(map(is_routing_weight, trained_weights(student)))
+        self._has_adapters = hasattr(student, "disable_adapter")
+        is_base_frozen = self._has_adapters or all(map(is_routing_weight, trained_weights(student)))
+        self.has_teacher = teacher is not None or (is_base_frozen and reference is not None and reference.own)
 
     @property
     def network(self) -> MoHLlamaForCausalLM:
         """The student's MoH model, below adapters."""
         return self.student.get_base_model() if self._has_adapters else self.student
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether the reference's predictions can be computed."""
-        within = self._is_base_frozen and self.reference is not None and self.reference.own
-        return self.teacher is not None or within
-
-    @property
-    def _has_adapters(self) -> bool:
-        return hasattr(self.student, "disable_adapter")
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, targets: torch.Tensor, compare: bool = False
@@ -92,21 +95,18 @@ class TrainingStep(nn.Module):
             compare: score instead of train.
 
         Returns:
-            In training task loss and cross-entropy in nats, the load-balance losses of the sequences,
-            the layers' distances to the teacher's (`layer_distance_sum`), the weighted losses of
-            experts (`expert_loss_sum`), and the heads that are on (`heads_on_sum`), `[6]`; all but the second and the
-            last carry a gradient. With `compare` the
-            values of `comparison_values` per position with a target, `[N, 4]` (without a teacher all but
-            the first are zero), and the router logits of each layer of all positions, `[B * L, U]`.
+            In training `[6]`, sums in the order of `StepLosses`, where the second and the last carry no gradient. With
+            `compare` the `comparison_values` per position with a target, `[N, 4]` (zero without a teacher, except the
+            first), and the router logits of each layer at all positions, `[B * L, U]`.
         """
         counted = targets != IGNORED
         matching = self.objective.layer_coefficient > 0 and not compare
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "output_hidden_states": matching}
         # The teacher goes first: it may be the same network with other heads on.
         wanted = compare or self.objective.has_teacher
-        reference, other_layers = (
-            self._reference(inputs, counted) if wanted and self.has_teacher else ((None, None), ())
-        )
+        reference, other_layers = (None, None), ()
+        if wanted and self.has_teacher:
+            reference, other_layers = self._reference(inputs, counted)
         # No mask and no cache: with positions that restart, documents do not see one another.
         recorded = {"output_router_logits": True, "output_expert_logits": not compare}
         output = self.network.model(**inputs, use_cache=False, **recorded)
@@ -118,7 +118,8 @@ class TrainingStep(nn.Module):
         balance = balance_loss_sum(output.router_logits, self.network.routers)
         layers = layer_distance_sum(output.hidden_states[1:], other_layers, counted) if matching else 0 * task.detach()
         experts = expert_loss_sum(output.expert_logits, len(input_ids), self.network.config).to(task)
-        on = heads_on_sum(output.router_logits, self.network.routers, self.all_heads_on(position_ids))
+        routers = self.network.routers
+        on = heads_on_sum(output.router_logits, routers, self.all_heads_on(position_ids)) / max(1, len(routers))
         return torch.stack([task, cross_entropy, *(part.to(task) for part in (balance, layers, experts, on))])
 
     def all_heads_on(self, position_ids: torch.Tensor) -> torch.Tensor:
@@ -161,26 +162,24 @@ class TrainingStep(nn.Module):
 def accumulate_gradients(
     accelerator: Accelerator, model: torch.nn.Module, batch: Batch, config: TrainConfig, beta: float
 ) -> tuple[StepLosses, float]:
-    """Add the gradient of one step's loss to the weights, one micro-batch at a time.
+    """Add the gradient of one step's loss to the weights, one micro-batch at a time, and clip it.
 
-    The loss is (sum of token losses and weighted layer distances) / (predicted tokens of the whole
-    step) + (``beta`` * sum of the sequences' load-balance losses, and the weighted ones of experts) / (sequences of
-    the step), both over all processes, so it depends neither on ``config.data.micro_batch_size`` nor on their number.
+    The loss is (token losses and weighted layer distances) / (predicted tokens of the step) + (load-balance losses of
+    heads, weighted by ``beta``, and of experts) / (sequences of the step), summed over all processes. So it depends
+    neither on ``config.data.micro_batch_size`` nor on the number of processes.
 
     Args:
-        accelerator: the one that prepared ``model``.
-        model: the prepared `TrainingStep`.
+        accelerator, model: the prepared `TrainingStep`, and what prepared it.
         batch: this process's sequences of the step, `[sequences, L]`.
         config: the recipe.
-        beta: weight of the load-balance loss.
+        beta: weight of the load-balance loss of heads.
 
     Returns:
-        The step's losses, and the norm of its gradient before clipping. Under DeepSpeed the
-        weights have then been stepped, too.
+        The step's losses, and the norm of its gradient before clipping. DeepSpeed has then updated the weights, too.
     """
     targets = next_token_targets(batch["labels"])
     predicted = (targets != IGNORED).sum().to(accelerator.device)
-    tokens = max(1, int(sum_over_processes(accelerator, predicted)))
+    tokens = max(1, int(accelerator.reduce(predicted, "sum")))
     sequences = config.data.batch_size
     # Gradients are then summed over micro-batches and processes, not averaged.
     scale = accelerator.gradient_accumulation_steps * accelerator.num_processes
@@ -192,34 +191,128 @@ def accumulate_gradients(
             found = model(*(tensor.to(accelerator.device) for tensor in inputs))
             task, _, balance, layers, experts, _ = found
             loss = scale * ((task + weight * layers) / tokens + (beta * balance + experts) / sequences)
-            # A frozen base has none where all tokens have all heads on, as a document's first have.
+            # With a frozen base there is no gradient where all tokens have all heads on, as a document's first have.
             if loss.requires_grad or accelerator.num_processes > 1:
                 accelerator.backward(loss)
             positions = sequences * targets.shape[1]
             sums += found.detach() / sums.new_tensor([tokens, tokens, sequences, tokens, sequences, positions])
+    losses = StepLosses(*accelerator.reduce(sums, "sum").tolist())
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        norm = float(model.get_global_grad_norm() or 0.0)
-    else:
-        norm = clip_gradients(accelerator, model, config.optimizer.max_grad_norm)
-    return StepLosses(*sum_over_processes(accelerator, sums).tolist()), norm
+        return losses, float(model.get_global_grad_norm() or 0.0)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    norm = accelerator.clip_grad_norm_(trained, config.optimizer.max_grad_norm or math.inf)
+    return losses, float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+# ---- the update
+
+
+def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
+    """Whether weight decay acts on a parameter: on matrices, and never on biases and norms, whatever their shape.
+
+    Only the last parts of a name count, since wrappers (DDP, FSDP, peft) insert others before and between.
+    """
+    *modules, kind = name.split(".")
+    if kind == "bias" or any(module.endswith("norm") for module in modules):
+        return False
+    return len(full_shape(weight)) >= 2
+
+
+def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over groups by kind (base, router, logits of shared heads), decayed or not (see `is_decayed`)."""
+    groups: dict[tuple[str, bool], list[torch.nn.Parameter]] = {}
+    for name, weight in trained_weights(network).items():
+        kind = "router" if is_routing_weight(name) else "base"
+        kind = "shared_heads" if name.endswith(LOGITS) else kind
+        groups.setdefault((kind, is_decayed(name, weight)), []).append(weight)
+    settings = config.optimizer
+    return torch.optim.AdamW(
+        [
+            {
+                "params": weights,
+                "kind": kind,
+                "weight_decay": settings.weight_decay if decayed else 0.0,
+                "betas": BETAS if kind == "shared_heads" else settings.betas,
+            }
+            for (kind, decayed), weights in sorted(groups.items(), key=lambda item: item[0])
+        ],
+        lr=settings.learning_rate,
+        fused=True,  # one pass over weights, gradients and moments: a fifth of the time on CPU
+    )
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> dict[str, float]:
+    """Set every group's rate for the step after ``step`` steps.
+
+    Returns:
+        ``learning_rate`` of the base's weights or adapters and ``router_learning_rate`` of routers and fallbacks, if
+        such weights are trained.
+    """
+    rate, router_rate = learning_rates(config, step)
+    rates = {"base": rate, "router": router_rate}
+    if (learned := config.shared_heads) is not None:
+        rates["shared_heads"] = rate_of_logits(step, learned.steps, learned.learning_rate)
+    for group in optimizer.param_groups:
+        group["lr"] = rates[group["kind"]]
+    names = {"base": "learning_rate", "router": "router_learning_rate"}
+    trained = {group["kind"] for group in optimizer.param_groups}
+    return {name: rates[kind] for kind, name in names.items() if kind in trained}
+
+
+def warmup_cosine(step: int, warmup: int, total: int, start: float, highest: float, final: float) -> float:
+    """Linear warm-up from ``start`` to ``highest``, then a half cosine down to ``final``.
+
+    Step 0 uses exactly ``start``, step ``warmup`` exactly ``highest``, and the last of ``total`` steps exactly
+    ``final`` if at least two steps follow the warm-up.
+    """
+    if step < warmup:
+        return start + (highest - start) * step / warmup
+    decay_steps = total - 1 - warmup
+    if decay_steps < 1:
+        return highest
+    progress = min((step - warmup) / decay_steps, 1.0)
+    return final + (highest - final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def learning_rates(config: TrainConfig, step: int) -> tuple[float, float]:
+    """Learning rates (of the base's weights, of routers and fallbacks) of the step after ``step`` steps.
+
+    Both follow `warmup_cosine`; the routers' is scaled by the ratio of the two highest rates.
+    """
+    schedule, highest = config.schedule, config.optimizer.learning_rate
+    start, final = min(WARMUP_FROM, highest), schedule.final_learning_rate
+    rate = warmup_cosine(step, schedule.warmup_steps, config.max_steps, start, highest, final)
+    router_highest = config.optimizer.router_learning_rate
+    return rate, rate if router_highest is None else router_highest * (rate / highest)
+
+
+def annealed_heads(budgets: Sequence[int], heads: int, step: int, anneal_steps: int, group_size: int = 1) -> list[int]:
+    """Active heads of each layer in the step after ``step`` steps.
+
+    The number falls linearly from all ``heads``, with which the model is its base, to the layer's budget, which step
+    ``anneal_steps`` is the first to use; a layer falls by whole groups of heads that are switched together.
+    """
+    if step >= anneal_steps:
+        return list(budgets)
+    return [heads - (heads - budget) // group_size * step // anneal_steps * group_size for budget in budgets]
+
+
+# ---- steps that are dropped
 
 
 class DivergenceWatch:
     """Decides whether a step diverged, and whether too many have.
 
-    Its state is derived from the log, so that a resumed run decides as an uninterrupted one.
-
     Args:
         config: the recipe's group.
-        log: lines of the steps already made.
+        log: lines of the steps already made, so that a resumed run decides as an uninterrupted one.
     """
 
     def __init__(self, config: DivergenceConfig, log: Iterable[LogLine]):
-        self._config = config
-        self._in_a_row = 0
+        self._config, self._in_a_row = config, 0
         for line in log:
             if line.step > 0:
-                self._note(line.dropped)
+                self._count(line.dropped)
 
     def judge(self, step: int, loss: float, gradient_norm: float) -> str | None:
         """The reason to drop the step; None to keep it.
@@ -232,10 +325,8 @@ class DivergenceWatch:
             reason = "the loss is not finite"
         elif not math.isfinite(gradient_norm):
             reason = "the gradient is not finite"
-        self._note(reason)
-        if reason is None:
-            return None
-        if self._config.action == "stop":
+        self._count(reason)
+        if reason is not None and self._config.action == "stop":
             raise UserError(
                 f"step {step}: {reason}; lower optimizer.learning_rate or set divergence.action to skip or roll_back, "
                 "and pass --overwrite; checkpoints are of the steps before"
@@ -247,5 +338,5 @@ class DivergenceWatch:
             )
         return reason
 
-    def _note(self, dropped: str | None) -> None:
+    def _count(self, dropped: str | None) -> None:
         self._in_a_row = 0 if dropped is None else self._in_a_row + 1

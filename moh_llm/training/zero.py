@@ -1,8 +1,9 @@
-"""Weights and AdamW's moments under DeepSpeed's ZeRO, in full tensors, by its documented utilities.
+"""Weights and AdamW's moments under DeepSpeed's ZeRO, as whole tensors.
 
-DeepSpeed has none to make AdamW's state before its first step. What is used for that and is not documented, the flat
-partitions, is in `_make_states` and `_link_states`; seen on 0.19.8, and tested by
-`tests/training/test_resharding.py`.
+`accelerator.save_state` keeps DeepSpeed's own files, which the same strategy on the same number of processes reads, or,
+once converted to universal checkpoints, DeepSpeed alone. Ours are read by every strategy, so tensors are gathered and
+set by DeepSpeed's documented utilities. It has none to make AdamW's state before the first step. What `_make_states`
+and `_link_states` use for that is private; seen on 0.19.8, tested by `tests/training/test_resharding.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ def by_deepspeed(accelerator: Accelerator) -> bool:
 
 
 def gather_state(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each trained weight as ``NAME`` and its moments as ``MOMENT.NAME``, float32, one after another.
+    """Each trained weight as ``NAME`` and its moments as ``MOMENT.NAME``: copies in float32 on the CPU, one at a time.
 
     All processes must take part, to the end.
     """
@@ -28,9 +29,9 @@ def gather_state(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
 
     _link_states(model)
     for name, weight in weights.items():
-        yield name, safe_get_full_fp32_param(weight)
+        yield name, safe_get_full_fp32_param(weight).cpu()
         for moment in ADAMW_MOMENTS:
-            yield f"{moment}.{name}", safe_get_full_optimizer_state(weight, moment)
+            yield f"{moment}.{name}", safe_get_full_optimizer_state(weight, moment).cpu()
 
 
 @torch.no_grad()
@@ -41,14 +42,9 @@ def scatter_state(
     updates: int,
     device: torch.device,
 ) -> None:
-    """Put weights and moments into place, one after another.
+    """Set weights and moments, one weight at a time.
 
-    Args:
-        model: DeepSpeed's engine.
-        weights: the trained parameters by name.
-        read: fills full tensors, float32 on the CPU, named as by `gather_state`.
-        updates: how often the weights were updated, AdamW's own count.
-        device: of the process.
+    ``read`` fills whole tensors, float32 on the CPU, with the names of `gather_state`. AdamW counts ``updates``.
     """
     import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
@@ -56,18 +52,18 @@ def scatter_state(
     _make_states(model, updates)
     for name, weight in weights.items():
         shape = getattr(weight, "ds_shape", weight.shape)
-        full = {key: torch.empty(shape) for key in (name, *(f"{moment}.{name}" for moment in ADAMW_MOMENTS))}
-        read(full)
-        value, *moments = (tensor.to(device) for tensor in full.values())
-        divided = hasattr(weight, "ds_id")  # ZeRO-3
-        if divided:
+        whole = {key: torch.empty(shape) for key in (name, *(f"{moment}.{name}" for moment in ADAMW_MOMENTS))}
+        read(whole)
+        value, *moments = (tensor.to(device) for tensor in whole.values())
+        is_divided = hasattr(weight, "ds_id")  # ZeRO-3
+        if is_divided:
             _set_parts(weight, value, moments)
         else:
             safe_set_full_fp32_param(weight, value)
             for moment, state in zip(ADAMW_MOMENTS, moments, strict=True):
                 safe_set_full_optimizer_state(weight, state, moment)
-        # That was the optimiser's copy; the forward pass has its own.
-        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0, enabled=divided):
+        # That was the optimizer's copy; the forward pass has its own.
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0, enabled=is_divided):
             weight.copy_(value)
 
 
@@ -77,8 +73,8 @@ def _set_parts(weight: torch.Tensor, value: torch.Tensor, moments: list[torch.Te
 
     length, rank = safe_get_local_fp32_param(weight).numel(), torch.distributed.get_rank()
 
-    def part(full: torch.Tensor) -> torch.Tensor:
-        mine = full.flatten()[length * rank : length * (rank + 1)]
+    def part(whole: torch.Tensor) -> torch.Tensor:
+        mine = whole.flatten()[length * rank : length * (rank + 1)]
         return torch.nn.functional.pad(mine, (0, length - mine.numel()))
 
     safe_set_local_fp32_param(weight, part(value))
@@ -87,24 +83,20 @@ def _set_parts(weight: torch.Tensor, value: torch.Tensor, moments: list[torch.Te
 
 
 def _make_states(model: torch.nn.Module, updates: int) -> None:
-    """Give ZeRO's flat partitions the states that AdamW would make at its first step."""
+    """Give ZeRO's flat partitions the state that AdamW makes in its first step."""
     zero = model.optimizer
-    stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
-    for flat in zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups:
+    is_stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
+    for flat in zero.fp32_partitioned_groups_flat if is_stage_3 else zero.single_partition_of_fp32_groups:
         moments = {moment: torch.zeros_like(flat) for moment in ADAMW_MOMENTS}
         zero.optimizer.state[flat] = {"step": torch.tensor(float(updates))} | moments
     _link_states(model)
 
 
 def _link_states(model: torch.nn.Module) -> None:
-    """Make ZeRO-1 and 2 look their states up anew.
-
-    They do it once, after the first of the parameter groups was stepped, and then know of no other's.
-    """
+    """Make ZeRO-1 and 2 find the states of all parameter groups: they look once, after the first group's step."""
     from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 
     zero = model.optimizer
-    for group, flat in zip(
-        getattr(zero, "bit16_groups", []), getattr(zero, "single_partition_of_fp32_groups", []), strict=True
-    ):
+    groups, partitions = getattr(zero, "bit16_groups", []), getattr(zero, "single_partition_of_fp32_groups", [])
+    for group, flat in zip(groups, partitions, strict=True):
         lazy_init_hp_params_optimizer_state(group, flat, zero.optimizer.state)

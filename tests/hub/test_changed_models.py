@@ -235,7 +235,7 @@ def test_training_takes_nothing_from_records_of_another_model(folder: Path, reci
 
 def test_a_model_that_is_exchanged_while_it_is_trained_is_found(folder: Path, recipe: Path, monkeypatch, capsys):
     """What is not trained is read from it again when the result is saved."""
-    from moh_llm.training.checkpoint_writer import CheckpointWriter
+    from moh_llm.training.checkpoints import CheckpointWriter
 
     begin = CheckpointWriter.begin
 
@@ -251,7 +251,7 @@ def test_a_model_that_is_exchanged_while_it_is_trained_is_found(folder: Path, re
 
 
 def test_a_record_that_is_exchanged_meanwhile_is_not_taken(folder: Path, recipe: Path, monkeypatch) -> None:
-    from moh_llm.training.checkpoint_writer import CheckpointWriter
+    from moh_llm.training.checkpoints import CheckpointWriter
 
     begin, before = CheckpointWriter.begin, conversion_of(folder)
 

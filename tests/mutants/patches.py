@@ -27,7 +27,7 @@ CLAIMS = "tests/recount/test_recount_claims.py"
 PATCHES = (
     Patch(
         "LoRA freezes the fallbacks",
-        "moh_llm/training/adapters.py",
+        "moh_llm/training/networks.py",
         "if is_routing_weight(name) and w.requires_grad]\n",
         'if is_routing_weight(name) and ".fallback." not in name]\n',
         (NETWORKS, FALLBACKS),
@@ -48,11 +48,12 @@ PATCHES = (
     ),
     Patch(
         "tuned fallbacks are not saved",
-        "moh_llm/training/networks.py",
-        "    read_weights(checkpoint, trained_weights(network))\n",
-        "    before = {n: w.detach().clone() for n, w in trained_weights(network).items() if '.fallback.' in n}\n"
-        "    read_weights(checkpoint, trained_weights(network))\n"
-        "    [trained_weights(network)[n].data.copy_(w) for n, w in before.items()]\n",
+        "moh_llm/training/saving.py",
+        "    read_weights(checkpoint, networks.trained_weights(network))\n",
+        "    weights = networks.trained_weights(network)\n"
+        "    before = {n: w.detach().clone() for n, w in weights.items() if '.fallback.' in n}\n"
+        "    read_weights(checkpoint, weights)\n"
+        "    [weights[n].data.copy_(w) for n, w in before.items()]\n",
         (NETWORKS, FALLBACKS),
     ),
     Patch(
@@ -346,7 +347,7 @@ PATCHES = (
     ),
     Patch(
         "the fallback's bias is decayed",
-        "moh_llm/training/optimizer.py",
+        "moh_llm/training/step.py",
         '    if kind == "bias" or any(',
         "    if any(",
         (NETWORKS,),
@@ -493,16 +494,16 @@ PATCHES = (
     ),
     Patch(
         "rates are logged of weights that are not trained",
-        "moh_llm/training/optimizer.py",
+        "moh_llm/training/step.py",
         "return {name: rates[kind] for kind, name in names.items() if kind in trained}",
         "return {name: rates[kind] for kind, name in names.items()}",
         (f"{LOG}[local]",),
     ),
     Patch(
         "threshold routers are said to have a load-balance loss",
-        "moh_llm/training/loop.py",
-        "self.balance_coefficient = beta if has_loss else None",
-        "self.balance_coefficient = beta",
+        "moh_llm/training/losses.py",
+        'router_type in ("threshold", "none")',
+        'router_type == "none"',
         (f"{LOG}[local]", f"{RUN}[local]"),
     ),
     Patch(

@@ -1,3 +1,4 @@
+import json
 import threading
 import time
 from pathlib import Path
@@ -9,9 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moh_llm.errors import UserError
-from moh_llm.training import checkpoint_writer
-from moh_llm.training.checkpoint_writer import CheckpointWriter
-from moh_llm.training.checkpoints import RECORD, load_checkpoint, newest_checkpoint
+from moh_llm.training import checkpoints
+from moh_llm.training.checkpoints import RECORD, CheckpointWriter, load_checkpoint, newest_checkpoint
 from moh_llm.training.config import CheckpointConfig
 
 
@@ -82,14 +82,19 @@ def flip_a_bit(folder: Path) -> None:
     (folder / "optimizer.safetensors").write_bytes(content)
 
 
+def edit_record(folder: Path, **fields: object) -> None:
+    record = json.loads((folder / RECORD).read_text())
+    (folder / RECORD).write_text(json.dumps(record | fields))
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (shorten, "model.safetensors was changed (308 bytes instead"),
         (flip_a_bit, "optimizer.safetensors was changed (other bytes"),
-        (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
         (lambda folder: (folder / RECORD).unlink(), "checkpoint.json does not exist"),
-        (lambda folder: (folder / RECORD).write_text("[]"), "has []: Input should be a valid dictionary"),
+        (lambda folder: edit_record(folder, step=1), "names step 1"),
+        (lambda folder: edit_record(folder, files={}), "names no model.safetensors"),
     ],
 )
 def test_a_damaged_one_is_skipped_with_the_reason(tmp_path: Path, damage, reason: str) -> None:
@@ -107,7 +112,7 @@ def test_a_failed_save_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytes
     def full(*_: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("moh_llm.training.checkpoint_writer.save_file", full)
+    monkeypatch.setattr("moh_llm.training.checkpoints.save_file", full)
     with pytest.raises(UserError, match=r"step-000010.*earlier checkpoints are untouched"):
         save(tmp_path, 10)
     assert names(tmp_path) == ["step-000005"]
@@ -121,18 +126,18 @@ def test_it_is_of_the_moment_when_it_was_begun(tmp_path: Path, monkeypatch: pyte
         assert changed.wait(60)
         save_file(*given)
 
-    copy = checkpoint_writer._copy
-    monkeypatch.setattr(checkpoint_writer, "_copy", lambda state: time.sleep(0.3) or copy(state))
-    monkeypatch.setattr(checkpoint_writer, "save_file", save_when_changed)
+    copy = checkpoints.copy_to_cpu
+    monkeypatch.setattr(checkpoints, "copy_to_cpu", lambda *parts, **how: time.sleep(0.3) or copy(*parts, **how))
+    monkeypatch.setattr(checkpoints, "save_file", save_when_changed)
     layer, weights, optimizer = network(2)
     wanted = [weight.detach().clone() for weight in weights.values()]
     wanted += [optimizer.state[weight]["exp_avg"].clone() for weight in weights.values()]
     writer = CheckpointWriter(tmp_path, Accelerator(), layer, optimizer, weights, CheckpointConfig())
     folder = writer.begin(3, {"updates": 3, "seconds": 1.5})
-    writer.hold()
+    writer.copied.result()
     layer(torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    assert not folder.exists() and not writer.failed
+    assert not folder.exists() and not writer.written.done()
     changed.set()
     writer.wait()
     assert names(tmp_path) == ["step-000003"]

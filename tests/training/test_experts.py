@@ -97,7 +97,7 @@ def test_a_run_has_both_losses_and_saves_mixtrals_names(configure_experts, read_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "zero2"])
+@pytest.mark.parametrize("way", ["zero2"])
 def test_two_processes_follow_the_curve_of_one(configure_experts, recipe, tmp_path, way):
     single = configure_experts(max_steps=4)
     train(single)
@@ -117,7 +117,7 @@ def test_adapters_are_on_attention(configure_experts):
     assert not any("experts" in name for name in networks.trained_weights(student))
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp2"])
 def test_weights_that_are_divided_are_refused(configure_experts, strategy):
     config = configure_experts()
     found = diagnose(config, strategy, 2, "H100")

@@ -12,7 +12,6 @@ from trained import read_record, unfinish
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
-from moh_llm.training.checkpoints import newest_checkpoint
 from moh_llm.training.loop import train
 from moh_llm.training.precision import decide_precision
 from moh_llm.training.recipe import load_config
@@ -45,10 +44,6 @@ def model_files(run: Path) -> dict[str, bytes]:
     return files
 
 
-def cut_short(run: Path) -> None:
-    (run / "model" / "model.safetensors").write_bytes((run / "model" / "model.safetensors").read_bytes()[:-8])
-
-
 def change_a_byte(run: Path) -> None:
     content = bytearray((run / "model" / "model.safetensors").read_bytes())
     content[-1] ^= 1
@@ -60,11 +55,9 @@ def change_a_byte(run: Path) -> None:
     ("damage", "fault"),
     [
         (lambda run: shutil.rmtree(run / "model"), "is missing"),
-        (lambda run: (run / "model" / "tokenizer.json").unlink(), "tokenizer.json is missing"),
-        (cut_short, r"model.safetensors was changed \(.* bytes instead of"),
         (change_a_byte, "model.safetensors was changed (other bytes"),
     ],
-    ids=["no model", "no tokenizer", "cut short", "another byte"],
+    ids=["no model", "another byte"],
 )
 def test_a_damaged_model_is_made_anew(finished, run, recipe, capsys, damage, fault) -> None:
     damage(run)
@@ -114,7 +107,7 @@ def test_a_run_whose_model_changed_while_it_was_scored_is_not_finished(recipe, t
 
 # What the last stage does, in this order; the process is killed when it gets there.
 MOMENTS = {
-    "before the model is saved": "moh_llm.training.networks.save_network",
+    "before the model is saved": "moh_llm.training.loop.save_network",
     "among the model's files": "transformers.PreTrainedTokenizerFast.save_pretrained",
     "before the model is in place": "moh_llm.files.share_files",
     "before its files are marked": "moh_llm.training.loop.mark_files",
@@ -157,34 +150,20 @@ def test_killed_in_its_last_stage_the_same_command_ends_in_a_whole_model(finishe
     ("file", "change", "message"),
     [
         ("run.json", {"status": None}, "run.json lacks status"),
-        ("run.json", {"model": {}}, "run.json lacks model.sha256"),
-        ("run.json", {"model_files": {"model.safetensors": 5}}, r"run.json has model_files.model.safetensors = 5"),
-        ("log.jsonl", {"step": None}, "log.jsonl line 1 lacks step"),
         ("log.jsonl", {"loss": False}, "log.jsonl line 1 has loss = False"),
         ("log.jsonl", {"timing": {"seconds": 1}}, "log.jsonl line 1 lacks timing.tokens_per_second"),
-        ("log.jsonl", {"loss": 5, "dropped": 1}, "log.jsonl line 1 has dropped = 1"),
     ],
-    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
+    ids=["run.json", "log.jsonl", "nested"],
 )
 def test_a_record_with_a_missing_or_wrong_field_is_named(run, recipe, capsys, file, change, message) -> None:
     path = run / file
     (run / "run.json").write_text(json.dumps(read_record(run) | {"status": "running"}))
     first, *others = path.read_text().splitlines() if file == "log.jsonl" else [path.read_text()]
-    record = json.loads(first) | change
-    record = {key: value for key, value in record.items() if value is not None}
+    record = {key: value for key, value in (json.loads(first) | change).items() if value is not None}
     path.write_text("".join(f"{line}\n" for line in [json.dumps(record), *others]))
     assert main(["train", str(recipe), *SHORT]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
-    with pytest.raises(UserError, match=message):
-        raise UserError(error)
-
-
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_record_that_is_none_is_named(run, recipe, capsys, text) -> None:
-    (run / "run.json").write_text(text)
-    assert main(["train", str(recipe), *SHORT]) == 2
-    assert f"error: {run / 'run.json'} " in capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
 
 
 def test_a_line_of_the_log_that_is_no_json_is_named_unless_a_kill_cut_it_short(run, recipe) -> None:
@@ -196,24 +175,3 @@ def test_a_line_of_the_log_that_is_no_json_is_named_unless_a_kill_cut_it_short(r
     (run / "log.jsonl").write_text("{\n" + whole)
     with pytest.raises(UserError, match=r"log.jsonl line 1 cannot be read as JSON: .*pass --overwrite"):
         Run(config).trim_log(2)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"step": None}, "lacks step"),
-        ({"step": 1}, "names step 1"),
-        ({"updates": -1}, "has updates = -1"),
-        ({"files": {}}, "names no model.safetensors"),
-        ({"files": {"model.safetensors": {"bytes": 3}}}, "lacks files.model.safetensors.sha256"),
-    ],
-    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
-)
-def test_a_checkpoint_with_a_missing_or_wrong_field_is_passed_over(run, change, reason) -> None:
-    path = run / "checkpoints" / "step-000002" / "checkpoint.json"
-    record = json.loads(path.read_text()) | change
-    path.write_text(json.dumps({key: value for key, value in record.items() if value is not None}))
-    said: list[str] = []
-    found = newest_checkpoint(run / "checkpoints", said.append)
-    assert found is not None and found[0].name == "step-000001"
-    assert len(said) == 1 and said[0].startswith(f"skipped checkpoint {path.parent}: ") and reason in said[0]

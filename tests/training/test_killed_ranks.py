@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 SLOWLY = """
 import sys, time
 from moh_llm.cli import main
-from moh_llm.training import checkpoint_writer
-mark = checkpoint_writer.mark_files
-checkpoint_writer.mark_files = lambda *given: time.sleep(2) or mark(*given)
+from moh_llm.training import checkpoints
+mark = checkpoints.mark_files
+checkpoints.mark_files = lambda *given: time.sleep(2) or mark(*given)
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 KEYS = {"max_steps": 60, "checkpoint.save_steps": 8, "data.micro_batch_size": 1, "evaluation.eval_steps": 30}

@@ -17,9 +17,8 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import DataConfig, LoraConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.memory import BUCKET, STRATEGIES, Sizes, activation_bytes, estimate_memory, loss_bytes
 from moh_llm.training.networks import recompute, trainable
-from moh_llm.training.optimizer import make_optimizer
 from moh_llm.training.reference import Reference
-from moh_llm.training.step import TrainingStep
+from moh_llm.training.step import TrainingStep, make_optimizer
 
 pytestmark = pytest.mark.slow  # many passes are measured
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,10 +219,8 @@ import torch
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import DataConfig, TrainConfig
 from moh_llm.training.memory import Sizes, estimate_memory
-from moh_llm.training.optimizer import make_optimizer
 from moh_llm.training.parallel import make_accelerator
-from moh_llm.training.step import accumulate_gradients
-from moh_llm.training.step import TrainingStep
+from moh_llm.training.step import TrainingStep, accumulate_gradients, make_optimizer
 
 model = MoHLlamaConfig(vocab_size=4000, hidden_size=256, intermediate_size=704, num_hidden_layers=4,
                        num_attention_heads=8, num_key_value_heads=2, router_type="linear")

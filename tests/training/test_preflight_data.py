@@ -17,7 +17,7 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.records.model import read_weight_map
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.loop import train
-from moh_llm.training.positions import check_positions
+from moh_llm.training.precision import check_positions
 from moh_llm.training.preflight import check_output, diagnose
 from moh_llm.training.preflight_data import Finding, check_data
 from moh_llm.training.preflight_model import check_model, check_router_rate, input_sums, read_model_config

@@ -22,15 +22,15 @@ from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.records.run import CheckpointRecord
 from moh_llm.records.seal import mark_files
 from moh_llm.training.loop import train
-from moh_llm.training.milestones import export_checkpoint
 from moh_llm.training.recipe import load_config
+from moh_llm.training.saving import export_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 RESAVE = """
 import os, sys
 from pathlib import Path
 from moh_llm.training import loop
-from moh_llm.training.checkpoint_writer import CheckpointWriter
+from moh_llm.training.checkpoints import CheckpointWriter
 from moh_llm.training.config import CheckpointConfig
 from moh_llm.training.recipe import load_config
 load = loop.load_checkpoint

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from moh_llm.training.optimizer import annealed_heads, learning_rates, warmup_cosine
+from moh_llm.training.step import annealed_heads, learning_rates, warmup_cosine
 
 
 def test_warmup_rises_from_the_start_value_to_the_highest() -> None:

@@ -123,10 +123,7 @@ def test_two_processes_learn_what_one_does(configure_planted, recipe: Path, tmp_
 
 PLANS = {
     "linear": {"router_type": "linear", "head_fallback": "value"},
-    "weighted": {"router_type": "linear", "router_score": "weighted"},
-    "query_norm": {"router_type": "query_norm"},
     "query_norm weighted": {"router_type": "query_norm", "router_score": "weighted"},
-    "local": {"router_type": "linear", "head_fallback": "local", "local_window": 3, "local_sinks": 1},
     "never on": {
         "router_type": "linear",
         "head_fallback": "local",

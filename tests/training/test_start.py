@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from ways import DDP, FSDP, ROOT
 
-from moh_llm.records.identity import hash_weights
 from moh_llm.records.seal import Seal
 
 FSDP = FSDP | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}  # as in recipes/accelerate/fsdp2.yaml
@@ -88,12 +87,3 @@ def test_missing_weights_are_refused_once(model_folder, recipe, tmp_path):
     done = forks.run(*words, folder=ROOT, environment=FSDP, processes=2)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode != 0 and "lack model.norm.weight" in line
-
-
-def test_a_file_that_changed_is_hashed_again(tmp_path):
-    before = {"a": torch.zeros(4), "b": torch.ones(4)}
-    save_file(before, tmp_path / "model.safetensors")
-    first = hash_weights(tmp_path)
-    assert hash_weights(tmp_path) == first
-    save_file(before | {"a": torch.full((4,), 2.0)}, tmp_path / "model.safetensors")
-    assert hash_weights(tmp_path).dense != first.dense

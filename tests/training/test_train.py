@@ -1,6 +1,5 @@
 """Whole runs at toy size, one of them killed and resumed."""
 
-import functools
 import shutil
 import signal
 import time
@@ -15,10 +14,10 @@ from trained import read_checkpoint, read_log, read_record, unfinish
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training import checkpoint_writer
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.training import checkpoints
 from moh_llm.training.loop import train
-from moh_llm.training.milestones import export_checkpoint
+from moh_llm.training.saving import export_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,29 +35,6 @@ def test_distillation_brings_the_model_nearer_to_its_base(configure, request, co
     assert record.status == "finished" and record.tokens == 140 * 4 * 32
     assert record.evaluation.kl < 0.6 * first["validation"]["kl"]  # held-out text
     assert record.evaluation.reference_perplexity > 1
-
-
-def test_cross_entropy_learns_the_text(configure) -> None:
-    config = configure(max_steps=20, **{"objective.kind": "cross_entropy", "evaluation.eval_steps": 20})
-    train(config)
-    log = read_log(Path(config.output_dir))
-    assert log[-1]["cross_entropy"] < 0.95 * log[1]["cross_entropy"]
-    assert log[-1]["loss"] == pytest.approx(log[-1]["cross_entropy"] + 0.01 * log[-1]["balance_loss"])
-    assert "kl" not in log[-1]
-    assert log[-1]["validation"]["perplexity"] < 0.7 * log[0]["validation"]["perplexity"]
-
-
-@pytest.mark.slow
-def test_a_lora_run_ends_in_a_merged_model(configure) -> None:
-    config = configure(max_steps=20, **{"lora.rank": 8, "lora.dropout": 0.1, "evaluation.eval_steps": 10})
-    record = train(config)
-    log = read_log(Path(config.output_dir))
-    assert log[-1]["validation"]["kl"] < log[0]["validation"]["kl"]
-    saved = load_file(Path(config.output_dir) / "model" / "model.safetensors")
-    assert not any("lora" in name for name in saved)
-    assert record.parameters["trained"] < record.parameters["total"]
-    # What was scored is what was saved.
-    assert record.evaluation.kl == pytest.approx(log[-1]["validation"]["kl"], rel=1e-3)
 
 
 def test_mixed_precision_keeps_float32_weights(configure, tmp_path) -> None:
@@ -115,8 +91,8 @@ def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
 
 
 def test_a_checkpoint_sees_nothing_of_the_next_step(configure, finished_run, tmp_path, monkeypatch) -> None:
-    copy = checkpoint_writer._copy
-    monkeypatch.setattr(checkpoint_writer, "_copy", lambda state: time.sleep(0.3) or copy(state))
+    copy = checkpoints.copy_to_cpu
+    monkeypatch.setattr(checkpoints, "copy_to_cpu", lambda *parts, **how: time.sleep(0.3) or copy(*parts, **how))
     train(configure())
     for name in ("step-000004", "step-000006"):
         mine, others = (read_checkpoint(run / "checkpoints" / name) for run in (tmp_path / "run", finished_run))
@@ -175,9 +151,7 @@ def test_the_record_of_an_earlier_version_is_read(configure, finished_run, run, 
         assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
 
 
-def test_a_finished_run_is_refused_what_it_did_not_do(
-    configure, run, mixture_file: Path, make_llama, tmp_path: Path
-) -> None:
+def test_a_finished_run_is_refused_what_it_did_not_do(configure, run, mixture_file: Path, make_llama, tmp_path: Path):
     text = Path(shutil.copytree(mixture_file.parent, tmp_path / "text"))  # to be changed
     elsewhere = {"data.mixture": str(text / "mixture.yaml")}
     assert train(configure(**elsewhere)).status == "finished"  # the same text at another place
@@ -189,15 +163,10 @@ def test_a_finished_run_is_refused_what_it_did_not_do(
         file.write('{"text": "One more document."}\n')
     with pytest.raises(UserError, match=r"is not what the run in .* began with"):
         train(configure(**elsewhere))
-    shutil.rmtree(text)
-    with pytest.raises(UserError, match="mixture"):
-        train(configure(**elsewhere))
 
 
 @pytest.mark.slow
-def test_another_recipe_does_not_resume(configure, mixture_file: Path, model_folder: Path, tmp_path: Path) -> None:
-    text = Path(shutil.copytree(mixture_file.parent, tmp_path / "text"))  # to be changed
-    configure = functools.partial(configure, **{"data.mixture": str(text / "mixture.yaml")})
+def test_another_recipe_does_not_resume(configure, model_folder: Path, tmp_path: Path) -> None:
     train(configure())
     unfinish(tmp_path / "run", 4)
     with pytest.raises(UserError, match=r"different: max_steps, optimizer.learning_rate\."):
@@ -210,14 +179,6 @@ def test_another_recipe_does_not_resume(configure, mixture_file: Path, model_fol
     model.save_pretrained(other)
     with pytest.raises(UserError, match=r"different: model \(other config, tokenizer or weights\)"):
         train(configure(model=str(other)))
-
-    lines = (text / "one.jsonl").read_text()
-    try:
-        (text / "one.jsonl").write_text(lines.replace("April", "March"))
-        with pytest.raises(UserError, match="is not what the run in"):
-            train(configure())
-    finally:
-        (text / "one.jsonl").write_text(lines)
 
     # Where things go and how often they are looked at may change; --overwrite starts anew.
     said: list[str] = []
@@ -287,20 +248,6 @@ def test_a_signal_saves_and_leaves(configure) -> None:
         assert read_record(output)["status"] == "running"
         train(configure(output_dir=str(output), **overrides))
         assert read_log(output) == read_log(Path(unbroken.output_dir))
-
-
-def test_whole_groups_train_and_anneal(configure, paper_folder, tmp_path) -> None:
-    folder = Path(shutil.copytree(paper_folder, tmp_path / "groups"))
-    fields = {"num_shared_heads": 0, "routing_granularity": "kv_group", "router_type": "linear"}
-    config = MoHLlamaConfig.from_pretrained(folder, **fields)
-    MoHLlamaForCausalLM(config).save_pretrained(folder)
-    train(configure(model=str(folder), max_steps=4, **{"schedule.anneal_steps": 2, "evaluation.eval_steps": 4}))
-    log = read_log(tmp_path / "run")
-    assert [line["heads_asked"] for line in log[1:]] == [4.0, 4.0, 2.0, 2.0]
-    load = log[-1]["routing"]["load"]
-    assert [len(layer) for layer in load] == [4, 4] and all(layer[0::2] == layer[1::2] for layer in load)
-    saved = MoHLlamaForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    assert saved.config.routing_granularity == "kv_group" and saved.routers[0].routed.weight.shape == (2, 32)
 
 
 def test_annealing_begins_at_the_base_and_ends_at_the_models_heads(configure) -> None:

@@ -1,0 +1,178 @@
+"""The models that a run writes: the tuned one, those of its milestones, and one that is exported from a checkpoint.
+
+    OUTPUT/milestones/step-000100/model/     the model after 100 steps, to be used like any other
+                                  run.json   the run's record up to that step
+                                  log.jsonl  its log up to that step
+
+A milestone reads as a run that ended there, so a card or a report shows what held then.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+
+from moh_llm.errors import UserError
+from moh_llm.files import check_output_folder, new_folder
+from moh_llm.locking import lock_folder
+from moh_llm.recipe import read_options
+from moh_llm.records.conversion import NAME as CONVERSION
+from moh_llm.records.identity import hash_model
+from moh_llm.records.lineage import NAME as LINEAGE
+from moh_llm.records.model import licence_texts, read_weight_map
+from moh_llm.records.run import CheckpointRecord, RunRecord
+from moh_llm.records.seal import find_fault, write_seal
+from moh_llm.records.tensors import cast_weight, matrix_dtype, tensor_dtypes
+from moh_llm.terminal import say_aside
+from moh_llm.training import networks
+from moh_llm.training.changed_keys import GONE, without_gone_keys
+from moh_llm.training.checkpoints import RECORD, newest_checkpoint, read_weights, verified_record
+from moh_llm.training.config import TrainConfig
+from moh_llm.training.reference import StartingPoint, find_starting_point
+from moh_llm.training.runs import LOG, Run, mark_model
+from moh_llm.training.runs import RECORD as RUN_RECORD
+from moh_llm.training.shared_heads import fix_shared_heads
+
+
+def save_network(
+    config: TrainConfig,
+    checkpoint: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    starting_point: StartingPoint,
+    steps: int,
+) -> None:
+    """Write the tuned model as a folder of its own: weights, config, tokenizer, remote code, lineage.
+
+    Adapters are merged into the weights of ``config.model``, quantized in training or not. Each weight gets the dtype
+    that it has there. The record of the conversion, which names the base, and the texts of the licence are copied.
+
+    Args:
+        config: the recipe; weights that were not trained are read from ``config.model``.
+        checkpoint: the folder of the trained weights (`moh_llm.training.checkpoints`).
+        tokenizer: saved beside the model.
+        folder: the folder to write.
+        starting_point: the model that the run began with; the run is added to its lineage.
+        steps: the number of steps made.
+
+    Raises:
+        UserError: ``config.model`` cannot be read or is another model by now, or the disk refuses.
+    """
+    starting_point.check_model(config)
+    network = networks.make_student(replace(config, quantization=None))
+    read_weights(checkpoint, networks.trained_weights(network))
+    if config.lora is not None:
+        network = network.merge_and_unload()
+    fix_shared_heads(network)
+    dtype = _cast(network, Path(config.model))
+    with new_folder(folder, overwrite=True) as temporary:
+        try:
+            network.save_pretrained(temporary)
+            network.config.dtype = dtype  # which `save_pretrained` takes from the first weight
+            network.config.save_pretrained(temporary)
+        except SafetensorError as error:  # how it reports a full disk
+            raise UserError(f"cannot write {folder}: {' '.join(str(error).split())[:200]}; free some space") from error
+        tokenizer.save_pretrained(temporary)
+        for file in licence_texts(Path(config.model)):
+            shutil.copyfile(file, temporary / file.name)
+        if (conversion := starting_point.records.conversion) is not None:
+            conversion.write(temporary / CONVERSION)
+        made = hash_model(temporary)
+        starting_point.chain_after(config, steps, made).write(temporary / LINEAGE)
+        write_seal(temporary, made)
+
+
+def _cast(network: torch.nn.Module, folder: Path) -> torch.dtype:
+    """Cast each weight to the dtype that it has in ``folder``, and return that of the matrices.
+
+    Raises:
+        UserError: a weight is too large for its dtype.
+    """
+    weight_map = read_weight_map(folder)[1]
+    stored, widest = tensor_dtypes(folder, weight_map), matrix_dtype(folder, weight_map) or torch.float32
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            weight.data = cast_weight(weight.data, stored.get(name, widest), name)
+    return widest
+
+
+def is_milestone(config: TrainConfig, step: int) -> bool:
+    """Whether the recipe asks for the model after that step."""
+    return config.hub is not None and config.hub.milestones and step % config.checkpoint.milestone_every == 0
+
+
+def keep_milestone(
+    config: TrainConfig,
+    run: Run,
+    tokenizer: PreTrainedTokenizerBase,
+    starting_point: StartingPoint,
+    step: int,
+    checkpoint: Path,
+) -> Path:
+    """Save the model of the complete checkpoint after ``step`` steps, where the run's log ends; return its folder.
+
+    Raises:
+        UserError: the disk refuses, or ``config.model`` can no longer be read.
+    """
+    state, folder = CheckpointRecord.read(checkpoint / RECORD), run.milestones / checkpoint.name
+    with new_folder(folder, overwrite=True) as temporary:
+        save_network(config, checkpoint, tokenizer, temporary / "model", starting_point, step)
+        facts = {"steps": step, "tokens": step * config.tokens_per_step, "seconds": state.seconds}
+        run.record.model_copy(update={**facts, "data_read": state.data}).write(temporary / RUN_RECORD)
+        shutil.copyfile(run.folder / LOG, temporary / LOG)
+    return folder
+
+
+def is_finished(run: Run, say: Callable[[str], None]) -> bool:
+    """Whether a run is finished and its model whole; a damaged one is made anew from the last checkpoint.
+
+    Raises:
+        UserError: the model is damaged, and no checkpoint is left to make it from.
+    """
+    if run.record.status != "finished":
+        return False
+    fault: str | None = f"{run.folder / 'run.json'} does not say which files it has"
+    if run.record.model_files is not None:
+        fault = find_fault(run.model, run.record.model_files)
+    if fault is None:
+        return True
+    if newest_checkpoint(run.checkpoints, say) is None:
+        raise UserError(
+            f"{run.model} is damaged ({fault}), and {run.checkpoints} holds no checkpoint to make it from; "
+            "restore it, or pass --overwrite to start anew"
+        )
+    say(f"{run.model} is damaged ({fault}); it is made anew from the last checkpoint")
+    return False
+
+
+def export_checkpoint(checkpoint: Path, output: Path, overwrite: bool = False) -> CheckpointRecord:
+    """Make a model folder like ``OUTPUT/model`` from ``OUTPUT/checkpoints/step-N``; return the checkpoint's record.
+
+    The model that the run began with, and its base, must be where the run's recipe names them.
+
+    Raises:
+        UserError: the checkpoint is incomplete or damaged, the model that the run began with is missing or has changed,
+            or ``output`` cannot be made.
+    """
+    try:
+        record = verified_record(checkpoint)
+    except UserError as error:
+        raise UserError(f"{checkpoint} is no complete checkpoint: {error}") from error
+    place = checkpoint.resolve().parent.parent / RUN_RECORD
+    run = RunRecord.read(place)
+    config = read_options(TrainConfig, [(str(place), *item) for item in without_gone_keys(run.config).items()])
+    if dtype := run.config.get("save_dtype"):
+        say_aside(f"{place}: the key save_dtype={dtype} is gone: {GONE['save_dtype'][1]}")
+    check_output_folder(output, overwrite, [config.model, checkpoint])
+    if mark_model(config) != run.model:
+        raise UserError(f"model={config.model} is not what the run in {place.parent} began with; restore it")
+    starting_point = replace(find_starting_point(config, run.reference and run.reference.kind), mixture=run.mixture)
+    tokenizer = networks.load_tokenizer(Path(config.model))
+    with lock_folder(output):
+        check_output_folder(output, overwrite)  # another writer may have ended meanwhile
+        save_network(config, checkpoint, tokenizer, output, starting_point, record.step)
+    return record
