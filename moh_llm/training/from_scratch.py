@@ -114,7 +114,7 @@ def initialise(
     """
     check_output_folder(output, overwrite, [architecture, tokenizer])
     config = read_architecture(architecture)
-    loaded = _open_tokenizer(tokenizer)
+    loaded = find_tokenizer(tokenizer)
     ids = TextTokenizer.from_tokenizer(loaded).vocab_size
     if config.vocab_size < ids:
         raise UserError(
@@ -157,7 +157,8 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     return content
 
 
-def _open_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def find_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub id. Raises UserError where there is none."""
     if not Path(name).is_dir() and (Path(name).exists() or not may_be_hub_id(name)):
         raise UserError(f"--tokenizer {name} is not a folder; name one that holds a tokenizer, or a Hub id")
     return open_tokenizer(name)
