@@ -54,17 +54,13 @@ def count_micro_batches(config: TrainConfig, processes: int) -> int:
 
 def check_strategy(config: TrainConfig, strategy: str) -> None:
     """Raise UserError where a strategy would divide what cannot be divided, or bitsandbytes is not installed."""
-    divides = strategy not in ("one", "ddp")
-    if divides and config.shared_heads is not None:
-        raise UserError(
-            f"shared_heads and {strategy}: the logits of shared heads are not divided among processes; take ddp or one "
-            "process, or set shared_heads to null"
-        )
-    if divides and config.quantization is not None:
-        raise UserError(
-            f"quantization={config.quantization} and {strategy}: 4-bit weights are not divided among processes; "
-            "take ddp or one process"
-        )
+    undivided = {"shared_heads": config.shared_heads, "quantization": config.quantization}
+    for name, given in undivided.items():
+        if given is not None and strategy not in ("one", "ddp"):
+            raise UserError(
+                f"{name} and {strategy}: these weights cannot be divided among processes; take ddp or one process, or "
+                f"set {name} to null"
+            )
     if config.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f'quantization={config.quantization} needs bitsandbytes; pip install "moh-llm[qlora]"')
 

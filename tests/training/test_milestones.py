@@ -8,11 +8,9 @@ import torch
 from safetensors.torch import load_file
 from trained import read_log, unfinish
 
-from moh_llm.errors import UserError
 from moh_llm.evaluation.runs import read_runs
 from moh_llm.hub.card import build_card
 from moh_llm.modeling import MoHLlamaForCausalLM
-from moh_llm.training.config import HubConfig
 from moh_llm.training.loop import train
 
 HUB = {"hub.repo_id": "org/moh", "hub.milestones": True, "checkpoint.milestone_every": 4}
@@ -80,15 +78,3 @@ def test_a_milestone_that_was_missed_is_made_at_the_next_start(configure, tmp_pa
     again.clear()
     train(configure(max_steps=2), overwrite=True, on_milestone=again.append)
     assert not (run / "milestones").exists() and again == []
-
-
-def test_the_hub_group_is_switched_on_by_any_key(configure):
-    assert configure().hub is None
-    assert configure(**{"hub.repo_id": "org/moh"}).hub == HubConfig("org/moh")
-    several = configure(hub='{"repo_id": "org/moh", "milestones": true}', **{"checkpoint.milestone_every": 2})
-    assert several.hub == HubConfig("org/moh", milestones=True)
-    for unnamed in ({"hub.milestones": True}, {"hub": "{}"}, {"hub.repo_id": "moh"}):
-        with pytest.raises(UserError, match=r"hub\.repo_id(=moh must name| is missing: Repository).*ORG/NAME"):
-            configure(**unnamed)
-    with pytest.raises(UserError, match=r"hub\.milestones=true needs milestones: set checkpoint\.milestone_every"):
-        configure(**{"hub.repo_id": "org/moh", "hub.milestones": True})

@@ -135,7 +135,7 @@ def test_what_cannot_be_quantized_is_refused(configure, monkeypatch) -> None:
     for strategy in ("DEEPSPEED", "FSDP"):
         with monkeypatch.context() as patch:
             patch.setenv(f"ACCELERATE_USE_{strategy}", "true")
-            with pytest.raises(UserError, match=f"quantization=nf4 and {strategy}: 4-bit weights are not divided"):
+            with pytest.raises(UserError, match=f"quantization and {strategy}: .* take ddp or one process"):
                 train(configure(**QLORA))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="quantization=nf4 needs bitsandbytes; pip install"):
