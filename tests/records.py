@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from moh_llm.claims import evaluation
+from moh_llm.claims.evaluation import verdict, warnings  # noqa: F401 (tests take them from here)
 from moh_llm.cli import main
 from moh_llm.evaluation.record import build_record
 from moh_llm.evaluation.report import render_markdown, report_content
@@ -33,16 +33,6 @@ def report(*arguments: str | Path) -> int:
 def read(folder: Path) -> dict[str, Any]:
     """The content of a report's ``report.json``."""
     return json.loads((folder / "report.json").read_text(encoding="utf-8"))
-
-
-def verdict(record: EvaluationRecord, label: str) -> str:
-    """The text of a model's verdict."""
-    return evaluation.verdict(record, label).text
-
-
-def warnings(record: EvaluationRecord) -> list[str]:
-    """The texts of an evaluation's warnings."""
-    return [claim.text for claim in evaluation.warnings(record)]
 
 
 def page_of(record: EvaluationRecord) -> str:

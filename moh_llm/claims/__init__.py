@@ -1,13 +1,5 @@
-"""What is said about a model: sentences that are made of typed record fields, one function a claim.
+"""Sentences about a model, each made of typed record fields by one function.
 
-    for name, claim in claims_of(ModelRecords(config, conversion)).items():
-        print(name, claim.figures, claim.text)
-
-A claim is None where the records do not support it. Cards, reports and the last lines of commands print claims and
-tables of record fields, and say nothing else about a model.
+Cards, reports, logs and the last lines of commands print these sentences. A function returns None where the records do
+not support its sentence. Text that only the card has is in its template, `moh_llm/hub/templates/card.md`.
 """
-
-from moh_llm.claims.claim import Claim, ModelRecords
-from moh_llm.claims.model import claims_of
-
-__all__ = ["Claim", "ModelRecords", "claims_of"]

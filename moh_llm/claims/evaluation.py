@@ -1,128 +1,88 @@
-"""An evaluation in one sentence for each model, and what a reader must know before quoting a figure."""
+"""The result of an evaluation in one sentence per model, and what a reader must know before quoting it."""
 
-from moh_llm.claims.claim import Claim
-from moh_llm.claims.heads import all_heads_on_prompts
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Row, Share
 
-# So many benchmarks are named before "and N more".
-_NAMED = 3
+_NAMED = 3  # benchmarks listed before "and N more"
 
 
-def verdict(report: EvaluationRecord, label: str, called: str | None = None) -> Claim:
-    """One sentence: the share that ``label`` keeps of the base's average and of its margin over chance.
+def verdict(report: EvaluationRecord, label: str, called: str | None = None) -> str:
+    """The share of the base's average, and of its margin over chance, that a model keeps; without a base its average.
 
-    Where it has no base, its average. What must be known before the figures are quoted (too few items, missing
-    benchmarks) is part of the sentence, which calls the model ``called`` where that is not its label.
+    What limits the figures, such as too few items, comes first in the sentence, so that nobody quotes them without it.
+
+    Args:
+        report: the evaluation.
+        label: the model's name in it.
+        called: how the sentence calls the model, if not by its label.
     """
-    found, average = report.average, f"average.scores.{label}"
-    figures: dict[str, object] = {"average.over": found.over, "average.total": found.total}
-    if model := found.scores.get(label):
-        figures |= {f"{average}.value": model.value, f"{average}.stderr": model.stderr}
-        for name in ("recovery", "margin_kept"):
-            if share := getattr(model, name):
-                figures |= {f"{average}.{name}.{key}": value for key, value in share.content().items()}
-    if base := found.scores.get("base"):
-        figures["average.scores.base.value"] = base.value
-    return Claim("verdict", figures, f"{_caution(report)}{_sentence(report, label, called or label)}.")
+    return f"{_caution(report)}{_sentence(report, label, called or label)}."
 
 
-def warnings(report: EvaluationRecord) -> list[Claim]:
-    """What a reader must know before quoting a number; empty where all is well."""
-    found = [
-        limited(report),
-        part_of_data(report),
-        failed(report),
-        *(not_analysed(report, label) for label in report.analysis),
-        *(all_heads_on_prompts(found, label) for label, found in report.analysis.items()),
-        *(not_what_was_made(report, label) for label in report.models),
-        *(not_its_base(report, label) for label in report.models),
-        *(cut_prompts(report, label) for label in report.models),
-        without_spread(report),
+def warnings(report: EvaluationRecord) -> list[str]:
+    """What a reader must know before quoting a number; empty if there is nothing."""
+    found = []
+    if report.limit is not None:
+        found.append(
+            f"NOT COMPARABLE: --limit {report.limit} scored at most {report.limit} item(s) of each task. "
+            "These numbers show that the run works, not how good a model is."
+        )
+    if report.partial_data:
+        names = ", ".join(report.partial_data)
+        found.append(f"NOT COMPARABLE with published figures: the data holds only part of the items of {names}.")
+    if report.errors:
+        failed = "; ".join(f"{e.benchmark} on {e.model} ({_one_line(e.error)})" for e in report.errors)
+        found.append(f"FAILED: {failed}.")
+    for label, analysis in report.analysis.items():
+        if (error := analysis.get("error")) is not None:
+            found.append(f"NOT ANALYSED: what the heads of {label} did ({_one_line(error)}).")
+        found += all_heads_on_prompts(analysis, label)
+    for label, about in report.models.items():
+        if about.changed is not None:
+            found.append(f"CHANGED: {label} is not what the records in its folder describe: {about.changed}.")
+        if about.other_base and about.compared:
+            base = report.models["base"].model
+            found.append(f"NOT ITS BASE: {label} was converted from {about.other_base}, and is compared with {base}.")
+        if cut := [row.name for row in report.benchmarks if label in row.scores and row.scores[label].truncated]:
+            found.append(
+                f"Prompts longer than {label}'s context of {about.context} tokens lost their beginning in "
+                f"{', '.join(cut)}."
+            )
+    return found + _without_spread(report)
+
+
+def all_heads_on_prompts(analysis: Mapping[str, Any], label: str) -> list[str]:
+    """A warning if prompts of benchmarks are no longer than the first tokens of a document, which use all heads."""
+    start, read = analysis.get("all_heads_until"), analysis.get("head_load_by_text")
+    names = [name for name, load in read["load"].items() if min(load) == 1] if start and read else []
+    if not names:
+        return []
+    return [
+        f"In the last layer with a router, {label} had all heads on for every token of {', '.join(names)}: the first "
+        f"{start:,} tokens of a document use all heads, so these scores say little about the head plan."
     ]
-    return [claim for claim in found if claim is not None]
 
 
-def limited(report: EvaluationRecord) -> Claim | None:
-    """That only some items of each task were scored."""
-    if report.limit is None:
-        return None
-    text = (
-        f"NOT COMPARABLE: --limit {report.limit} scored at most {report.limit} item(s) of each task. "
-        "These numbers show that the run works, not how good a model is."
-    )
-    return Claim("limited", {"limit": report.limit}, text)
+def mean_heads_on(loads: Sequence[Sequence[float]]) -> float:
+    """Heads on per token, averaged over layers, from the share of tokens that have each head of a layer on."""
+    return sum(sum(load) for load in loads) / len(loads)
 
 
-def part_of_data(report: EvaluationRecord) -> Claim | None:
-    """That the data lacks items of some benchmarks."""
-    if not report.partial_data:
-        return None
-    names = ", ".join(report.partial_data)
-    text = f"NOT COMPARABLE with published figures: the data holds only part of the items of {names}."
-    return Claim("part_of_data", {"partial_data": report.partial_data}, text)
-
-
-def failed(report: EvaluationRecord) -> Claim | None:
-    """The benchmarks that failed."""
-    if not report.errors:
-        return None
-    listed = "; ".join(f"{e.benchmark} on {e.model} ({_one_line(e.error)})" for e in report.errors)
-    return Claim("failed", {"errors": [e.content() for e in report.errors]}, f"FAILED: {listed}.")
-
-
-def not_analysed(report: EvaluationRecord, label: str) -> Claim | None:
-    """That the analysis of a model's heads failed."""
-    error = report.analysis[label].get("error")
-    if error is None:
-        return None
-    text = f"NOT ANALYSED: what the heads of {label} did ({_one_line(error)})."
-    return Claim("not_analysed", {f"analysis.{label}.error": error}, text)
-
-
-def not_what_was_made(report: EvaluationRecord, label: str) -> Claim | None:
-    """That a model is not the one that the records in its folder describe."""
-    changed = report.models[label].changed
-    if changed is None:
-        return None
-    text = f"CHANGED: {label} is not what the records in its folder describe: {changed}."
-    return Claim("not_what_was_made", {f"models.{label}.changed": changed}, text)
-
-
-def not_its_base(report: EvaluationRecord, label: str) -> Claim | None:
-    """That a model is compared with another base than that which it was converted from."""
-    about = report.models[label]
-    if not (about.other_base and about.compared):
-        return None
-    base = report.models["base"].model
-    text = f"NOT ITS BASE: {label} was converted from {about.other_base}, and is compared with {base} here."
-    return Claim("not_its_base", {f"models.{label}.other_base": about.other_base, "models.base.model": base}, text)
-
-
-def cut_prompts(report: EvaluationRecord, label: str) -> Claim | None:
-    """The benchmarks whose prompts were longer than a model's context."""
-    cut = [row.name for row in report.benchmarks if label in row.scores and row.scores[label].truncated]
-    if not cut:
-        return None
-    context = report.models[label].context
-    text = f"Prompts longer than {label}'s context of {context} tokens lost their beginning in {', '.join(cut)}."
-    return Claim("cut_prompts", {f"models.{label}.context": context, "benchmarks.truncated": cut}, text)
-
-
-def without_spread(report: EvaluationRecord) -> Claim | None:
-    """The benchmarks whose standard error is 0, as lm-eval has it where the items do not differ."""
-    alike = {}
+def _without_spread(report: EvaluationRecord) -> list[str]:
+    """A warning if all items of a benchmark have the same score, for which lm-eval states a standard error of 0."""
+    alike = []
     for row in report.benchmarks:
         # A single item has no standard error.
         if labels := [label for label, figures in row.scores.items() if figures.stderr == 0]:
-            alike[row.name] = labels
+            alike.append(f"{row.name} ({', '.join(labels)})")
     if not alike:
-        return None
-    listed = ", ".join(f"{name} ({', '.join(labels)})" for name, labels in alike.items())
-    text = (
-        f"All items have the same score in {listed}: a standard error of 0 there does not mean certainty, and that of "
-        "the average may be too small."
-    )
-    return Claim("without_spread", {"benchmarks.stderr": alike}, text)
+        return []
+    return [
+        f"All items have the same score in {', '.join(alike)}: a standard error of 0 there does not mean certainty, "
+        "and the standard error of the average may be too small."
+    ]
 
 
 def _one_line(text: str) -> str:
@@ -186,7 +146,7 @@ def _benchmarks(number: int) -> str:
 
 
 def _caution(report: EvaluationRecord) -> str:
-    """What limits the figures; it precedes them, so that they are not quoted without it."""
+    """What limits the figures of a verdict; empty if nothing does."""
     if report.limit is not None:
         return f"ONLY {report.limit} ITEM{'S' if report.limit > 1 else ''} A TASK (--limit): "
     parts = [_part(row) for row in report.benchmarks if row.name in report.partial_data]

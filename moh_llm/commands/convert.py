@@ -54,8 +54,7 @@ def restore(config: "ConversionConfig") -> None:
 
 def print_conversion(record: "Conversion", output: Path) -> None:
     """Print the head plan, the cost and the verification."""
-    from moh_llm.claims.conversion import calibration_text, conversion_took, parameters_added
-    from moh_llm.claims.heads import heads_read
+    from moh_llm.claims.conversion import calibration_text, conversion_took, heads_read, parameters_added
 
     plan = record.plan
     heads, asked = plan.num_attention_heads, sum(plan.active_heads) / len(plan.active_heads)
@@ -73,19 +72,18 @@ def print_conversion(record: "Conversion", output: Path) -> None:
         say(f"a document's first {max(start[0], start[1] + start[2]):,} tokens have all heads on")
     if plan.budgets == "uneven":
         say(f"heads asked for by layer: {' '.join(map(str, plan.active_heads))}")
-    claims = (calibration_text(record), heads_read(record.verification, heads))
-    for claim in claims:
-        if claim is not None:
-            say(claim.text)
+    say(calibration_text(record))
+    if read := heads_read(record.verification, heads):
+        say(read)
     cost = record.arithmetic
     ratios = [f"{flops.ratio:.3f} at {int(length):,}" for length, flops in cost.forward_flops.items()]
-    say(f"parameters: {parameters_added(cost.parameters).text}")
+    say(f"parameters: {parameters_added(cost.parameters)}")
     say(f"FLOPs over the base's, in theory, with as many heads on as the plan asks for: {', '.join(ratios)} tokens")
     if record.verification:
         _print_proof(record.verification)
     else:
         say("nothing was verified (--heldout-tokens 0)")
-    say(f"written to {output} in {conversion_took(record).text}; its record:", output / "conversion.json")
+    say(f"written to {output} in {conversion_took(record)}; its record:", output / "conversion.json")
 
 
 def _print_proof(proof: "Verification") -> None:

@@ -41,8 +41,8 @@ def print_evaluation(evaluation: "Evaluation") -> None:
     if not evaluation.first_process:
         return
     record = evaluation.record
-    for claim in (*warnings(record), *(verdict(record, label) for label in record.models)):
-        say(claim.text)
+    for sentence in (*warnings(record), *(verdict(record, label) for label in record.models)):
+        say(sentence)
     say(f"the report is in {evaluation.folder}: report.html, report.md, report.json")
     for label, error in evaluation.failed_analyses.items():
         say(f"the analysis of {label} failed, its scores stand: {error}")

@@ -76,8 +76,8 @@ def report_content(evaluation: EvaluationRecord | None, groups: Sequence[Group] 
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {
         "title": evaluation.suite.title if evaluation else title,
-        "warnings": [claim.text for claim in warnings(evaluation)] if evaluation else [],
-        "verdicts": [verdict(evaluation, label).text for label in labels],
+        "warnings": warnings(evaluation) if evaluation else [],
+        "verdicts": [verdict(evaluation, label) for label in labels],
         "evaluation": _evaluation_content(evaluation) if evaluation else None,
         "training": _training_content(groups, runs) if runs else None,
         "about": f"Made by moh_llm {__version__} with matplotlib {version('matplotlib')}, {now}.",

@@ -87,7 +87,7 @@ def recipe(run: TrainingRun) -> Pairs:
         ("objective", objective(goal["kind"], run.reference)),
         ("tokens", f"{run.tokens:,}"),
         ("steps", f"{last.step:,} of {given['max_steps']:,}, each {batch}"),
-        ("weights trained", weights_trained(run.record.parameters, given).text),
+        ("weights trained", weights_trained(run.record.parameters, given)),
         ("highest learning rate", _rates(run, optimizer["learning_rate"])),
         ("schedule", f"{warmup} of warm-up, then cosine to {_rates(run, schedule['final_learning_rate'])}"),
         ("AdamW", f"betas {betas[0]:g} and {betas[1]:g}, weight decay {optimizer['weight_decay']:g}"),
@@ -193,7 +193,7 @@ def held_out_note(run: TrainingRun) -> str:
     if not saved and not run.scored:
         return "Not measured: the run scored no held-out text."
     last = saved or run.scored[-1].validation
-    notes = [scored_text(last).text]
+    notes = [scored_text(last)]
     if run.compares:
         notes.append(f"Ratio of perplexities and KL (nats per token): to {in_words([run.reference])[0]}.")
     if last.kl_interval or last.ratio_interval:
@@ -206,8 +206,8 @@ def held_out_note(run: TrainingRun) -> str:
             "Tokens with other heads: other than before the first step, mean over the layers with a router, "
             "without tokens that have all heads on."
         )
-    claims = (floor_of_kl(run.floor), saved_model(saved, run.reference))
-    return " ".join([*notes, *(claim.text for claim in claims if claim is not None)])
+    notes += filter(None, (floor_of_kl(run.floor), saved_model(saved, run.reference)))
+    return " ".join(notes)
 
 
 def _rates(run: TrainingRun, rate: float) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_llm.claims.heads import mean_heads_on
+from moh_llm.claims.evaluation import mean_heads_on
 from moh_llm.evaluation.rendering import Table, facts
 from moh_llm.intervals import show_error, show_figure, show_number, within
 from moh_llm.records.conversion import PositionFigures, RetrievalFigures

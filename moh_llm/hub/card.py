@@ -1,36 +1,41 @@
-"""A model's card, from the records of its conversion, training and evaluation and nothing else."""
+"""A model's card, from the records of its conversion, training and evaluation and nothing else.
 
+`templates/card.md` has the card's text; this module reads the records for it, and makes the metadata for the Hub.
+"""
+
+import itertools
 import json
+import re
 import shlex
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import StrictDataclassError
+from jinja2 import Environment
 
-from moh_llm.claims import ModelRecords, claims_of
-from moh_llm.claims.evaluation import warnings
+from moh_llm import flops
+from moh_llm.claims import conversion as conversion_claims
+from moh_llm.claims import evaluation as evaluation_claims
 from moh_llm.errors import UserError
-from moh_llm.evaluation.rendering import Safe, address, code, escape, facts, markdown_templates, plain, visible
-from moh_llm.evaluation.run_tables import held_out_note, held_out_table, receipt, recipe
-from moh_llm.evaluation.runs import Record, TrainingRun
-from moh_llm.evaluation.tables import inferred_metrics, long_context_tables, score_note, score_table
+from moh_llm.evaluation import run_tables, tables
+from moh_llm.evaluation.rendering import Safe, address, facts, markdown_templates, plain, visible
+from moh_llm.evaluation.runs import TrainingRun
 from moh_llm.files import write_text
-from moh_llm.hub import sections
-from moh_llm.hub.checks import CARD, scrub
-from moh_llm.hub.evaluated import Evaluated, eval_results, find_evaluated
-from moh_llm.hub.licences import LLAMA, Licence, check_name, duties, find_licence, lacks_text, recorded_licences
-from moh_llm.hub.lineage import Lineage, is_hub_id, read_lineage
+from moh_llm.hub.checks import CARD
+from moh_llm.hub.lineage import Licence, Lineage, check_name, find_licence, is_hub_id, read_lineage, recorded_licences
+from moh_llm.hub.secrets import scrub
+from moh_llm.intervals import show_documents, show_figure, show_interval
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.evaluation import EvaluationRecord, Row, read_evaluation
+from moh_llm.records.identity import identify
+from moh_llm.records.lineage import RunEntry, in_words, mixture_name
 from moh_llm.records.model import read_moh_config
 from moh_llm.records.seal import add_to_seal
+from moh_llm.records.tokens import TokensRecord
 
-TAGS = ["mixture-of-head", "moh"]
-# Rows of a table of sources, and of one of scores; the records hold all of them.
-_SOURCES, _SCORES = 40, 12
-_LEAD = ("origin", "heads_asked", "heads_read", "heads_read_in_training", "heads_read_on_prompts")  # claims
-_LIMITS = ("faults_of_the_base", "untuned", "other_text_may_differ", "no_benchmark", "longest_text")  # claims
+FEWEST_ITEMS = 100  # a score on fewer items is no result
 
 
 def build_card(
@@ -44,21 +49,21 @@ def build_card(
 ) -> str:
     """The card of a converted, tuned or trained model: metadata for the Hub, then Markdown.
 
-    Paths on this machine are not printed. A card without ``repo_id`` names no repository, and states what is unknown
-    about the licence, for which a published card is refused.
+    No path on this machine is printed. A card without ``repo_id`` states what is unknown about the licence; a published
+    card is refused for it.
 
     Args:
-        folder: the model's.
+        folder: the model's folder.
         repo_id: the repository that it goes to; None: it stays in ``folder``.
-        run: the training run that made it; None looks behind ``folder``, at RUN of RUN/model.
+        run: the training run that made it (default: RUN, if the model is RUN/model).
         evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
-        forced: what the user published it in spite of, a sentence each.
-        licence: id of the licence of a published card, where the files of model and base do not name it.
+        forced: what the user published it in spite of, one sentence each.
+        licence: id of the licence, where the files of model and base do not name it.
         revision: the branch that it goes to, if not the main one.
 
     Raises:
-        UserError: ``folder`` holds no MoH model, a record cannot be read or is of another model; of a card
-            that is published, the licence is unknown, or it asks for another name or for its own text.
+        UserError: ``folder`` holds no MoH model, or a record cannot be read or describes another model. Of a published
+            card: the licence is unknown, or asks for another name or for its own text.
     """
     if repo_id is not None and not is_hub_id(repo_id):
         raise UserError(f"--repo-id {repo_id} is no repository's id; give OWNER/NAME")
@@ -67,27 +72,40 @@ def build_card(
         name, licences = lineage.name, recorded_licences(lineage)
     else:
         name, licences = repo_id.rpartition("/")[2], [find_licence(lineage, licence)]
-        check_name(repo_id, licences[0].id)
-    evaluated = find_evaluated(evaluation, folder) if evaluation else None
-    metadata = _metadata(name, lineage, licences, evaluated)
-    claims = claims_of(model_records(config, lineage, evaluated))
-    templates = markdown_templates("moh_llm.hub", plain)
-    # Commands and Python are copied as they stand, so nothing in them is escaped as Markdown's.
-    templates.filters["shell"] = lambda value: Safe(shlex.quote(visible(value)))
-    templates.filters["string_literal"] = lambda value: Safe(json.dumps(visible(value), ensure_ascii=False))
-    template = templates.get_template("card.md")
-    body = template.render(
-        repo_id=Safe(repo_id) if repo_id else None,
-        revision=Safe(revision) if revision else None,
-        name=name,
-        forced=forced,
-        **_about(config, lineage),
-        licence=_licence(licences),
-        evaluated=_shown(evaluated) if evaluated else None,
-        claims=defaultdict(str, {name: claim.text for name, claim in claims.items()}),
-        lead=" ".join(claims[name].text for name in _LEAD if name in claims),
-        limits=[claims[name].text for name in _LIMITS if name in claims],
+        check_name(repo_id, licences[0])
+    report, label = read_scores(evaluation, folder) if evaluation else (None, "")
+    versions = (
+        {"MoH-LLM": lineage.conversion.moh_llm, **(lineage.conversion.versions or {})} if lineage.conversion else {}
     )
+    if lineage.run and (made_with := dict(lineage.run.record.versions or {})):
+        versions = {"MoH-LLM": made_with.pop("moh_llm", None)} | made_with
+    body = (
+        _templates()
+        .get_template("card.md")
+        .render(
+            repo_id=Safe(repo_id) if repo_id else None,
+            revision=Safe(revision) if revision else None,
+            name=name,
+            forced=forced,
+            config=config,
+            lineage=lineage,
+            conversion=lineage.conversion,
+            run=lineage.run,
+            routes=config.router_type != "none" and any(map(config.routed_heads, range(config.num_hidden_layers))),
+            never_on=_heads_never_on(config),
+            fewest_items=FEWEST_ITEMS,
+            licences=licences,
+            report=report,
+            label=label,
+            compared_length=_longest_compared(lineage),
+            no_results=[row for row in report.benchmarks if label in row.scores and not _is_result(row, report)]
+            if report
+            else [],
+            code_files=[path.name for path in sorted(folder.glob("*.py"))],
+            versions=[f"{name} {version}" for name, version in versions.items() if version],
+        )
+    )
+    metadata = _metadata(name, lineage, licences, report, label)
     return f"---\n{metadata.to_yaml()}\n---\n\n{body.strip()}\n"
 
 
@@ -104,6 +122,113 @@ def write_local_card(folder: Path) -> None:
     add_to_seal(folder, CARD)
 
 
+def read_scores(evaluation: Path, folder: Path) -> tuple[EvaluationRecord, str]:
+    """The part of an evaluation that is about the model in ``folder`` and its base, and the model's name in it.
+
+    Args:
+        evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
+        folder: the model's folder, which is recognised by its weights and head plan.
+
+    Raises:
+        UserError: it is not an evaluation, or no model in it is this folder's.
+    """
+    record = read_evaluation(evaluation.parent if evaluation.name == "report.json" else evaluation)
+    own = identify(str(folder))
+    alike = [name for name, about in record.models.items() if about.weights_sha256 == own.weights]
+    label = next((name for name in alike if record.models[name].plan_sha256 == own.plan), None)
+    if label is None:
+        other = f"the weights in {folder} with another head plan" if alike else f"other weights than those in {folder}"
+        scored = ", ".join(about.model for about in record.models.values())
+        raise UserError(f"{evaluation} scored {other} ({scored}); evaluate {folder}")
+    kept = [label, "base"] if record.models[label].compared else [label]
+    record.models = {name: about for name, about in record.models.items() if name in kept}
+    for row in record.benchmarks:
+        row.scores = {name: figures for name, figures in row.scores.items() if name in kept}
+    record.errors = [error for error in record.errors if error.model in kept]
+    record.analysis = {name: found for name, found in record.analysis.items() if name == label}
+    return record, label
+
+
+# ---- metadata
+
+
+def _metadata(
+    name: str, lineage: Lineage, licences: list[Licence], report: EvaluationRecord | None, label: str
+) -> ModelCardData:
+    results = _eval_results(report, label) if report else []
+    related = {"base_model_relation": "finetune"} if lineage.base_id else {}
+    if len(licences) == 1:
+        (licence,) = licences
+        related |= {"license": licence.id, "license_name": licence.name, "license_link": address(licence.link)}
+    return ModelCardData(
+        base_model=lineage.base_id,
+        datasets=_hub_datasets(lineage.run) or None,
+        language=lineage.languages or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["mixture-of-head", "moh"],
+        model_name=name if results else None,
+        eval_results=results or None,
+        **related,
+    )
+
+
+def _eval_results(report: EvaluationRecord, label: str) -> list[EvalResult]:
+    """The scores as the Hub's `model-index` holds them, in percent as in ``report.json``, unrounded."""
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Text Generation",
+            dataset_type=_plain_name(row.dataset),
+            dataset_name=_plain_name(row.name),
+            dataset_config=None if row.dataset_config is None else _plain_name(row.dataset_config),
+            dataset_split=_plain_name(row.eval_split),
+            dataset_revision=row.revision,
+            # "exact_match (strict-match)": the metric and the filter before it.
+            metric_type=_plain_name(row.metric).split(" (")[0],
+            metric_name=_plain_name(f"{row.metric}, {row.shots}-shot"),
+            metric_value=row.scores[label].value,
+            verified=False,
+        )
+        for row in report.benchmarks
+        if label in row.scores and _is_result(row, report)
+    ]
+    of_dataset = Counter(result.unique_identifier for result in results)
+    for result in results:
+        # The Hub files several benchmarks of one dataset under the name of the first.
+        if of_dataset[result.unique_identifier] > 1:
+            result.metric_name = f"{result.dataset_name}: {result.metric_name}"
+    return results
+
+
+def _is_result(row: Row, report: EvaluationRecord) -> bool:
+    """Whether the scores of a benchmark cover all of its items, and enough of them."""
+    return report.limit is None and row.name not in report.partial_data and row.items_in_full >= FEWEST_ITEMS
+
+
+def _plain_name(value: str) -> str:
+    """A name without markup, since the Hub's pages may show it unescaped."""
+    return " ".join(re.sub(r"[^\w .,:;()+/@=%-]", " ", plain(value)).split())[:100] or "-"
+
+
+def _hub_datasets(run: TrainingRun | None) -> list[str]:
+    """Ids of the Hub datasets that training read, if the record of its tokens is on this machine."""
+    folder = run.record.tokens_in if run else None
+    if run is None or not folder:
+        return []
+    try:
+        sources = TokensRecord.of_folder(Path(folder)).sources
+        read = [name for name, entry in (run.record.data_read or {}).items() if entry["tokens"]]
+        files = [part.file for name in read for part in sources[name].text]
+    except (UserError, KeyError, TypeError):  # gone, since replaced by another mixture, or of an older version
+        return []
+    found = [re.match(r"hf://datasets/([^/@]+/[^/@]+)", file) for file in files]
+    return list(dict.fromkeys(match[1] for match in found if match and is_hub_id(match[1])))
+
+
+# ---- values of the template
+
+
 def _read_config(folder: Path) -> MoHLlamaConfig:
     fields = read_moh_config(folder)
     try:
@@ -112,121 +237,73 @@ def _read_config(folder: Path) -> MoHLlamaConfig:
         raise UserError(f"{folder / 'config.json'} makes no model ({' '.join(str(error).split())})") from error
 
 
-def _metadata(name: str, lineage: Lineage, licences: list[Licence], evaluated: Evaluated | None) -> ModelCardData:
-    results = eval_results(evaluated) if evaluated else []
-    related = {"base_model_relation": "finetune"} if lineage.base_id else {}
-    if len(licences) == 1:
-        licence = licences[0]
-        related |= {"license": licence.id, "license_name": licence.name, "license_link": address(licence.link)}
-    return ModelCardData(
-        base_model=lineage.base_id,
-        datasets=sections.hub_datasets(lineage.run) or None,
-        language=lineage.languages or None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=TAGS,
-        model_name=name if results else None,
-        eval_results=results or None,
-        **related,
-    )
+def _heads_never_on(config: MoHLlamaConfig) -> list[int]:
+    """Number of heads per layer that are off for all tokens after the first ones."""
+    if config.router_type == "none":
+        return [config.num_attention_heads - len(shared) for shared in config.shared_heads_per_layer]
+    return [len(heads) for heads in config.never_on_heads_per_layer]
 
 
-def _about(config: MoHLlamaConfig, lineage: Lineage) -> Record:
-    """Values of the template from the records, without licence, evaluation and claims."""
-    conversion, run = lineage.conversion, lineage.run
-    versions = {"MoH-LLM": conversion.moh_llm, **(conversion.versions or {})} if conversion else {}
-    if run and run.record.versions:
-        made_with = run.record.versions
-        versions = {"MoH-LLM": made_with.get("moh_llm")} | {k: v for k, v in made_with.items() if k != "moh_llm"}
-    files = [code(file.name) for file in sorted(lineage.folder.glob("*.py"))]
-    proof = conversion and conversion.verification
-    context = conversion and conversion.plan and conversion.plan.context
-    return {
-        "base": {
-            "id": lineage.base_id,
-            "label": lineage.base_label,
-            "link": _base_link(lineage),
-            "commit": lineage.base_commit,
-            "fingerprint": conversion and conversion.base.fingerprint,
-        },
-        "from_scratch": lineage.from_scratch,
-        "plan": sections.head_plan(config, conversion),
-        "routes": sections.routes(config),
-        "proof": proof,
-        "proof_table": sections.proof(proof) if proof else None,
-        "context": context,
-        "long_context": long_context_tables(proof.by_position, proof.retrieval) if proof else [],
-        "runs": len(lineage.chain.runs),
-        "history": sections.history(lineage),
-        "training": None if run is None else _training(run),
-        "costs": sections.costs(config, context),
-        "local": config.head_fallback == "local",
-        "files": Safe(f" ({', '.join(files)})" if files else ""),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+def _longest_compared(lineage: Lineage) -> int | None:
+    """Length in tokens of the longest sequences that the model was compared with its reference on."""
+    conversion, run, lengths = lineage.conversion, lineage.run, []
+    if conversion and conversion.verification and conversion.plan and conversion.plan.context:
+        lengths.append(conversion.plan.context)
+    if run and run.record.evaluation and run.record.evaluation.kl is not None:
+        lengths.append(run.recipe["data"]["sequence_length"])
+    return max(lengths, default=None)
+
+
+def _entry_names(lineage: Lineage) -> list[str]:
+    """What to call each entry of a lineage: "conversion", "run 1", "run 2"..."""
+    numbers = itertools.count(1)
+    return [f"run {next(numbers)}" if isinstance(entry, RunEntry) else "conversion" for entry in lineage.chain.entries]
+
+
+def _unrecorded(lineage: Lineage) -> list[str]:
+    """The entries of a lineage before which something was done to the weights that is not on record."""
+    gaps, entries = lineage.chain.unrecorded(), lineage.chain.entries
+    if lineage.conversion and entries and isinstance(entries[0], RunEntry):
+        gaps = [0, *gaps]  # the entry of the conversion is missing
+    return [_entry_names(lineage)[gap] for gap in gaps]
+
+
+def _by_layer(values: Sequence[int]) -> str:
+    """``9 in each layer``, or ``layers 0 to 2: 9; layer 3: 7``."""
+    if len(set(values)) == 1:
+        return f"{values[0]} in each layer"
+    parts, start = [], 0
+    for value, group in itertools.groupby(values):
+        end = start + len(list(group)) - 1
+        parts.append(f"{f'layer {start}' if start == end else f'layers {start} to {end}'}: {value}")
+        start = end + 1
+    return "; ".join(parts)
+
+
+def _templates() -> Environment:
+    templates = markdown_templates("moh_llm.hub", plain)
+    templates.filters |= {
+        "form": format,
+        "figure": show_figure,
+        "interval": show_interval,
+        "documents": show_documents,
+        "by_layer": _by_layer,
+        "one_line": lambda paragraph: " ".join(paragraph.split()),
+        "address": lambda value: Safe(found) if (found := address(value)) else None,
+        # Commands and Python are copied as they stand, so nothing in them is escaped.
+        "shell": lambda value: Safe(shlex.quote(visible(value))),
+        "string_literal": lambda value: Safe(json.dumps(visible(value), ensure_ascii=False)),
     }
-
-
-def model_records(config: MoHLlamaConfig, lineage: Lineage, evaluated: Evaluated | None = None) -> ModelRecords:
-    """The records that a model's claims are made of."""
-    run = lineage.run
-    return ModelRecords(
-        config=config,
-        conversion=lineage.conversion,
-        chain=lineage.chain,
-        run=run and run.record,
-        log=run.lines if run else (),
-        recipe=run.recipe if run else {},
-        evaluation=evaluated and evaluated.record,
-        label=evaluated.label if evaluated else "",
-        changed=lineage.changed,
-    )
-
-
-def _base_link(lineage: Lineage) -> Safe | None:
-    if lineage.base_id:
-        return Safe(f"[{escape(lineage.base_id)}](https://huggingface.co/{lineage.base_id})")
-    return code(lineage.base_label) if lineage.base_label else None
-
-
-def _licence(licences: list[Licence]) -> Record:
-    """Values of the template about the licence: one, none, or several that contradict each other."""
-    if len(licences) != 1:
-        named = [f"{licence.id} in {licence.source}" for licence in licences]
-        return {"label": None, "contradicting": named, "shown": None, "duties": []}
-    licence = licences[0]
-    return {
-        "label": _licence_label(licence),
-        "source": licence.source,
-        "shown": LLAMA[licence.id].shown if licence.id in LLAMA else None,
-        "lacks_text": lacks_text(licence),
-        "duties": [Safe(duty) for duty in duties(licence)],
+    templates.globals |= {
+        "claims": {"conversion": conversion_claims, "evaluation": evaluation_claims},
+        "forward_flops": flops.forward_flops,
+        "stated_lengths": flops.stated_lengths,
+        "in_words": in_words,
+        "mixture_name": mixture_name,
+        "entry_names": _entry_names,
+        "unrecorded": _unrecorded,
+        "tables": tables,
+        "run_tables": run_tables,
+        "facts": facts,
     }
-
-
-def _licence_label(licence: Licence) -> Safe:
-    """The licence, linked to its text where the address is known."""
-    label = code(licence.name or licence.id)
-    link = LLAMA[licence.id].text if licence.id in LLAMA else address(licence.link)
-    return Safe(f"[{label}]({link})") if link else label
-
-
-def _training(run: TrainingRun) -> Record:
-    return {
-        "recipe": facts(recipe(run)),
-        "receipt": receipt(run, most=_SOURCES),
-        "held_out": held_out_table(run, most=_SCORES),
-        "held_out_note": held_out_note(run),
-    }
-
-
-def _shown(evaluated: Evaluated) -> Record:
-    """Values of the template about an evaluation."""
-    record, label, base = evaluated.record, evaluated.label, evaluated.base
-    names = {label: "this model"} | ({base: "base"} if base else {})
-    return {
-        "warnings": [claim.text for claim in warnings(record)],
-        "scores": score_table(record, names),
-        "note": score_note(record),
-        "inferred": inferred_metrics(record),
-        "seconds": sections.measured_costs(record.analysis.get(label, {})),
-    }
+    return templates

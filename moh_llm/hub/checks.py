@@ -1,22 +1,20 @@
-"""Checks of a folder's files before their upload: which files, weights, code, secrets, local paths.
+"""The files of a model that are published: which, the checks before their upload, and the copy that is uploaded.
 
 Nothing is loaded or run here; `moh_llm.hub.proof` loads the model.
 """
 
+import contextlib
 import json
-import os
-import re
-import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import moh_llm
 from moh_llm.errors import UserError
-from moh_llm.files import sha256
-from moh_llm.hub.secrets import find_in_file, find_secrets
+from moh_llm.files import scratch_folder, sha256, write_text
+from moh_llm.hub.secrets import find_in_file, find_paths, find_secrets, scrub_json
+from moh_llm.locking import lock_folder
 from moh_llm.reading import read_json
 from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_index, read_weight_map, unread_index
 from moh_llm.records.seal import NAME as SEAL
@@ -70,12 +68,12 @@ class Problem:
 def check_files(folder: Path) -> list[Problem]:
     """Check a model's folder.
 
-    Only files of `list_files` may be there, configs must be, shards must hold what the index says, the code may import
-    torch and transformers only, and no text may hold a secret or a path of this machine.
+    Only files of `list_files` may be there, and configs must be; shards must hold what the index says; no text may hold
+    a secret or a path of this machine.
     """
     files, problems = list_files(folder)
     problems += [Problem(name, "is missing", _CONVERT) for name in _NEEDED if name not in files]
-    problems += [*_check_weights(folder), *_check_imports(folder), *check_secrets(folder, files)]
+    problems += [*_check_weights(folder), *check_secrets(folder, files)]
     for name in filter(_is_text, files):
         text = "" if name in _VOCABULARIES else _read(folder / name)
         for number, line in enumerate(text.splitlines() if find_paths(text, folder) else [], 1):
@@ -221,55 +219,52 @@ def _auto_map(path: Path) -> Iterator[tuple[str, str]]:
                 yield str(wanted), str(reference)
 
 
-def _check_imports(folder: Path) -> Iterator[Problem]:
-    """The packages other than torch and transformers that the code imports; the proof's process may have them."""
-    from transformers.dynamic_module_utils import get_imports
-
-    for path in sorted(folder.glob("*.py")):
-        try:
-            packages = set(get_imports(path)) - {"torch", "transformers"} - sys.stdlib_module_names
-        except (SyntaxError, ValueError):
-            yield Problem(path.name, "is not valid Python", _CONVERT)
-            continue
-        for package in sorted(packages):
-            yield Problem(path.name, f"imports {package}", "a published model may import torch and transformers only")
+# ---- the copy of the folder that is uploaded
 
 
-# ---- local paths in texts
+@contextlib.contextmanager
+def upload_copy(folder: Path, files: list[str], added: Mapping[str, Path]) -> Iterator[tuple[Path, list[str]]]:
+    """Make a temporary copy of a model's folder to upload, without its card.
 
-_PART = r"[\w.@+%=,:~-]"
-_PATH = re.compile(rf"(?<![\w:/.<~}}-])(?:file://)?/{_PART}+(?:/+{_PART}+)+/?(?<![.,:])")
+    Files without local paths are links: replace files of the copy, never write into them.
 
+    Args:
+        folder: the model's folder.
+        files: names of its files that are published.
+        added: more files for the copy, by the name that they get.
 
-def find_paths(text: str, folder: Path) -> bool:
-    """Whether a text holds a path in a home folder, or in the working, temporary or model's parent folder."""
-    places = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), folder.resolve().parent}
-    roots = "|".join(sorted(re.escape(str(place)) for place in places if len(place.parts) > 1))
-    return re.search(rf"(?<![\w:/.<~-])(?:file://)?(?:/(?:home|Users)/\w|(?:{roots})/[\w.])", text) is not None
+    Yields:
+        The copy, and the names of the files in which local paths were cut to their last component.
 
-
-def scrub(text: str) -> str:
-    """The text with every absolute path of two or more components cut to its last one."""
-    if text.startswith("/") and "\n" not in text and os.path.exists(text):
-        return _last(text)  # it may have spaces
-    return _PATH.sub(lambda found: _last(found[0]), text)
-
-
-def scrub_json(value: Any) -> Any:
-    """A copy of what a JSON file holds with all its strings, keys too, as `scrub` gives them."""
-    if isinstance(value, list):
-        return [scrub_json(item) for item in value]
-    if isinstance(value, dict):
-        copied: dict[str, Any] = {}
-        for key, item in value.items():
-            name = scrub(key)  # two files of one name in different folders stay two entries
-            copied[f"{name} ({len(copied) + 1})" if name in copied else name] = scrub_json(item)
-        return copied
-    return scrub(value) if isinstance(value, str) else value
+    Raises:
+        UserError: a record cannot be read, another process writes or publishes the model, or the disk refuses.
+    """
+    sources = {name: folder / name for name in files if name != CARD} | dict(added)
+    with lock_folder(folder), scratch_folder(folder.resolve()) as copy:
+        scrubbed = []
+        for name, source in sources.items():
+            (copy / name).parent.mkdir(exist_ok=True)
+            if (text := _scrubbed(name, source)) is None:
+                (copy / name).symlink_to(source.resolve())
+            else:
+                scrubbed.append(name)
+                write_text(copy / name, text)
+        yield copy, scrubbed
 
 
-def _last(path: str) -> str:
-    trimmed = path.rstrip("/")
-    # The last component of a home folder is a person's name.
-    is_home = trimmed == str(Path.home()) or re.fullmatch(r"(file://)?/(home|Users)/[^/]+", trimmed)
-    return "home" if is_home else trimmed.rpartition("/")[2]
+def _scrubbed(name: str, source: Path) -> str | None:
+    """The text of a record or config without local paths; None where it has none.
+
+    In configs only the fields where `save_pretrained` writes paths change: a chat template, say, must stay as it is.
+    """
+    if name not in (*RECORDS, "config.json", "tokenizer_config.json"):
+        return None
+    content = read_json(source)
+    if name in RECORDS:
+        scrubbed = scrub_json(content)
+    elif isinstance(content, dict):
+        paths = {key: scrub_json(content[key]) for key in ("_name_or_path", "name_or_path") if key in content}
+        scrubbed = content | paths
+    else:
+        return None
+    return None if scrubbed == content else json.dumps(scrubbed, indent=2, ensure_ascii=False) + "\n"

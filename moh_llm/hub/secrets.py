@@ -1,13 +1,17 @@
-"""Secrets in texts that are to be published: keys and tokens by their form, and what is given to a name like password.
+"""What must not be published in a text: secrets, and paths of this machine.
 
-Most forms are those of the detectors of detect-secrets. Its detectors of random text are left out, because the files of
-a model are full of hashes and of tokens that are no words, and so are those that ask a service whether a key is valid.
+Secrets are keys and tokens, known by their form, and what is assigned to a name like password. Most forms are those of
+detect-secrets. Its detectors of random text are left out, because the files of a model are full of hashes and of tokens
+that are no words, and so are those that ask a service whether a key is valid.
 """
 
 import functools
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import get_token
 
@@ -175,3 +179,43 @@ def _is_name(match: re.Match[str]) -> bool:
     if not match["password"]:
         return True
     return not match["quote"] and (match["sign"] != "=" or bool(match["after"]) or value.endswith(")"))
+
+
+# ---- local paths in texts
+
+_PART = r"[\w.@+%=,:~-]"
+_PATH = re.compile(rf"(?<![\w:/.<~}}-])(?:file://)?/{_PART}+(?:/+{_PART}+)+/?(?<![.,:])")
+
+
+def find_paths(text: str, folder: Path) -> bool:
+    """Whether a text holds a path in a home folder, or in the working, temporary or model's parent folder."""
+    places = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), folder.resolve().parent}
+    roots = "|".join(sorted(re.escape(str(place)) for place in places if len(place.parts) > 1))
+    return re.search(rf"(?<![\w:/.<~-])(?:file://)?(?:/(?:home|Users)/\w|(?:{roots})/[\w.])", text) is not None
+
+
+def scrub(text: str) -> str:
+    """The text with every absolute path of two or more components cut to its last one."""
+    if text.startswith("/") and "\n" not in text and os.path.exists(text):
+        return _last(text)  # it may have spaces
+    return _PATH.sub(lambda found: _last(found[0]), text)
+
+
+def scrub_json(value: Any) -> Any:
+    """A copy of what a JSON file holds with all its strings, keys too, as `scrub` gives them."""
+    if isinstance(value, list):
+        return [scrub_json(item) for item in value]
+    if isinstance(value, dict):
+        copied: dict[str, Any] = {}
+        for key, item in value.items():
+            name = scrub(key)  # two files of one name in different folders stay two entries
+            copied[f"{name} ({len(copied) + 1})" if name in copied else name] = scrub_json(item)
+        return copied
+    return scrub(value) if isinstance(value, str) else value
+
+
+def _last(path: str) -> str:
+    trimmed = path.rstrip("/")
+    # The last component of a home folder is a person's name.
+    is_home = trimmed == str(Path.home()) or re.fullmatch(r"(file://)?/(home|Users)/[^/]+", trimmed)
+    return "home" if is_home else trimmed.rpartition("/")[2]

@@ -135,7 +135,7 @@ class ProgressLine:
         if line.dropped is not None:
             self._say(f"step {step} was dropped: {line.dropped}")
         if line.validation is not None and line.routing is not None:
-            self._say(f"step {step}: {held_out_scores(line.validation).text}{_show_health(line.routing)}")
+            self._say(f"step {step}: {held_out_scores(line.validation)}{_show_health(line.routing)}")
         if line.timing is None:
             return
         numbers = line.content()

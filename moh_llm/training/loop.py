@@ -330,7 +330,7 @@ class _Training:
             scores = score_saved(config, run.model, accelerator.device, self.held_out, self.reference)
             if self.floor is not None:
                 scores.floor = self.floor
-            self.say(f"{run.model}: {held_out_scores(scores).text}")
+            self.say(f"{run.model}: {held_out_scores(scores)}")
             self.say(f"{config.max_steps} steps, {tokens:,} tokens, {self.seconds:.0f} s of training")
         facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(self.seconds, 3), "data_read": receipt}
         run.finish(files, **facts, made=made, evaluation=scores)

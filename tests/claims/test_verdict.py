@@ -108,7 +108,7 @@ def test_items_that_scored_alike_are_no_certainty(scores: Scores) -> None:
     report = make_report(scores, full=20)
     assert warnings(report) == [
         "All items have the same score in Easy (other), Hard (base, model): a standard error of 0 there does not "
-        "mean certainty, and that of the average may be too small."
+        "mean certainty, and the standard error of the average may be too small."
     ]
     assert f"> **{warnings(report)[0]}**" in page_of(report)
     # A single item has no standard error at all.

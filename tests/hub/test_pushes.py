@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import shlex
 import subprocess
 import sys
@@ -120,10 +121,10 @@ class Processes:
         self.started: list[str | None] = []
         self.failing: set[str | None] = set()
         self.endless = False
-        self.last: subprocess.Popen[bytes] | None = None
+        self.running: queue.Queue[subprocess.Popen[bytes]] = queue.Queue()
 
     def start(self, options: PublishConfig, log: Path) -> "subprocess.Popen[bytes]":
-        """What `pushes._start` does."""
+        """In place of `pushes.start_publishing`."""
         self.started.append(options.revision)
         code = f"print('published: http://hub/{options.repo_id}/tree/{options.revision}')"
         if options.revision in self.failing:
@@ -131,15 +132,16 @@ class Processes:
         if self.endless:
             code = "import time; time.sleep(600)"
         with log.open("wb") as output:
-            self.last = subprocess.Popen([sys.executable, "-uc", code], stdout=output, stderr=output)
-        return self.last
+            process = subprocess.Popen([sys.executable, "-uc", code], stdout=output, stderr=output)
+        self.running.put(process)
+        return process
 
 
 @pytest.fixture
 def processes(monkeypatch) -> Processes:
     """Milestones are published by `Processes`."""
     found = Processes()
-    monkeypatch.setattr(pushes, "_start", found.start)
+    monkeypatch.setattr(pushes, "start_publishing", found.start)
     return found
 
 
@@ -152,7 +154,7 @@ def milestones(tmp_path) -> list[Path]:
     return folders
 
 
-def _queue(said: list[str]) -> pushes.MilestonePushes:
+def _pushes(said: list[str]) -> pushes.MilestonePushes:
     return pushes.MilestonePushes(HubConfig("org/moh", milestones=True), said.append)
 
 
@@ -220,49 +222,42 @@ def test_milestones_that_fail_stop_nothing_else_and_are_tried_again(
     assert processes.started == ["step-000002", "step-000004"]
 
 
-@pytest.mark.slow
 def test_milestones_are_published_one_after_the_other(processes, milestones):
     said: list[str] = []
     one, two = milestones
-    queue, processes.endless = _queue(said), True
+    queued, processes.endless = _pushes(said), True
     for milestone in (one, two, two):
-        queue.add(milestone)  # which does not wait
-    assert processes.started == [one.name] and processes.last is not None
-    queue.close()
-    assert processes.last.poll() is not None and processes.started == [one.name]
+        queued.add(milestone)  # which does not wait
+    running = processes.running.get(timeout=60)
+    assert processes.started == [one.name]
+    queued.close()
+    assert running.poll() is not None
     assert said[-1] == "publishing step-000001 was interrupted; the same command publishes it again"
+    queued.wait()  # nothing is begun any more
+    assert processes.started == [one.name]
     # The next session; the last of them finds the milestones published.
-    queue, processes.endless = _queue(said), False
+    queued, processes.endless = _pushes(said), False
     for milestone in (one, two):
-        queue.add(milestone)
-    assert queue.wait() == [] and processes.started == [one.name, one.name, two.name]
-    queue = _queue(said)
-    queue.add(one)
-    assert queue.wait() == [] and len(processes.started) == 3
-
-
-def test_the_next_milestone_is_begun_when_one_is_added(processes, milestones):
-    queue = _queue([])
-    queue.add(milestones[0])
-    assert processes.last is not None
-    processes.last.wait()
-    queue.add(milestones[1])
-    assert processes.started == ["step-000001", "step-000002"] and queue.wait() == []
+        queued.add(milestone)
+    assert queued.wait() == [] and processes.started == [one.name, one.name, two.name]
+    queued = _pushes(said)
+    queued.add(one)
+    assert queued.wait() == [] and len(processes.started) == 3
 
 
 def test_a_process_that_does_not_start_or_is_killed_is_a_failed_push(processes, milestones, monkeypatch):
     said: list[str] = []
-    queue, processes.endless = _queue(said), True
-    queue.add(milestones[0])
-    assert processes.last is not None
-    processes.last.kill()
+    queued, processes.endless = _pushes(said), True
+    queued.add(milestones[0])
+    running = processes.running.get(timeout=60)
 
     def start(options: PublishConfig, log: Path) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(pushes, "_start", start)
-    queue.add(milestones[1])
-    assert queue.wait() == ["step-000001", "step-000002"]
+    monkeypatch.setattr(pushes, "start_publishing", start)
+    running.kill()
+    queued.add(milestones[1])
+    assert queued.wait() == ["step-000001", "step-000002"]
     assert "step-000001 is not published: it ended with status -9 after ''; try again with `moh-llm" in said[-2]
     assert "is not published: its process could not be started, Cannot allocate memory; try again with" in said[-1]
 
@@ -270,15 +265,17 @@ def test_a_process_that_does_not_start_or_is_killed_is_a_failed_push(processes, 
 @pytest.mark.slow
 def test_training_that_fails_leaves_no_process_behind(recipe, fake_hub, processes, monkeypatch, capsys):
     processes.endless = True
+    running: list[subprocess.Popen[bytes]] = []
 
     def fail(*args: object, **kwargs: object) -> None:
+        running.append(processes.running.get(timeout=60))
         raise RuntimeError("a bug")
 
     monkeypatch.setattr("moh_llm.training.loop.score_saved", fail)
     with pytest.raises(RuntimeError):
         main(["train", str(recipe), *MILESTONES, "2"])
     assert "publishing step-000002 was interrupted" in capsys.readouterr().out
-    assert processes.last is not None and processes.last.poll() is not None
+    assert running[0].poll() is not None
 
 
 # ---- on two processes
@@ -302,7 +299,7 @@ def start(options, log):
         return subprocess.Popen(["echo", line], stdout=output)
 
 
-pushes._start = start
+pushes.start_publishing = start
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 

@@ -1,29 +1,28 @@
-"""What each claim about a model should state: the figures of its fields, from what was computed again.
+"""What the sentences of a model's card should state, from what was computed again.
 
-A claim is known by its name. One that is new needs a checker here: in `OF_A_CARD` if `claims_of` makes it, else in
-`ON_THEIR_OWN`.
+A sentence is known by some of its words. One that is new, and has a number, needs an entry in `SAID`.
 """
 
-import inspect
 import json
-import pkgutil
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
-import moh_llm.claims
-from moh_llm.claims import Claim, ModelRecords
-from moh_llm.claims import conversion as made
-from moh_llm.claims import training as trained
-from recount import analysis, conversion, costs, evaluation, hashes, run_record
+from recount import conversion, costs, evaluation, hashes, run_record
 from recount.evaluation import Evaluation
 from recount.leaves import TIME, Near
 from recount.models import CONTEXT, SEQUENCE
 from recount.prompts import items
 
-Figures = dict[str, Any]
+Expected = list[Any] | None  # numbers in the order of the sentence, and words that it has; None: it is not said
+
+HEADS = 8
+# What states no figure of the model: sections, and notes on the table of benchmarks.
+_FIXED = ("What Mixture-of-Head is", "How to load", "How to serve", "Citation")
+_NOTES = ("Where all items have the same score", "Chance is what a uniform guess")
+_NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
 
 
 @dataclass
@@ -48,23 +47,21 @@ class Facts:
             known["evaluation"] = evaluation.expected_report(self.found)
         return known
 
-    def take(self, *paths: str) -> Figures:
-        """The figures of fields, by path."""
-        return {path: self.at(path) for path in paths}
-
-    def below(self, path: str, record: str = "") -> Figures:
-        """All fields below a path; ``record``: what the path begins at, if not at the model's records."""
-        return _leaves(path, self.at(f"{record}{path}"))
-
     def at(self, path: str) -> Any:
         value: Any = self.records
         for name in path.split("."):
             value = value[name]
         return value
 
-    @property
-    def has_calibration(self) -> bool:
-        return "calibration" in self.records["conversion"]
+    def take(self, path: str, *names: str) -> list[Any]:
+        """Numbers below a path, with the ends of intervals one by one."""
+        found = [self.at(f"{path}.{name}") for name in names]
+        return [end for value in found for end in (value if isinstance(value, list) else [value])]
+
+    @cached_property
+    def start(self) -> list[int]:
+        """First tokens of a document that have all heads on, if there are any."""
+        return [number] if (number := costs.all_heads_until(self.records["config"])) else []
 
     @cached_property
     def dense_kept(self) -> bool:
@@ -72,242 +69,198 @@ class Facts:
         return hashes.weight_hashes(model.converted)["dense"] == hashes.weight_hashes(model.tuned)["dense"]
 
 
-def _leaves(path: str, value: Any) -> Figures:
-    if not isinstance(value, dict):
-        return {path: value}
-    return {key: leaf for name, part in value.items() for key, leaf in _leaves(f"{path}.{name}", part).items()}
-
-
 _PROOF, _SAVED = "conversion.verification", "run.evaluation"
 
 
-def _asked(facts: Facts) -> Figures:
+def _on(read: float) -> list[Any]:
+    """Numbers of heads, as `5 of 8 heads (62.5%)` has them."""
+    return [read, HEADS, 100 * read / HEADS]
+
+
+def _planned(facts: Facts) -> float:
     active = costs.per_layer(facts.records["config"], "num_active_heads")
-    found = {"config.num_active_heads": float(sum(active) / len(active)), "config.num_attention_heads": 8}
-    return found | {"config.all_heads_until": costs.all_heads_until(facts.records["config"])}
+    return sum(active) / len(active)
 
 
-def _read(facts: Facts) -> Figures:
+def _read(facts: Facts) -> Expected:
     loads = conversion.head_load(facts.found.run.recount.converted)
-    # Of shares that the record rounds to four digits.
-    return {f"{_PROOF}.heads_read": Near(float(loads.sum(-1).mean()), 8 * 5.1e-5)}
+    return _on(float(loads.sum(-1).mean()))
 
 
-def _read_in_training(facts: Facts) -> Figures | None:
-    if not facts.tuned:
-        return None
+def _read_in_training(facts: Facts) -> Expected:
     line = [line for line in facts.records["log"] if "routing" in line][-1]
-    return {"log.step": line["step"], "log.routing.heads_read": line["routing"]["heads_read"]}
+    return [line["step"], *_on(_value(line["routing"]["heads_read"]))]
 
 
-def _read_on_prompts(facts: Facts) -> Figures | None:
-    if not facts.tuned:
-        return None
+def _read_on_prompts(facts: Facts) -> Expected:
     load = facts.at("evaluation.analysis.model.head_load")
-    read = sum(map(sum, load["load"])) / len(load["load"])
-    return {"evaluation.analysis.head_load.load": read, "evaluation.analysis.head_load.tokens": load["tokens"]}
+    return [load["tokens"], *_on(sum(map(sum, load["load"])) / len(load["load"]))]
 
 
-def _on_prompts(facts: Facts) -> Figures | None:
-    """The benchmarks whose texts are all of first tokens that have all heads on."""
-    start = costs.all_heads_until(facts.records["config"])
-    if not facts.tuned or not start:
-        return None
-    load = facts.at("evaluation.analysis.model.head_load_by_text.load")
-    names = [name for name, shares in load.items() if all(share == 1 for share in shares)]
-    figures = {"analysis.model.all_heads_until": start, "analysis.model.head_load_by_text.load": names}
-    return figures if names else None
-
-
-def _all_heads_on(facts: Facts) -> Figures:
-    proof = facts.take(f"{_PROOF}.all_heads_active.equals_base", f"{_PROOF}.all_heads_active.tokens", f"{_PROOF}.dtype")
+def _perplexity_ratio(facts: Facts) -> Expected:
     if not facts.tuned:
-        return proof
-    after = {} if facts.dense_kept else facts.take(f"{_SAVED}.all_heads.kl", f"{_SAVED}.tokens")
-    return proof | {"chain.dense_kept": facts.dense_kept} | after
+        ratio, *ends = facts.take(f"{_PROOF}.converted", "perplexity_ratio", "ratio_interval")
+        return [ratio, facts.at(f"{_PROOF}.held_out_documents"), *ends]
+    perplexity, reference, documents = facts.take(_SAVED, "perplexity", "reference_perplexity", "documents")
+    return [facts.at("run.tokens"), perplexity / reference, documents, *facts.take(_SAVED, "ratio_interval")]
 
 
-def _as_converted(facts: Facts) -> Figures | None:
-    if facts.tuned:
+def _after_training(facts: Facts) -> Expected:
+    return None if facts.dense_kept else [facts.at(f"{_SAVED}.all_heads.kl"), facts.at(f"{_SAVED}.tokens")]
+
+
+def _fitted(facts: Facts) -> Expected:
+    calibration = facts.records["conversion"].get("calibration")
+    if calibration is None:
         return None
-    names = ("converted.perplexity_ratio", "converted.ratio_interval", "held_out_documents")
-    return facts.take(*(f"{_PROOF}.{name}" for name in names))
+    tokens = calibration["tokens"]
+    return [tokens, *(100 * count / tokens for count in calibration["tokens_of_source"].values())]
 
 
-def _tuned(facts: Facts) -> Figures | None:
-    if not facts.tuned:
-        return None
-    names = ("perplexity", "reference_perplexity", "ratio_interval", "documents")
-    return facts.take(*(f"{_SAVED}.{name}" for name in names)) | {"chain.tokens": facts.at("run.tokens")}
+def _verdict(facts: Facts) -> Expected:
+    average = facts.at("evaluation.average")
+    model, base = (average["scores"][label] for label in ("model", "base"))
+    recovery, kept = model["recovery"], model["margin_kept"]
+    of_average = [recovery["share"], model["value"], base["value"], *_spread(recovery, 0), average["over"]]
+    of_margin = [kept["share"], kept["model"], kept["base"], *_spread(kept)] if kept["share"] is not None else []
+    over = [kept["over"]] if kept["over"] not in (0, kept["total"]) else []
+    return [*of_average, *of_margin, *over, *kept["at_chance"]]
 
 
-def _text_of_training(facts: Facts) -> Figures:
-    if not facts.tuned:
-        model = facts.found.model
-        dense = [hashes.weight_hashes(folder)["dense"] for folder in (model.base, model.converted)]
-        return {"chain.runs": 0, "chain.dense_of_base": dense[0] == dense[1]}
-    return {"log.tokens": facts.at("run.tokens"), "recipe.data.sequence_length": SEQUENCE}
+def _spread(share: dict[str, Any], zero: int | None = None) -> list[Any]:
+    """The ends of an interval or, where the base is too close to zero for one, by how many standard errors."""
+    if share.get("base_errors") is not None:
+        return [share["base_errors"], *([] if zero is None else [zero])]
+    return list(share["interval"])
 
 
-def _calibration(facts: Facts) -> Figures:
-    if not facts.has_calibration:
-        return {}
-    return facts.take("conversion.calibration.tokens", "conversion.calibration.tokens_of_source")
-
-
-def _verdict(facts: Facts) -> Figures | None:
-    if not facts.tuned:
-        return None
-    average = "average.scores.model"
-    paths = ["average.over", "average.total", f"{average}.value", f"{average}.stderr", "average.scores.base.value"]
-    found = {path: facts.at(f"evaluation.{path}") for path in paths}
-    for name in ("recovery", "margin_kept"):
-        found |= facts.below(f"{average}.{name}", "evaluation.")
-    return found
-
-
-def _without_spread(facts: Facts) -> Figures | None:
-    """The benchmarks on which all items have one score."""
-    if not facts.tuned:
-        return None
+def _without_spread(facts: Facts) -> Expected:
+    """The benchmarks in which all items have one score."""
     alike = {
         name: [label for label, scores in of_models.items() if len(set(scores.tolist())) == 1]
         for name, of_models in facts.found.scores.items()
     }
-    alike = {name: labels for name, labels in alike.items() if labels}
-    return {"benchmarks.stderr": alike} if alike else None
+    named = [f"{name} ({', '.join(labels)})" for name, labels in alike.items() if labels]
+    return [0, *named] if named else None
 
 
-def _times(facts: Facts) -> Figures | None:
-    if not facts.tuned:
+def _all_on_prompts(facts: Facts) -> Expected:
+    """The benchmarks whose texts are no longer than the first tokens that have all heads on."""
+    if not facts.start:
         return None
-    return {f"evaluation.analysis.seconds.{length}": TIME for length in analysis.LENGTHS}
+    load = facts.at("evaluation.analysis.model.head_load_by_text.load")
+    names = [name for name, shares in load.items() if all(share == 1 for share in shares)]
+    return [*facts.start, *names] if names else None
 
 
-def _not_results(facts: Facts) -> Figures | None:
-    """Benchmarks of fewer than 100 items."""
-    if not facts.tuned:
-        return None
-    return {"evaluation.benchmarks.items": {name: len(found) for name, found in items().items()}}
-
-
-def _longest(facts: Facts) -> Figures:
-    longest = max(CONTEXT, SEQUENCE) if facts.tuned else CONTEXT
-    return {"config.max_position_embeddings": 1024, "conversion.plan.context": longest}
-
-
-def _if_tuned(facts: Facts, figures: Callable[[], Figures]) -> Figures | None:
-    return figures() if facts.tuned else None
-
-
-def _never(facts: Facts) -> None:
-    """Of a claim that none of these models supports."""
-
-
-# Of what `claims_of` makes, by name: the figures that a claim should state; None where there should be no claim.
-OF_A_CARD: dict[str, Callable[[Facts], Figures | None]] = {
-    "origin": lambda facts: {"conversion.base.name": "base"},
-    "heads_asked": _asked,
-    "heads_read": _read,
-    "heads_read_in_training": _read_in_training,
-    "heads_read_on_prompts": _read_on_prompts,
-    "closeness_tuned": _tuned,
-    "closeness_as_converted": _as_converted,
-    "verdict": _verdict,
-    "all_heads_on": _all_heads_on,
-    "held_out_text": lambda facts: facts.take(
-        f"{_PROOF}.held_out_tokens", f"{_PROOF}.held_out_documents", f"{_PROOF}.base_perplexity"
-    ),
-    "not_proven": _never,
-    "trained_tokens": lambda facts: _if_tuned(facts, lambda: {"chain.tokens": facts.at("run.tokens")}),
-    "unrecorded_changes": _never,
-    "text_of_training": _text_of_training,
-    "calibration_text": _calibration,
-    "unfinished": _never,
-    **dict.fromkeys(("limited", "part_of_data", "failed", "not_analysed"), _never),
-    **dict.fromkeys(("not_what_was_made", "not_its_base", "cut_prompts"), _never),
-    "all_heads_on_prompts": _on_prompts,
-    "without_spread": _without_spread,
-    "not_results": _not_results,
-    "theoretical_cost": _asked,
-    "measured_time": _times,
-    "untimed": lambda facts: None if facts.tuned else {"evaluation.analysis.seconds": None},
-    "faults_of_the_base": lambda facts: {"conversion.base.name": "base"},
-    "untuned": lambda facts: None if facts.tuned else {"chain.runs": 0},
-    "other_text_may_differ": lambda facts: _if_tuned(facts, lambda: facts.take(f"{_SAVED}.tokens")),
-    "no_benchmark": lambda facts: None if facts.tuned else {"evaluation": None},
-    "longest_text": _longest,
-}
-
-
-def _weights_changed(facts: Facts) -> Figures | None:
-    if not facts.tuned:
-        return None
+def _changed(facts: Facts) -> Expected:
     entry = run_record.expected_lineage(facts.found.run)["entries"][-1]
-    return {
-        f"chain.entries.{when}.{part}": entry[when][part]
-        for when in ("began_with", "made")
-        for part in ("dense", "routing")
-    } | facts.take("run.parameters.trained_routers", "run.parameters.trained_fallbacks")
+    same = [entry["began_with"][part] == entry["made"][part] for part in ("dense", "routing")]
+    told = " | ".join("kept" if kept else "changed" for kept in same)
+    return [1, entry["tokens"], entry["steps"], entry["seed"], f"| {told} |"]
 
 
-def _saved(facts: Facts) -> Figures | None:
-    return _if_tuned(facts, lambda: facts.take(f"{_SAVED}.dtype", f"{_SAVED}.all_heads.kl"))
+def _trained(facts: Facts) -> Expected:
+    counts = facts.take("run.parameters", *(f"trained_{kind}" for kind in ("base", "adapters", "routers", "fallbacks")))
+    return [count for count in counts if count]
 
 
-def _trained(facts: Facts) -> Figures | None:
-    kinds = ("base", "adapters", "routers", "fallbacks")
-    return _if_tuned(facts, lambda: facts.take(*(f"run.parameters.trained_{kind}" for kind in kinds)))
-
-
-def _floor(facts: Facts) -> Figures | None:
+def _floor(facts: Facts) -> Expected:
     floor = facts.found.run.saved.get("floor")
-    return None if floor is None or not facts.tuned else {"validation.floor": floor}
+    return None if floor is None else [floor]
 
 
-# Of the other claims, by name: what makes it of a model's records, and the figures that it should state.
-Maker = Callable[[ModelRecords], Claim | None]
-ON_THEIR_OWN: dict[str, tuple[Maker, Callable[[Facts], Figures | None]]] = {
-    "parameters_added": (
-        lambda records: made.parameters_added(records.conversion.arithmetic.parameters),
-        lambda facts: facts.below("conversion.arithmetic.parameters"),
+def _all_heads(facts: Facts) -> Expected:
+    found = facts.records["run"]["evaluation"].get("all_heads")
+    return None if found is None else [found["kl"]]
+
+
+def _only(tuned: bool, expected: Callable[[Facts], Expected] = lambda facts: []) -> Callable[[Facts], Expected]:
+    return lambda facts: expected(facts) if facts.tuned == tuned else None
+
+
+SAID: dict[str, Callable[[Facts], Expected]] = {
+    "A Mixture-of-Head model made from base": lambda facts: [],
+    "The head plan asks for": lambda facts: [*_on(_planned(facts)), *facts.start],
+    "As converted, before training, tokens of the conversion's held-out text": _only(True, _read),
+    "Tokens of the conversion's held-out text": _only(False, _read),
+    "tokens of the mixture's held-out text": _only(True, _read_in_training),
+    "tokens of the benchmarks' first prompts": _only(True, _read_on_prompts),
+    "times the perplexity of its base": _perplexity_ratio,
+    "This model ": _only(True, _verdict),
+    "equalled the base's bit for bit": lambda facts: facts.take(f"{_PROOF}.all_heads_active", "tokens"),
+    "did not equal its base": lambda facts: None,
+    "Training left the dense weights": _only(True, lambda facts: [] if facts.dense_kept else None),
+    "Training has since changed the dense weights": _only(True, _after_training),
+    "where the base's perplexity is": lambda facts: facts.take(
+        _PROOF, "held_out_tokens", "held_out_documents", "base_perplexity"
     ),
-    "conversion_took": (
-        lambda records: made.conversion_took(records.conversion),
-        lambda facts: facts.take(
-            *(f"conversion.{name}" for name in ("seconds", "device", "compute_dtype", "peak_memory_mib"))
-        ),
-    ),
-    "weights_changed": (
-        lambda records: records.run and trained.weights_changed(records.chain.runs[-1], records.run.parameters),
-        _weights_changed,
-    ),
-    "weights_trained": (
-        lambda records: records.run and trained.weights_trained(records.run.parameters, records.recipe),
-        _trained,
-    ),
-    "held_out_scores": (
-        lambda records: records.run and trained.held_out_scores(records.run.evaluation),
-        lambda facts: _if_tuned(facts, lambda: {"validation": facts.at(_SAVED)}),
-    ),
-    "scored_text": (
-        lambda records: records.run and trained.scored_text(records.run.evaluation),
-        lambda facts: _if_tuned(facts, lambda: {"validation.tokens": facts.at(f"{_SAVED}.tokens")}),
-    ),
-    "floor_of_kl": (lambda records: records.run and trained.floor_of_kl(records.run.evaluation.floor), _floor),
-    "saved_model": (
-        lambda records: trained.saved_model(records.run and records.run.evaluation, records.reference),
-        _saved,
-    ),
+    "Not proven": lambda facts: None,
+    "training tokens in all": _only(True, lambda facts: [facts.at("run.tokens")]),
+    "What was done to the weights before": lambda facts: None,
+    "tokens of the mixture recounted": _only(True, lambda facts: [facts.at("run.tokens"), SEQUENCE]),
+    "No training run is on record": _only(False),
+    "none was trained": _only(False),
+    "The conversion was fitted to": _fitted,
+    "The run has not finished": lambda facts: None,
+    "All items have the same score": _only(True, _without_spread),
+    "In the last layer with a router": _only(True, _all_on_prompts),
+    **dict.fromkeys(("NOT COMPARABLE", "FAILED", "NOT ANALYSED", "CHANGED", "NOT ITS BASE"), lambda facts: None),
+    "Left out of the card's model-index": _only(True, lambda facts: [100, *map(len, items().values())]),
+    "heads are on, as the head plan asks for": lambda facts: [_planned(facts), HEADS, *facts.start],
+    "Measured time of a forward pass": _only(True, lambda facts: [TIME]),
+    "No time was measured": _only(False),
+    "The faults of its base": lambda facts: [],
+    "No training since its conversion": _only(False),
+    "The held-out text is from the mixture": _only(True),
+    "No benchmark was run": _only(False),
+    "Its config allows": lambda facts: [1024, max(CONTEXT, SEQUENCE)],
+    "Scored on": _only(True, lambda facts: [facts.at(f"{_SAVED}.tokens")]),
+    "Before the first step": _only(True, _floor),
+    "With every head on, the saved model": _only(True, _all_heads),
+    "| parameters |": lambda facts: facts.take("conversion.arithmetic.parameters", "dense", "routers", "fallbacks"),
+    "| weights trained |": _only(True, _trained),
+    "| run 1 |": _only(True, _changed),
 }
 
 
-def makers() -> set[str]:
-    """Names of all functions of `moh_llm.claims` that make a claim."""
-    found = set()
-    for module in pkgutil.iter_modules(moh_llm.claims.__path__, "moh_llm.claims."):
-        for name, function in inspect.getmembers(import_module(module.name), inspect.isfunction):
-            made = inspect.signature(function).return_annotation
-            if not name.startswith("_") and made in (Claim, Claim | None):
-                found.add(name)
-    return found
+def faults(sections: dict[str, str], facts: Facts) -> Iterator[str]:
+    """What a card says and should not, or does not say, one line a sentence; sections that state no figure aside."""
+    lines = [line for title, body in sections.items() if title not in _FIXED for line in body.split("\n")]
+    said = [one for line in lines for one in ([line] if line.startswith("|") else re.split(r"(?<=\.)\s+", line))]
+    for words, expect in SAID.items():
+        expected, found = expect(facts), [one for one in said if words in one]
+        if (expected is None) != (not found):
+            yield f"{words!r} is {'not said' if expected is not None else f'said: {found[0]}'}"
+        for one in found if expected is not None else []:
+            if not _states(one, expected):
+                yield f"{one!r} should state {expected}"
+    for one in said:
+        if not one.startswith("|") and _numbers(one) and not any(words in one for words in (*SAID, *_NOTES)):
+            yield f"{one!r} is unknown"
+
+
+def _numbers(sentence: str) -> list[str]:
+    return _NUMBER.findall(sentence.replace("95 %", ""))
+
+
+def _states(sentence: str, expected: list[Any]) -> bool:
+    words = [value for value in expected if isinstance(value, str)]
+    numbers = [value for value in expected if not isinstance(value, str)]
+    found = _numbers(sentence)
+    if numbers == [TIME]:
+        return True  # with the name of the hardware
+    same = len(found) == len(numbers) and all(map(_is_near, found, numbers))
+    return same and all(word in sentence for word in words)
+
+
+def _value(expected: Any) -> float:
+    return expected.value if isinstance(expected, Near) else expected
+
+
+def _is_near(printed: str, expected: Any) -> bool:
+    """Whether a printed number is the expected one, to its last digit."""
+    digits, _, exponent = printed.replace(",", "").partition("e")
+    last = 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
+    by = expected.by if isinstance(expected, Near) else 0
+    return abs(float(printed.replace(",", "")) - _value(expected)) <= 0.51 * last + by + 2e-5 * abs(_value(expected))
