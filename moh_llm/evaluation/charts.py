@@ -1,7 +1,10 @@
-"""Charts as inline SVG, each with the numbers it shows. Needs matplotlib.
+"""Charts as inline SVG, each with the numbers that it shows. Needs matplotlib.
 
-The page's style sheet decides on colours, so that a chart follows the reader's light or dark theme: what
-matplotlib draws in a placeholder colour comes out as a CSS variable.
+The style sheet of the page sets the colours, so that a chart follows the reader's light or dark theme: matplotlib draws
+in placeholder colours, which become CSS variables.
+
+Charts have a name that is unique on the page, a title, and a note on how to read them. ``order`` lists names whose
+places decide on colours and markers, so that a series looks alike in all charts of a page.
 """
 
 import io
@@ -27,7 +30,7 @@ Interval = tuple[float, float | None, float | None]
 """A value and the ends of an interval around it, if they are known."""
 
 INK, FAINT = "#0a0b01", "#0a0b02"
-# As many as there are colours that colour-blind readers tell apart; more series differ by their dashes.
+# Colours that colour-blind readers tell apart; further series differ by their dashes and markers.
 SERIES = tuple(f"#0a0c{number:02x}" for number in range(1, 8))
 _VARIABLES = {INK: "--ink", FAINT: "--faint"} | {colour: f"--series-{n}" for n, colour in enumerate(SERIES, start=1)}
 _DASHES = ("-", "--", "-.", ":")
@@ -98,27 +101,21 @@ def line_chart(
     reference: float | None = None,
     order: Sequence[str] = (),
 ) -> Chart:
-    """Curves over a common axis.
+    """Curves of points (x, y) by name.
 
     Args:
-        name, title, note: see `Chart`.
-        series: points (x, y) by name.
-        x, y: the axes.
         bands: per series (x, low, high), drawn behind its curve.
         reference: a value to compare with, drawn as a dotted line.
-        order: names whose places decide on colours, so that a name has one in several charts; others follow.
     """
     with matplotlib.style.context(["default", _STYLE]):
         figure, axes = _figure(2.9)
         many = max(map(len, series.values()), default=0) > 40
         for key, points in series.items():
-            place = _place(key, order, series)
-            look = _look(place)
-            for band in [bands[key]] if bands and key in bands else []:
-                low, high = [row[1] for row in band], [row[2] for row in band]
-                axes.fill_between([row[0] for row in band], low, high, color=look["color"], alpha=0.18, linewidth=0)
-            marks = {} if many else {"marker": marker(place), "markersize": 3.5}
-            axes.plot(*_columns(points), label=label(key), linewidth=1.4, **look, **marks)
+            look = _look(key, [*order, *series]) | ({"marker": "none"} if many else {})
+            if band := (bands or {}).get(key):
+                axes.fill_between(*zip(*band, strict=True), color=look["color"], alpha=0.18, linewidth=0)
+            x_values, y_values = [at for at, _ in points], [value for _, value in points]
+            axes.plot(x_values, y_values, label=_label(key), linewidth=1.4, markersize=3.5, **look)
         if reference is not None:
             axes.axhline(reference, color=INK, linewidth=0.8, linestyle=":", zorder=1)
         _set_axis(axes, "x", x)
@@ -143,21 +140,15 @@ def interval_chart(
     zero: bool = False,
     order: Sequence[str] = (),
 ) -> Chart:
-    """A row for each name and in it each series' value with its interval.
+    """A row for each name, and in it the values of all series with their intervals; None where there is no value.
 
-    Args:
-        name, title, note: see `Chart`.
-        names: of the rows, from above.
-        series: per name a value with its interval, or None where there is none.
-        unit: of the values.
-        zero: whether to draw the line of no difference.
-        order: as `line_chart` has it.
+    ``zero`` draws the line of no difference.
     """
     with matplotlib.style.context(["default", _STYLE]):
         figure, axes = _figure(0.9 + (0.16 + 0.1 * len(series)) * len(names))
         for number, (key, values) in enumerate(series.items()):
             shift = 0.6 * (number + 0.5) / len(series) - 0.3
-            place = _place(key, order, series)
+            look = _look(key, [*order, *series])
             known = [(row, *value) for row, value in enumerate(values) if value is not None]
             below = [0 if low is None else value - low for _, value, low, _ in known]
             above = [0 if high is None else high - value for _, value, _, high in known]
@@ -165,15 +156,15 @@ def interval_chart(
                 [value for _, value, _, _ in known],
                 [row + shift for row, *_ in known],
                 xerr=[below, above],
-                fmt=marker(place),
+                fmt=look["marker"],
                 markersize=4,
                 elinewidth=1,
-                color=_look(place)["color"],
-                label=label(key),
+                color=look["color"],
+                label=_label(key),
             )
         if zero:
             axes.axvline(0, color=INK, linewidth=0.8)
-        axes.set_yticks(range(len(names)), [label(row, 24) for row in names])
+        axes.set_yticks(range(len(names)), [_label(row, 24) for row in names])
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlabel(unit)
         if len(series) > 1:
@@ -194,14 +185,9 @@ def heat_map(
     unit: str,
     note: str = "",
 ) -> Chart:
-    """Values in 0..1 as colours, the first row above; rows may be shorter than `columns`.
+    """Values from 0 to 1 as colours, in ``unit``, the first row above; rows may be shorter than ``columns``.
 
-    Args:
-        name, title, note: see `Chart`.
-        rows, columns: their names.
-        values: of each row.
-        axes_titles: of x and y.
-        unit: what the colours mean.
+    ``axes_titles``: of x and y.
     """
     with matplotlib.style.context(["default", _STYLE | {"axes.grid": False}]):
         figure, axes = _figure(min(7.0, 1.2 + max(0.16 * len(rows), 1.0)))
@@ -211,7 +197,7 @@ def heat_map(
         for axis, names in ((axes.xaxis, columns), (axes.yaxis, rows)):
             step = max(1, -(-len(names) // 32))
             shown = range(0, len(names), step)
-            axis.set_ticks([place + 0.5 for place in shown], [label(names[place], 24) for place in shown])
+            axis.set_ticks([place + 0.5 for place in shown], [_label(names[place], 24) for place in shown])
             axis.set_tick_params(length=0)
         axes.set(xlabel=axes_titles[0], ylabel=axes_titles[1])
         axes.invert_yaxis()
@@ -225,27 +211,21 @@ def _figure(height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def label(text: str, longest: int = 42) -> str:
-    """A name as a chart can show it: short enough, and neither a formula nor an entry that the legend hides."""
+def _label(text: str, longest: int = 42) -> str:
+    """A name as a chart can show it: short, no formula, and no entry that a legend hides."""
     text = text if len(text) <= longest else "…" + text[1 - longest :]
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
-def marker(index: int) -> str:
-    """Marker of the series of that index: where the colours repeat, each gets another marker than before."""
-    return _MARKERS[(index + index // len(SERIES)) % len(_MARKERS)]
-
-
-def _place(name: str, order: Sequence[str], series: Iterable[str]) -> int:
-    return list(dict.fromkeys([*order, *series])).index(name)
-
-
-def _look(number: int) -> dict[str, str]:
-    return {"color": SERIES[number % len(SERIES)], "linestyle": _DASHES[number // len(SERIES) % len(_DASHES)]}
-
-
-def _columns(points: Points) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+def _look(name: str, names: Iterable[str]) -> dict[str, str]:
+    """Colour, dashes and marker of a series; where colours repeat, dashes and markers differ."""
+    place = list(dict.fromkeys(names)).index(name)
+    turn = place // len(SERIES)
+    return {
+        "color": SERIES[place % len(SERIES)],
+        "linestyle": _DASHES[turn % len(_DASHES)],
+        "marker": _MARKERS[(place + turn) % len(_MARKERS)],
+    }
 
 
 def _set_axis(axes: Axes, which: str, wanted: Axis) -> None:

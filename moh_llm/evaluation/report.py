@@ -15,9 +15,8 @@ from urllib.parse import quote
 from moh_llm import __version__
 from moh_llm.claims.evaluation import verdict, warnings
 from moh_llm.evaluation import run_tables, tables
-from moh_llm.evaluation.model_charts import cost_charts, router_charts, score_charts
 from moh_llm.evaluation.rendering import html_templates, markdown_templates
-from moh_llm.evaluation.run_charts import training_charts
+from moh_llm.evaluation.report_charts import cost_charts, router_charts, score_charts, training_charts
 from moh_llm.evaluation.runs import (
     Group,
     Record,

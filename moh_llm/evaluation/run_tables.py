@@ -77,31 +77,21 @@ def run_table(run: TrainingRun) -> Table:
 
 
 def recipe(run: TrainingRun) -> Pairs:
-    """How a run trained, from its recipe and its log."""
-    given, last = run.recipe, run.lines[-1]
-    data, goal, optimizer, schedule = (given[key] for key in ("data", "objective", "optimizer", "schedule"))
+    """How a run trained: objective, steps, weights, the options of optimizer and schedule, and the device."""
+    given, data, goal = run.recipe, run.recipe["data"], run.recipe["objective"]
     batch = f"{data['batch_size']} sequences of {data['sequence_length']:,} tokens"
-    warmup = "1 step" if schedule["warmup_steps"] == 1 else f"{schedule['warmup_steps']:,} steps"
-    betas = optimizer["betas"]
     pairs: Pairs = [
         ("objective", objective(goal["kind"], run.reference)),
         ("tokens", f"{run.tokens:,}"),
-        ("steps", f"{last.step:,} of {given['max_steps']:,}, each {batch}"),
+        ("steps", f"{run.lines[-1].step:,} of {given['max_steps']:,}, each {batch}"),
         ("weights trained", weights_trained(run.record.parameters, given)),
-        ("highest learning rate", _rates(run, optimizer["learning_rate"])),
-        ("schedule", f"{warmup} of warm-up, then cosine to {_rates(run, schedule['final_learning_rate'])}"),
-        ("AdamW", f"betas {betas[0]:g} and {betas[1]:g}, weight decay {optimizer['weight_decay']:g}"),
     ]
-    if optimizer["max_grad_norm"] is not None:
-        pairs.append(("gradients clipped to norm", f"{optimizer['max_grad_norm']:g}"))
+    options = {f"{group}.{key}": value for group in ("optimizer", "schedule") for key, value in given[group].items()}
     if goal["kind"] == "distillation":
-        layer = goal["layer_coefficient"]
-        extra = f", weight {layer:g} of the layers' distance" if layer else ""
-        pairs.append(("distillation", f"temperature {goal['temperature']:g}{extra}"))
+        options |= {f"objective.{key}": goal[key] for key in ("temperature", "layer_coefficient")}
+    pairs += [(key, _short(value)) for key, value in options.items() if value is not None]
     if (beta := run.record.balance_coefficient) is not None:
         pairs.append(("load-balance weight", f"{beta:g}"))
-    if schedule["anneal_steps"]:
-        pairs.append(("heads switched off over", f"{schedule['anneal_steps']:,} steps"))
     if learned := given.get("shared_heads"):
         pairs.append(("shared heads learned over", f"{learned['steps']:,} steps, {learned['number']} per layer"))
     if dropped := [line for line in run.lines if line.dropped]:
@@ -208,16 +198,6 @@ def held_out_note(run: TrainingRun) -> str:
         )
     notes += filter(None, (floor_of_kl(run.floor), saved_model(saved, run.reference)))
     return " ".join(notes)
-
-
-def _rates(run: TrainingRun, rate: float) -> str:
-    """A learning rate of the base's weights, and the rate of routers and fallbacks, which are in one ratio."""
-    optimizer, parameters = run.recipe["optimizer"], run.record.parameters or {}
-    ratio = (optimizer["router_learning_rate"] or optimizer["learning_rate"]) / optimizer["learning_rate"]
-    trained = {kind: parameters.get(f"trained_{kind}", 1) for kind in ("base", "adapters", "routers", "fallbacks")}
-    routing = " and ".join(kind for kind in ("routers", "fallbacks") if trained[kind])
-    dense = [f"{rate:g}"] if trained["base"] or trained["adapters"] else []
-    return ", ".join(dense + ([f"{rate * ratio:g} of {routing}"] if routing else []))
 
 
 def _spread(found: Record | None, form: str, bounds: Sequence[float] | None = None, factor: float = 1) -> str:

@@ -219,18 +219,8 @@ def test_matplotlib_is_asked_for_by_name(make_run: MakeRun) -> None:
     assert not (run / "report").exists()
 
 
-@pytest.mark.parametrize(
-    ("trained", "highest", "final"),
-    [
-        ({"base": 5}, "5e-05", "5e-06"),
-        ({"fallbacks": 5}, "0.001 of fallbacks", "0.0001 of fallbacks"),
-        ({"adapters": 5, "routers": 5, "fallbacks": 5}, "5e-05, 0.001 of routers and", "5e-06, 0.0001 of routers and"),
-    ],
-)
-def test_rates_are_those_of_the_weights_that_are_trained(make_run: MakeRun, trained, highest: str, final: str) -> None:
-    kinds = dict.fromkeys(("base", "adapters", "routers", "fallbacks"), 0) | trained
-    parameters = {f"trained_{kind}": count for kind, count in kinds.items()}
-    (run,) = read_runs([make_run("run", record={"parameters": parameters})])
+def test_options_are_those_of_the_recipe(make_run: MakeRun) -> None:
+    (run,) = read_runs([make_run("run", recipe={"schedule": {"warmup_steps": 7}})])
     found = dict(recipe(run))
-    assert found["highest learning rate"].startswith(highest)
-    assert f"then cosine to {final}" in found["schedule"]
+    assert found["schedule.warmup_steps"] == "7" and found["optimizer.learning_rate"] == "5e-05"
+    assert found["objective.temperature"] == "1" and found["seed"] == "0"

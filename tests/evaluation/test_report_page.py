@@ -13,10 +13,10 @@ from urllib.parse import unquote
 import pytest
 from records import make_record, verdict
 
-from moh_llm.evaluation import run_charts
+from moh_llm.evaluation import report_charts as charts_of_reports
 from moh_llm.evaluation.charts import Axis, Chart, heat_map, interval_chart, line_chart
 from moh_llm.evaluation.report import render_html, report_charts, report_content
-from moh_llm.evaluation.run_charts import drawn_points, training_charts
+from moh_llm.evaluation.report_charts import drawn_points, training_charts
 from moh_llm.evaluation.runs import group_runs, read_runs
 from moh_llm.records.evaluation import EvaluationRecord
 
@@ -188,7 +188,7 @@ def drawn(unrendered: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[s
         found[name] = more | {"y": y}
         return line_chart(name, title, series, x, y, *rest, **more)
 
-    monkeypatch.setattr(run_charts, "line_chart", note)
+    monkeypatch.setattr(charts_of_reports, "line_chart", note)
     return found
 
 
