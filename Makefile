@@ -8,6 +8,7 @@
 # make results-check BASE=DIR STORIES=DIR CORPORA=DIR BENCHMARKS=DIR
 #                   measures a small part of each table of docs/results again and compares; without a folder
 #                   what needs it is left out
+# make reference    writes docs/reference.md from the declarations of the options
 # make docs         builds the documentation in site/, and fails on a broken link
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +16,7 @@ VLLM ?= .venv-vllm
 OUTPUT ?= out/quickstart
 MINUTES ?= 5
 
-.PHONY: quickstart test test-slow test-all test-clients test-cluster mutants results-check lint docs
+.PHONY: quickstart test test-slow test-all test-clients test-cluster mutants results-check lint reference docs
 
 quickstart: $(VENV)/quickstart-installed
 	$(VENV)/bin/moh-llm quickstart --minutes $(MINUTES) --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
@@ -46,6 +47,10 @@ lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports --no-logo
+
+reference: $(VENV)/installed
+	$(VENV)/bin/python -m moh_llm.commands.reference > docs/reference.md.new
+	mv docs/reference.md.new docs/reference.md
 
 docs: $(VENV)/installed
 	$(VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env --conf-dir docs . site

@@ -1,7 +1,6 @@
 """The flags of a command, made of the fields of its options."""
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -120,6 +119,6 @@ def help_of(option: Option) -> str:
     told, default = option.summary.replace("%", "%%").replace("`", ""), option.default
     if default is True:  # its flag is --no-NAME, or it says its value
         return f"Without {told[0].lower()}{told[1:]}"
-    if default is dataclasses.MISSING or default is None or default is False:
+    if option.is_required or default is None or default is False:
         return told
     return f"{told} (default: {option.default_in_words})"

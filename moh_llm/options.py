@@ -76,7 +76,7 @@ _WORDS = {
     float: "number",
     type(None): "null",
 }
-_BOUNDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
+_BOUNDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
 
 
 @dataclass_transform(frozen_default=True)
@@ -158,6 +158,11 @@ class Option:
         return self.parts[0]
 
     @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
     def is_group(self) -> bool:
         """Whether it holds options itself."""
         return dataclasses.is_dataclass(self.kind)
@@ -181,7 +186,7 @@ class Option:
     @property
     def default_in_words(self) -> str:
         """The default as a recipe has it; empty where the option must be given."""
-        return "" if self.default is dataclasses.MISSING else show(self.default)
+        return "" if self.is_required else show(self.default)
 
     @property
     def summary(self) -> str:

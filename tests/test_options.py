@@ -8,15 +8,16 @@ import yaml
 
 import moh_llm
 from moh_llm.cli import main
+from moh_llm.commands import reference
 from moh_llm.conversion.config import ConversionConfig
 from moh_llm.errors import UserError
-from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.flags import OptionParser, options_from
-from moh_llm.hub.config import PublishConfig
 from moh_llm.options import options_of
+from moh_llm.recipe import differing, read_options, recipe_values
 from moh_llm.training.config import TrainConfig
 
-KINDS = {"convert": ConversionConfig, "train": TrainConfig, "evaluate": EvaluationConfig, "publish": PublishConfig}
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = reference.KINDS
 
 
 def parse(*words: str) -> ConversionConfig:
@@ -152,3 +153,41 @@ def test_a_recipe_converts_like_its_flags(make_llama, river, tmp_path) -> None:
     assert main(["convert", str(tmp_path / "r.yaml"), "--num_active_heads", "3"]) == 0
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / name).glob("*.safetensors")} for name in ("one", "two"))
     assert one == two and one
+
+
+def test_the_reference_page_is_current() -> None:
+    """`make reference` writes it."""
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    assert page == reference.page()
+    for kind in KINDS.values():
+        assert all(f"| `{name}`" in page for name in options_of(kind))
+
+
+@pytest.mark.parametrize("command", KINDS)
+def test_a_recipe_in_full_is_read_as_the_defaults(command, tmp_path) -> None:
+    required = {name: "3" for name, option in options_of(KINDS[command]).items() if option.is_required}
+    required = {name: value for name, value in required.items() if "." not in name}
+    (tmp_path / "r.yaml").write_text(reference.full_recipe(command))
+    given = [("test", *item) for item in required.items()]
+    assert read_options(KINDS[command], [*recipe_values(tmp_path / "r.yaml"), *given]) == read_options(
+        KINDS[command], given
+    )
+    assert all(f"{name.rpartition('.')[2]}:" in reference.full_recipe(command) for name in options_of(KINDS[command]))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_hold_what_differs_and_why(path) -> None:
+    command = path.stem.partition("_")[0]
+    kind = KINDS.get(command, TrainConfig)
+    config = read_options(kind, recipe_values(path))
+    assert names_in(yaml.safe_load(path.read_text())) == names_in(differing(config))
+    header, _, *blocks = path.read_text().split("\n\n")
+    assert header.startswith("# ") and all("# " in block for block in blocks)
+
+
+def names_in(content: dict, prefix: str = "") -> set[str]:
+    """Dotted names of the values in nested maps; of an empty one its own."""
+    found = set()
+    for name, value in content.items():
+        found |= names_in(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name}
+    return found

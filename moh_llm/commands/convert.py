@@ -20,7 +20,7 @@ def add_arguments(parser: OptionParser) -> None:
         "%(prog)s [-h] BASE --output DIR [--OPTION VALUE ...]\n       %(prog)s RECIPE.yaml [--OPTION VALUE ...]"
     )
     parser.add_words("BASE", ConversionConfig, "base")
-    parser.add_options(ConversionConfig, hidden=["base", "shared", "budgets", "local_sinks"])
+    parser.add_options(ConversionConfig, hidden=["base", *ConversionConfig.WITHOUT_FLAG])
     parser.add_argument("--to-dense", action="store_true", help="Write the plain checkpoint inside the MoH model BASE")
 
 

@@ -2,6 +2,7 @@
 
     moh-llm recipes
     moh-llm recipes copy recipes/smollm2_recovery.yaml data_mixtures --output my-runs
+    moh-llm recipes --all-keys train > my-recipe.yaml
 
 Copies keep their paths below the output folder, so that commands run there find what a recipe's comments name.
 """
@@ -18,6 +19,11 @@ from moh_llm.terminal import say
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
+    parser.add_argument(
+        "--all-keys",
+        choices=["convert", "train", "evaluate", "publish"],
+        help="print a recipe of that command with all options, their meanings and defaults",
+    )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     copy = actions.add_parser("copy", help="copy some of them (default: list all)", description=__doc__)
     copy.add_argument("names", metavar="NAME", nargs="+", help="file or folder of the list, such as recipes/launch")
@@ -26,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List or copy. Returns the exit status; raises `UserError` for bad input."""
+    if args.all_keys is not None:
+        from moh_llm.commands.reference import full_recipe
+
+        say(*full_recipe(args.all_keys).splitlines())
+        return 0
     if args.action == "copy":
         for path in copy_files(args.names, args.output):
             say(path)

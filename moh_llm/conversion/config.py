@@ -148,6 +148,7 @@ class ConversionConfig(PlanOptions):
         "push_to_hub": "moh-llm publish FOLDER --repo-id ORG/NAME publishes what was converted",
         "licence": "moh-llm publish FOLDER --repo-id ORG/NAME takes --licence",
     }
+    WITHOUT_FLAG: ClassVar[tuple[str, ...]] = ("shared", "budgets", "local_sinks")
 
     base: Place
     """Folder or Hub id[@REVISION] of a checkpoint in safetensors, dense or MoH."""
@@ -163,7 +164,7 @@ class ConversionConfig(PlanOptions):
     count equally; a mixture is a YAML file. Verification reads a held-out part. Default: the text that Python ships."""
 
     context: PositiveInt = 8192
-    """Tokens per sequence of that text. At most what the base was made for; calibrate at the length that the model is
+    """Tokens per sequence of text. At most what the base was made for; calibrate at the length that the model is
     for."""
 
     calibration_tokens: PositiveInt = 24576
