@@ -46,8 +46,8 @@ from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.budget import allocate, plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import calibrate, make_fitter
 from moh_llm.conversion.checkpoint import write_description, write_weights
-from moh_llm.conversion.config import LONG, ConversionConfig
-from moh_llm.conversion.convert import calibration_batches
+from moh_llm.conversion.config import ConversionConfig
+from moh_llm.conversion.convert import LONG_CONTEXT, calibration_batches
 from moh_llm.conversion.fit import LayerSample, Ridge, group_costs, group_metric
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.local_fit import LocalFitter
@@ -109,7 +109,7 @@ def calibration_part(
         UserError: a source has too little text.
     """
     wanted = (seed + 1) * (tokens + len(mixture.sources) * length) if seed else tokens
-    sources = sample_mixture(mixture, tokenizer, wanted, 1, length if length >= LONG else None)
+    sources = sample_mixture(mixture, tokenizer, wanted, 1, length if length >= LONG_CONTEXT else None)
     for number, source in enumerate(sources if seed else []):
         width = max(1, round(tokens * source.weight / length)) * length  # as `calibration_batches` counts
         if (seed + 1) * width > len(source.train):

@@ -10,8 +10,7 @@ from moh_llm.options import Folder, Place, Places, options
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-LONG = 2048  # tokens of context from which on local fallbacks are the default
-_WINDOW = 256  # tokens, from there on; docs/results/long_context.md compares windows
+_WINDOW = 256  # tokens, from 4,096 tokens of context on; docs/results/long_context.md compares windows
 _MOST_START = 1024  # tokens: with fewer, attention is too small a part of the time for heads to matter
 
 
@@ -38,7 +37,7 @@ class PlanOptions:
 
     router: Literal["linear", "threshold", "query_norm", "none"] | None = None
     """How tokens choose heads. `threshold`: all heads with a score above zero, the default with local fallbacks.
-    `linear`: the same number of heads for each token, the default otherwise. `query_norm`: the heads with the largest
+    `linear`: the same number of heads for each token, the default with other fallbacks. `query_norm`: the heads with the largest
     queries. `none`: the same heads for all tokens."""
 
     routing_granularity: Literal["head", "kv_group"] = "head"
@@ -50,11 +49,11 @@ class PlanOptions:
 
     fallback: Literal["value", "local", "none"] | None = None
     """What replaces a head that is off. `local`: attention to the last and first tokens, and to one fitted token for
-    those between. `value`: a fitted vector and a share of the token's own value. `none`: zero. Default: `local` from
-    2,048 tokens of context on, else `value`."""
+    those between. `value`: a fitted vector and a share of the token's own value. `none`: zero. Default: `local`; `none`
+    for the preset and for `query_norm`."""
 
     local_window: PositiveInt | None = None
-    """Last tokens that a local fallback reads. Default: 256, and below 2,048 tokens of context a sixteenth of it."""
+    """Last tokens that a local fallback reads. Default: 256, and below 4,096 tokens of context a sixteenth of it."""
 
     local_sinks: NonNegativeInt = 4
     """First tokens that a local fallback reads."""
@@ -91,9 +90,9 @@ class PlanOptions:
     @property
     def head_fallback(self) -> str:
         """The config's field."""
-        if self.fallback or self.preset or self.router == "query_norm":
-            return self.fallback or "none"
-        return "local" if self.context >= LONG else "value"
+        if self.fallback:
+            return self.fallback
+        return "none" if self.preset or self.router == "query_norm" else "local"
 
     @property
     def all_heads_until(self) -> int:
@@ -105,7 +104,7 @@ class PlanOptions:
         """The config's `local_window`."""
         if self.local_window is not None:
             return self.local_window
-        return _WINDOW if self.context >= LONG else max(1, self.context // 16)
+        return min(_WINDOW, max(1, self.context // 16))
 
     @property
     def start(self) -> int:

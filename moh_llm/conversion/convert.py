@@ -17,7 +17,7 @@ from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.conversion.budget import plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import LayerCalibration, calibrate, in_sight
 from moh_llm.conversion.checkpoint import write_description, write_weights
-from moh_llm.conversion.config import LONG, ConversionConfig
+from moh_llm.conversion.config import ConversionConfig
 from moh_llm.conversion.description import arithmetic, calibration_record
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import shared_and_active
@@ -47,6 +47,7 @@ from moh_llm.terminal import say_aside
 
 _BATCH_TOKENS = 2048
 WIDENED = ".widened"  # folder of the base with more tokens, until the conversion is done
+LONG_CONTEXT = 2048  # tokens from which on documents as long are calibrated on, and retrieval is scored
 
 
 def convert(options: ConversionConfig) -> Conversion:
@@ -75,7 +76,7 @@ def convert(options: ConversionConfig) -> Conversion:
     sources: list[TokenizedSource] = []
     if reads_text:
         tokenizer = widening.tokenizer if widening else open_tokenizer(base.folder, base.config.vocab_size)
-        long = length if length >= LONG else None
+        long = length if length >= LONG_CONTEXT else None
         rows = widening.rows if widening else base.config.vocab_size
         sources = sample_mixture(mixture, tokenizer, options.calibration_tokens, wanted, long, length, rows)
     held_out: list[Batch] = []
@@ -128,7 +129,7 @@ def convert(options: ConversionConfig) -> Conversion:
         if verifies:
             converted = LayerwiseModel(folder, weight_map, config, computed, device)
             prompt = None
-            if length >= LONG:
+            if length >= LONG_CONTEXT:
                 prompt = retrieval_prompt(held_out, tokenizer, sum(in_sight(plan) or ()))
             record.verification = verify(dense, converted, held_out, prompt=prompt)
         write_description(folder, base, config, weight_map)
