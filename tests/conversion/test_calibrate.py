@@ -13,7 +13,7 @@ from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.records.model import read_weight_map
 
-PLAN = PlanOptions(num_shared_heads=1, shared="importance")
+PLAN = PlanOptions(fallback="value", num_shared_heads=1, shared="importance")
 LENGTH = 96
 
 
@@ -59,7 +59,7 @@ def test_plans_share_one_calibration(run, tmp_path):
     base = LayerwiseModel(
         folder, read_weight_map(folder)[1], AutoConfig.from_pretrained(folder), torch.float32, torch.device("cpu")
     )
-    local = PlanOptions(fallback="local", local_window=8, local_sinks=2, num_active_heads=2)
+    local = PlanOptions(local_window=8, local_sinks=2, num_active_heads=2)
     plans = [local, replace(local, num_active_heads=3), replace(local, router="none"), replace(local, shared="first")]
     plans.append(replace(local, routing_granularity="kv_group"))
     together = calibrate(base, make_batches(4, 4), plans, tmp_path)
@@ -171,7 +171,7 @@ def test_plan_is_followed(run):
     for layer in calibrated(make_batches(4), PlanOptions(num_shared_heads=2, shared="importance", fallback="none")):
         assert layer.shared_heads == sorted(sorted(range(4), key=lambda head: -layer.importance[head])[:2])
         assert layer.fits[2].tensors.keys() == {"router.routed.weight", "router.routed.bias"}
-    groups = PlanOptions(num_shared_heads=2, shared="importance", routing_granularity="kv_group")
+    groups = PlanOptions(fallback="value", num_shared_heads=2, shared="importance", routing_granularity="kv_group")
     for layer in calibrated(make_batches(4), groups):
         assert layer.shared_heads in ([0, 1], [2, 3]) and len(layer.importance) == 2 and layer.costs.keys() == {2}
         assert layer.fits[2].tensors["router.routed.weight"].shape == (1, 32)

@@ -35,7 +35,7 @@ def test_default_conversion(make_llama, convert, read_tensors, tmp_path, layout,
     assert convert(base, tmp_path / "moh") == 0
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")
     assert moh.dtype == dtype
-    assert (moh.config.router_type, moh.config.head_fallback, moh.config.num_shared_heads) == ("linear", "value", 1)
+    assert (moh.config.router_type, moh.config.head_fallback) == ("threshold", "local")
     assert sum(moh.config.active_heads_per_layer) == 6  # 3/4 of 2 layers of 4
 
     # The base's files are there byte for byte, and beside them one of routing tensors.
@@ -62,7 +62,7 @@ def test_what_the_record_says(make_llama, convert, read_tensors, river, tmp_path
     assert record["seconds"] > 0 and record["peak_memory_mib"] > 0
     calibration = record["calibration"]
     assert calibration["tokens"] == 1024 and calibration["sources"] == {str(river): 1.0}
-    assert [list(costs) for costs in calibration["estimated_kl_by_drops"]] == [list("1234567")] * 2
+    assert [list(costs) for costs in calibration["estimated_kl_by_drops"]] == [list("012345678")] * 2
 
     cost, plan = record["arithmetic"], record["plan"]
     assert str(plan["context"]) in cost["forward_flops"]
@@ -76,7 +76,6 @@ def test_what_the_record_says(make_llama, convert, read_tensors, river, tmp_path
     assert proof["converted"]["perplexity_ratio"] == proof["converted"]["perplexity"] / proof["base_perplexity"]
     for layer, active, shared in zip(proof["layers"], plan["active_heads"], plan["shared_heads"], strict=True):
         assert layer["attention_output_error"] > 0 or active == 8
-        assert sum(layer["head_load"]) == pytest.approx(active, abs=1e-3)
         assert all(layer["head_load"][head] == 1 for head in shared)
 
 
@@ -86,7 +85,7 @@ def test_uneven_budgets_sum_to_the_asked_total(make_llama, convert, tmp_path):
     tensors = load_file(base / "model.safetensors")
     tensors["model.layers.1.self_attn.o_proj.weight"] *= 1e-4
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    assert convert(base, tmp_path / "moh", "--keys", "0.84") == 0
+    assert convert(base, tmp_path / "moh", "--keys", "0.84", "--fallback", "value") == 0
     assert json.loads((tmp_path / "moh" / "config.json").read_text())["num_active_heads"] == [4, 2, 4]
     assert record_of(tmp_path / "moh")["plan"]["active_heads"] == [4, 2, 4]
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")
@@ -99,6 +98,7 @@ GROUPS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64,
 @pytest.mark.parametrize("flags", [["shared=importance"], ["--num-shared-heads", "0", "budgets=even"]], ids=str)
 def test_whole_groups(make_llama, convert, tmp_path, capsys, flags):
     """Every token has both heads of a group on or off."""
+    flags = [*flags, "--fallback", "value"]
     assert convert(make_llama(**GROUPS), tmp_path / "moh", "--routing-granularity", "kv_group", *flags) == 0
     assert "by whole key-value groups" in " ".join(capsys.readouterr().out.split())
     moh, record = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").eval(), record_of(tmp_path / "moh")
@@ -226,7 +226,7 @@ def test_the_compute_dtype_is_not_the_stored_one(make_llama, convert, tmp_path, 
     wide = tmp_path / "wide"
     shutil.copytree(narrow, wide)
     LlamaForCausalLM.from_pretrained(narrow, dtype=torch.float32).save_pretrained(wide)
-    flags = ["--context", "64", "--fallback", "local"]
+    flags = ["--context", "64"]
     for name, base in {"of-narrow": narrow, "of-wide": wide}.items():
         assert convert(base, tmp_path / name, *flags) == 0
     of_narrow, of_wide = (read_tensors(tmp_path / name) for name in ("of-narrow", "of-wide"))

@@ -21,7 +21,7 @@ def base(make_llama):
 
 @pytest.mark.parametrize("router", ["threshold", "none"])
 def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path, capsys, router):
-    """The default from 2,048 tokens on, and fixed heads: the budget is met, and shown as a share of keys."""
+    """The default router, and fixed heads: the budget is met, and shown as a share of keys."""
     flags = [] if router == "threshold" else ["--router", router]
     assert convert(base, tmp_path / "moh", "--keys", "0.6", "--context", "2048", *flags) == 0
     assert f"router {router}, fallback local" in " ".join(capsys.readouterr().out.split())
@@ -34,13 +34,13 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
     never_routed = all({*shared, *local} == {*range(4)} for shared, local in pairs)
     on = sum(config.active_heads_per_layer)
     assert keys_read(config, 2048) <= 0.6 < keys_read(config, 2048) + (1 - 1 / 8) / heads
-    assert on == shared_and_active(PlanOptions(fallback="local", keys=0.6, context=2048), config)[1]
+    assert on == shared_and_active(PlanOptions(keys=0.6, context=2048), config)[1]
     assert never_routed == (router == "none")
     assert never_routed == (not [name for name in moh.state_dict() if ".router." in name])
     record = json.loads((tmp_path / "moh" / "conversion.json").read_text())
     assert record["verification"]["all_heads_active"]["equals_base"] is True
     assert record["plan"]["shared"] == "importance"
-    assert record["plan"]["keys_read"] == round(keys_read(config, 2048), 4) and record["plan"]["local_window"] == 256
+    assert record["plan"]["keys_read"] == round(keys_read(config, 2048), 4) and record["plan"]["local_window"] == 128
     parts = record["verification"]["by_position"]
     assert [part["start"] for part in parts] == [0, 512]  # one sequence of 2,048 tokens
     assert sum(part["tokens"] for part in parts) == record["verification"]["held_out_tokens"]
@@ -50,7 +50,7 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
 
 @pytest.mark.parametrize("router", ["none", "linear", "threshold"])
 def test_it_runs_with_transformers_alone(base, convert, tmp_path, router):
-    flags = ["--fallback", "local", "--local-window", "16", "local_sinks=2", "--router", router]
+    flags = ["--local-window", "16", "local_sinks=2", "--router", router]
     flags += ["--num-active-heads", "2", "--context", "128", "--heldout-tokens", "0"]
     assert convert(base, tmp_path / "moh", *flags) == 0
     moh = AutoModelForCausalLM.from_pretrained(tmp_path / "moh", trust_remote_code=True)
@@ -88,7 +88,7 @@ def test_documents_within_the_window_are_too_short(base, convert, tmp_path, caps
     text.write_text("".join(f'{{"text": "{number} boats lay on the river at noon."}}\n' for number in range(3000)))
     assert convert(base, tmp_path / "moh", "--context", "2048", "--calibration", str(text)) == 2
     error = capsys.readouterr().err
-    assert "has 0 tokens that are more than 260 after the first of their document" in error
+    assert "has 0 tokens that are more than 256 after the first of their document" in error
     assert "--fallback value" in error and "Traceback" not in error and not (tmp_path / "moh").exists()
 
 
@@ -100,7 +100,7 @@ def test_documents_within_the_window_are_too_short(base, convert, tmp_path, caps
         (["--keys", "0.5", "--num-active-heads", "2"], "give --num-active-heads or --keys, not both"),
         (["--router", "threshold", "--fallback", "value"], "fitted with local fallbacks; add --fallback local"),
         (["--router", "none", "--num-shared-heads", "1"], "drop --num-shared-heads"),
-        (["--fallback", "local", "--local-window", "0"], "local_window=0 must be greater than 0"),
+        (["--local-window", "0"], "local_window=0 must be greater than 0"),
         (["--context", "0"], "context=0 must be greater than 0"),
     ],
 )

@@ -15,23 +15,27 @@ def llama(heads=4, layers=30, **fields):
     return LlamaConfig(num_attention_heads=heads, num_hidden_layers=layers, hidden_size=8 * heads, **fields)
 
 
+def by_value(**options):
+    return PlanOptions(fallback="value", **options)
+
+
 def by_group(**options):
-    return PlanOptions(routing_granularity="kv_group", **options)
+    return by_value(routing_granularity="kv_group", **options)
 
 
 @pytest.mark.parametrize(
     ("options", "heads", "groups", "expected"),
     [
-        (PlanOptions(), 32, 32, (4, 720)),
-        (PlanOptions(), 9, 9, (1, 202)),  # 202.5, half to even
-        (PlanOptions(keys=0.77), 9, 9, (1, 207)),  # 207.9
-        (PlanOptions(keys=1.0), 9, 9, (1, 270)),
-        (PlanOptions(num_active_heads=2), 32, 32, (2, 60)),
-        (PlanOptions(num_shared_heads=7), 9, 9, (7, 210)),
-        (PlanOptions(num_shared_heads=0), 9, 9, (0, 202)),
-        (PlanOptions(), 1, 1, (1, 30)),
-        (PlanOptions(budgets="even"), 9, 9, (1, 180)),
-        (PlanOptions(budgets="even", keys=15 / 22), 22, 22, (2, 450)),  # the product is a little below 15
+        (by_value(), 32, 32, (4, 720)),
+        (by_value(), 9, 9, (1, 202)),  # 202.5, half to even
+        (by_value(keys=0.77), 9, 9, (1, 207)),  # 207.9
+        (by_value(keys=1.0), 9, 9, (1, 270)),
+        (by_value(num_active_heads=2), 32, 32, (2, 60)),
+        (by_value(num_shared_heads=7), 9, 9, (7, 210)),
+        (by_value(num_shared_heads=0), 9, 9, (0, 202)),
+        (by_value(), 1, 1, (1, 30)),
+        (by_value(budgets="even"), 9, 9, (1, 180)),
+        (by_value(budgets="even", keys=15 / 22), 22, 22, (2, 450)),  # the product is a little below 15
         (PlanOptions(router="query_norm"), 9, 9, (1, 180)),
         (PlanOptions(preset="paper"), 32, 32, (16, 720)),
         (PlanOptions(preset="paper"), 9, 9, (4, 180)),
@@ -40,8 +44,8 @@ def by_group(**options):
         (PlanOptions(preset="paper", keys=0.8), 9, 9, (4, 210)),
         (PlanOptions(preset="paper", router="linear"), 9, 9, (4, 180)),
         (PlanOptions(preset="paper", router="linear", fallback="local"), 9, 9, (4, 180)),
-        (PlanOptions(fallback="local"), 9, 9, (0, 202)),
-        (PlanOptions(fallback="local", router="linear", num_shared_heads=2), 9, 9, (2, 202)),
+        (PlanOptions(), 9, 9, (0, 202)),
+        (PlanOptions(router="linear", num_shared_heads=2), 9, 9, (2, 202)),
         (by_group(), 9, 3, (0, 204)),  # 67.5 groups, half to even
         (by_group(num_active_heads=7), 9, 3, (0, 210)),
         (by_group(num_shared_heads=3), 9, 3, (3, 204)),
@@ -49,8 +53,8 @@ def by_group(**options):
         (by_group(), 64, 32, (8, 1440)),
         (by_group(num_active_heads=2), 32, 16, (2, 60)),
         (by_group(), 8, 1, (0, 240)),
-        (by_group(preset="paper"), 9, 3, (3, 180)),
-        (by_group(preset="paper"), 28, 4, (14, 630)),
+        (PlanOptions(preset="paper", routing_granularity="kv_group"), 9, 3, (3, 180)),
+        (PlanOptions(preset="paper", routing_granularity="kv_group"), 28, 4, (14, 630)),
         (by_group(), 9, 9, (1, 202)),  # a group is a head
     ],
 )
@@ -60,11 +64,11 @@ def test_shared_and_active(options, heads, groups, expected):
 
 @pytest.mark.parametrize(
     ("context", "given", "window"),
-    [(8192, None, 256), (2048, None, 256), (1024, None, 64), (512, None, 32), (8, None, 1), (512, 100, 100)],
+    [(8192, None, 256), (4096, None, 256), (2048, None, 128), (512, None, 32), (8, None, 1), (512, 100, 100)],
 )
 def test_the_window_of_local_fallbacks_follows_the_context(context, given, window):
-    """256 tokens, and below 2,048 tokens of context a sixteenth of it; the config has it."""
-    options = PlanOptions(fallback="local", context=context, local_window=given)
+    """256 tokens, and below 4,096 tokens of context a sixteenth of it; the config has it."""
+    options = PlanOptions(context=context, local_window=given)
     config = build_config(llama(4, 2), options, [[], []], [2, 2])
     assert options.window == config.local_window == window
 
@@ -93,7 +97,8 @@ def test_an_uneven_total_of_whole_groups_need_not_be_even():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (PlanOptions(), ("linear", True, "value", True)),
+        (PlanOptions(), ("threshold", True, "local", True)),
+        (by_value(), ("linear", True, "value", True)),
         (PlanOptions(fallback="none", budgets="even"), ("linear", False, "none", True)),
         (PlanOptions(router="query_norm"), ("query_norm", False, "none", False)),
         (PlanOptions(preset="paper"), ("query_norm", False, "none", False)),
@@ -110,10 +115,13 @@ def test_what_follows_from_the_router(options, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_active_heads": 99}, "num_active_heads=99 must lie between num_shared_heads=1 and num_attention_heads=4"),
-        ({"num_active_heads": 0}, "num_active_heads=0 must lie between num_shared_heads=1 and"),
+        ({"num_active_heads": 99}, "num_active_heads=99 must lie between 0 and num_attention_heads=4"),
+        ({"num_active_heads": 0, "fallback": "value"}, "num_active_heads=0 must lie between num_shared_heads=1 and"),
         ({"num_shared_heads": 3, "num_active_heads": 2}, "num_active_heads=2 must lie between num_shared_heads=3 and"),
-        ({"num_shared_heads": 0, "num_active_heads": 0}, "num_active_heads=0 must lie between 1 and"),
+        (
+            {"num_shared_heads": 0, "num_active_heads": 0, "fallback": "value"},
+            "num_active_heads=0 must lie between 1 and",
+        ),
         ({"num_shared_heads": 5}, "num_shared_heads=5 must lie between 0 and num_attention_heads=4"),
         ({"num_shared_heads": -1}, "num_shared_heads=-1 must lie between 0 and num_attention_heads=4"),
         ({"keys": 1.5}, "keys=1.5 must be at most 1"),
@@ -133,7 +141,7 @@ def test_impossible_options_are_named(options, message):
 @pytest.mark.parametrize("shared", [None, 0, 1])
 @pytest.mark.parametrize("heads", [2, 9, 16, 17, 32, 33, 40, 64, 128])
 def test_many_heads_are_fitted_at_few_numbers_of_drops(heads, shared):
-    options = PlanOptions(num_shared_heads=shared)
+    options = by_value(num_shared_heads=shared)
     drops = drops_to_fit(options, llama(heads))
     most = heads - max(1, shared_and_active(options, llama(heads))[0])
     assert drops[0] == 1 and drops[-1] == most and len(drops) <= 17
@@ -141,12 +149,14 @@ def test_many_heads_are_fitted_at_few_numbers_of_drops(heads, shared):
 
 
 def test_drops_of_even_and_empty_plans():
-    assert drops_to_fit(PlanOptions(), llama(32)) == [1, *range(2, 29, 2)]
+    assert drops_to_fit(PlanOptions(), llama(9)) == [*range(10)]
     assert drops_to_fit(PlanOptions(budgets="even"), llama(32)) == [8]
-    assert drops_to_fit(PlanOptions(budgets="even", num_active_heads=32), llama(32)) == [1]
+    assert drops_to_fit(by_value(), llama(32)) == [1, *range(2, 29, 2)]
+    assert drops_to_fit(by_value(budgets="even"), llama(32)) == [8]
+    assert drops_to_fit(by_value(budgets="even", num_active_heads=32), llama(32)) == [1]
     assert drops_to_fit(PlanOptions(preset="paper"), llama(32)) == []
-    assert drops_to_fit(PlanOptions(), llama(1)) == []
-    assert drops_to_fit(PlanOptions(num_shared_heads=4), llama(4)) == []
+    assert drops_to_fit(by_value(), llama(1)) == []
+    assert drops_to_fit(by_value(num_shared_heads=4), llama(4)) == []
     assert drops_to_fit(by_group(), llama(9, num_key_value_heads=3)) == [3, 6]
     assert drops_to_fit(by_group(budgets="even"), llama(32, num_key_value_heads=8)) == [8]
     assert drops_to_fit(by_group(), llama(8, num_key_value_heads=1)) == []
@@ -154,7 +164,7 @@ def test_drops_of_even_and_empty_plans():
 
 def test_config_holds_ids_and_budgets_of_each_layer():
     base = llama(4, 2, rope_parameters={"rope_type": "default", "rope_theta": 7.0}, num_key_value_heads=2)
-    config = build_config(base, PlanOptions(shared="importance"), [[1, 3], [0]], [2, 4])
+    config = build_config(base, by_value(shared="importance"), [[1, 3], [0]], [2, 4])
     assert (config.shared_heads, config.num_shared_heads, config.num_active_heads) == ([[1, 3], [0]], [2, 1], [2, 4])
     assert (config.router_type, config.router_score, config.head_fallback) == ("linear", "quantized", "value")
     assert (config.hidden_size, config.num_key_value_heads, config.rope_parameters["rope_theta"]) == (32, 2, 7.0)
