@@ -22,7 +22,7 @@ def base(make_llama):
 @pytest.mark.parametrize("router", ["threshold", "none"])
 def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path, capsys, router):
     """The default router, and fixed heads: the budget is met, and shown as a share of keys."""
-    flags = [] if router == "threshold" else ["--router", router]
+    flags = ["--local-window", "256", *([] if router == "threshold" else ["--router", router])]
     assert convert(base, tmp_path / "moh", "--keys", "0.6", "--context", "2048", *flags) == 0
     assert f"router {router}, fallback local" in " ".join(capsys.readouterr().out.split())
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")
@@ -34,13 +34,13 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
     never_routed = all({*shared, *local} == {*range(4)} for shared, local in pairs)
     on = sum(config.active_heads_per_layer)
     assert keys_read(config, 2048) <= 0.6 < keys_read(config, 2048) + (1 - 1 / 8) / heads
-    assert on == shared_and_active(PlanOptions(keys=0.6, context=2048), config)[1]
+    assert on == shared_and_active(PlanOptions(keys=0.6, context=2048, local_window=256), config)[1]
     assert never_routed == (router == "none")
     assert never_routed == (not [name for name in moh.state_dict() if ".router." in name])
     record = json.loads((tmp_path / "moh" / "conversion.json").read_text())
     assert record["verification"]["all_heads_active"]["equals_base"] is True
     assert record["plan"]["shared"] == "importance"
-    assert record["plan"]["keys_read"] == round(keys_read(config, 2048), 4) and record["plan"]["local_window"] == 128
+    assert record["plan"]["keys_read"] == round(keys_read(config, 2048), 4) and record["plan"]["local_window"] == 256
     parts = record["verification"]["by_position"]
     assert [part["start"] for part in parts] == [0, 512]  # one sequence of 2,048 tokens
     assert sum(part["tokens"] for part in parts) == record["verification"]["held_out_tokens"]
