@@ -57,7 +57,7 @@ def test_a_conversion_is_nearer_than_the_papers_layer_and_random_heads(
 @torch.no_grad()
 def test_they_are_models_of_their_own_on_the_same_weights(make_llama, convert, tmp_path, one_thread):
     base = make_llama(num_hidden_layers=3)
-    assert convert(base, tmp_path / "moh", "--keys", "0.7", "--heldout-tokens", "0") == 0
+    assert convert(base, tmp_path / "moh", "--fallback", "value", "--keys", "0.7", "--heldout-tokens", "0") == 0
     converted = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").eval()
     dense = LlamaForCausalLM.from_pretrained(base).eval()
     # The paper's layer with as many active heads, written out: half of the four shared, chosen by the queries' norms.

@@ -110,7 +110,7 @@ def test_description_names_heads_and_records(tiny_moh: Path, paper_moh: Path) ->
     first, last = about["heads"]["num_active_heads"]
     assert first != last and first + last == 12 and paper["heads"]["num_active_heads"] == 6
     kinds = [(found["heads"]["router_type"], found["heads"].get("head_fallback")) for found in (about, paper)]
-    assert kinds == [("linear", "value"), ("query_norm", "none")]
+    assert kinds == [("threshold", "local"), ("query_norm", "none")]
     assert about["records"] == [str(tiny_moh / name) for name in ("conversion.json", "lineage.json")]
 
 

@@ -52,7 +52,7 @@ def flip(path: Path) -> None:
 
 def fewer_heads(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_active_heads": [3, config["num_active_heads"][1]]}))
+    (folder / "config.json").write_text(json.dumps(config | {"num_active_heads": 3}))
 
 
 def change_tensor(folder: Path, name: str, factor: float) -> None:

@@ -11,9 +11,10 @@ from moh_llm.modeling import MoHLlamaForCausalLM
 
 @pytest.fixture(scope="module")
 def converted(make_llama, convert, tmp_path_factory) -> Path:
-    """A default conversion: linear router, fallbacks, budgets that differ between layers."""
+    """A conversion with a linear router, value fallbacks, budgets that differ between layers."""
     folder = tmp_path_factory.mktemp("conversion") / "moh"
-    assert convert(make_llama(num_hidden_layers=3), folder, "--keys", "0.7", "--heldout-tokens", "0") == 0
+    flags = ["--fallback", "value", "--keys", "0.7", "--heldout-tokens", "0"]
+    assert convert(make_llama(num_hidden_layers=3), folder, *flags) == 0
     return folder
 
 

@@ -35,11 +35,12 @@ def base_folder(made_once: Callable[..., Path], make_llama: Callable[..., Path])
 
 @pytest.fixture(scope="session")
 def model_folder(made_once: Callable[..., Path], base_folder: Path, convert: Callable[..., int]) -> Path:
-    """The default conversion of `base_folder`, not to be changed.
+    """A conversion of `base_folder` whose routers learn, not to be changed.
 
-    It has linear routers, fallbacks, one shared head per layer, and uneven budgets: 3 and 1 active heads.
+    It has linear routers, value fallbacks, one shared head per layer, and uneven budgets: 3 and 1 active heads.
     """
-    folder = made_once("moh", lambda folder: convert(base_folder, folder, "--num-active-heads", "2"))
+    flags = ["--num-active-heads", "2", "--fallback", "value"]
+    folder = made_once("moh", lambda folder: convert(base_folder, folder, *flags))
     config = MoHLlamaConfig.from_pretrained(folder)
     assert (config.router_type, config.head_fallback) == ("linear", "value")
     assert config.active_heads_per_layer == [3, 1]

@@ -50,10 +50,10 @@ def origin(
     recipe_file: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A folder with a dense model `llama`, its default conversion `moh`, and a first run `run1`; not to be changed."""
+    """A folder with a dense model `llama`, its conversion `moh`, and a first run `run1`; not to be changed."""
     folder = tmp_path_factory.mktemp("origin")
     shutil.move(make_llama(num_hidden_layers=3), folder / "llama")
-    assert convert(folder / "llama", folder / "moh", "--num-active-heads", "2") == 0
+    assert convert(folder / "llama", folder / "moh", "--num-active-heads", "2", "--fallback", "value") == 0
     first = ["train", str(recipe_file), "--model", str(folder / "moh"), "--output_dir", str(folder / "run1")]
     assert main(first) == 0
     return folder
