@@ -100,7 +100,7 @@ def quickstart(
     say(*show_plan(amounts, speed, minutes, left(), computed).split("\n"))
 
     verified = str(SOURCES * amounts.context)
-    flags = ["--keys", str(KEYS), "--context", str(amounts.context), "--fallback", "local"]
+    flags = ["--keys", str(KEYS), "--context", str(amounts.context)]
     flags += ["--calibration-tokens", str(amounts.calibration), "--heldout-tokens", verified]
     run("convert", base, *flags, "--output", str(moh))
 
