@@ -18,7 +18,7 @@ naive = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(naive)
 
 PLANS = {
-    "default conversion": {"converted": True},
+    "conversion": {"converted": True},
     "paper": {"num_shared_heads": 2, "num_active_heads": 3, "router_type": "query_norm"},
     "two_stage, weighted, explicit ids": {
         "num_shared_heads": 2,
@@ -102,7 +102,7 @@ def plan(request: pytest.FixtureRequest) -> dict:
 
 @pytest.fixture(
     params=[
-        "default conversion",
+        "conversion",
         "two_stage, weighted, explicit ids",
         "fallbacks, last layer all shared",
         "local, threshold",
@@ -115,28 +115,27 @@ def unlike_plan(request: pytest.FixtureRequest) -> dict:
 
 
 @pytest.fixture(scope="session")
-def default_moh(
+def value_moh(
     make_llama: Callable[..., Path], convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A LLaMA of 2 layers and 8 heads as `moh-llm convert` makes it for texts of 128 tokens, not to be changed."""
+    """A LLaMA of 2 layers and 8 heads as `moh-llm convert --fallback value` makes it, not to be changed."""
     folder = tmp_path_factory.mktemp("default") / "moh"
     base = make_llama(num_attention_heads=8, hidden_size=64, max_position_embeddings=2048, initializer_range=0.1)
-    assert convert(base, folder, "--context", "128", "--keys", "0.6", "--heldout-tokens", "0") == 0
+    assert convert(base, folder, "--context", "512", "--fallback", "value", "--heldout-tokens", "0") == 0
     config = MoHLlamaConfig.from_pretrained(folder)
-    assert (config.router_type, config.head_fallback) == ("threshold", "local")
+    assert (config.router_type, config.head_fallback) == ("linear", "value")
     fewer, more = sorted(config.active_heads_per_layer)
-    print(config)
-    assert fewer < more
+    assert config.num_shared_heads < fewer < more < 8  # uneven, and both layers choose
     return folder
 
 
 @pytest.fixture
 def make_moh(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., MoHLlamaForCausalLM]:
-    """A random model of 2 layers and 4 heads, 2 KV heads; keywords are config fields. ``converted``: `default_moh`."""
+    """A random model of 2 layers and 4 heads, 2 KV heads; keywords are config fields. ``converted``: `value_moh`."""
 
     def make(dtype: torch.dtype = torch.float64, converted: bool = False, **fields: object) -> MoHLlamaForCausalLM:
         if converted:
-            folder = request.getfixturevalue("default_moh")
+            folder = request.getfixturevalue("value_moh")
             return MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, max_position_embeddings=64).eval()
         defaults = {
             "vocab_size": 64,

@@ -76,7 +76,6 @@ def tiny_moh(tiny_llama: Path, convert: Callable[..., int], made_once: Callable[
     folder = made_once("tiny_moh", lambda folder: convert(tiny_llama, folder / "moh", *flags)) / "moh"
     config = json.loads((folder / "config.json").read_text())
     assert (config["router_type"], config["head_fallback"]) == ("threshold", "local")
-    print(config)
     return folder
 
 

@@ -220,18 +220,18 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 def moh_model(
     make_llama: Callable[..., Path], convert: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A LLaMA as `moh-llm convert` makes it for texts of 512 tokens, in two shards with a licence, not to be changed.
+    """A LLaMA as `moh-llm convert --fallback value` makes it, in two shards with a licence, not to be changed.
 
     Without the record of its conversion: tests write the one that they need.
     """
     base = make_llama(num_attention_heads=8, hidden_size=64, max_position_embeddings=2048, initializer_range=0.1)
     folder = tmp_path_factory.mktemp("hub") / "moh"
-    assert convert(base, folder, "--context", "512", "--heldout-tokens", "0") == 0
+    assert convert(base, folder, "--context", "512", "--fallback", "value", "--heldout-tokens", "0") == 0
     (folder / "conversion.json").unlink()
     (folder / "seal.json").unlink()
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n\nA model.\n")
     config = json.loads((folder / "config.json").read_text())
-    assert (config["router_type"], config["head_fallback"]) == ("threshold", "local")
+    assert (config["router_type"], config["head_fallback"]) == ("linear", "value")
     assert len([*folder.glob("*.safetensors")]) == 2
     return folder
 

@@ -32,7 +32,7 @@ def sealed(
     def make(folder: Path) -> None:
         base = make_llama(num_attention_heads=8, hidden_size=64, initializer_range=0.1)
         (base / "LICENSE").write_text("Apache License\nVersion 2.0, January 2004\n")
-        assert convert(base, folder / "moh", "--context", "64", "--num-active-heads", "6") == 0
+        assert convert(base, folder / "moh", "--context", "64", "--fallback", "value", "--num-active-heads", "6") == 0
 
     return made_once("sealed", make) / "moh"
 
@@ -52,7 +52,7 @@ def flip(path: Path) -> None:
 
 def fewer_heads(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_active_heads": 3}))
+    (folder / "config.json").write_text(json.dumps(config | {"num_active_heads": [3, config["num_active_heads"][1]]}))
 
 
 def change_tensor(folder: Path, name: str, factor: float) -> None:
