@@ -63,7 +63,7 @@ def test_its_commands_are_those_of_the_command_line(make_llama, tmp_path):
         given.append(words[0])
         if words[0] == "convert":
             config = options_from(ConversionConfig, args, "base")
-            assert (config.fallback, config.keys, config.context) == ("local", 0.5, 256)
+            assert (config.fallback, config.keys, config.context) == (None, 0.5, 256)
         return 7 if words[0] == "evaluate" else 0
 
     base = str(make_llama(max_position_embeddings=256))
