@@ -37,7 +37,7 @@ class PlanOptions:
 
     router: Literal["linear", "threshold", "query_norm", "none"] | None = None
     """How tokens choose heads. `threshold`: all heads with a score above zero, the default with local fallbacks.
-    `linear`: the same number of heads for each token, the default with other fallbacks. `query_norm`: the heads with the largest
+    `linear`: the same number of heads for each token, the default otherwise. `query_norm`: the heads with the largest
     queries. `none`: the same heads for all tokens."""
 
     routing_granularity: Literal["head", "kv_group"] = "head"
