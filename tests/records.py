@@ -8,7 +8,7 @@ from typing import Any
 from moh_llm.claims.evaluation import verdict, warnings  # noqa: F401 (tests take them from here)
 from moh_llm.cli import main
 from moh_llm.evaluation.record import build_record
-from moh_llm.evaluation.report import render_markdown, report_content
+from moh_llm.evaluation.report import render_markdown
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.scoring import Score
 from moh_llm.evaluation.suite import Benchmark, Suite
@@ -37,7 +37,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def page_of(record: EvaluationRecord) -> str:
     """A report in Markdown."""
-    return render_markdown(report_content(record))
+    return render_markdown(record)
 
 
 def row_of(record: EvaluationRecord, name: str) -> Row:

@@ -46,12 +46,26 @@ def comparison_table(groups: Sequence[Group]) -> Table | None:
 
 
 def comparison_note(groups: Sequence[Group]) -> str:
-    """How to read `comparison_table`."""
+    """How to read `group_table` and `comparison_table`."""
+    if comparison_table(groups) is None:
+        return "No two runs have a score at the same number of tokens."
     return (
-        f"Ratio of perplexities and KL: to {reference_words(groups)[0]}. Mean ± standard deviation over the runs of a "
-        "group; for a single run, in brackets, the 95 % interval over the held-out documents; (saved): the saved "
-        "models, as they are on disk."
+        "Runs of a group differ only by their seed. The columns after the seeds are the options that differ between "
+        "groups, without options that change no curve. "
+        f"Ratio of perplexities and KL: to {reference_words(groups)[0]}. "
+        "Mean ± standard deviation over the runs of a group; for a single run, in brackets, the 95 % interval over the "
+        "held-out documents; (saved): the saved models, as they are on disk."
     )
+
+
+def group_warnings(groups: Sequence[Group]) -> list[str]:
+    """A warning unless all runs were scored on the same text, as far as the records tell."""
+    texts = set()
+    for run in (run for group in groups for run in group.runs):
+        text = [run.record.data, run.recipe["data"]["sequence_length"], run.recipe["evaluation"]["max_tokens"]]
+        texts.add(json.dumps(text, sort_keys=True))
+    other = "The runs were not scored on the same held-out text: compare only ratios, and with care."
+    return [other] if len(texts) > 1 else []
 
 
 def run_table(run: TrainingRun) -> Table:

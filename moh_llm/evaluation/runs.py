@@ -198,8 +198,7 @@ def differences(groups: Sequence[Group]) -> dict[str, Record]:
 
     What the figures compare with sets runs apart, too, as `reference`.
     """
-    first = groups[0].runs[0]
-    keys = dict.fromkeys(key for group in groups[1:] for key in _changed(first, group.runs[0]))
+    keys = dict.fromkeys(key for group in groups[1:] for key in _changed(groups[0].runs[0], group.runs[0]))
     return {key: {group.name: _value(group.runs[0], key) for group in groups} for key in keys}
 
 
@@ -238,15 +237,6 @@ def _group_scores(scores: Sequence[Scores]) -> Record:
         "ratio_interval": only and only.ratio_interval,
         "kl_interval": only and only.kl_interval,
     }
-
-
-def same_held_out_text(groups: Sequence[Group]) -> bool:
-    """Whether all scores are of the same text, as far as the records tell."""
-    texts = set()
-    for run in (run for group in groups for run in group.runs):
-        text = [run.record.data, run.recipe["data"]["sequence_length"], run.recipe["evaluation"]["max_tokens"]]
-        texts.add(json.dumps(text, sort_keys=True))
-    return len(texts) < 2
 
 
 def reference_words(groups: Sequence[Group]) -> tuple[str, str]:

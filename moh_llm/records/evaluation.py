@@ -224,6 +224,11 @@ class EvaluationRecord(Record):
         return [label for label in self.models if label != "base"]
 
     @property
+    def analyses(self) -> dict[str, dict[str, Any]]:
+        """The head analyses that did not fail, by label."""
+        return {label: found for label, found in self.analysis.items() if "error" not in found}
+
+    @property
     def described_models(self) -> list[str]:
         """Folders or Hub ids of the models that the records in their folders describe."""
         return [about.model for about in self.models.values() if not about.changed]

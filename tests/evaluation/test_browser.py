@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from records import make_record
 
-from moh_llm.evaluation.report import render_html, report_charts, report_content
+from moh_llm.evaluation.report import render_html
 from moh_llm.evaluation.runs import group_runs, read_runs
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -62,8 +62,7 @@ def page_file(tmp_path: Path, analysis: dict[str, Any], make_run: Any) -> Path:
     record.analysis, record.limit = {"one": analysis}, 20
     path = tmp_path / "report.html"
     groups = group_runs(read_runs([make_run("run")]))
-    content = report_content(record, groups, "moh-llm report " + "folder/" * 40)
-    path.write_text(render_html(content, report_charts(record, groups), record.content()))
+    path.write_text(render_html(record, groups, "moh-llm report " + "folder/" * 40, record.content()))
     return path
 
 

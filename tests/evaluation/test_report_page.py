@@ -13,9 +13,9 @@ from urllib.parse import unquote
 import pytest
 from records import make_record, verdict
 
-from moh_llm.evaluation import report_charts as charts_of_reports
+from moh_llm.evaluation import report_charts
 from moh_llm.evaluation.charts import Axis, Chart, heat_map, interval_chart, line_chart
-from moh_llm.evaluation.report import render_html, report_charts, report_content
+from moh_llm.evaluation.report import render_html, render_markdown
 from moh_llm.evaluation.report_charts import drawn_points, training_charts
 from moh_llm.evaluation.runs import group_runs, read_runs
 from moh_llm.records.evaluation import EvaluationRecord
@@ -36,9 +36,7 @@ def evaluation(analysis: Record) -> EvaluationRecord:
 
 
 def page_of(record: EvaluationRecord | None, runs: Any = (), command: str = "") -> str:
-    groups = group_runs(read_runs(runs))
-    content, charts = report_content(record, groups, command), report_charts(record, groups)
-    return render_html(content, charts, record.content() if record else {})
+    return render_html(record, group_runs(read_runs(runs)), command, record.content() if record else {})
 
 
 def text_of(page: str) -> str:
@@ -100,9 +98,9 @@ def test_limits_and_failures_are_loud(evaluation: EvaluationRecord) -> None:
 
 @pytest.mark.usefixtures("unrendered")
 def test_charts_show_the_scores_and_the_analysis(evaluation: EvaluationRecord, analysis: Record) -> None:
-    sections = report_charts(evaluation)
-    charts = {chart.name: chart for chart in (*sections["scores"], *sections["costs"], *sections["routers"]["one"])}
-    assert list(sections["routers"]) == ["one"]  # the other analysis failed
+    assert list(evaluation.analyses) == ["one"]  # the other analysis failed
+    made = [*report_charts.score_charts(evaluation), *report_charts.cost_charts(evaluation.analyses, evaluation.models)]
+    charts = {chart.name: chart for chart in [*made, *report_charts.router_charts(1, analysis)]}
     assert charts["deltas"].head == ["", "one", "one: from", "one: to", "two", "two: from", "two: to"]
     for cells, row in zip(charts["deltas"].body, evaluation.benchmarks, strict=True):
         deltas = [row.scores[label].delta for label in ("one", "two")]
@@ -134,15 +132,13 @@ def test_page_shows_which_heads_each_token_has_on(evaluation: EvaluationRecord, 
 
 @pytest.mark.usefixtures("unrendered")
 def test_page_states_what_the_markdown_states(make_run: Callable[..., Path], log_lines: Any) -> None:
-    from moh_llm.evaluation.report import render_markdown
-
     lines = log_lines(4, 3, 0.3)
     lines[2] |= {"dropped": "the loss is not finite", "loss": None}
     receipt = {"wiki": {"weight": 0.25, "tokens": 1024, "share": 0.26, "epochs": 0.5, "repeated_tokens": 0}}
     one = make_run("one", seed=3, lines=lines, tail='{"step": 5, "lo', record={"status": "running"})
     runs = [one, make_run("two", record={"data_read": receipt}, recipe={"lora": {"rank": 4}})]
     page = page_of(None, runs)
-    markdown = render_markdown(report_content(None, group_runs(read_runs(runs))))
+    markdown = render_markdown(None, group_runs(read_runs(runs)))
     cells = [cell for line in markdown.splitlines() if line[:2] == "| " for cell in line.split(" | ")]
     assert len(cells) > 100
     text = text_of(page)
@@ -188,7 +184,7 @@ def drawn(unrendered: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[s
         found[name] = more | {"y": y}
         return line_chart(name, title, series, x, y, *rest, **more)
 
-    monkeypatch.setattr(charts_of_reports, "line_chart", note)
+    monkeypatch.setattr(report_charts, "line_chart", note)
     return found
 
 
