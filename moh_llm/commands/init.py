@@ -28,18 +28,22 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from moh_llm.errors import UserError
+    from moh_llm.records.tensors import is_routing_weight
     from moh_llm.training.from_scratch import initialise
 
     if not 0 <= args.seed < 2**32:
         raise UserError(f"--seed {args.seed} must lie in [0, 2**32)")
     dtype = getattr(torch, args.dtype)
-    made = initialise(args.architecture, args.tokenizer, args.output, args.seed, dtype, args.overwrite)
-    config = made.config
+    model = initialise(args.architecture, args.tokenizer, args.output, args.seed, dtype, args.overwrite)
+    config, counts = model.config, {name: weight.numel() for name, weight in model.named_parameters()}
+    total = sum(counts.values())
+    embedding = sum(number for name, number in counts.items() if "embed_tokens" in name or "lm_head" in name)
+    routing = sum(number for name, number in counts.items() if is_routing_weight(name))
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     active, shared = sum(config.active_heads_per_layer), sum(map(len, config.shared_heads_per_layer))
     say(
-        f"{args.architecture.stem}: {made.total:,} parameters ({made.total / 1e6:.0f}M), "
-        f"{made.embedding:,} of them in embeddings and {made.routing:,} in routers"
+        f"{args.architecture.stem}: {total:,} parameters ({total / 1e6:.0f}M), "
+        f"{embedding:,} of them in embeddings and {routing:,} in routers"
     )
     if shared == heads * layers:
         say(f"{layers} layers of {heads} heads, all of them always on: a dense LLaMA")

@@ -266,8 +266,7 @@ def load_checkpoint(
 ) -> int:
     """Overwrite weights and moments by those of a complete checkpoint; return the number of updates of the weights.
 
-    Raises:
-        UserError: the weights have other names, so the checkpoint is of another model.
+    Raises UserError if the weights have other names, so that the checkpoint is of another model.
     """
     reader = _open_reader(folder, weights)
     updates = CheckpointRecord.read(folder / RECORD).updates

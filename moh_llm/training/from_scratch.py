@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +20,12 @@ from moh_llm.reading import read_yaml
 from moh_llm.records.identity import hash_model
 from moh_llm.records.model import may_be_hub_id
 from moh_llm.records.seal import write_seal
-from moh_llm.records.tensors import is_routing_weight, why_no_model
+from moh_llm.records.tensors import why_no_model
 
 # Without these a file would silently describe a model of another size.
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _POSITIVE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "initializer_range")
-
-
-@dataclass(frozen=True)
-class InitialModel:
-    """A model that was initialised.
-
-    Attributes:
-        config: of the model.
-        total: number of weights.
-        embedding: of them in the embedding and, where it is another matrix, the output projection.
-        routing: of them in routers and fallbacks.
-    """
-
-    config: MoHLlamaConfig
-    total: int
-    embedding: int
-    routing: int
 
 
 def architecture_keys() -> dict[str, Any]:
@@ -58,7 +41,11 @@ def read_architecture(path: Path) -> MoHLlamaConfig:
         UserError: the file cannot be read, a key is unknown (the nearest known one is named) or missing, or the values
             make no model.
     """
-    known, values = architecture_keys(), _read_yaml(path)
+    if not path.exists():
+        raise UserError(f"architecture {path} does not exist; recipes/architectures has some")
+    known, values = architecture_keys(), read_yaml(path)
+    if not isinstance(values, dict):
+        raise UserError(f"architecture {path} must hold `key: value` lines")
     for name, value in values.items():
         if name in _TOKEN_IDS:
             raise UserError(f"{path}: {name} is taken from the tokenizer; remove it")
@@ -96,8 +83,8 @@ def _check_sizes(config: MoHLlamaConfig) -> None:
 
 def initialise(
     architecture: Path, tokenizer: str, output: Path, seed: int, dtype: torch.dtype, overwrite: bool
-) -> InitialModel:
-    """Write a model of random weights as a folder that training starts from.
+) -> MoHLlamaForCausalLM:
+    """Write a model of random weights as a folder that training starts from, and return the model.
 
     Weights are drawn in float32 on the CPU, which depends on `seed` alone, and then cast.
 
@@ -136,25 +123,7 @@ def initialise(
             raise UserError(f"cannot write {output} ({error}); free some space or name another place") from error
         loaded.save_pretrained(temporary)
         write_seal(temporary, hash_model(temporary))
-    counts = {name: weight.numel() for name, weight in model.named_parameters()}
-    return InitialModel(
-        config,
-        total=sum(counts.values()),
-        embedding=sum(n for name, n in counts.items() if "embed_tokens" in name or "lm_head" in name),
-        routing=sum(n for name, n in counts.items() if is_routing_weight(name)),
-    )
-
-
-def _read_yaml(path: Path) -> dict[Any, Any]:
-    if not path.exists():
-        raise UserError(f"architecture {path} does not exist; recipes/architectures has some")
-    try:
-        content = read_yaml(path)
-    except UserError as error:
-        raise UserError(f"architecture {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"architecture {path} must hold `key: value` lines")
-    return content
+    return model
 
 
 def find_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -32,11 +32,7 @@ from moh_llm.training.shared_heads import learn_shared_heads
 
 
 def read_network_config(folder: Path) -> MoHLlamaConfig:
-    """The config of a converted model, without what a session may have set before the model was saved.
-
-    Raises:
-        UserError: transformers refuses it, or cannot make a model from it.
-    """
+    """The config of a converted model, without what a session may have set. Raises UserError if it makes no model."""
     try:
         config = MoHLlamaConfig.from_pretrained(folder)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
@@ -51,9 +47,8 @@ def read_network_config(folder: Path) -> MoHLlamaConfig:
 def check_network(folder: Path, config: MoHLlamaConfig | None = None) -> Tensors:
     """The tensors that are loaded from a model's folder; their numbers are not read.
 
-    Raises:
-        UserError: weights are missing, an adapter would be loaded on top, or a text of the licence, which is copied to
-            the tuned model, is a link out of the folder.
+    Raises UserError if weights are missing, an adapter would be loaded on top, or a text of the licence is a link out
+    of the folder.
     """
     licence_texts(Path(folder))
     weight_map = read_weight_map(Path(folder))[1]
@@ -63,17 +58,10 @@ def check_network(folder: Path, config: MoHLlamaConfig | None = None) -> Tensors
 def load_network(
     folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None = None, empty: bool = False, **loading: Any
 ) -> MoHLlamaForCausalLM:
-    """A converted model with its weights in ``dtype``.
+    """A converted model with its weights in ``dtype``; ``config`` replaces its own, ``loading`` goes to transformers.
 
-    Args:
-        folder: of the model.
-        dtype: of the loaded weights.
-        config: in place of the folder's own.
-        empty: leave the parameters on the meta device, unchecked (`check_network`); buffers have their numbers.
-        loading: goes to `from_pretrained`.
-
-    Raises:
-        UserError: the weights cannot be read, some are missing, or transformers would load an adapter on top.
+    With ``empty`` the parameters are on the meta device, unchecked; buffers have their numbers. Otherwise raises
+    UserError if the weights cannot be read, or `check_network` refuses them.
     """
     config = config or read_network_config(folder)
     if empty:
@@ -123,8 +111,7 @@ def make_student(config: TrainConfig, device: torch.device | None = None, empty:
 def trainable(config: TrainConfig, network: MoHLlamaForCausalLM) -> torch.nn.Module:
     """The network with those weights trainable that the recipe trains: all, adapters, or routers and fallbacks.
 
-    Raises:
-        UserError: the recipe freezes the base and nothing else can be trained, or `add_lora` raises it.
+    Raises UserError if the recipe freezes the base and nothing else can be trained, or for a target without a module.
     """
     if network.config.router_type == "threshold":  # the gradient would turn on more and more heads
         for router in network.routers:
@@ -146,10 +133,7 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
     """Freeze the network, add adapters, and keep those routers and fallbacks trainable in full that were.
 
     They are trained in place and not through peft's ``modules_to_save``, which would wrap them: the head budget that is
-    set on a wrapper does not reach the router inside.
-
-    Raises:
-        UserError: the network has no module of a target's name.
+    set on a wrapper does not reach the router inside. Raises UserError for a target without a module.
     """
     import peft
     from peft.tuners.lora import LoraLayer

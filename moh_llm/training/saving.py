@@ -87,11 +87,7 @@ def save_network(
 
 
 def _cast(network: torch.nn.Module, folder: Path) -> torch.dtype:
-    """Cast each weight to the dtype that it has in ``folder``, and return that of the matrices.
-
-    Raises:
-        UserError: a weight is too large for its dtype.
-    """
+    """Cast each weight to the dtype that it has in ``folder``, and return that of the matrices."""
     weight_map = read_weight_map(folder)[1]
     stored, widest = tensor_dtypes(folder, weight_map), matrix_dtype(folder, weight_map) or torch.float32
     with torch.no_grad():
@@ -113,11 +109,7 @@ def keep_milestone(
     step: int,
     checkpoint: Path,
 ) -> Path:
-    """Save the model of the complete checkpoint after ``step`` steps, where the run's log ends; return its folder.
-
-    Raises:
-        UserError: the disk refuses, or ``config.model`` can no longer be read.
-    """
+    """Save the model of the complete checkpoint after ``step`` steps, where the run's log ends; return its folder."""
     state, folder = CheckpointRecord.read(checkpoint / RECORD), run.milestones / checkpoint.name
     with new_folder(folder, overwrite=True) as temporary:
         save_network(config, checkpoint, tokenizer, temporary / "model", starting_point, step)
@@ -130,8 +122,7 @@ def keep_milestone(
 def is_finished(run: Run, say: Callable[[str], None]) -> bool:
     """Whether a run is finished and its model whole; a damaged one is made anew from the last checkpoint.
 
-    Raises:
-        UserError: the model is damaged, and no checkpoint is left to make it from.
+    Raises UserError if the model is damaged and no checkpoint is left.
     """
     if run.record.status != "finished":
         return False

@@ -1,13 +1,11 @@
 """The start of a run on several processes: who reads and hashes what, and what each of them holds."""
 
 import json
-import shutil
 from pathlib import Path
 
 import forks
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from ways import DDP, FSDP, ROOT
 
 from moh_llm.records.seal import Seal
@@ -72,18 +70,3 @@ def test_the_weights_are_hashed_once(model_folder, recipe, tmp_path, way):
     first, second = start(way, recipe, tmp_path / "run")
     files = [name for name in Seal.read(model_folder / "seal.json").files if not name.endswith(".py")]
     assert (first["hashed"], second["hashed"]) == (len(files), 0)
-
-
-@pytest.mark.slow
-def test_missing_weights_are_refused_once(model_folder, recipe, tmp_path):
-    broken = Path(shutil.copytree(model_folder, tmp_path / "broken"))
-    index = json.loads((broken / "model.safetensors.index.json").read_text())
-    file = broken / index["weight_map"].pop("model.norm.weight")
-    tensors = load_file(file)
-    tensors.pop("model.norm.weight")
-    save_file(tensors, file, {"format": "pt"})
-    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
-    words = ["train.py", recipe, f"--model={broken}", f"--output_dir={tmp_path / 'run'}"]
-    done = forks.run(*words, folder=ROOT, environment=FSDP, processes=2)
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode != 0 and "lack model.norm.weight" in line
