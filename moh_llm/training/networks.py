@@ -205,7 +205,7 @@ def _check_on_cpu(network: MoHLlamaForCausalLM) -> None:
             if module.in_features % 64:  # blocks of 64 numbers would span rows, which its kernel does not expect
                 raise UserError(
                     f"quantization=nf4 on a CPU: bitsandbytes misreads {name}, whose {module.in_features} inputs are "
-                    "no multiple of 64; take a GPU, or set quantization to null"
+                    "not a multiple of 64; take a GPU, or set quantization to null"
                 )
 
 

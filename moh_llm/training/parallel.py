@@ -132,7 +132,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 def _deepspeed_plugin(config: TrainConfig, micro_batches: int) -> DeepSpeedPlugin:
     if config.divergence.action == "skip":
         raise UserError(
-            "divergence.action=skip: DeepSpeed has made its step before the gradient is known; "
+            "divergence.action=skip: DeepSpeed updates the weights before the gradient is known; "
             "take roll_back or stop, or another strategy"
         )
     plugin = DeepSpeedPlugin(

@@ -329,12 +329,12 @@ class DivergenceWatch:
         if reason is not None and self._config.action == "stop":
             raise UserError(
                 f"step {step}: {reason}; lower optimizer.learning_rate or set divergence.action to skip or roll_back, "
-                "and pass --overwrite; checkpoints are of the steps before"
+                "and pass --overwrite"
             )
         if self._in_a_row >= MOST_IN_A_ROW:
             raise UserError(
-                f"step {step}: {reason}, and so for {self._in_a_row} steps in a row; lower "
-                "optimizer.learning_rate and pass --overwrite"
+                f"step {step}: {reason}, for {self._in_a_row} steps in a row; lower optimizer.learning_rate and pass "
+                "--overwrite"
             )
         return reason
 

@@ -133,5 +133,5 @@ def test_nothing_to_roll_back_to(configure, spoiled) -> None:
 
 def test_deepspeed_cannot_skip(configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(UserError, match=r"divergence\.action=skip: DeepSpeed has made its step"):
+    with pytest.raises(UserError, match=r"divergence\.action=skip: DeepSpeed updates the weights"):
         make_accelerator(configure(**{"divergence.action": "skip"}))

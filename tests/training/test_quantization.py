@@ -123,7 +123,7 @@ def test_the_memory_of_quantized_weights_is_counted(configure, make_llama, conve
 
 @needs_bitsandbytes
 def test_a_cpu_that_would_misread_the_weights_is_refused(configure) -> None:
-    with pytest.raises(UserError, match="q_proj, whose 32 inputs are no multiple of 64"):
+    with pytest.raises(UserError, match="q_proj, whose 32 inputs are not a multiple of 64"):
         train(configure(**QLORA))
 
 
