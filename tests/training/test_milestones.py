@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from trained import read_log, unfinish
 
-from moh_llm.evaluation.runs import read_runs
 from moh_llm.errors import UserError
+from moh_llm.evaluation.runs import read_runs
 from moh_llm.hub.card import build_card
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.training.loop import train
