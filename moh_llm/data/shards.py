@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,59 +24,49 @@ from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder
 from moh_llm.reading import expand_home
-from moh_llm.records.tokens import SPLITS, TokensRecord, index_of, loss_of
+from moh_llm.records.tokens import SPLITS, SplitRecord, TokensRecord, index_of, loss_of
 
 # Training does not tokenise more text than this itself: it takes minutes, and users want to choose the folder.
 ON_THE_FLY_BYTES = 1 << 30
 
 
+_Arrays = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, ends of documents, targets of the loss
+
+
 class Shard:
-    """Tokens of some documents. A file is opened when it is first read.
+    """Tokens of some documents.
 
     Args:
         length: number of tokens.
-        path: the ``.ds`` file, with tokens of `dtype` and this number of `documents`.
-        arrays: instead of a file, tokens `[length]` and document ends, uint64.
-        targets: tokens that the loss is taken on, bool `[length]`, or True where a file has them; None, False: all.
+        masked: whether the loss is taken on a part of them.
+        load: gives the arrays when they are first read.
     """
 
-    def __init__(
-        self,
-        length: int,
-        path: Path | None = None,
-        dtype: np.dtype | None = None,
-        documents: int = 0,
-        arrays: tuple[np.ndarray, np.ndarray] | None = None,
-        targets: np.ndarray | bool | None = None,
-    ):
-        self.length, self.path, self.dtype, self.documents = length, path, dtype, documents
-        self._arrays = arrays
-        self._targets = targets if isinstance(targets, np.ndarray) else None
-        self.masked = targets is not None and targets is not False
+    def __init__(self, length: int, masked: bool, load: Callable[[], _Arrays]):
+        self.length, self.masked, self._load = length, masked, load
+        self._arrays: _Arrays | None = None
 
     @classmethod
     def from_documents(cls, pieces: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None = None) -> "Shard":
         """A shard in memory: one array of ids per document, and one of the tokens that the loss is taken on."""
         ends = np.cumsum([len(piece) for piece in pieces], dtype=np.uint64)
         tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint32)
-        counted = None if targets is None else np.concatenate(targets)
-        return cls(len(tokens), documents=len(pieces), arrays=(tokens, ends), targets=counted)
+        arrays = tokens, ends, None if targets is None else np.concatenate(targets)
+        return cls(len(tokens), targets is not None, partial(tuple, arrays))
 
-    def __getstate__(self) -> dict:
-        # A worker process maps the file itself.
-        return self.__dict__ | ({"_arrays": None, "_targets": None} if self.path else {})
+    @classmethod
+    def from_file(cls, path: Path, dtype: np.dtype, entry: SplitRecord) -> "Shard":
+        """The shard of a ``.ds`` file, mapped into memory."""
+        return cls(entry.tokens, entry.loss_sha256 is not None, partial(_map_files, path, dtype, entry))
+
+    def _open(self) -> _Arrays:
+        if self._arrays is None:
+            self._arrays = self._load()
+        return self._arrays
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens `start` to `stop`, and where among them documents begin, as offsets from `start`."""
-        if self._arrays is None:
-            assert self.path is not None
-            try:
-                tokens = np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.length,))
-                ends = np.memmap(index_of(self.path), dtype="<u8", mode="r", shape=(self.documents,))
-            except (OSError, ValueError) as error:
-                raise UserError(f"token shard {self.path} cannot be read: {error}; tokenise again") from error
-            self._arrays = np.asarray(tokens), np.asarray(ends)
-        tokens, ends = self._arrays
+        tokens, ends, _ = self._open()
         # Keys of the index's own dtype: others would have numpy convert, that is copy, all of it.
         low, high = ends.searchsorted(np.array([start, stop], dtype=ends.dtype))
         begins = ends[low:high].astype(np.int64) - start
@@ -83,22 +74,26 @@ class Shard:
             begins = np.concatenate([[0], begins])
         return tokens[start:stop], begins
 
-    def largest(self) -> int:
-        """The largest id, by reading all tokens; -1 where there is none."""
-        tokens = (self.read(at, min(at + (1 << 22), self.length))[0] for at in range(0, self.length, 1 << 22))
-        return max((int(part.max()) for part in tokens), default=-1)
-
     def targets(self, start: int, stop: int) -> np.ndarray:
         """Whether the loss is taken on each of the tokens `start` to `stop`."""
-        if not self.masked:
-            return np.ones(stop - start, dtype=bool)
-        if self._targets is None:
-            assert self.path is not None
-            try:
-                self._targets = np.asarray(np.memmap(loss_of(self.path), dtype=bool, mode="r", shape=(self.length,)))
-            except (OSError, ValueError) as error:
-                raise UserError(f"{loss_of(self.path)} cannot be read: {error}; tokenise again") from error
-        return self._targets[start:stop]
+        targets = self._open()[2]
+        return np.ones(stop - start, dtype=bool) if targets is None else targets[start:stop]
+
+    def largest(self) -> int:
+        """The largest id, by reading all tokens."""
+        return max(int(self.read(at, at + (1 << 22))[0].max()) for at in range(0, self.length, 1 << 22))
+
+
+def _map_files(path: Path, dtype: np.dtype, entry: SplitRecord) -> _Arrays:
+    try:
+        tokens = np.memmap(path, dtype=dtype, mode="r", shape=(entry.tokens,))
+        ends = np.memmap(index_of(path), dtype="<u8", mode="r", shape=(entry.documents,))
+        if entry.loss_sha256 is None:
+            return np.asarray(tokens), np.asarray(ends), None
+        targets = np.memmap(loss_of(path), dtype=bool, mode="r", shape=(entry.tokens,))
+        return np.asarray(tokens), np.asarray(ends), np.asarray(targets)
+    except (OSError, ValueError) as error:
+        raise UserError(f"token shard {path} cannot be read: {error}; tokenise again") from error
 
 
 @dataclass(frozen=True)
@@ -258,8 +253,9 @@ def open_tokens(
         shares = {source.name: (source.weight, source.max_epochs) for source in mixture.sources}
     sources = [_open_source(folder, name, weight, epochs, record) for name, (weight, epochs) in shares.items()]
     if tokenizer is not None and tokenizer.rows is not None:  # only then may a shard hold an id without a row
-        for shard in {shard for s in sources for stream in (s.train, s.validation) for shard in stream.shards}:
-            tokenizer.check_rows(shard.largest(), f"token shard {shard.path}")
+        for source in sources:
+            for shard in {*source.train.shards, *source.validation.shards}:
+                tokenizer.check_rows(shard.largest(), f"a token shard of {folder / source.name}")
     return sources
 
 
@@ -316,8 +312,7 @@ def _open_source(
             path = folder / name / entry.file
             if fault := entry.fault(path):
                 raise UserError(f"{fault}; give the same moh-llm tokenize command again, which repairs the folder")
-            masked = entry.loss_sha256 is not None
-            shards.append(Shard(entry.tokens, path, dtype, entry.documents, targets=masked))
+            shards.append(Shard.from_file(path, dtype, entry))
         streams.append(TokenStream.from_shards(shards))
     train, validation = streams
     if not len(train) or not len(validation):

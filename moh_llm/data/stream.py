@@ -3,19 +3,17 @@
 The unit is a sequence of L tokens of one source. The source of sequence i is chosen so that token shares
 follow the weights after every sequence, and the place in the source by a keyed permutation per epoch,
 which needs no table. One integer is therefore the full state of the data: step s of B sequences reads
-sequences (s - 1) * B onwards, on any number of processes and workers.
+sequences (s - 1) * B onwards, on any number of processes.
 """
 
 import hashlib
-import os
-import signal
-import threading
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.windows import stack, window
@@ -102,6 +100,30 @@ class SequenceStream:
             sequences.append(window(self.sources[source].train, start, self.sequence_length))
         return stack(sequences, self.sequence_length)
 
+    def read_steps(
+        self, steps: Iterable[int], batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the batch of each step (from 1): a process's consecutive part of the step's sequences.
+
+        A thread reads the next batch while one is trained on. Batches are slices of files in memory, so that it needs
+        no processes, which would outlive a run that is killed and take the signals that Slurm sends.
+
+        Args:
+            steps: their numbers.
+            batch_size: sequences of a step, over all processes.
+            rank, world_size: of this process.
+        """
+        first = batch_size * rank // world_size
+        count = batch_size * (rank + 1) // world_size - first
+        with ThreadPoolExecutor(max_workers=1) as reader:
+            reading: deque[Future] = deque()
+            for step in steps:
+                reading.append(reader.submit(self.batch, (step - 1) * batch_size + first, count))
+                if len(reading) > 1:
+                    yield reading.popleft().result()
+            while reading:
+                yield reading.popleft().result()
+
 
 def make_receipt(stream: SequenceStream, sequences: int) -> dict[str, dict[str, Any]]:
     """What the first `sequences` sequences read of each source.
@@ -120,58 +142,6 @@ def make_receipt(stream: SequenceStream, sequences: int) -> dict[str, dict[str, 
             "repeated_tokens": max(0, count - has) * stream.sequence_length,
         }
     return receipt
-
-
-class StepBatches(Dataset):
-    """The batch of each step (from 1): this process's consecutive part of the step's sequences.
-
-    Args:
-        stream: the sequences.
-        batch_size: sequences of a step, over all processes.
-        rank, world_size: of this process.
-    """
-
-    def __init__(self, stream: SequenceStream, batch_size: int, rank: int = 0, world_size: int = 1):
-        self.stream, self.batch_size = stream, batch_size
-        self.first = batch_size * rank // world_size
-        self.count = batch_size * (rank + 1) // world_size - self.first
-
-    def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
-        return self.stream.batch((step - 1) * self.batch_size + self.first, self.count)
-
-
-def reading_processes(device: torch.device) -> int:
-    """Processes that read ahead for one that trains on ``device``; none on a CPU, whose cores are busy."""
-    return 0 if device.type == "cpu" else 2
-
-
-def step_loader(batches: StepBatches, steps: Iterable[int], num_workers: int = 0) -> DataLoader:
-    """The batches of the given steps in their order, read ahead by `num_workers` processes."""
-    # A separate generator: a loader would otherwise draw from torch's, which would change dropout.
-    return DataLoader(
-        batches,
-        batch_size=None,
-        sampler=steps,
-        num_workers=num_workers,
-        generator=torch.Generator(),
-        worker_init_fn=_leave_signals_to_the_run if hasattr(signal, "sigwaitinfo") else None,  # not on macOS
-    )
-
-
-def _leave_signals_to_the_run(_: int) -> None:
-    """Make a worker ignore SIGTERM and SIGUSR1 unless its parent sends them.
-
-    Slurm sends them to all processes of a job step, and the run needs its workers until the end of its step.
-    """
-    stopping = {signal.SIGTERM, signal.SIGUSR1}
-    signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
-
-    def wait() -> None:
-        while signal.sigwaitinfo(stopping).si_pid != os.getppid():
-            pass
-        os._exit(0)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def permute(index: int, size: int, key: str) -> int:

@@ -83,14 +83,13 @@ def tokenize_mixture(
             write_json(output / RECORD, {"status": "running"})
             workers, threads = count_workers(left, workers, executor, options)
             write = TaskWriter(tokenizer, mixture.validation_share, skip_bad, threads)
-            if executor == "slurm":
-                _submit_to_slurm(write, left, finish, workers, output / "logs", options)
-                return None
             with _progress_bar(left):
-                if executor == "ray":
-                    _run_on_ray(write, left, workers, output / "logs", options)
-                else:
+                if executor == "local":
                     _run_here(write, left, workers)
+                else:
+                    _run_on_cluster(executor, write, left, finish, workers, output / "logs", options)
+            if executor == "slurm":
+                return None
         return finish(time.perf_counter() - started)
 
 
@@ -170,7 +169,8 @@ class _Step:
         self.function(self.arguments[rank])
 
 
-def _submit_to_slurm(
+def _run_on_cluster(
+    executor: str,
     write: TaskWriter,
     tasks: Sequence[Task],
     finish: Callable[[float | None], TokensRecord],
@@ -178,43 +178,25 @@ def _submit_to_slurm(
     logs: Path,
     options: Mapping[str, Any],
 ) -> None:
-    """Submit all tasks as an array job, and `finish` as a job that waits for it."""
-    from datatrove.executor.slurm import SlurmPipelineExecutor
+    """Run the tasks by a datatrove executor: wait for Ray, or submit them, and then `finish`, as jobs of Slurm."""
+    from datatrove.executor import RayPipelineExecutor, SlurmPipelineExecutor
 
-    options, logs = {"job_name": "moh-llm-tokenize", **options}, _new_folder(logs)
-    with _refusals("slurm"):
-        shards = SlurmPipelineExecutor(
-            [_Step(write, tasks)], tasks=len(tasks), workers=workers, logging_dir=str(logs / "shards"), **options
-        )
-        SlurmPipelineExecutor(
-            [_Step(finish, [None])], tasks=1, logging_dir=str(logs / "record"), depends=shards, **options
-        ).run()
-
-
-def _run_on_ray(write: TaskWriter, tasks: Sequence[Task], workers: int, logs: Path, options: Mapping[str, Any]) -> None:
-    """Do the tasks on a Ray cluster, and wait for it."""
-    from datatrove.executor.ray import RayPipelineExecutor
-
-    with _refusals("ray"):
-        import ray
-
-        executor = RayPipelineExecutor(
-            [_Step(write, tasks)], tasks=len(tasks), workers=workers, logging_dir=str(_new_folder(logs)), **options
-        )
-        if not ray.is_initialized():
-            ray.init(log_to_driver=False)  # RAY_ADDRESS names the cluster; without it, this machine
-        executor.run()
-
-
-def _new_folder(logs: Path) -> Path:
-    """datatrove skips tasks that its logs call done; `is_done` knows better."""
-    return logs / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-
-
-@contextmanager
-def _refusals(executor: str) -> Iterator[None]:
+    logs = logs / datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # datatrove skips tasks that its logs call done
+    steps = [_Step(write, tasks)]
+    given = {"tasks": len(tasks), "workers": workers, "logging_dir": f"{logs}/shards"}
     try:
-        yield
+        if executor == "slurm":
+            options = {"job_name": "moh-llm-tokenize", **options}
+            shards = SlurmPipelineExecutor(steps, **given, **options)
+            record = [_Step(finish, [None])]
+            SlurmPipelineExecutor(record, tasks=1, logging_dir=f"{logs}/record", depends=shards, **options).run()
+        else:
+            import ray
+
+            job = RayPipelineExecutor(steps, **given, **options)
+            if not ray.is_initialized():
+                ray.init(log_to_driver=False)  # RAY_ADDRESS names the cluster; without it, this machine
+            job.run()
     except ImportError as error:
         raise UserError(f"--executor {executor} needs {error.name}; pip install {error.name}") from error
     except (TypeError, OSError, subprocess.CalledProcessError) as error:  # a keyword, no sbatch, what sbatch refuses

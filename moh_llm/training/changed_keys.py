@@ -2,7 +2,7 @@
 
 from typing import Any
 
-_READERS = "beside a GPU two processes read ahead for each that trains, on a CPU none"
+_READERS = "a thread reads the next batch while one is trained on"
 _JUMPS = "a step counts as diverged where loss or gradient is not finite; optimizer.max_grad_norm bounds what others do"
 # Keys of earlier recipes that are gone, with the value that runs now have and what does the key's work. A recipe that
 # has one is refused. The record of a run may have it: that run goes on unless the value would change its curve.

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from moh_llm.attention import choose_for
 from moh_llm.claims.training import held_out_scores
 from moh_llm.data.shards import tokens_for
-from moh_llm.data.stream import SequenceStream, StepBatches, make_receipt, reading_processes, step_loader
+from moh_llm.data.stream import SequenceStream, make_receipt
 from moh_llm.data.windows import validation_batches
 from moh_llm.devices import name_device
 from moh_llm.errors import UserError
@@ -213,8 +213,8 @@ class _Training:
         config, accelerator = self.config, self.accelerator
         size = config.data.batch_size
         steps = range(self.done + 1, config.max_steps + 1)
-        part = StepBatches(self.stream, size, accelerator.process_index, accelerator.num_processes)
-        batches = step_loader(part, steps, reading_processes(accelerator.device))
+        ranks = accelerator.process_index, accelerator.num_processes
+        batches = self.stream.read_steps(steps, size, *ranks)
         fastest = peak_rate(accelerator, config, self.networks.network.config)
         shown = ProgressLine(self.done, config.max_steps) if accelerator.is_main_process else contextlib.nullcontext()
         with shown as progress, catch_signals() as signals, contextlib.closing(self.checkpoints):

@@ -8,13 +8,18 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moh_llm.cli import main
 from moh_llm.data import records
+from moh_llm.data.locate import SourceFile, locate
+from moh_llm.data.mixture import Source, mixture_from_files
+from moh_llm.data.tokenize import tokenize_mixture
+from moh_llm.data.tokenizer import TextTokenizer
+from moh_llm.errors import UserError
 
 zstandard = pytest.importorskip("zstandard")
 pa = pytest.importorskip("pyarrow")
@@ -42,74 +47,38 @@ TOO_LONG = {
     "a.jsonl.zst": (zstandard.compress(_lines(SHORT, LONG, SHORT)), ", line 2", 2, 1),
     "a.txt": (LONG.encode(), "", 0, 1),
     "a.parquet": (_parquet(*[SHORT] * 20, LONG, *[SHORT] * 20), ", row 21", 40, 1),
-    "mean.parquet": (
-        _parquet(SHORT, "".join(map(str, range(LIMIT))), SHORT, rows=1),
-        ", rows 2 to 2, on average",
-        2,
-        1,
-    ),
     "group.parquet": (_parquet(LONG, LONG + SHORT, SHORT, rows=2), ", rows 1 to 2, on average", 1, 2),
 }
 
 
-@pytest.fixture
-def limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "RECORD_BYTES", LIMIT)
-
-
-@pytest.fixture
-def tokenize(tmp_path: Path, byte_tokenizer) -> Callable[..., int]:
-    """`moh-llm tokenize` of one source, given as YAML; returns the exit status."""
-    byte_tokenizer(tmp_path / "tokenizer")
-
-    def run(source: str, *flags: str) -> int:
-        (tmp_path / "mixture.yaml").write_text(f"sources:\n  web: {{weight: 1, {source}}}\n")
-        places = ["--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "out"), "--workers", "1"]
-        return main(["tokenize", str(tmp_path / "mixture.yaml"), *places, *flags])
-
-    return run
-
-
-@pytest.fixture
-def refusal(tokenize: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The one line of a `tokenize` that fails."""
-
-    def run(source: str, *flags: str) -> str:
-        assert tokenize(source, *flags) == 2
-        told = capsys.readouterr().err
-        errors = [line for line in told.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1 and "Traceback" not in told
-        return errors[0].removeprefix("error: ")
-
-    return run
+def read(path: Path, skip_bad: bool = False) -> records.Reading:
+    reading = records.Reading(skip_bad)
+    list(records.source_documents(Source("web", 1.0), [SourceFile(str(path))], reading))
+    return reading
 
 
 @pytest.mark.parametrize("name", TOO_LONG)
-def test_a_document_that_is_too_long_is_reported_or_left_out(tmp_path, limit, tokenize, refusal, name):
+def test_a_document_that_is_too_long_is_reported_or_left_out(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(records, "RECORD_BYTES", LIMIT)
     content, where, good, bad = TOO_LONG[name]
     (tmp_path / name).write_bytes(content)
-    told = refusal(f"files: {name}")
-    assert told.startswith(f"{tmp_path / name}{where}: longer than 0.003906 ") and ADVICE in told
-    if not good:
-        assert refusal(f"files: {name}", "--on-bad-record", "skip").endswith("(0 records were filtered out, 1 bad)")
-        return
-    assert tokenize(f"files: {name}", "--on-bad-record", "skip") == 0
-    record = json.loads((tmp_path / "out" / "mixture.json").read_text())["sources"]["web"]
-    assert (record["documents"], record["bad"], len(record["bad_examples"])) == (good, bad, 1)
-    assert record["bad_examples"][0].startswith(f"{tmp_path / name}{where}: longer than ")
+    with pytest.raises(UserError) as error:
+        read(tmp_path / name)
+    told = f"{tmp_path / name}{where}: longer than 0.003906 {ADVICE}"
+    assert str(error.value).startswith(told)
+    reading = read(tmp_path / name, skip_bad=True)
+    assert (reading.documents, reading.bad, reading.examples) == (good, bad, [told])
 
 
-def test_documents_up_to_the_limit_are_read(tmp_path, limit, tokenize):
+def test_documents_up_to_the_limit_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "RECORD_BYTES", LIMIT)
     text = "é" * (LIMIT // 2 - len('{"text": ""}\n') // 2 - 1)
     line = json.dumps({"text": text}, ensure_ascii=False) + "\n"
     line += " " * (LIMIT - len(line.encode())) + "\n"  # a blank line fills it up to no record
     (tmp_path / "a.jsonl").write_text(line * 3)
     (tmp_path / "a.txt").write_text("b" * LIMIT)
     (tmp_path / "a.parquet").write_bytes(_parquet(*["c" * (LIMIT - 64)] * 40))
-    for name, documents in (("a.jsonl", 3), ("a.txt", 1), ("a.parquet", 40)):
-        assert tokenize(f"files: {name}", "--overwrite") == 0
-        record = json.loads((tmp_path / "out" / "mixture.json").read_text())["sources"]["web"]
-        assert (record["documents"], record["bad"]) == (documents, 0)
+    assert [read(tmp_path / name).documents for name in ("a.jsonl", "a.txt", "a.parquet")] == [3, 1, 40]
 
 
 _READ = """
@@ -151,38 +120,44 @@ def test_memory_stays_bounded(tmp_path):
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[Path]:
-    """A pipe in `tmp_path/text`; whoever opens it is woken up after some seconds, and fails."""
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.jsonl").write_bytes(_lines(SHORT))
-    os.mkfifo(tmp_path / "text" / "b.jsonl")
+    """A pipe; whoever opens it is woken up after some seconds, and fails."""
+    os.mkfifo(tmp_path / "b.jsonl")
 
     def fail(*args: object) -> None:
         raise AssertionError("it waits for the pipe")
 
     before = signal.signal(signal.SIGALRM, fail)
     signal.alarm(20)
-    yield tmp_path / "text" / "b.jsonl"
+    yield tmp_path / "b.jsonl"
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
 
 
-def test_pipes_and_devices_are_not_read(pipe, tokenize, refusal):
-    assert tokenize("files: text/*.jsonl") == 0  # the file beside it
-    assert refusal("files: text/b.jsonl") == f"source web: no file at {pipe}"
-    assert f"{pipe} is no regular file" in refusal(f"urls: 'file://{pipe}'", "--overwrite")
-    assert f"{pipe} is no regular file" in refusal("url_list: text/b.jsonl")
-    assert "/dev/zero is no regular file" in refusal("urls: 'file:///dev/zero', format: text", "--overwrite")
+def test_pipes_and_devices_are_not_read(pipe, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(_lines(SHORT))
+    assert [file.path for file in locate(Source("web", 1.0, (f"{tmp_path}/*.jsonl",)))] == [f"{tmp_path}/a.jsonl"]
+    for refused in (pipe, "/dev/zero"):
+        for source in (
+            Source("web", 1.0, (str(refused),)),
+            Source("web", 1.0, urls=(f"file://{refused}",), format="text"),
+            Source("web", 1.0, url_list=str(refused)),
+        ):
+            with pytest.raises(UserError, match=f"no file at {refused}|{refused} is no regular file"):
+                list(records.source_documents(source))
 
 
-def test_what_the_disk_refuses_is_reported(tmp_path, tokenize, refusal):
+def test_what_the_disk_refuses_is_reported(tmp_path, byte_tokenizer):
     (tmp_path / "a.jsonl").write_bytes(_lines(*[f"{i} {SHORT}" for i in range(4000)]))
+    byte_tokenizer(tmp_path / "tokenizer")
+    tokenizer, mixture = TextTokenizer.load(str(tmp_path / "tokenizer")), mixture_from_files([f"{tmp_path}/a.jsonl"])
+    mixture = replace(mixture, sources=(replace(mixture.sources[0], name="a"),))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
     try:
-        told = refusal("files: a.jsonl")
+        with pytest.raises(UserError, match=r"^cannot write .*File too large; free some space"):
+            tokenize_mixture(mixture, tokenizer, tmp_path / "out", workers=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert told.startswith("cannot write ") and "File too large; free some space" in told
-    assert tokenize("files: a.jsonl") == 0
+    assert tokenize_mixture(mixture, tokenizer, tmp_path / "out", workers=1).tokens > 30_000

@@ -185,18 +185,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_record_is_named_or_left_out(words, tmp_path, case):
+def test_a_bad_record_is_named(words, tmp_path, case):
     record, kind, message = BAD[case]
     refusal = "{{ raise_exception('begin with the user') }}"
     words.chat_template = f"{{% if messages[0]['role'] == 'assistant' %}}{refusal}{{% endif %}}{CHATML}"
-    good = {"messages": TALKS[0]} if kind == "messages" else PAIRS[0]
-    mixture = load_mixture(write_mixture(tmp_path, kind, [record, good]))
     with pytest.raises(UserError) as error:
-        tokenize_mixture(mixture, TextTokenizer.from_tokenizer(words), tmp_path / "out", workers=1)
+        own_labels(words, kind, [record], tmp_path)
     assert f"{tmp_path}/a.jsonl, line 1: " in str(error.value) and message in str(error.value)
     assert "\n" not in str(error.value)
-    record = tokenize_mixture(mixture, TextTokenizer.from_tokenizer(words), tmp_path / "out", workers=1, skip_bad=True)
-    assert (record.sources["a"].bad, record.sources["a"].documents) == (1, 1)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(words, tmp_path):

@@ -246,21 +246,3 @@ def test_a_file_that_several_arguments_lead_to_is_read_once(tmp_path, monkeypatc
     assert [[Path(file.path).name for file in locate(source)] for source in mixture.sources] == sources
     assert {source.weight for source in mixture.sources} == {1 / len(sources)}
     assert bool(capsys.readouterr().err) == (arguments[-1] != "b.txt")
-
-
-def test_names_and_filters_are_what_is_written(tmp_path):
-    """YAML 1.1 makes them False, 90, 8 and 1000.0."""
-    filters = "{lang: [no, on], time: 1:30, day: 2024-01-01, code: 010, flag: true, size: 1e3, no: y}"
-    text = "".join(f"  {name}: {{weight: 1, files: x, filters: {filters}}}\n" for name in ("no", "1:30", "010", "1e3"))
-    mixture = mixture_of(tmp_path, f"name: off\nsources:\n{text}")
-    assert mixture.name == "off" and [source.name for source in mixture.sources] == ["no", "1:30", "010", "1e3"]
-    wanted = {
-        "lang": ["no", "on"],
-        "time": "1:30",
-        "day": "2024-01-01",
-        "code": 10,
-        "flag": True,
-        "size": 1e3,
-        "no": "y",
-    }
-    assert mixture.sources[0].filters == wanted

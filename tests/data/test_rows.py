@@ -78,7 +78,7 @@ def test_shards_that_hold_one_are_refused(base, text, tmp_path):
     alone = tmp_path / "tokenizer"
     AutoTokenizer.from_pretrained(base).save_pretrained(alone)  # of no model
     assert rows_beside(alone) is None and tokenize(alone, text("<|user|>")) == 0
-    with pytest.raises(UserError, match=r"token shard .* holds the token '<\|user\|>' \(id 257\)"):
+    with pytest.raises(UserError, match=r"token shard of .* holds the token '<\|user\|>' \(id 257\)"):
         open_tokens(tmp_path / "out", tokenizer=TextTokenizer.load(str(base), rows_beside(base)))
 
 

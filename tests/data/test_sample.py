@@ -118,13 +118,6 @@ def test_a_split_that_leaves_one_side_empty(tmp_path, tokenizer, share):
     assert tokenizer.decode(ids) == "a<end>b<end>c<end>"
 
 
-def test_a_source_without_text(tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text('\n{"text": "  ", "lang": "en"}\n{"text": "x", "lang": "de"}\n')
-    source = Source("web", 1.0, (f"{tmp_path}/a.jsonl",), filters={"lang": "en"})
-    with pytest.raises(UserError, match=r"^source web holds no text \(1 records were filtered out, 0 bad\)$"):
-        sample_mixture(Mixture("m", (source,)), tokenizer)
-
-
 def test_half_a_surrogate_pair_is_read(tmp_path, tokenizer):
     """JSON may escape one, as text does that was cut within an emoji."""
     file = write(tmp_path / "a.jsonl", ["before", "cut \ud83d here", "after"])

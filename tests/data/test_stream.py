@@ -1,10 +1,5 @@
 """Sequences: their order is a pure function, shares follow the weights, and no process count changes a step."""
 
-import multiprocessing
-import os
-import signal
-import subprocess
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moh_llm.data.shards import TokenizedSource, TokenStream
-from moh_llm.data.stream import SequenceStream, StepBatches, permute, step_loader
+from moh_llm.data.stream import SequenceStream, permute
 from moh_llm.errors import UserError
 
 TAB_D = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]
@@ -87,47 +82,21 @@ def test_a_step_is_the_same_on_any_number_of_processes(seed, weights, sequence_l
     for world in (1, 2, 3, 8):
         # A fresh stream: nothing is remembered from earlier steps.
         again = sequences_of(weights, sequence_length, seed)
-        parts = [StepBatches(again, batch_size, rank, world)[step] for rank in range(world)]
+        parts = [next(again.read_steps([step], batch_size, rank, world)) for rank in range(world)]
         for name, tensor in whole.items():
             assert torch.equal(torch.cat([part[name] for part in parts]), tensor)
 
 
-def test_resume_with_another_world_and_other_workers():
-    stopped_after = 4
-
-    def run(world: int, workers: int, steps: range) -> list[torch.Tensor]:
+def test_resume_in_another_number_of_processes():
+    def run(world: int, steps: range) -> list[torch.Tensor]:
         streams = [sequences_of([0.5, 0.3, 0.2], 16, seed=5) for _ in range(world)]
-        loaders = [step_loader(StepBatches(s, 6, r, world), steps, workers) for r, s in enumerate(streams)]
-        return [torch.cat([part["input_ids"] for part in parts]) for parts in zip(*loaders, strict=True)]
+        parts = [stream.read_steps(steps, 6, rank, world) for rank, stream in enumerate(streams)]
+        return [torch.cat([part["input_ids"] for part in batch]) for batch in zip(*parts, strict=True)]
 
-    unbroken = run(1, 0, range(1, 11))
-    for world, workers in ((1, 2), (2, 0), (3, 1), (8, 0)):
-        before, after = run(2, 1, range(1, stopped_after + 1)), run(world, workers, range(stopped_after + 1, 11))
-        assert all(torch.equal(a, b) for a, b in zip(before + after, unbroken, strict=True))
-
-
-def test_reading_ahead_leaves_the_random_state_alone():
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    assert len(list(step_loader(StepBatches(sequences_of([1.0]), 2), range(1, 4)))) == 3
-    assert torch.equal(torch.rand(3), expected)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_of_others_leaves_workers_alive_and_one_of_the_run_does_not(number):
-    read = iter(step_loader(StepBatches(sequences_of([1.0]), 2), range(1, 60), 1))
-    steps = [next(read)]
-    (worker,) = multiprocessing.active_children()
-    subprocess.run(["kill", f"-{number.value}", str(worker.pid)], check=True)
-    steps += read
-    assert len(steps) == 59
-    read = iter(step_loader(StepBatches(sequences_of([1.0]), 2), range(1, 60), 1))
-    next(read)
-    (worker,) = multiprocessing.active_children()
-    os.kill(worker.pid, number)
-    worker.join(60)
-    assert worker.exitcode == 0
+    unbroken = run(1, range(1, 11))
+    for world in (2, 3, 8):
+        resumed = run(2, range(1, 5)) + run(world, range(5, 11))
+        assert all(torch.equal(a, b) for a, b in zip(resumed, unbroken, strict=True))
 
 
 def test_too_little_text_is_refused():

@@ -8,22 +8,17 @@ from trained import read_log
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
-from moh_llm.training import loop
 from moh_llm.training.loop import train
 
 
 @pytest.mark.slow
-def test_text_and_shards_and_reading_ahead_give_the_same_run(
-    configure, mixture_file, model_folder, finished_run, run, tmp_path, monkeypatch
-):
+def test_text_and_shards_give_the_same_run(configure, mixture_file, model_folder, finished_run, run, tmp_path):
     shards = tmp_path / "tokens"
     flags = ["--tokenizer", str(model_folder), "--output", str(shards)]
     assert main(["tokenize", str(mixture_file), *flags]) == 0
-    for readers, mixture in ((0, shards), (2, mixture_file)):
-        monkeypatch.setattr(loop, "reading_processes", lambda device, number=readers: number)
-        output = str(tmp_path / f"again{readers}")
-        train(configure(output_dir=output, **{"data.mixture": str(mixture)}))
-        assert read_log(Path(output)) == read_log(finished_run)
+    output = str(tmp_path / "again")
+    train(configure(output_dir=output, **{"data.mixture": str(shards)}))
+    assert read_log(Path(output)) == read_log(finished_run)
     # A run that was begun from text accepts shards of the same text.
     record = train(configure())
     record.config["data"]["mixture"] = str(shards)
