@@ -74,7 +74,7 @@ def test_records_say_what_was_added(make_llama, convert, wider: Path, tmp_path: 
     assert entry.dense_sha256 == record.base.dense_sha256 != added.dense_sha256 == entry.made.dense
     assert record.base.name == str(base)
     card = (output / "README.md").read_text()
-    assert "4 added to those of the base, by tokenizer wider-tokenizer" in card
+    assert "| new tokens | 4, by tokenizer wider-tokenizer |" in card
     assert record.verification.all_heads_active.equals_base
     assert not [path.name for path in output.iterdir() if path.is_symlink() or path.is_dir()]
 

@@ -41,4 +41,4 @@ def test_new_tokens_are_trained_from_run_to_run(
     entries = read_chain(tmp_path / "two" / "model").entries
     assert [entry.kind for entry in entries] == ["conversion", "run", "run"]
     assert entries[0].new_tokens == 4 and [entry.teacher for entry in entries[1:]] == ["base", "start"]
-    assert ", 4 tokens added" in build_card(tmp_path / "two" / "model", None)
+    assert ", 4 new tokens" in build_card(tmp_path / "two" / "model", None)
