@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation import statistics
 from moh_llm.evaluation.suite import Benchmark, Suite, known_suites, load_suite
 from moh_llm.evaluation.tasks import Loaded, data_file, load_tasks
 
@@ -108,20 +107,11 @@ def _question(choices: int) -> Row:
     }
 
 
-def test_of_several_numbers_of_choices_each_counts(load: Callable[..., Loaded]) -> None:
+def test_each_row_counts_by_its_number_of_choices(load: Callable[..., Loaded]) -> None:
+    """Of the rows that are scored, not of all."""
     rows = [_question(4), _question(3), _question(5), _question(2)]
-    loaded = load("ARC-Challenge", rows)
-    assert loaded.chances == [[1 / 4, 1 / 3, 1 / 5, 1 / 2]]
-    # Of the rows that are scored, not of all.
+    assert load("ARC-Challenge", rows).chances == [[1 / 4, 1 / 3, 1 / 5, 1 / 2]]
     assert load("ARC-Challenge", rows, limit=2).chances == [[1 / 4, 1 / 3]]
-    assert statistics.mean(load("ARC-Challenge", rows).chances) == pytest.approx((1 / 4 + 1 / 3 + 1 / 5 + 1 / 2) / 4)
-
-
-def test_several_right_choices_are_as_many_chances(load: Callable[..., Loaded]) -> None:
-    """mc1: 1 of 4; mc2: 2 of 5 right ones, whose share of the probability is the score."""
-    targets = {"mc1_targets": {"choices": list("abcd"), "labels": [1, 0, 0, 0]}}
-    targets["mc2_targets"] = {"choices": list("abcde"), "labels": [1, 1, 0, 0, 0]}
-    assert load("TruthfulQA", [{"question": "Why?", **targets}]).chances == [[pytest.approx((1 / 4 + 2 / 5) / 2)]]
 
 
 def test_a_rule_of_the_suites_own(load: Callable[..., Loaded]) -> None:

@@ -1,4 +1,4 @@
-"""Evaluations are put side by side only where their scores mean the same, and regressions are caught."""
+"""Evaluations are put side by side only if their scores mean the same, and regressions are caught."""
 
 import copy
 import json
@@ -29,29 +29,21 @@ def test_what_was_written_is_read(one, tmp_path: Path) -> None:
     assert read_evaluation(tmp_path) == one
 
 
-def test_what_is_no_evaluation_is_refused(one, tmp_path: Path) -> None:
-    def refuses(match: str, folder: Path = tmp_path) -> None:
-        with pytest.raises(UserError, match=match) as caught:
-            read_evaluation(folder)
-        assert "\n" not in str(caught.value)
-
-    path = tmp_path / "report.json"
-    refuses("does not exist; name a folder", tmp_path / "none")
-    refuses("holds no report.json")
-    path.write_text("{", encoding="utf-8")
-    refuses("cannot be read as JSON")
-    refuses("report.json is a file; name a folder", path)
-    content = one.content()
-    for other, match in (
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
         ([], "is not the report of an evaluation"),
-        ({"models": {}}, "is not the report of an evaluation"),
         ({"runs": [], "comparison": []}, "is of training runs"),
-        (content | {"version": 1}, "is of another version of moh-llm; evaluate again"),
-        (content | {"models": {"model": 1}}, "report.json has models.model = 1: "),
-        ({key: value for key, value in content.items() if key != "processes"}, "report.json lacks processes"),
-    ):
-        path.write_text(json.dumps(other), encoding="utf-8")
-        refuses(match)
+        ({"benchmarks": [], "version": 1}, "is of another version of moh-llm; evaluate again"),
+        ({"benchmarks": [], "version": 2}, "report.json lacks suite"),
+        (None, "holds no report.json"),
+    ],
+)
+def test_what_is_no_evaluation_is_refused(tmp_path: Path, content: object, message: str) -> None:
+    if content is not None:
+        (tmp_path / "report.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        read_evaluation(tmp_path)
 
 
 def test_a_common_base_appears_once(one, two) -> None:
@@ -61,51 +53,44 @@ def test_a_common_base_appears_once(one, two) -> None:
     assert list(merged.models) == ["base", "first", "second"]
     for row, own in zip(merged.benchmarks, two.benchmarks, strict=True):
         assert row.scores["second"] == own.scores["model"] and row.scores["base"] == own.scores["base"]
-    assert row_of(merged, "A").scores["second"].samples is None  # which lie elsewhere
+    assert row_of(merged, "A").scores["second"].samples is None  # they are elsewhere
     for label, record in {"first": one, "second": two}.items():
         assert merged.average.scores[label] == record.average.scores["model"]
-    assert merged.average.published == one.average.published == {"paper": None}
-    assert merged.suite == one.suite and merged.command == one.command
     page = page_of(merged)
     assert "| base | first | delta | recovery % | of margin % | second | delta | recovery % | of margin % |" in page
     assert f"**{verdict(merged, 'second')}**" in page
 
 
-def test_different_bases_are_refused(one) -> None:
+def test_different_bases_are_refused(one, two) -> None:
     other = make_record({"base": ("another", 0.95), "model": ("second", 0.8)})
-    with pytest.raises(UserError, match="first and second have different bases; evaluate all models with one --base"):
+    with pytest.raises(UserError, match="first and second have different bases"):
         merge({"first": one, "second": other})
-
-
-def test_equal_bases_with_other_scores_are_refused(one, two) -> None:
     row_of(two, "C").scores["base"].value += 1e-9
     merge({"first": one, "second": two})
     row_of(two, "C").scores["base"].value += 0.5
-    with pytest.raises(UserError, match=r"the base scores .* on C in first and .* in second; evaluate all"):
+    with pytest.raises(UserError, match=r"the base scores .* on C in first and .* in second"):
         merge({"first": one, "second": two})
 
 
 def test_a_model_without_base_has_no_difference(one) -> None:
     merged = merge({"first": make_record({"model": ("alone", 0.8)}), "second": one})
-    assert list(merged.models) == ["base", "first", "second"]
     assert not merged.models["first"].compared and merged.average.scores["first"].delta is None
     assert verdict(merged, "first").endswith("; no base was scored with it.")
     assert "| base | first | second | delta | recovery % |" in page_of(merged)
 
 
-def test_labels_tell_the_models_apart() -> None:
+def test_labels_tell_the_models_apart(one) -> None:
     several = {**BASE, "left": ("l", 0.9), "right": ("r", 0.8)}
     records = {"run": make_record(several), "shots": make_record({**BASE, "model": ("m", 0.7)})}
     records |= {"left": make_record({**BASE, "model": ("n", 0.6)}), "base": make_record({**BASE, "model": ("b", 0.6)})}
-    records |= {"again": make_record({**BASE, "right": ("o", 0.5), "lone": ("p", 0.4)})}
     merged = merge(records)
-    expected = ["left (run)", "right (run)", "shots", "model (left)", "model (base)", "right (again)", "lone"]
+    expected = ["left (run)", "right", "shots", "model (left)", "model (base)"]
     assert list(merged.models) == ["base", *expected]
-    assert all(label in row.scores for row in merged.benchmarks for label in expected)
-    assert [merged.models[label].weights_sha256 for label in expected] == ["l", "r", "m", "n", "b", "o", "p"]
+    assert [merged.models[label].weights_sha256 for label in expected] == ["l", "r", "m", "n", "b"]
     # What was merged can be merged again.
-    again = merge({"all": merged, "new": make_record({**BASE, "model": ("q", 0.3)})})
-    assert list(again.models) == ["base", *expected, "new"]
+    assert list(merge({"all": merged, "new": one}).models) == ["base", *expected, "new"]
+    with pytest.raises(UserError, match=r"2 models would be called left \(run\); rename a folder"):
+        merge({"all": merged, "run": make_record(several), "more": make_record({**BASE, "left": ("q", 0.3)})})
 
 
 def test_rows_are_united_and_averages_are_over_the_common_ones(one) -> None:
@@ -115,12 +100,10 @@ def test_rows_are_united_and_averages_are_over_the_common_ones(one) -> None:
     for label, record in {"first": one, "second": two}.items():
         values = [row_of(record, name).scores["model"].value for name in "BC"]
         assert merged.average.scores[label].value == pytest.approx(sum(values) / 2)
-    assert merged.average.scores["base"].value == pytest.approx(two.average.scores["base"].value)
     # The base is one column, with the figures of both.
     assert all("base" in row.scores for row in merged.benchmarks) and "second" not in row_of(merged, "A").scores
     assert (merged.suite.name, merged.suite.title) == ("fewer + three", "Suite fewer + Suite three")
     assert "on only 2 of 3 benchmarks, those that every model has, and" in verdict(merged, "first")
-    assert verdict(merged, "first").endswith(" on 1 of them; base is at chance on B.")
 
 
 def test_a_score_without_its_bases_is_in_no_average(one, two) -> None:
@@ -129,14 +112,13 @@ def test_a_score_without_its_bases_is_in_no_average(one, two) -> None:
     row_of(two, "C").scores["model"].delta = None
     merged = merge({"first": one, "second": two})
     assert merged.average.over == 2 and "base" in row_of(merged, "C").scores
-    assert merged.average.scores["second"].delta is not None
 
 
-def test_all_else_is_kept(one, two) -> None:
+def test_settings_that_differ_are_named_with_their_folder(one, two) -> None:
     one.created, one.command, one.partial_data = "2026-01-01T00:00:00+00:00", "first command", ["B"]
     two.created, two.command, two.partial_data = "2026-01-02T00:00:00+00:00", "second command", ["C", "B"]
     two.versions = {**two.versions, "torch": "9.9"}
-    two.data, two.processes, two.share_prefixes, two.analysis = "folder", 4, True, {"model": {"layers": 2}}
+    two.data, two.processes, two.analysis = "folder", 4, {"model": {"error": "no memory"}}
     failed = {"benchmark": "A", "error": "out of luck"}
     one.errors = [Failure(model="base", **failed), Failure(model="model", **failed)]
     two.errors = [Failure(model="base", **failed)]
@@ -145,10 +127,8 @@ def test_all_else_is_kept(one, two) -> None:
     assert merged.partial_data == ["B", "C"] and merged.limit is None
     assert merged.data == "Hugging Face Hub (first) / folder (second)" and merged.batch_size == 8
     assert merged.versions["torch"] == f"{one.versions['torch']} (first) / 9.9 (second)"
-    assert merged.versions["python"] == one.versions["python"] and merged.seeds == one.seeds
     assert merged.command == "first command\nsecond command" and merged.created == two.created
-    assert merged.processes == 4 and merged.analysis == {"second": {"layers": 2}}
-    merged.analysis = {}
+    assert merged.processes == 4 and list(merged.analysis) == ["second"]
     assert "first command\nsecond command" in page_of(merged)
 
 
@@ -169,8 +149,8 @@ def test_other_benchmarks_of_one_name_are_refused(one, two, field: str, value: o
         setattr(row_of(record, "B"), field, value)
     merge({"first": copy.deepcopy(one), "second": copy.deepcopy(two)})
     setattr(row_of(two, "B"), field, other)
-    words = f"{field} is {value} in first and {other} in second, so".replace("None", "none")
-    with pytest.raises(UserError, match=f"benchmark B: {words} the scores cannot be compared"):
+    words = f"{field} is {value} in first and {other} in second".replace("None", "none")
+    with pytest.raises(UserError, match=f"benchmark B: {words}"):
         merge({"first": one, "second": two})
     with pytest.raises(UserError, match=f"benchmark B: {field} is"):
         check_regression(two, one, 1.0)
@@ -183,12 +163,11 @@ def test_what_one_record_does_not_know_is_no_difference(one, two) -> None:
 
 
 def test_other_numbers_of_items_and_dtypes_are_refused(one, two) -> None:
-    fewer = copy.deepcopy(two)
+    fewer, narrow = copy.deepcopy(two), copy.deepcopy(two)
     for figures in row_of(fewer, "B").scores.values():
         figures.items = 50
     with pytest.raises(UserError, match="benchmark B: items is 200 in first and 50 in second"):
         merge({"first": one, "second": fewer})
-    narrow = copy.deepcopy(two)
     narrow.dtype = "bfloat16"
     with pytest.raises(UserError, match=r"dtype is float32 in first and bfloat16 in second.* with one --compute-dtype"):
         merge({"first": one, "second": narrow})
@@ -226,16 +205,12 @@ def test_a_missing_benchmark_fails(one) -> None:
     del row_of(lacking, "B").scores["model"], lacking.benchmarks[0]
     assert check_regression(lacking, one, 5.0) == ["model: no score on A, B, which the baseline has"]
     assert check_regression(one, lacking, 5.0) == []
-    (line,) = check_regression(shift(lacking, "model", C=-9), one, 5.0)
-    assert line.startswith("model: no score on A, B, which the baseline has; average fell by 9 points")
-    assert "over 1 benchmark, " in line
 
 
 def test_models_find_their_counterparts(one) -> None:
     several = make_record({**BASE, "left": ("l", 0.9), "right": ("r", 0.8)})
     worse = shift(shift(several, "right", A=-9), "left", B=-0.3)
-    (line,) = check_regression(worse, several, 0.5)
-    assert line.startswith("right: ")
+    assert [line.split(":")[0] for line in check_regression(worse, several, 0.5)] == ["right"]
     # The baseline's only model serves all.
     assert [line.split(":")[0] for line in check_regression(shift(several, "left", A=-90), one, 20.0)] == ["left"]
     with pytest.raises(UserError, match="the baseline has no model model, only left, right"):
