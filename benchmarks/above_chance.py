@@ -10,7 +10,7 @@ less what guessing gives; kept, the margin's share of the base's, none where the
 by how much the log-likelihood of the right answer is above the base's, and that by byte of the answer. The last row is
 the mean over benchmarks, of the margins over those that the base is above chance on. Intervals are 95 %, by bootstrap
 over items, which all models share. Below the table: what share of the base's keys each converted model reads in the
-first prompts of each benchmark, a mean over benchmarks and in each. --output holds the finished benchmarks of each
+first prompts of each benchmark, a mean over benchmarks and in each. --output holds the answers of each
 model, so that the same command goes on where it stopped and takes more models, and `above_chance.json`. The same of
 prompts of 2,000 to 4,000 tokens, whose examples are computed once for all items:
 
@@ -34,12 +34,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
-from moh_llm.evaluation.head_analysis import prompts
 from moh_llm.evaluation.models import register_moh
-from moh_llm.evaluation.result_cache import ResultCache, installed_versions
-from moh_llm.evaluation.runner import ModelScores, score, spell_seconds
+from moh_llm.evaluation.processes import AnswerCache
+from moh_llm.evaluation.runner import ModelScores, installed_versions, score, spell_seconds
 from moh_llm.evaluation.suite import Benchmark, Suite, load_suite
-from moh_llm.evaluation.tasks import Loaded, load_tasks
+from moh_llm.evaluation.tasks import Loaded, load_tasks, prompts
 from moh_llm.files import write_json
 from moh_llm.intervals import show_figure
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"--models {given}: give NAME=MODEL, each with a name of its own that is not base")
         models[name] = model
     suite = chosen(load_suite(args.suite), args.only)
-    cache = ResultCache(args.output)
+    cache = AnswerCache(args.output)
     scores = score(
         *(models, suite, args.data_dir, args.items, args.batch_size, args.compute_dtype),
         cache=cache,
@@ -153,7 +152,7 @@ def plain(name: str) -> str:
     return name
 
 
-def items_of(result: ModelScores, loaded: Loaded, cache: ResultCache, label: str, limit: int) -> Items:
+def items_of(result: ModelScores, loaded: Loaded, cache: AnswerCache, label: str, limit: int) -> Items:
     """The items of one model on one benchmark, which is one task."""
     name, (task,) = loaded.benchmark.name, loaded.tasks
     gold, size = [], []

@@ -9,8 +9,7 @@ from moh_llm.claims.evaluation import verdict, warnings  # noqa: F401 (tests tak
 from moh_llm.cli import main
 from moh_llm.evaluation.record import build_record
 from moh_llm.evaluation.report import render_markdown
-from moh_llm.evaluation.runner import ModelScores
-from moh_llm.evaluation.scoring import Score
+from moh_llm.evaluation.runner import ModelScores, Score
 from moh_llm.evaluation.suite import Benchmark, Suite
 from moh_llm.records.evaluation import EvaluationRecord, Row
 from moh_llm.records.identity import Identity
@@ -78,7 +77,7 @@ def record_of(
         results[label] = ModelScores(
             *(f"in/{identity.weights}", identity, "float32", "cpu", 64, scores),
             data={name: f"digest of {name}" for name in names},
-            hardware={name: "a fast card" for name in scores},
+            hardware="a fast card",
             stored_dtype="bfloat16" if label == "base" else "float32",
             chances={name: None if chance is None else [[chance] * ITEMS] for name, chance in chances.items()},
         )

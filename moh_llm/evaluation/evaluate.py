@@ -6,25 +6,31 @@ Four steps: the tasks of a suite, lm-eval on every model, statistics of the scor
 """
 
 import contextlib
+import gc
+import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from moh_llm.evaluation import processes
+from moh_llm.devices import empty_cache
+from moh_llm.errors import UserError
 from moh_llm.evaluation.config import EvaluationConfig
-from moh_llm.evaluation.head_analysis import analyse_models
-from moh_llm.evaluation.models import check_batch_size, check_model, label_models
+from moh_llm.evaluation.models import check_model, has_heads_off, label_models
+from moh_llm.evaluation.processes import AnswerCache, connect, disconnect
 from moh_llm.evaluation.record import add_samples, build_record
 from moh_llm.evaluation.report import write_report
-from moh_llm.evaluation.result_cache import ResultCache
 from moh_llm.evaluation.runner import score
 from moh_llm.evaluation.runs import read_runs, runs_behind
 from moh_llm.evaluation.suite import Suite, load_suite
-from moh_llm.evaluation.tasks import check_data, require_lm_eval
+from moh_llm.evaluation.tasks import check_data, load_tasks, one_line, prompts, require_lm_eval
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.terminal import say_aside
+
+ANALYSED_ITEMS = 32  # of each benchmark
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Evaluation:
     folder: Path
     """Holds ``report.html``, ``report.md`` and ``report.json``, and ``samples`` if asked for."""
     partial: Path | None
-    """Folder of the finished benchmarks, kept because a benchmark or an analysis failed; None where nothing did."""
+    """Folder of the answers, kept because a benchmark or an analysis failed; None if nothing did."""
     first_process: bool = True
     """False on the other processes of a launcher, which may return before the report is written."""
 
@@ -54,9 +60,9 @@ class Evaluation:
 def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, command_line: str = "") -> Evaluation:
     """Score models on a suite, analyse their heads, and write the report.
 
-    A benchmark or an analysis that fails is part of the result. Finished benchmarks are kept in OUTPUT.partial until
-    the report is written, so that the same call resumes an interrupted evaluation. Under `accelerate launch` or
-    torchrun every process calls this: the items are shared among them and the first one writes.
+    A benchmark or an analysis that fails is part of the result. Answers are kept in OUTPUT.partial until the report is
+    written, so that the same call resumes an interrupted evaluation. Under `accelerate launch` or torchrun every
+    process calls this: requests are shared among them and the first one writes.
 
     Args:
         options: see `EvaluationConfig`.
@@ -67,14 +73,14 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
         UserError: an option, a model, the data or the output folder cannot be used.
     """
     suite, models = _check(options)
-    team = processes.join()
+    team = connect()
     with contextlib.ExitStack() as held:
-        leave = held.enter_context(contextlib.ExitStack())
-        leave.callback(processes.leave)
-        team.share(lambda: held.enter_context(lock_folder(options.output)))
+        connection = held.enter_context(contextlib.ExitStack())
+        connection.callback(disconnect)
+        team.broadcast(lambda: held.enter_context(lock_folder(options.output)))
         # Whoever held the lock until now may have made the folder.
-        team.share(lambda: check_output_folder(options.output, options.overwrite))
-        cache = ResultCache.beside(options.output)
+        team.broadcast(lambda: check_output_folder(options.output, options.overwrite))
+        cache = AnswerCache.beside(options.output)
         scores = score(
             models,
             suite,
@@ -95,10 +101,10 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
         # The first process alone; the others wait, because a launcher ends all of them when one ends with an error.
         chosen = next(iter(scores.values()))  # all models ran on one device in one dtype
         analysed = models if options.analysis else {}
-        record.analysis = team.share(
+        record.analysis = team.broadcast(
             lambda: analyse_models(analysed, suite, options.data_dir, chosen.device, chosen.dtype, say, options.limit)
         )
-        leave.close()
+        connection.close()
         if team.rank > 0:
             return Evaluation(record, options.output, None, first_process=False)
         _write(options, record, cache, say, command_line)
@@ -118,15 +124,13 @@ def _check(options: EvaluationConfig) -> tuple[Suite, dict[str, str]]:
     require_lm_eval()
     for model in models.values():
         check_model(model)
-        if options.batch_size != "auto":
-            check_batch_size(model, options.batch_size)
     return suite, models
 
 
 def _write(
     options: EvaluationConfig,
     record: EvaluationRecord,
-    cache: ResultCache,
+    cache: AnswerCache,
     say: Callable[[str], None],
     command_line: str,
 ) -> None:
@@ -136,3 +140,75 @@ def _write(
         if options.log_samples:
             add_samples(folder, record, cache)
         write_report(folder, runs, command_line, record)
+
+
+def analyse_models(
+    models: dict[str, str],
+    suite: Suite,
+    data_dir: Path | None,
+    device: str,
+    dtype: str,
+    say: Callable[[str], None],
+    limit: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Analyse the heads of each of ``models`` (label to path or Hub id) that has heads off, one in memory at a time.
+
+    Args:
+        models: dense models and those with every head on are left out.
+        suite: the benchmarks whose text is read.
+        data_dir: as `score` takes it.
+        device: the torch device; this process works alone.
+        dtype: name of the torch dtype.
+        say: receives a line for each stage.
+        limit: items of each benchmark, if fewer than `ANALYSED_ITEMS` are scored.
+
+    Returns:
+        By label, the record of `moh_llm.analysis.record.analyse`; or ``{"error": ...}``, in one line, for
+        a model whose analysis failed.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    texts: dict[str, list[str]] = {}
+    for label, model in models.items():
+        # The previous model has left its memory by now.
+        gc.collect()
+        empty_cache()
+        # Nothing that goes wrong here may lose the scores, which took hours.
+        try:
+            if has_heads_off(model):
+                texts = texts or _read_texts(suite, data_dir, say, limit)
+                say(f"analysis of {label}: loading {model}")
+                found[label] = _analyse(model, texts, device, dtype)
+        except Exception as error:
+            if not isinstance(error, UserError):
+                traceback.print_exception(error)  # it may be a bug
+            found[label] = {"error": str(error) if isinstance(error, UserError) else one_line(error)}
+            say(f"analysis of {label} failed: {found[label]['error']}")
+    return found
+
+
+def _read_texts(
+    suite: Suite, data_dir: Path | None, say: Callable[[str], None], limit: int | None
+) -> dict[str, list[str]]:
+    say("analysis: reading the benchmarks' text (--no-analysis leaves all of it out)")
+    with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
+        items = min(ANALYSED_ITEMS, limit or ANALYSED_ITEMS)
+        loaded = load_tasks(suite, Path(folder), data_dir, items)
+        texts = prompts(loaded, items, lambda line: say(f"analysis: {line}"))
+    if not texts:
+        raise UserError("no benchmark's text can be built; the lines above say why")
+    return texts
+
+
+def _analyse(model: str, texts: dict[str, list[str]], device: str, dtype: str) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    from moh_llm.analysis.record import analyse
+    from moh_llm.modeling import MoHLlamaForCausalLM
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        loading = {"dtype": dtype, "use_safetensors": True, "return_dict": True}
+        network = MoHLlamaForCausalLM.from_pretrained(model, **loading).to(device)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"{model} cannot be loaded: {one_line(error)}") from error
+    return analyse(network, tokenizer, texts)

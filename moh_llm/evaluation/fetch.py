@@ -1,10 +1,10 @@
-"""Downloading the data of a suite into the folder that ``--data-dir`` reads, with a manifest of what it holds.
+"""Downloading the data of a suite into the folder that ``--data-dir`` reads, with a manifest of its files.
 
 DIR/<dataset, / as __>/<config>/<split>.jsonl
-DIR/MANIFEST.json    by file: dataset, config, split, commit, rows, SHA-256, and where it came from
+DIR/MANIFEST.json    by file: dataset, config, split, commit, source, number of rows, SHA-256
 
-Datasets that the Hub serves by script come from where the script took them (``suites/sources/converted.yaml``), as
-the rows that the script made of them.
+Datasets that the Hub serves by script are downloaded from the script's own sources (``suites/sources/converted.yaml``)
+and converted to the rows that the script makes.
 """
 
 import csv
@@ -25,7 +25,7 @@ from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.suite import SCRIPT_DATASETS, Suite, data_file
-from moh_llm.evaluation.tasks import one_line, quiet_data
+from moh_llm.evaluation.tasks import one_line, quiet
 from moh_llm.files import sha256
 from moh_llm.reading import read_yaml
 from moh_llm.records.base import Record
@@ -48,7 +48,7 @@ class Entry(Record):
 
 
 class Manifest(Record):
-    """The files of the folder, by their path in it. It is written before each file."""
+    """The files of the folder, by their path in it; written before each file."""
 
     files: dict[str, Entry]
 
@@ -68,10 +68,10 @@ class _Refused(Exception):
 
 
 def fetch(suite: Suite, folder: Path, say: Callable[[str], None] = say) -> list[str]:
-    """Download what ``suite`` reads and ``folder`` lacks; returns what could not be fetched, one line each.
+    """Download the files of ``suite`` that ``folder`` lacks; returns a line for each that cannot be fetched.
 
-    Each file is written in one step, and one whose bytes and commit are those of the manifest is kept. Raises
-    UserError when the folder cannot be used, or when nothing can be reached.
+    A file is written in one step, and kept if its bytes and commit are those of the manifest. Raises UserError when the
+    folder cannot be used, or when there is no network.
     """
     if suite.data:
         raise UserError(f"suite {suite.name} carries its own data; there is nothing to fetch")
@@ -132,7 +132,7 @@ class _Held:
         return self._manifest.files[self._name(file)].rows
 
     def whole(self, file: Path, revision: str | None) -> bool:
-        """Whether ``file`` is complete and of that commit (None: of any). Raises UserError for one of other origin."""
+        """Whether ``file`` is complete and of that commit (None: of any). Raises UserError if others made it."""
         entry = self._manifest.files.get(self._name(file))
         if entry is None and file.exists():
             raise UserError(f"{file} was not made by this command; move it away or name another folder")
@@ -187,7 +187,7 @@ def _from_hub(item: _Wanted, splits: list[str], revision: str) -> dict[str, tupl
 
     config = None if item.config == "default" else item.config
     try:
-        with quiet_data():
+        with quiet():
             loaded = datasets.load_dataset(item.dataset, config, split=list(splits), revision=revision)
     except ConnectionError as error:
         # The other requests would time out as well.
@@ -224,11 +224,11 @@ def _convert(
     return found
 
 
-# The sources' hashes are compared, so that their contents need no checks here.
+# The sources' hashes are checked, so their contents are not.
 def _convert_logiqa(file: Path, config: str, split: str) -> Rows:
-    """LogiQA's text: blocks of label, passage, question and four options, with an empty line between.
+    """LogiQA's text: blocks of label, passage, question and four options, separated by empty lines.
 
-    A blank follows every full stop, inside numbers too, as in the script's rows and so in published scores.
+    Like the script, which published scores used, it puts a blank behind every full stop, also in numbers.
     """
 
     def spaced(line: str) -> str:
@@ -241,7 +241,7 @@ def _convert_logiqa(file: Path, config: str, split: str) -> Rows:
 
 
 def _convert_cmmlu(file: Path, config: str, split: str) -> Rows:
-    """One subject of CMMLU's zip: ``<split>/<config>.csv``, whose first column, a row number, is ignored."""
+    """One subject of CMMLU's archive: ``<split>/<config>.csv`` without its first column, a row number."""
     member = f"{split}/{config}.csv"
     with zipfile.ZipFile(file) as archive:
         names = [name for name in archive.namelist() if name == member or name.endswith(f"/{member}")]
@@ -253,7 +253,7 @@ def _convert_cmmlu(file: Path, config: str, split: str) -> Rows:
 
 
 def _wrong_counts(suite: Suite, folder: Path, held: _Held) -> list[str]:
-    """Benchmarks whose number of items is not the suite's; benchmarks that lack a file are left out."""
+    """A line for each complete benchmark whose number of items is not the suite's."""
     problems = []
     for benchmark in suite.benchmarks:
         # Several readings of the same items share a file.

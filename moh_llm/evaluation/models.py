@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moh_llm.devices import accelerator_memory, check_memory, choose_device, compute_dtype
+from moh_llm.devices import choose_device, compute_dtype
 from moh_llm.errors import UserError
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
@@ -101,18 +101,19 @@ def _check_weights(folder: Path) -> None:
     check_tensors(str(folder), folder, weight_map, config)
 
 
-def check_batch_size(model: str, batch_size: int) -> None:
-    """Raise UserError for a batch whose 16-bit logits of one token alone exceed the memory."""
-    folder = Path(model)
-    vocabulary = read_config(folder).get("vocab_size") if (folder / CONFIG).is_file() else None
-    if vocabulary is None:
-        return
-    check_memory(2 * vocabulary * batch_size, f"--batch-size {batch_size}", "lower it", accelerator_memory())
-
-
 def register_moh() -> None:
     """Register MoH models with transformers' Auto classes, so that they load without remote code."""
     import moh_llm.modeling  # noqa: F401
+
+
+def has_heads_off(model: str) -> bool:
+    """Whether some head of a model is off for some token."""
+    from transformers import AutoConfig
+
+    from moh_llm.modeling import MoHLlamaConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    return isinstance(config, MoHLlamaConfig) and min(config.active_heads_per_layer) < config.num_attention_heads
 
 
 def describe_model(model: str, records: FolderRecords | None) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.models import describe_model, other_base
-from moh_llm.evaluation.result_cache import ResultCache, file_name, installed_versions
-from moh_llm.evaluation.runner import ModelScores
-from moh_llm.evaluation.scoring import SEEDS, Score
+from moh_llm.evaluation.processes import AnswerCache, file_name
+from moh_llm.evaluation.runner import ModelScores, Score, installed_versions
 from moh_llm.evaluation.suite import Benchmark, Suite
+from moh_llm.evaluation.tasks import SEEDS
 from moh_llm.records.evaluation import (
     VERSION,
     Average,
@@ -70,7 +70,7 @@ def build_record(
     )
 
 
-def add_samples(folder: Path, report: EvaluationRecord, cache: ResultCache) -> None:
+def add_samples(folder: Path, report: EvaluationRecord, cache: AnswerCache) -> None:
     """Copy the logs of all scored items into ``folder`` and name each in ``report``.
 
     Raises UserError when the disk refuses (through `new_folder`).
@@ -208,7 +208,7 @@ def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:
         stored_dtype=result.stored_dtype,
         device=result.device,
         attention_backend=result.attention_backend,
-        hardware=" / ".join(dict.fromkeys(name for name in result.hardware.values() if name)),
+        hardware=result.hardware,
         context=result.context,
         seconds=round(seconds, 2),
         items=items,

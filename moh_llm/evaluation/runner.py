@@ -2,29 +2,64 @@
 
     scores = score({"base": "path/to/base", "model": "out/moh"}, load_suite("paper"), data_dir=Path("benchmarks"))
 
-Data is read once and before any model. Each benchmark is its own lm-eval run, so that one which fails
-loses only itself, and the numbers are those of lm-eval's own command.
+Data is read once and before any model. Each benchmark is its own lm-eval run with the seeds of lm-eval's command, so
+that one which fails loses only itself, and the numbers are those of that command.
 """
 
 import gc
+import json
+import math
+import platform
+import random
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from moh_llm import __version__
 from moh_llm.auto_classes import MODEL_TYPE
 from moh_llm.devices import choose_device, empty_cache, name_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.models import choose_dtype
-from moh_llm.evaluation.processes import Team, join
-from moh_llm.evaluation.result_cache import CachedResult, Key, ResultCache, make_key
-from moh_llm.evaluation.scoring import BenchmarkError, Score, check_rows, run_benchmark
+from moh_llm.evaluation.processes import AnswerCache, Answers, BenchmarkError, Team, connect
 from moh_llm.evaluation.suite import Suite
-from moh_llm.evaluation.tasks import Loaded, load_tasks, require_lm_eval
+from moh_llm.evaluation.tasks import SEEDS, Loaded, items_of, load_tasks, quiet, require_lm_eval
+from moh_llm.files import write_text
 from moh_llm.records.folder import FolderRecords, read_records
 from moh_llm.records.identity import Identity, identify
 from moh_llm.terminal import say_aside
+
+if TYPE_CHECKING:
+    from moh_llm.evaluation.language_model import LanguageModel
+
+Sample = dict[str, Any]
+
+
+@dataclass
+class Score:
+    """One benchmark on one model."""
+
+    strata: statistics.Strata
+    """Item scores from 0 to 1, one list per lm-eval task (one list in all where readings are averaged)."""
+    tasks: dict[str, tuple[float, int]]
+    """lm-eval's own figure and number of items for each task."""
+    seconds: float
+    """Also of an earlier run, for the answers that were kept."""
+    truncated: bool
+    """Whether some prompt was longer than the model's context and lost its beginning."""
+    batch_size: int
+    """Sequences in a forward pass, on each process."""
+
+    @property
+    def items(self) -> int:
+        """How many items were scored."""
+        return sum(len(values) for values in self.strata)
 
 
 @dataclass
@@ -42,29 +77,13 @@ class ModelScores:
     errors: dict[str, str] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each benchmark's data (`Loaded.data`)."""
-    hardware: dict[str, str] = field(default_factory=dict)
-    """Hardware by benchmark: parts of a run may come from different machines."""
+    hardware: str = ""
     stored_dtype: str = ""
     chances: dict[str, statistics.Strata | None] = field(default_factory=dict)
     """Chance score of each item, by benchmark (`Loaded.chances`)."""
     records: FolderRecords | None = None
     """The records of a folder; None for a model on the Hub."""
     attention_backend: str | None = None
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Settings and state that all models of one call share."""
-
-    loaded: list[Loaded]
-    limit: int | None
-    batch_size: int | str
-    cache: ResultCache | None
-    log_samples: bool
-    share_prefixes: bool
-    team: Team
-    progress: "Progress"
-    say: Callable[[str], None]
 
 
 def score(
@@ -76,7 +95,7 @@ def score(
     compute_dtype: str = "auto",
     device: str | None = None,
     say: Callable[[str], None] = say_aside,
-    cache: ResultCache | None = None,
+    cache: AnswerCache | None = None,
     log_samples: bool = False,
     share_prefixes: bool = False,
 ) -> dict[str, ModelScores]:
@@ -91,16 +110,16 @@ def score(
         compute_dtype: a torch dtype's name, or "auto"; all models are computed in one (`choose_dtype`).
         device: a torch device; None: the accelerator if there is one, and under a launcher each process's own.
         say: receives a line of progress per benchmark, on the first process.
-        cache: where finished benchmarks are stored and looked up; None: nowhere.
+        cache: where answers are stored and looked up; None: nowhere.
         log_samples: store the prompt, responses and score of every item; needs ``cache``.
         share_prefixes: compute common beginnings of prompts once; scores may differ by rounding.
 
-    Under `accelerate launch` or torchrun each process scores its part of the items, and all of them return
+    Under `accelerate launch` or torchrun each process answers its part of the requests, and all of them return
     everything. Raises UserError for data or a model that cannot be used; a benchmark that fails is recorded
     in `ModelScores.errors`.
     """
     require_lm_eval()
-    team = join()
+    team = connect()
     say = say if team.rank == 0 else lambda line: None
     if device is not None and team.size > 1:
         raise UserError(
@@ -108,125 +127,198 @@ def score(
             "(for the CPU hide the GPUs: CUDA_VISIBLE_DEVICES=)"
         )
     device = str(choose_device(device))
-    precision = team.share(lambda: choose_dtype(models, compute_dtype, device))
+    precision = team.broadcast(lambda: choose_dtype(models, compute_dtype, device))
     say(str(precision))
+    results = team.broadcast(lambda: {label: _identify(label, model, say) for label, model in models.items()})
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
-        if cache is not None:
-            say(f"finished benchmarks are kept in {cache.folder} until the report is written")
-        identified = team.share(lambda: {label: _identify(label, model, say) for label, model in models.items()})
         say(f"reading the data of {len(suite.benchmarks)} benchmarks")
-        loaded = team.agree(lambda: load_tasks(suite, Path(folder), data_dir, limit))
-        team.share(lambda: [check_rows(model, loaded, limit) for model in models.values()])
-        progress = Progress(list(models), {item.benchmark.name: item.items(limit) for item in loaded})
-        run = _Run(loaded, limit, batch_size, cache, log_samples, share_prefixes, team, progress, say)
-        results = {}
-        for label, model in models.items():
-            identity, records = identified[label]
-            result = ModelScores(model, identity, precision.dtype, device, records=records)
-            result.stored_dtype = precision.stored[label]
-            _score_model(label, result, run)
-            results[label] = result
-        return results
+        loaded = team.barrier(lambda: load_tasks(suite, Path(folder), data_dir, limit))
+        progress = Progress(len(models) * sum(one.items(limit) for one in loaded))
+        for label, result in results.items():
+            result.dtype, result.device, result.stored_dtype = precision.dtype, device, precision.stored[label]
+            say(f"loading {label}: {result.model}")
+            lm = _load(result, batch_size, share_prefixes, cache, team)
+            if lm.answers.known:
+                say(f"{label}: {len(lm.answers.known):,} answers are kept from an earlier run")
+            for number, one in enumerate(loaded, start=1):
+                name, outcome = one.benchmark.name, "failed"
+                result.data[name], result.chances[name] = one.data, one.chances
+                try:
+                    found, samples = run_benchmark(lm, one, limit)
+                except BenchmarkError as error:
+                    result.errors[name] = str(error)
+                    progress.add(one.items(limit), None)
+                else:
+                    if cache is not None and log_samples:
+                        team.broadcast(partial(_write_log, cache.samples_file(label, name), samples))
+                    result.scores[name] = found
+                    progress.add(found.items, found.seconds)
+                    left = f"; about {spell_seconds(progress.seconds_left)} left" if progress.seconds_left else ""
+                    figure = f"{100 * statistics.mean(found.strata):.1f}"
+                    outcome = f"{figure} ({found.items} items, {spell_seconds(found.seconds)}{left})"
+                say(f"[{number}/{len(loaded)}] {label}: {name} {outcome}")
+            # In this order: the next model needs the memory.
+            del lm
+            gc.collect()
+            empty_cache()
+    return results
 
 
-def _identify(label: str, model: str, say: Callable[[str], None]) -> tuple[Identity, FolderRecords | None]:
-    """Identify a model, and read the records of a folder; say where these are not of the model in it."""
+def _identify(label: str, model: str, say: Callable[[str], None]) -> ModelScores:
+    """Hash a model and read the records of a folder; say if they are not of the model in it."""
     records = read_records(Path(model)) if Path(model).is_dir() else None
     for line in records.lines(f"{label} ({model})") if records else ():
         say(line)
-    return identify(model), records
+    return ModelScores(model, identify(model), records=records)
 
 
-def _score_model(label: str, result: ModelScores, run: _Run) -> None:
-    """Put the score or the error of every benchmark into ``result``; the model is loaded if one is not cached."""
-    benchmarks = {item.benchmark.name: item for item in run.loaded}
-    result.data = {name: item.data for name, item in benchmarks.items()}
-    result.chances = {name: item.chances for name, item in benchmarks.items()}
-    keys = {
-        name: make_key(result.identity.sha256, item, run.limit, result.dtype, result.device, run.share_prefixes)
-        for name, item in benchmarks.items()
-    }
-    _load_cached(label, result, keys, run)
-    if not (missing := [name for name in benchmarks if name not in result.scores]):
-        return
+def _load(
+    result: ModelScores, batch_size: int | str, share_prefixes: bool, cache: AnswerCache | None, team: Team
+) -> "LanguageModel":
+    """Load a model with the answers that an earlier run left, and note how it is run in ``result``."""
     from moh_llm.attention import choose_for
     from moh_llm.evaluation.language_model import load_model
 
-    run.say(f"loading {label}: {result.model}")
-    lm = run.team.agree(
+    names = team.gather(name_device(choose_device(result.device)))
+    result.hardware = " + ".join(dict.fromkeys(names))
+    key = {
+        "model": result.identity.sha256,
+        "dtype": result.dtype,
+        "hardware": result.hardware,
+        "share_prefixes": share_prefixes,
+        "versions": installed_versions(),
+    }
+    answers = cache.open(key, team) if cache else Answers()
+    lm = team.barrier(
         lambda: load_model(
-            *(result.model, run.batch_size, result.dtype, result.device, run.team),
-            *(result.identity.revision, run.share_prefixes),
+            *(result.model, batch_size, result.dtype, result.device, team, result.identity.revision),
+            *(answers, share_prefixes),
         )
     )
     result.context = lm.max_length
     if lm.config.model_type == MODEL_TYPE:
         result.attention_backend = choose_for(lm.device, lm.model.dtype, lm.config.head_dim).name
-    hardware = " + ".join(dict.fromkeys(run.team.gather(name_device(lm.device))))
-    for name in missing:
-        where = f"[{list(benchmarks).index(name) + 1}/{len(benchmarks)}] {label}: {name}"
-        try:
-            found, samples = run_benchmark(lm, benchmarks[name], run.limit, run.team, run.log_samples)
-        except BenchmarkError as error:
-            result.errors[name] = str(error)
-            run.progress.done(label, name, None)
-            run.say(f"{where} failed")
-            continue
-        result.scores[name], result.hardware[name] = found, hardware
-        if (cache := run.cache) is not None:
-            entry = CachedResult(key=keys[name], score=found, context=lm.max_length, hardware=hardware)
-            logged = samples if run.log_samples else None
-            run.team.share(lambda name=name, entry=entry, logged=logged: cache.store(label, name, entry, logged))
-        run.progress.done(label, name, found.seconds)
-        left = run.progress.seconds_left()
-        more = f"; about {spell_seconds(left)} left" if left else ""
-        run.say(f"{where} {_figure(found)} ({found.items} items, {spell_seconds(found.seconds)}{more})")
-    # In this order: the next model needs the memory.
-    del lm
-    gc.collect()
-    empty_cache()
+    return lm
 
 
-def _load_cached(label: str, result: ModelScores, keys: dict[str, Key], run: _Run) -> None:
-    """Put the scores that an earlier run stored into ``result``, and say why others are not used."""
-    if (cache := run.cache) is None:
-        return
-    found = run.team.share(lambda: {name: cache.load(label, name, key, run.log_samples) for name, key in keys.items()})
-    for number, (name, old) in enumerate(found.items(), start=1):
-        if isinstance(old, str):
-            run.say(f"{label}: {name} is scored anew: {old}")
-        elif old is not None:
-            result.scores[name], result.context, result.hardware[name] = old.score, old.context, old.hardware
-            run.progress.done(label, name, old.score.seconds)
-            run.say(f"[{number}/{len(keys)}] {label}: {name} {_figure(old.score)} (from an earlier run)")
+def run_benchmark(lm: "LanguageModel", loaded: Loaded, limit: int | None) -> tuple[Score, list[Sample]]:
+    """Run one benchmark's tasks through lm-eval; returns the score of every item, and the items as lm-eval logs them.
+
+    Raises BenchmarkError, on every process, when one fails.
+    """
+    from lm_eval import evaluate  # `simple_evaluate` lists the machine's packages after every call, for six seconds
+
+    start, tasks = time.perf_counter(), {task.config.task: task for task in loaded.tasks}
+    lm.answers.start()
+    try:
+        set_seeds(loaded)
+        with quiet():
+            # Standard errors come from the items (`statistics`); lm-eval would bootstrap perplexities too.
+            results: Any = evaluate(lm, {"tasks": tasks, "groups": {}}, limit=limit, bootstrap_iters=0)
+        strata, figures, samples = _collect(loaded, limit, results["samples"])
+    except BenchmarkError:  # of all processes
+        raise
+    except Exception as error:
+        # One benchmark must not lose hours of the others; the traceback still reaches the screen.
+        traceback.print_exc()
+        lm.gather(None, f"{type(error).__name__}: {error}")
+    cut, batch_sizes, earlier = zip(*lm.gather((lm.answers.cut, lm.batch_size, lm.answers.seconds)), strict=True)
+    seconds = time.perf_counter() - start + earlier[0]
+    return Score(strata, figures, seconds, any(cut), min(batch_sizes)), samples
+
+
+def set_seeds(loaded: Loaded) -> None:
+    """Set the seeds of lm-eval's command, so that examples and numbers do not depend on other benchmarks."""
+    import numpy as np
+    import torch
+
+    random.seed(SEEDS["python"])
+    np.random.seed(SEEDS["numpy"])
+    torch.manual_seed(SEEDS["torch"])
+    for task in loaded.tasks:
+        task.set_fewshot_seed(SEEDS["fewshot"])
+
+
+def _collect(
+    loaded: Loaded, limit: int | None, logged: dict[str, list[Any]]
+) -> tuple[statistics.Strata, dict[str, tuple[float, int]], list[Sample]]:
+    """Item scores, each task's own figure, and the benchmark's items in their order, from all that lm-eval logged."""
+    strata, figures, samples = [], {}, []
+    benchmark = loaded.benchmark
+    for task in loaded.tasks:
+        name, items = task.config.task, items_of(task, limit)
+        found = [sample for sample in logged[name] if sample["filter"] == benchmark.filter]
+        found.sort(key=lambda sample: sample["doc_id"])
+        if [sample["doc_id"] for sample in found] != list(range(items)):
+            raise ValueError(f"{name}: {len(found)} of {items} items came back")
+        values = [float(sample[benchmark.metric]) for sample in found]
+        if odd := [number for number, value in enumerate(values) if not math.isfinite(value)]:
+            raise ValueError(
+                f"{name}: {len(odd)} item(s) have no number as score, item {odd[0]} first; "
+                "--compute-dtype float32 may help"
+            )
+        strata.append(values)
+        figures[name] = (float(task.aggregation()[benchmark.metric](values)), items)
+        samples += [_log_item(name, sample, value) for sample, value in zip(found, values, strict=True)]
+    if benchmark.average == "parts":
+        strata = statistics.average_readings(strata)
+    return strata, figures, samples
+
+
+def _log_item(task: str, sample: Any, score: float) -> Sample:
+    """One item of the log."""
+    prompt = sample["arguments"][0][0]
+    responses = []
+    for (context, *rest), said, kept in zip(
+        sample["arguments"], sample["resps"], sample["filtered_resps"], strict=True
+    ):
+        if rest and isinstance(rest[0], str):
+            response = {"continuation": rest[0], "log_likelihood": _number(said[0][0]), "greedy": bool(said[0][1])}
+        elif rest:
+            response = {"text": said[0], "answer": kept}
+        else:
+            response = {"log_likelihood": _number(said[0])}
+        # WinoGrande and its like have a prompt for each choice.
+        responses.append(response if context == prompt else {"prompt": context, **response})
+    return {
+        "task": task,
+        "doc_id": sample["doc_id"],
+        "prompt_hash": sample["prompt_hash"],
+        "prompt": prompt,
+        "responses": responses,
+        "target": sample["target"],
+        "score": score,
+    }
+
+
+def _write_log(file: Path, samples: list[Sample]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {file.parent}: {error.strerror}; name another --output") from error
+    write_text(file, "".join(json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in samples))
+
+
+def _number(value: float) -> float | str:
+    """The number; as text where JSON cannot hold it."""
+    return float(value) if math.isfinite(value) else str(float(value))
 
 
 class Progress:
-    """The time that is left, from the items of each benchmark and the seconds of those that are done."""
+    """The time that is left, from the seconds of the items that are done."""
 
-    def __init__(self, models: list[str], items: Mapping[str, int]) -> None:
-        """``items``: how many each benchmark scores on each of ``models``."""
-        self._items = items
-        self._open = {(model, benchmark) for model in models for benchmark in items}
-        self._seconds: dict[tuple[str, str], float] = {}
+    def __init__(self, items: int) -> None:
+        self._left, self._done, self._seconds = items, 0, 0.0
 
-    def done(self, model: str, benchmark: str, seconds: float | None) -> None:
+    def add(self, items: int, seconds: float | None) -> None:
         """Note a benchmark as done in ``seconds``; None for one that failed."""
-        self._open.remove((model, benchmark))
+        self._left -= items
         if seconds is not None:
-            self._seconds[model, benchmark] = seconds
+            self._done, self._seconds = self._done + items, self._seconds + seconds
 
-    def seconds_left(self) -> float | None:
-        """An estimate: a benchmark takes as long as on another model, else the time per item so far. None: unknown."""
-        known = sum(self._items[benchmark] for _, benchmark in self._seconds)
-        if not known:
-            return None if self._open else 0.0
-        per_item = sum(self._seconds.values()) / known
-        slowest = {name: per_item * count for name, count in self._items.items()}
-        slowest |= {
-            name: max(s for (_, other), s in self._seconds.items() if other == name) for _, name in self._seconds
-        }
-        return sum(slowest[benchmark] for _, benchmark in self._open)
+    @property
+    def seconds_left(self) -> float:
+        return self._left * self._seconds / self._done if self._done else 0.0
 
 
 def spell_seconds(seconds: float) -> str:
@@ -237,5 +329,11 @@ def spell_seconds(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _figure(score: Score) -> str:
-    return f"{100 * statistics.mean(score.strata):.1f}"
+def installed_versions() -> dict[str, str]:
+    """The versions that scores depend on."""
+    names = {"torch": "torch", "transformers": "transformers", "lm_eval": "lm-eval", "datasets": "datasets"}
+    return {
+        "moh_llm": __version__,
+        **{name: metadata.version(package) for name, package in names.items()},
+        "python": platform.python_version(),
+    }

@@ -1,18 +1,14 @@
 """Log-likelihoods of requests that begin alike: what they share is computed once.
 
 Each of a subject's few-shot prompts begins with the same examples, which lm-eval computes anew for every prompt. Here
-inputs are sorted by their tokens, and a cache of keys and values goes with them: cut back to what the next inputs share
-with it, never computed twice. Inputs that share a prefix go through the model as a batch behind it, padded on the
-right. A batch takes one more as long as this adds fewer tokens than a pass of its own is worth; on a CPU most batches
-are of one. Passes of other shapes round differently than lm-eval's do. One thing more differs: where requests have the
-same input but continuations of different lengths, lm-eval scores the shorter one at wrong positions.
+inputs are sorted by their tokens, and a cache of keys and values is cut back to what the next inputs share with it.
+Inputs that share a prefix go through the model as a batch behind it, padded on the right; on a CPU, one by one. Passes
+of other shapes round differently than lm-eval's do. One thing more differs: where requests have the same input but
+continuations of different lengths, lm-eval scores the shorter one at wrong positions.
 """
 
 import copy
 import inspect
-import itertools
-import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +26,7 @@ if TYPE_CHECKING:
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """As lm-eval has it: context and continuation as text (None: not to be cached), then as tokens."""
 
-# What a pass costs besides its tokens, in tokens: reading the weights and starting the kernels.
-_CPU_PASS = 16
-_GPU_PASS = 512
+_PASS = 512  # tokens; a pass of fewer saves less than it takes to read the weights and start the kernels
 
 
 @dataclass(frozen=True)
@@ -52,18 +46,6 @@ class Input:
         return len(self.tokens) - self.scored
 
 
-@dataclass(frozen=True)
-class Step:
-    """Cut the cache to ``kept`` tokens, lengthen it to ``shared``, then run what ``inputs`` have behind these.
-
-    The cache ends with the ``shared`` tokens, or after a single input with all of its tokens.
-    """
-
-    inputs: list[Input]
-    kept: int
-    shared: int
-
-
 def check_cache(model: PreTrainedModel) -> None:
     """Raise UserError for a model whose cache cannot be cut back: one with a sliding window, or a recurrent state."""
     known = inspect.signature(model.forward).parameters
@@ -77,18 +59,25 @@ def check_cache(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def score_sharing_prefixes(lm: "HFLM", requests: list[Request], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+def score_sharing_prefixes(
+    lm: "HFLM", requests: list[Request], batch_size: int | None = None, disable_tqdm: bool = False
+) -> list[tuple[float, bool]]:
     """For each request the log-likelihood of its continuation (nats) and whether that is the likeliest.
 
-    In place of lm-eval's `_loglikelihood_tokens`, with at most ``lm.batch_size`` inputs in a pass. Raises ValueError
-    for an empty context or continuation, and for a continuation longer than the model's context.
+    In place of lm-eval's `_loglikelihood_tokens`, with at most ``batch_size`` inputs in a pass (None: the
+    model's). Raises ValueError for an empty context or continuation, and for a
+    continuation longer than the model's context.
     """
     inputs = _build_inputs(requests, lm.max_length)
-    cache = DynamicCache(config=lm.model.config)
+    cache, cached = DynamicCache(config=lm.model.config), ()
     answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+    batch_size, done = batch_size or lm.batch_size, 0
     with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
-        for step in plan(inputs, lm.batch_size, _CPU_PASS if lm.device.type == "cpu" else _GPU_PASS):
-            for item, log_probs in zip(step.inputs, _run(lm, step, cache), strict=True):
+        while done < len(inputs):
+            first = inputs[done]
+            kept = min(_common(cached, first.tokens), first.unscored)
+            batch, shared = take_batch(inputs[done : done + batch_size], kept)
+            for item, log_probs in zip(batch, _run(lm, batch, shared, kept, cache), strict=True):
                 likeliest = log_probs.argmax(dim=-1)
                 for number in item.requests:
                     text, _, continuation = requests[number]
@@ -100,41 +89,27 @@ def score_sharing_prefixes(lm: "HFLM", requests: list[Request], disable_tqdm: bo
                     if text is not None:
                         lm.cache_hook.add_partial("loglikelihood", text, answers[number])
                 bar.update(len(item.requests))
+            cached = first.tokens[: cache.get_seq_length()]
+            done += len(batch)
     return answers
 
 
-def plan(inputs: list[Input], batch_size: int, pass_tokens: int) -> Iterator[Step]:
-    """The passes for sorted ``inputs``; ``pass_tokens`` is what a pass costs besides its tokens, in tokens."""
-    # How many tokens each input shares with the next one. Over a range of sorted inputs the least of them is shared.
-    alike = [_common(a.tokens, b.tokens) for a, b in itertools.pairwise(inputs)] + [0]
-    start = held = 0
-    while start < len(inputs):
-        first = inputs[start]
-        kept = min(held, alike[start - 1], first.unscored)
-        end, shared = start + 1, first.unscored
-        while end < len(inputs) and end - start < batch_size:
-            count, common = end - start, min(shared, alike[end - 1], inputs[end].unscored)
-            # What a single input does not share with another is no loss, but for what it has from the cache.
-            lost = count * max(0, (kept if count == 1 else shared) - common)
-            lengths = [len(item.tokens) for item in inputs[start : end + 1]]
-            padding = (count + 1) * max(lengths) - count * max(lengths[:-1]) - lengths[-1]
-            if lost + padding > pass_tokens:
-                break
-            end, shared = end + 1, common
-        batch = inputs[start:end]
-        if len(batch) == 1:
-            shared, held = kept, len(first.tokens)
-        else:
-            kept = min(kept, shared)
-            # A forward pass for the prefix alone must save tokens, also those of the inputs that follow.
-            users = end
-            while (users - start - 1) * (shared - kept) <= pass_tokens and alike[users - 1] >= shared > kept:
-                users += 1
-            if (users - start - 1) * (shared - kept) <= pass_tokens:
-                shared = kept
-            held = shared
-        yield Step(batch, kept, shared)
-        start = end
+def take_batch(inputs: list[Input], kept: int) -> tuple[list[Input], int]:
+    """The first inputs that go through the model together, and how many of their tokens come from the cache.
+
+    An input that shares less with the first one than the cache does (``kept`` tokens), or than half of what the first
+    two share, begins the next batch: it would make the others compute again what they have in common.
+    """
+    first, shared, least, count = inputs[0], inputs[0].unscored, kept, 1
+    for item in inputs[1:]:
+        common = min(shared, _common(first.tokens, item.tokens), item.unscored)
+        if common < least:
+            break
+        if count == 1:
+            least = max(kept, common // 2)
+        shared, count = common, count + 1
+    # A pass over what is shared must save tokens.
+    return inputs[:count], shared if (count - 1) * (shared - kept) >= _PASS else kept
 
 
 def _build_inputs(requests: list[Request], max_length: int) -> list[Input]:
@@ -145,13 +120,6 @@ def _build_inputs(requests: list[Request], max_length: int) -> list[Input]:
             raise ValueError(
                 f"a context of {len(context)} and a continuation of {len(continuation)} tokens cannot be scored "
                 f"by a model of {max_length} tokens"
-            )
-        length = len(context) + len(continuation)
-        if length > max_length + 1:
-            # lm-eval's own message under its own name, which `scoring` looks for.
-            logging.getLogger("lm_eval.models.huggingface").warning(
-                f"Combined length of context ({len(context)}) and continuation ({len(continuation)}) exceeds model's "
-                f"maximum length ({max_length}). Truncating {length - max_length + 1} tokens from the left."
             )
         tokens = tuple((context + continuation)[-(max_length + 1) : -1])
         numbers.setdefault(tokens, []).append(number)
@@ -166,25 +134,28 @@ def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _run(lm: "HFLM", step: Step, cache: DynamicCache) -> list[torch.Tensor]:
-    """Log-probabilities `[scored, V]` of each input of a step; ``cache`` is left as the step says."""
+def _run(lm: "HFLM", batch: list[Input], shared: int, kept: int, cache: DynamicCache) -> list[torch.Tensor]:
+    """Log-probabilities `[scored, V]` of each input of a batch.
+
+    The cache is cut to ``kept`` tokens and grows to the ``shared`` ones, or to all tokens of a single input.
+    """
     options: dict[str, Any] = {"dtype": torch.long, "device": lm.device}
-    cache.crop(step.kept - cache.get_seq_length())  # a negative number: so many off its end
-    if step.shared > step.kept:
-        prefix = torch.tensor([step.inputs[0].tokens[step.kept : step.shared]], **options)
+    cache.crop(kept - cache.get_seq_length())  # a negative number: so many off its end
+    if shared > kept:
+        prefix = torch.tensor([batch[0].tokens[kept:shared]], **options)
         lm.model(input_ids=prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    lengths = [len(item.tokens) - step.shared for item in step.inputs]
+    lengths = [len(item.tokens) - shared for item in batch]
     longest = max(lengths)
-    rest = torch.zeros(len(lengths), longest, **options)
-    for row, item, length in zip(rest, step.inputs, lengths, strict=True):
-        row[:length] = torch.tensor(item.tokens[step.shared :], **options)
-    kept = max(longest - length + item.scored for item, length in zip(step.inputs, lengths, strict=True))
-    branch = cache if len(lengths) == 1 else _branch(cache, len(lengths))
-    logits = lm.model(input_ids=rest, past_key_values=branch, use_cache=True, logits_to_keep=kept).logits
-    ends = [kept - longest + length for length in lengths]
+    rest = torch.zeros(len(batch), longest, **options)
+    for row, item, length in zip(rest, batch, lengths, strict=True):
+        row[:length] = torch.tensor(item.tokens[shared:], **options)
+    scored = max(longest - length + item.scored for item, length in zip(batch, lengths, strict=True))
+    branch = cache if len(batch) == 1 else _branch(cache, len(batch))
+    logits = lm.model(input_ids=rest, past_key_values=branch, use_cache=True, logits_to_keep=scored).logits
+    ends = [scored - longest + length for length in lengths]
     return [
-        log_softmax(of_one[end - item.scored : end], dim=-1, dtype=lm.softmax_dtype)
-        for of_one, item, end in zip(logits, step.inputs, ends, strict=True)
+        log_softmax(row[end - item.scored : end], dim=-1, dtype=lm.softmax_dtype)
+        for row, item, end in zip(logits, batch, ends, strict=True)
     ]
 
 

@@ -1,8 +1,7 @@
 """Suites: frozen lists of benchmarks with their shots, metrics and the paper's figures.
 
-A suite is a YAML file, either one of the package's own (``suites/*.yaml``; ``paper.yaml`` explains the
-keys) or a path. Reading one needs neither lm-eval nor torch. An entry ``{from: paper, name: MMLU}`` takes
-a benchmark as the package's own suite has it.
+A suite is a YAML file, one of the package's (``suites/*.yaml``; ``paper.yaml`` explains the keys) or any other. An
+entry ``{from: paper, name: MMLU}`` takes a benchmark of the package's suite. Reading needs neither lm-eval nor torch.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """From a suite to lm-eval tasks whose data is read and checked.
 
-A task is a small YAML file that includes lm-eval's own and changes shots and data. lm-eval itself checks the first row
-only: a null in another one becomes the word "None" in a prompt, a label that names no choice counts as a wrong answer,
-and a missing choice stops a benchmark halfway. So every row that is scored is tried here, before a model is loaded.
+A task is a small YAML file that includes lm-eval's own and changes shots and data. lm-eval checks the first row only: a
+null in another one becomes the word "None" in a prompt, a label that names no choice counts as a wrong answer, and a
+missing choice stops a benchmark halfway. So every row that is scored is tried here, before a model is loaded.
 """
 
 import contextlib
@@ -10,8 +10,9 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,11 @@ from moh_llm.reading import parse_json, read_yaml
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from lm_eval.api.instance import Instance
     from lm_eval.api.task import ConfigurableTask
 
+# lm-eval's own defaults, written out so that the report can state them.
+SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
 _TAKE_FILES = "give the data as files with --data-dir (moh-llm data fetch-benchmarks makes them)"
 _READER = "custom_dataset: !function moh_llm.evaluation.tasks.read_splits\n"
 
@@ -38,8 +42,6 @@ class Loaded:
     tasks: "list[ConfigurableTask]"
     data: str
     """SHA-256 of what was read: of the local files, or of the Hub's dataset by name, commit and contents."""
-    definition: str | None = None
-    """SHA-256 of the definition of a suite's own tasks; None where they are lm-eval's."""
     chances: Strata | None = None
     """Chance score of each scored item; None where the suite names no chance rule."""
 
@@ -64,9 +66,9 @@ def require_lm_eval() -> None:
 
 
 def check_data(suite: Suite, data_dir: Path | None) -> None:
-    """Raise one UserError that names every benchmark whose local data is missing or empty.
+    """Raise UserError naming every benchmark whose local data is missing or empty.
 
-    From the Hub (no ``data_dir``, no data of the suite's own), that names those which it serves by script.
+    Without local data, the error names those that the Hub serves by script, which `datasets` does not run.
     """
     folder = suite.data_folder(data_dir)
     if folder is None:
@@ -92,10 +94,10 @@ def check_data(suite: Suite, data_dir: Path | None) -> None:
 
 
 def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | None = None) -> list[Loaded]:
-    """Make the suite's lm-eval tasks, read their data, and try the rows that ``limit`` leaves.
+    """Make the suite's lm-eval tasks, read their data, and try the first ``limit`` rows of each.
 
-    ``folder`` (temporary) must outlive their use. Raises one UserError that names every benchmark whose metric or
-    filter its task lacks, or else whose data cannot be used.
+    ``folder`` (temporary) must outlive their use. Raises UserError naming every benchmark whose metric or filter its
+    task lacks, or else whose data cannot be used.
     """
     require_lm_eval()
     check_data(suite, data_dir)
@@ -106,12 +108,11 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     loaded: list[Loaded] = []
     unknown, failures = [], []
-    with quiet_data(), _templates_compiled_once():
+    with quiet(), _templates_compiled_once():
         for benchmark in suite.benchmarks:
             try:
                 tasks = list(manager.load([part.task for part in benchmark.expand()])["tasks"].values())
                 one = Loaded(benchmark, tasks, _hash_data(suite.data_folder(data_dir), benchmark, tasks))
-                one.definition = None if benchmark.stock else _hash_definition(suite, one)
                 loaded.append(one)
                 if name := _unknown_name(one):
                     unknown.append(f"{benchmark.name} ({name})")
@@ -135,10 +136,9 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
 
 
 def write_task_files(suite: Suite, folder: Path, data_dir: Path | None) -> None:
-    """Write one lm-eval YAML into ``folder`` for every task of the suite.
+    """Write an lm-eval YAML file into ``folder`` for every task of the suite.
 
-    The stock file is included by its absolute path: lm-eval does not register a relative include of
-    its own files.
+    It includes the stock file by its absolute path, because lm-eval does not find a relative one of its own files.
     """
     import lm_eval.tasks
     import yaml
@@ -170,15 +170,15 @@ def write_task_files(suite: Suite, folder: Path, data_dir: Path | None) -> None:
 
 
 def read_splits(data_files: dict[str, str], **_: Any) -> "dict[str, Dataset]":
-    """The splits of one dataset, from one file of JSON lines each; a field that only some rows have is null elsewhere.
+    """The splits of one dataset, each from a file of JSON lines. lm-eval calls this for `datasets.load_dataset`.
 
-    lm-eval calls this in place of `datasets.load_dataset`, whose cache makes each of some two hundred
-    little files take a tenth of a second. Raises UserError for a file that cannot be read.
+    That takes a tenth of a second for each of some two hundred small files. Raises UserError for a file that cannot be
+    read.
     """
-    return {split: _read(Path(file)) for split, file in data_files.items()}
+    return {split: _read_lines(Path(file)) for split, file in data_files.items()}
 
 
-def _read(file: Path) -> "Dataset":
+def _read_lines(file: Path) -> "Dataset":
     import pyarrow
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -196,9 +196,10 @@ def _read(file: Path) -> "Dataset":
         raise UserError(f"{where} cannot be read: {error}") from error
     if not rows:
         raise UserError(f"{where} holds no rows")
+    # A field that only some rows have is null elsewhere.
     columns = {field: [row.get(field) for row in rows] for field in dict.fromkeys(key for row in rows for key in row)}
     try:
-        # `datasets` would take longer to compute a fingerprint of its own than this takes to read the file.
+        # The fingerprint of `datasets` takes longer than reading the file.
         return Dataset(InMemoryTable.from_pydict(columns), fingerprint=sha256(file)[:16])
     except (pyarrow.ArrowException, TypeError, ValueError) as error:
         raise UserError(f"{where}: values of one field have different types: {one_line(error)}") from error
@@ -213,18 +214,6 @@ def _hash_data(folder: Path | None, benchmark: Benchmark, tasks: "list[Configura
     else:
         seen = [[str(file.relative_to(folder)), sha256(file)] for file in data_files(folder, benchmark)]
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
-
-
-def _hash_definition(suite: Suite, loaded: Loaded) -> str:
-    """SHA-256 of what tasks are made of: their settings with those they include, and the Python files beside them."""
-    folders = {(suite.folder / part.definition).parent for part in loaded.benchmark.expand()}
-    seen: list[Any] = [sha256(file) for folder in sorted(folders) for file in sorted(folder.rglob("*.py"))]
-    for task in loaded.tasks:
-        places = ("dataset_kwargs", "custom_dataset", "metadata")  # where files lie
-        # Functions are in it as their source.
-        seen.append({key: value for key, value in task.config.to_dict().items() if key not in places})
-    text = json.dumps(seen, sort_keys=True, default=lambda value: getattr(value, "__qualname__", str(value)))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _unknown_name(loaded: Loaded) -> str | None:
@@ -307,9 +296,56 @@ def _unscorable(task: "ConfigurableTask", row: dict[str, Any], config: Any) -> s
     return None
 
 
+def prompts(loaded: list[Loaded], items: int, say: Callable[[str], None] = lambda line: None) -> dict[str, list[str]]:
+    """The first items of each benchmark as they are scored: examples, question and right answer in one string.
+
+    Answers that a model writes itself are left out. The items of a benchmark of several tasks are spread over them and
+    taken in turn.
+
+    Args:
+        loaded: the benchmarks. Their tasks are left with the requests of these items.
+        items: at most so many of each benchmark.
+        say: receives a line for each benchmark that is left out because its text cannot be built.
+    """
+    texts = {}
+    for one in loaded:
+        counts = [0] * len(one.tasks)
+        for item in range(items):
+            counts[item * len(one.tasks) // items] += 1
+        try:
+            by_task = [_of_task(task, count) for task, count in zip(one.tasks, counts, strict=True) if count]
+        except Exception as error:  # functions and templates of tasks may raise anything
+            say(f"the text of {one.benchmark.name} is left out: {one_line(error)}")
+            continue
+        texts[one.benchmark.name] = [text for turn in zip_longest(*by_task) for text in turn if text is not None]
+    return texts
+
+
+def _of_task(task: "ConfigurableTask", items: int) -> list[str]:
+    """Texts of a task's first items, whose examples are the ones that are scored, as they are drawn item by item."""
+    task.set_fewshot_seed(SEEDS["fewshot"])
+    task.build_all_requests(limit=items, rank=0, world_size=1)
+    requests: dict[int, list[Instance]] = {}
+    for request in task.instances:
+        requests.setdefault(request.doc_id, []).append(request)
+    return [_text(task, choices) for choices in requests.values()]
+
+
+def _text(task: "ConfigurableTask", requests: "list[Instance]") -> str:
+    """One item's request: of several choices the right one, or the first if its number is not known."""
+    number = 0
+    if len(requests) > 1:
+        doc = requests[0].doc
+        # Tasks whose choices are in the question have their label there, too.
+        label = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+        number = label if isinstance(label, int) else 0
+    # Context and continuation, or context and settings for writing one, or all in one.
+    return "".join(part for part in requests[number].args if isinstance(part, str))
+
+
 @contextlib.contextmanager
 def _templates_compiled_once() -> Iterator[None]:
-    """Keep lm-eval from compiling a template anew for every row, a hundred times the work of filling it in."""
+    """Keep lm-eval from compiling a template for every row, which takes a hundred times as long as filling it in."""
     from lm_eval.utils import env
 
     env.from_string = functools.cache(env.from_string)  # type: ignore[method-assign]
@@ -320,8 +356,8 @@ def _templates_compiled_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet_data() -> Iterator[None]:
-    """Read data without progress bars and without lm-eval's advice about stock files."""
+def quiet() -> Iterator[None]:
+    """Silence the progress bars of data, and lm-eval's advice and warnings, such as one for every cut prompt."""
     import datasets
 
     logger = logging.getLogger("lm_eval")

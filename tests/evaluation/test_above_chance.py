@@ -128,25 +128,25 @@ def test_figures_are_those_of_plain_loops_and_it_goes_on(command, tiny_llama, ti
     assert chance["LAMBADA"] == 0 and chance["PIQA"] == pytest.approx(50) and chance["SciQ"] == pytest.approx(25)
     # Again: nothing is scored anew.
     status, printed, again = command("--models", f"moh={tiny_moh}", f"same={tiny_llama}")
-    assert status == 0 and again["rows"] == record["rows"] and "loading" not in printed.err
+    assert status == 0 and again["rows"] == record["rows"] and "answers are kept" in printed.err
 
 
 def test_the_right_answer_of_each_form(command, tiny_llama, tmp_path):
     """SciQ's letters stand for options in the order of the alphabet; WinoGrande has a prompt for each option."""
     assert command("--only", "SciQ", "WinoGrande", "--items", "3")[0] == 0
-    lines = (next((tmp_path / "out" / "base").glob("SciQ_letters*.samples.jsonl"))).read_text().splitlines()
+    lines = (next((tmp_path / "out" / "samples" / "base").glob("SciQ_letters*.jsonl"))).read_text().splitlines()
     for line, row in zip(lines, DATA["allenai__sciq/default/test"], strict=False):
         sample, options = json.loads(line), sorted(row[key] for key in row if key.startswith(("dis", "corr")))
         assert sample["prompt"].endswith(
             "\n" + "".join(f" {c}. {o}\n" for c, o in zip("ABCD", options, strict=True)) + "Answer:"
         )
         assert sample["target"] in (options.index(row["correct_answer"]), str(options.index(row["correct_answer"])))
-    from moh_llm.evaluation.result_cache import ResultCache
+    from moh_llm.evaluation.processes import AnswerCache
     from moh_llm.evaluation.runner import score
     from moh_llm.evaluation.tasks import load_tasks
 
     suite = above_chance.chosen(above_chance.load_suite(str(above_chance.SUITE)), ["WinoGrande"])
-    data, cache = tmp_path / "data", ResultCache(tmp_path / "out")
+    data, cache = tmp_path / "data", AnswerCache(tmp_path / "out")
     result = score({"base": str(tiny_llama)}, suite, data, 3, cache=cache, log_samples=True)["base"]
     (cloze,) = (one for one in load_tasks(suite, tmp_path / "tasks", data, 3) if "cloze" in one.benchmark.name)
     items = above_chance.items_of(result, cloze, cache, "base", 3)
@@ -199,7 +199,7 @@ def test_long_prompts_begin_with_the_same_examples(command, tmp_path, tiny_moh):
     prompts = {
         name: [
             json.loads(line)["prompt"]
-            for line in next((tmp_path / "out" / "base").glob(f"{name}*.samples.jsonl")).read_text().splitlines()
+            for line in next((tmp_path / "out" / "samples" / "base").glob(f"{name}*.jsonl")).read_text().splitlines()
         ]
         for name in splits
     }

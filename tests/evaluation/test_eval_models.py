@@ -148,16 +148,6 @@ def test_labels_are_the_shortest_that_differ(tmp_path: Path) -> None:
         label_models([folder, f"{folder}/"], None)
 
 
-def test_a_row_names_the_datasets_config() -> None:
-    from moh_llm.evaluation.record import build_record
-    from moh_llm.evaluation.suite import load_suite
-
-    rows = build_record(load_suite("paper"), {}, None, 1, None, "").benchmarks
-    configs = {row.name: row.dataset_config for row in rows}
-    assert configs["ARC-Challenge"] == "ARC-Challenge"
-    assert configs["MMLU"] is None  # several, read as one
-
-
 def test_another_base_than_the_conversion_names_is_told(tiny_llama: Path, tiny_moh: Path, make_llama, tmp_path) -> None:
     other, moved = make_llama(max_position_embeddings=2048), Path(shutil.copytree(tiny_llama, tmp_path / "moved"))
     assert other_base(read_records(tiny_moh), str(tiny_llama), None) is None

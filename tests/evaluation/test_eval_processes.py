@@ -1,7 +1,9 @@
-"""Two processes on the CPU give what one gives, and agree on what went wrong."""
+"""Two processes on the CPU give what one gives, and agree on what went wrong; a killed run goes on from its answers."""
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +12,10 @@ from typing import Any
 
 import forks
 import pytest
+from records import read
+
+from moh_llm.evaluation.processes import AnswerCache, Answers, Team, file_name
+from moh_llm.evaluation.suite import SUITES, load_suite
 
 pytest.importorskip("lm_eval")
 
@@ -108,7 +114,7 @@ def only_here():
         raise UserError("no disk")
 
 with pytest.raises(SystemExit if rank else UserError, match="2" if rank else "no disk .process 1 of 2."):
-    processes.join().agree(only_here)
+    processes.connect().barrier(only_here)
 
 HFLM.generate_until, analyse = generate, record.analyse
 record.analyse = lambda *words: analyse(*words, tokens_per_text=32, lengths=[128])
@@ -128,3 +134,154 @@ def test_processes_agree_on_what_went_wrong_and_the_first_analyses(
     assert done.stderr.count("analysis of model: loading") == 1 == done.stdout.count("report.json")
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
     assert list(report["analysis"]["model"]["head_load_by_text"]["load"]) == ["Facts", "Stories", "Answers"]
+
+
+# The script dies without a word in the fifth benchmark: in the second one of the second model.
+DIE = """
+import os, runpy, signal, sys
+from moh_llm.evaluation import runner
+whole, calls = runner.run_benchmark, []
+def run(*arguments):
+    calls.append(arguments)
+    if len(calls) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(*arguments)
+runner.run_benchmark = run
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The contexts that models get from here on."""
+    from lm_eval.models.huggingface import HFLM
+
+    seen: list[str] = []
+
+    def watched(whole: Any) -> Any:
+        def ask(lm: Any, requests: Any, **options: Any) -> Any:
+            seen.extend(request.args[0] for request in requests)
+            return whole(lm, requests, **options)
+
+        return ask
+
+    for kind in ("loglikelihood", "generate_until"):
+        monkeypatch.setattr(HFLM, kind, watched(getattr(HFLM, kind)))
+    return seen
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(
+    tiny_llama: Path,
+    tiny_moh: Path,
+    smoke_report: Path,
+    tmp_path: Path,
+    run_evaluate: Callable[..., int],
+    without_times: Callable[[Any], Any],
+    asked: list[str],
+) -> None:
+    words = [tiny_moh, "--base", tiny_llama, "--suite", "smoke", "--batch-size", "3", "--device", "cpu"]
+    words += ["--log-samples", "--output"]
+    command = ["-c", DIE, str(ROOT / "evaluate.py"), *map(str, words), str(tmp_path / "killed")]
+    died = forks.run(*command, folder=tmp_path, environment={"PYTHONPATH": str(ROOT)})
+    assert died.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed").exists()
+    assert len(list(tmp_path.glob("killed.partial/answers-*/0.jsonl"))) == 2
+
+    assert run_evaluate(*words, tmp_path / "killed") == 0
+    assert len(asked) == 2 * 10 + 6  # stories and answers of the model
+    assert not (tmp_path / "killed.partial").exists()
+    whole = smoke_report / "report"
+    assert without_times(read(tmp_path / "killed")) == without_times(read(whole))
+    logs = [
+        {file.relative_to(run): file.read_bytes() for file in (run / "samples").rglob("*.jsonl")}
+        for run in (tmp_path / "killed", whole)
+    ]
+    assert logs[0] == logs[1] and len(logs[0]) == 6
+
+
+def test_answers_are_found_where_nothing_that_they_depend_on_differs(
+    tiny_llama: Path, tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moh_llm.evaluation import runner
+
+    model = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    shutil.copytree(SUITES / "smoke", tmp_path / "smoke")
+    shutil.copy(SUITES / "smoke.yaml", tmp_path / "own.yaml")
+    cache = AnswerCache(tmp_path / "kept")
+
+    def ask(**options: Any) -> int:
+        """How many requests are answered anew."""
+        asked.clear()
+        suite = load_suite(str(tmp_path / "own.yaml"))
+        settings = {"limit": 1, "device": "cpu", "cache": cache} | options
+        assert not runner.score({"model": str(model)}, suite, **settings)["model"].errors
+        return len(asked)
+
+    everything = 4 + 2 + 1  # choices of a fact, of a story, and an answer
+    assert ask() == everything and ask(batch_size=3, log_samples=True) == 0
+    assert ask(limit=2) == everything and ask(limit=2) == 0  # the second items
+    assert ask(compute_dtype="bfloat16") == everything and ask(share_prefixes=True) == everything
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "__version__", "9")
+        assert ask() == everything
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "name_device", lambda device: "another CPU")
+        assert ask() == everything
+    file = tmp_path / "smoke" / "moh-llm__smoke" / "stories" / "train.jsonl"
+    file.write_text("".join(reversed(file.read_text(encoding="utf-8").splitlines(keepends=True))))
+    assert ask() == 2
+    tokenizer = model / "tokenizer_config.json"  # the same weights, but another tokenizer
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"note": "changed"}))
+    assert ask() == everything
+
+
+def test_answers_that_are_found_are_those_that_were_kept(tmp_path: Path) -> None:
+    """With their time and cut prompts; a line that a kill cut short is left out, and the next one is whole."""
+    cache, team = AnswerCache(tmp_path / "kept"), Team()
+    answers = cache.open({"model": "x"}, team)
+    kept = {("a", "b"): (-1.2345678901234567, True), ("a", "c"): (float("-inf"), False)}
+    for request, answer in kept.items():
+        answers.add_partial("loglikelihood", request, answer)
+        answers.cut = True
+    (file,) = tmp_path.glob("kept/*/0.jsonl")
+    with file.open("a") as lines:
+        lines.write('["123", [-1.0')
+    cache.open({"model": "x"}, team).add_partial("generate_until", ("a", {"until": ["\n"]}), "caf\u00e9\u2028")
+
+    found = cache.open({"model": "x"}, team)
+    assert {request: found.find("loglikelihood", request) for request in kept} == kept
+    assert found.cut and found.seconds > 0 and len(found.known) == 3
+    assert found.find("generate_until", ("a", {"until": ["\n"]})) == "caf\u00e9\u2028"
+    assert found.find("generate_until", ("a", "b")) is None
+    found.start()
+    assert found.find("loglikelihood", ("a", "b")) and not found.cut
+    assert cache.open({"model": "y"}, team).known == {} == Answers().known
+
+
+def test_only_what_was_kept_is_removed(tmp_path: Path) -> None:
+    cache = AnswerCache(tmp_path / "report.partial")
+    cache.open({}, Team())
+    log = cache.samples_file("base", "Natural Questions")
+    log.parent.mkdir(parents=True)
+    for file in (log, log.with_name(f".{log.name}.123.tmp")):
+        file.write_text("{}")
+    mine = [cache.folder / name for name in ("notes.txt", "samples/list.json", "other/0.jsonl")]
+    (cache.folder / "other").mkdir()
+    for file in mine:
+        file.write_text("mine")
+    cache.remove()
+    assert sorted(path for path in cache.folder.rglob("*") if path.is_file()) == sorted(mine)
+    shutil.rmtree(cache.folder)
+    cache.open({}, Team())
+    cache.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_stay_below_their_folder_and_apart() -> None:
+    unsafe = {"..": "_", ".hidden": "_hidden", "a/../b": "a_.._b", "Natural Q": "Natural_Q"}
+    assert {name: file_name(name)[:-9] for name in unsafe} == unsafe
+    names = ["a b", "a_b", "a/b", "a  b", ".b", "_b", "..b"]
+    assert len({file_name(name) for name in names}) == len(names)
+    assert [file_name(name) for name in ("a_b", "v1.5", "MMLU-5")] == ["a_b", "v1.5", "MMLU-5"]

@@ -15,9 +15,10 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.models.huggingface import HFLM
 
+from moh_llm.evaluation import shared_prefixes
 from moh_llm.evaluation.language_model import LanguageModel, load_model
 from moh_llm.evaluation.processes import Team
-from moh_llm.evaluation.shared_prefixes import Input, plan
+from moh_llm.evaluation.shared_prefixes import Input, score_sharing_prefixes, take_batch
 
 CONTEXT = 160
 
@@ -26,7 +27,7 @@ CONTEXT = 160
 def lm(request: pytest.FixtureRequest) -> LanguageModel:
     """A dense model, its default conversion and the paper's, with a short context, which share prefixes."""
     folder = request.getfixturevalue(request.param)
-    lm = LanguageModel(str(folder), 4, Team(), True, device="cpu", dtype="float32", max_length=CONTEXT)
+    lm = LanguageModel(str(folder), 4, Team(), None, True, device="cpu", dtype="float32", max_length=CONTEXT)
     assert lm.max_length == CONTEXT
     return lm
 
@@ -84,7 +85,7 @@ def likeliest(lm: LanguageModel, request: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch_size", "pass_tokens"), [(1, 16), (4, 0), (4, 512), (64, 0), (64, 10**6)])
+@pytest.mark.parametrize(("batch_size", "pass_tokens"), [(1, 512), (4, 0), (4, 512), (64, 0), (64, 10**6)])
 def test_likelihoods_are_lm_evals(
     lm: LanguageModel,
     requests_and_answers: tuple[list[Any], list[Any]],
@@ -93,9 +94,8 @@ def test_likelihoods_are_lm_evals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests, expected = requests_and_answers
-    monkeypatch.setattr("moh_llm.evaluation.shared_prefixes._CPU_PASS", pass_tokens)
-    monkeypatch.setattr(lm, "batch_size_per_gpu", batch_size)
-    found = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    monkeypatch.setattr(shared_prefixes, "_PASS", pass_tokens)
+    found = score_sharing_prefixes(lm, requests, batch_size, disable_tqdm=True)
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
     assert 10 < sum(greedy for _, greedy in found) < len(found)
@@ -103,11 +103,10 @@ def test_likelihoods_are_lm_evals(
     assert lm._loglikelihood_tokens([], disable_tqdm=True) == []
 
 
-@pytest.mark.parametrize("pass_tokens", [16, 512])
+@pytest.mark.parametrize("batch_size", [1, 8])
 def test_what_is_shared_is_read_once(
-    lm: LanguageModel, tokens_read: list[int], pass_tokens: int, monkeypatch: pytest.MonkeyPatch
+    lm: LanguageModel, tokens_read: list[int], batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moh_llm.evaluation.shared_prefixes._CPU_PASS", pass_tokens)
     examples, questions, length = [list(range(3, 60)) * 2, list(range(60, 3, -1)) * 2], 20, 8
     requests = [
         (("", ""), shown + [3 + n] * length, [choice])
@@ -115,7 +114,7 @@ def test_what_is_shared_is_read_once(
         for n in range(questions)
         for choice in (10, 11, 12, 13)
     ]
-    lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    score_sharing_prefixes(lm, requests, batch_size, disable_tqdm=True)
     at_least = sum(len(shown) for shown in examples) + len(examples) * questions * length
     assert at_least <= sum(tokens_read) <= 1.3 * at_least
     shared = sum(tokens_read)
@@ -124,16 +123,12 @@ def test_what_is_shared_is_read_once(
     assert sum(tokens_read) > 5 * shared
 
 
-def test_cut_prompts_are_told_in_lm_evals_words(lm: LanguageModel, caplog: pytest.LogCaptureFixture) -> None:
-    """The report says which benchmarks had them."""
+def test_cut_prompts_are_noted(lm: LanguageModel) -> None:
     fits, cut = (("", ""), [5] * CONTEXT, [6]), (("", ""), [5] * CONTEXT, [6, 7])
-    said = []
-    for score in (HFLM._loglikelihood_tokens, LanguageModel._loglikelihood_tokens):
-        caplog.clear()
-        with caplog.at_level("WARNING", logger="lm_eval.models.huggingface"):
-            score(lm, [fits, cut], disable_tqdm=True)
-        said.append([(record.name, record.getMessage()) for record in caplog.records])
-    assert said[0] == said[1] and len(said[0]) == 1
+    for requests, is_cut in (([fits], False), ([fits, cut], True)):
+        lm.answers.start()
+        lm._loglikelihood_tokens(requests, disable_tqdm=True)
+        assert lm.answers.cut == is_cut
 
 
 def test_answers_go_to_lm_evals_cache(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,15 +145,15 @@ def test_requests_that_cannot_be_scored_are_refused(lm: LanguageModel, request_t
         lm._loglikelihood_tokens([(("", ""), *request_tokens)], disable_tqdm=True)
 
 
-def test_batches_form_where_a_pass_is_dear() -> None:
+def test_batches_end_where_less_is_shared() -> None:
     prefix = tuple(range(200))
-    inputs = [Input((*prefix, n, *range(10)), 1, [n]) for n in range(40)]
-    steps = list(plan(inputs, batch_size=8, pass_tokens=100))
-    assert [(len(step.inputs), step.kept, step.shared) for step in steps] == [(8, 0, 200)] + 4 * [(8, 200, 200)]
-    other = [Input((9, *prefix, n, *range(10 + 40 * (n % 2))), 1, [n]) for n in range(8)]
-    steps = list(plan(sorted(inputs + other, key=lambda item: item.tokens), batch_size=8, pass_tokens=100))
-    assert all(len({item.tokens[0] for item in step.inputs}) == 1 for step in steps)  # no batch has both prefixes
-    assert sorted(n for step in steps for item in step.inputs for n in item.requests) == sorted([*range(40), *range(8)])
+    inputs = [Input((*prefix, n, *range(10)), 1, [n]) for n in range(4)]
+    other = [Input((900, *prefix, n, *range(10)), 1, [n]) for n in range(4)]
+    assert take_batch(inputs + other, kept=0) == (inputs, 200)
+    assert take_batch(inputs + other, kept=200) == (inputs, 200)
+    assert take_batch(inputs[3:] + other, kept=200) == (inputs[3:], 200)
+    alike = [Input((n, *prefix), 1, [n]) for n in range(8)]
+    assert take_batch(alike, kept=0) == (alike, 0)  # nothing is shared, so nothing is lost
 
 
 def test_a_sliding_window_is_refused(make_llama: Callable[..., Path], tmp_path: Path) -> None:
@@ -170,9 +165,9 @@ def test_a_sliding_window_is_refused(make_llama: Callable[..., Path], tmp_path: 
     )  # fmt: skip
     MistralForCausalLM(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(make_llama()).save_pretrained(tmp_path)
-    load_model(str(tmp_path), 1, "auto", "cpu", Team(), None)
+    load_model(str(tmp_path), 1, "auto", "cpu", Team())
     with pytest.raises(UserError, match=r"the one of a mistral model cannot; leave --share-prefixes out"):
-        load_model(str(tmp_path), 1, "auto", "cpu", Team(), None, share_prefixes=True)
+        load_model(str(tmp_path), 1, "auto", "cpu", Team(), share_prefixes=True)
 
 
 @pytest.mark.slow

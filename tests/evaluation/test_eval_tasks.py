@@ -97,29 +97,6 @@ def test_whatever_a_definition_raises_is_one_line(own: Path, load: Load) -> None
         load()
 
 
-def test_the_hash_of_a_definition_follows_all_its_files(own: Path, load: Load) -> None:
-    text = (own / "smoke" / "facts.yaml").read_text(encoding="utf-8")
-    (own / "smoke" / "base.yaml").write_text(text.replace('"{{sentence}}"', "!function code.text"), encoding="utf-8")
-    (own / "smoke" / "facts.yaml").write_text("include: base.yaml\n")
-    (own / "smoke" / "code.py").write_text("def text(row):\n    return row['sentence']\n")
-    (own / "smoke" / "words.py").write_text("")
-
-    def hashes() -> list[str | None]:
-        return [loaded.definition for loaded in load()]
-
-    seen = [hashes()]
-    assert hashes() == seen[0]
-    change(own / "smoke" / "base.yaml", "metric_list", "target_delimiter: '  '\nmetric_list")
-    seen.append(hashes())
-    assert seen[1][1:] == seen[0][1:]  # the other tasks have other YAML files
-    change(own / "smoke" / "code.py", "return", "return ' ' +")
-    seen.append(hashes())
-    (own / "smoke" / "words.py").write_text("WORDS = 1\n")
-    seen.append(hashes())
-    assert len({found[0] for found in seen}) == 4
-    assert {loaded.definition for loaded in load_tasks(load_suite("smoke"), own / "stock", None)}.isdisjoint(seen[0])
-
-
 def test_task_files_for_the_hub(tmp_path: Path) -> None:
     """The Hub's paths stay, and the pinned commit is asked for."""
     write_task_files(load_suite("paper"), tmp_path, None)
@@ -243,11 +220,8 @@ TARGETS = {"choices": ["yes", "no"], "labels": [1, 0]}
 TRUTHFULQA = {"question": "Is it?", "mc1_targets": TARGETS, "mc2_targets": TARGETS}
 DAMAGES = [
     ("HellaSwag", HELLASWAG, {"ctx_b": None}, "AttributeError: .*"),
-    ("MMLU", MMLU, {"choices": ["1", "2", "3"]}, "abstract_algebra/test: row 3: UndefinedError: .* no element 3"),
     ("MMLU", MMLU, {"choices": ["1", "2", None, "5"]}, "abstract_algebra/test: row 3: UndefinedError: 'choices' is"),
     ("WinoGrande", WINOGRANDE, {"sentence": "The dog barked."}, "validation: row 3: ValueError: substring not found"),
-    ("WinoGrande", WINOGRANDE, {"answer": "3"}, "validation: row 3: KeyError: '3'"),
-    ("ARC-Challenge", ARC, {"choices": CHOICES | {"text": ["x"]}}, "row 3: the answer 2 is none of"),
     ("ARC-Challenge", ARC, {"choices": CHOICES | {"text": ["x", "y", None]}}, "row 3: its choices are"),
     ("TruthfulQA", TRUTHFULQA, {"mc1_targets": {"choices": [], "labels": []}}, r"row 3: its choices are \[\], not"),
     ("TruthfulQA", TRUTHFULQA, {"mc2_targets": TARGETS | {"labels": [1]}}, "validation: row 3: IndexError: "),

@@ -251,12 +251,6 @@ def test_a_benchmark_with_a_name_that_no_file_bears(tmp_path: Path, base: Path, 
     assert "printable characters" in refused("evaluate", base, "--suite", tmp_path / "suite.yaml")
 
 
-def test_more_prompts_at_once_than_the_machine_holds(base: Path, refused: Callable[..., str]) -> None:
-    output = base.parent / "report"
-    flags = ["--suite", "smoke", "--batch-size", 10**9, "--output", output]
-    assert "--batch-size 1000000000 needs" in refused("evaluate", base, *flags) and not output.exists()
-
-
 def test_more_workers_than_cores(tmp_path: Path, base: Path, refused: Callable[..., str]) -> None:
     flags = ["--tokenizer", base, "--workers", 10**9, "--output", tmp_path / "tokens"]
     assert "--workers=1000000000" in refused("tokenize", "embedded", *flags)

@@ -99,8 +99,8 @@ def _modules_of_folders() -> list[str]:
 @pytest.mark.slow
 def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path, capsys):
     from moh_llm.data.tokenizer import TextTokenizer
-    from moh_llm.evaluation.head_analysis import _chooses
     from moh_llm.evaluation.language_model import load_model
+    from moh_llm.evaluation.models import has_heads_off
     from moh_llm.evaluation.processes import Team
     from moh_llm.modeling import MoHLlamaForCausalLM
     from moh_llm.training.from_scratch import find_tokenizer
@@ -109,8 +109,8 @@ def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path, 
     assert convert(hostile, tmp_path / "again") == 0
     assert TextTokenizer.load(str(hostile)) and load_tokenizer(hostile) and find_tokenizer(str(hostile))
     assert type(load_network(hostile, torch.float32)) is MoHLlamaForCausalLM
-    assert _chooses(str(hostile))
-    assert type(load_model(str(hostile), 1, "float32", "cpu", Team(), None).model) is MoHLlamaForCausalLM
+    assert has_heads_off(str(hostile))
+    assert type(load_model(str(hostile), 1, "float32", "cpu", Team()).model) is MoHLlamaForCausalLM
     # Nor where the tokenizer is nothing without its code.
     _edit(hostile / "tokenizer_config.json", tokenizer_class="Own")
     for load in (TextTokenizer.load, load_tokenizer, find_tokenizer):

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from records import read
 
-from moh_llm.evaluation import head_analysis
-from moh_llm.evaluation.head_analysis import analyse_models, prompts
+from moh_llm.evaluation import evaluate
+from moh_llm.evaluation.evaluate import ANALYSED_ITEMS, analyse_models
 from moh_llm.evaluation.suite import SUITES, load_suite
+from moh_llm.evaluation.tasks import prompts
 
 pytest.importorskip("lm_eval")
 
@@ -48,7 +49,7 @@ def test_prompts_are_those_written_by_hand(load: Callable[..., list[Any]]) -> No
         "Stories": ["\n\n".join([*shown, story]) for story in told[:5]],
         "Answers": ["\n".join([*answered, question]) for question in asked[:5]],
     }
-    assert [len(texts) for texts in prompts(load()).values()] == [14, 10, 6]
+    assert [len(texts) for texts in prompts(load(), ANALYSED_ITEMS).values()] == [14, 10, 6]
 
 
 def test_items_are_spread_over_tasks(load: Callable[..., list[Any]]) -> None:
@@ -121,8 +122,8 @@ def test_the_command_records_it(smoke_report: Path, tiny_moh: Path, load: Callab
     assert "analysis of base" not in said
     analysis = read(smoke_report / "report")["analysis"]
     model, tokenizer = MoHLlamaForCausalLM.from_pretrained(tiny_moh), AutoTokenizer.from_pretrained(tiny_moh)
-    direct = {"model": analyse(model, tokenizer, prompts(load()))}
-    assert list(direct["model"]["texts"]) == NAMES
+    direct = {"model": analyse(model, tokenizer, prompts(load(), ANALYSED_ITEMS))}
+    assert list(direct["model"]["head_load_by_text"]["load"]) == NAMES
     # Each layer's own number of heads, in the record and on the pages.
     active = model.config.active_heads_per_layer
     assert analysis["model"]["num_active"] == active and len(set(active)) == 2
@@ -156,18 +157,22 @@ def test_whatever_fails_loses_that_analysis_only(
 ) -> None:
     """The analysis of one model, whether a model chooses, the benchmarks' text: nothing that fails ends the run."""
 
+    from moh_llm.analysis import record
+
     def fail(*_: Any) -> Any:
         raise Exception("bad")  # of no kind that could be named
 
     models = {"one": str(tiny_moh), "two": str(tiny_moh), "dense": str(tiny_llama)}
-    analyse = {"one": fail, "two": lambda *_: {"texts": {}}}
-    monkeypatch.setattr(head_analysis, "_analyse", lambda label, *_: analyse[label if failing == "one" else "two"]())
+    calls = iter(range(2))
+    monkeypatch.setattr(
+        record, "analyse", lambda *_: fail() if next(calls) == 0 and failing == "one" else {"head_load": {}}
+    )
     if failing == "config":
         models["one"] = str(tmp_path)
     if failing == "text":
-        monkeypatch.setattr(head_analysis, "load_tasks", fail)
+        monkeypatch.setattr(evaluate, "load_tasks", fail)
     if failing == "no text":
-        monkeypatch.setattr(head_analysis, "prompts", lambda *_, **__: {})
+        monkeypatch.setattr(evaluate, "prompts", lambda *_, **__: {})
     suite, data = load_suite("paper" if failing == "data" else "smoke"), tmp_path / "nowhere"
     said: list[str] = []
     found = analyse_models(models, suite, data, "cpu", "auto", said.append)
@@ -209,7 +214,7 @@ def test_a_failed_analysis_is_named_and_loses_nothing(
     assert run_evaluate(*words) == 0
     report = read(output)
     assert report["analysis"]["one"] == {"error": "RuntimeError: out of memory"}
-    assert list(report["analysis"]["two"]["texts"]) == NAMES
+    assert list(report["analysis"]["two"]["head_load_by_text"]["load"]) == NAMES
     page = (output / "report.html").read_text()
     assert "NOT ANALYSED: what the heads of one did (RuntimeError: out of memory)." in page and "Routers of two" in page
     assert report["errors"] == []
@@ -220,8 +225,8 @@ def test_a_failed_analysis_is_named_and_loses_nothing(
     assert said.err.count("analysis: reading the benchmarks' text") == 1  # for both models
 
     assert run_evaluate(*words, "--overwrite") == 0
-    assert capsys.readouterr().err.count("(from an earlier run)") == 6
-    assert list(read(output)["analysis"]["one"]["texts"]) == NAMES and calls == [NAMES] * 4
+    assert capsys.readouterr().err.count("7 answers are kept from an earlier run") == 2
+    assert list(read(output)["analysis"]["one"]["head_load_by_text"]["load"]) == NAMES and calls == [NAMES] * 4
     assert not (tmp_path / "report.partial").exists()
 
 
@@ -245,5 +250,5 @@ def test_an_interrupted_analysis_is_repeated_without_scoring(
     capsys.readouterr()
     monkeypatch.setattr(record, "analyse", lambda *_, **__: {"error": "left out"})
     assert run_evaluate(*words) == 0
-    assert capsys.readouterr().err.count("(from an earlier run)") == 3
+    assert "7 answers are kept from an earlier run" in capsys.readouterr().err
     assert read(tmp_path / "report")["analysis"] == {"model": {"error": "left out"}}
