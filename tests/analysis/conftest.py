@@ -27,19 +27,6 @@ PLANS = {
         "router_type": "two_stage",
         "router_score": "weighted",
     },
-    "linear, weighted, no shared head": {
-        "num_shared_heads": 0,
-        "num_active_heads": 2,
-        "router_type": "linear",
-        "router_score": "weighted",
-    },
-    "fallbacks, explicit ids": {
-        "num_shared_heads": 2,
-        "num_active_heads": 3,
-        "shared_heads": [[1, 3], [0, 2]],
-        "router_type": "linear",
-        "head_fallback": "value",
-    },
     "fallbacks, last layer all shared": {
         "num_shared_heads": [1, 4],
         "num_active_heads": [1, 4],
@@ -122,10 +109,8 @@ def value_moh(
     folder = tmp_path_factory.mktemp("default") / "moh"
     base = make_llama(num_attention_heads=8, hidden_size=64, max_position_embeddings=2048, initializer_range=0.1)
     assert convert(base, folder, "--context", "512", "--fallback", "value", "--heldout-tokens", "0") == 0
-    config = MoHLlamaConfig.from_pretrained(folder)
-    assert (config.router_type, config.head_fallback) == ("linear", "value")
-    fewer, more = sorted(config.active_heads_per_layer)
-    assert config.num_shared_heads < fewer < more < 8  # uneven, and both layers choose
+    fewer, more = sorted(MoHLlamaConfig.from_pretrained(folder).active_heads_per_layer)
+    assert fewer < more < 8  # uneven, and both layers choose
     return folder
 
 

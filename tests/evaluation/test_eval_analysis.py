@@ -151,7 +151,7 @@ def test_models_without_a_choice_are_passed_over(tiny_llama: Path, tiny_moh: Pat
     assert said == []
 
 
-@pytest.mark.parametrize("failing", ["one", "config", "text", "no text", "data"])
+@pytest.mark.parametrize("failing", ["one", "config", "text", "no text"])
 def test_whatever_fails_loses_that_analysis_only(
     tiny_moh: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -173,16 +173,14 @@ def test_whatever_fails_loses_that_analysis_only(
         monkeypatch.setattr(evaluate, "load_tasks", fail)
     if failing == "no text":
         monkeypatch.setattr(evaluate, "prompts", lambda *_, **__: {})
-    suite, data = load_suite("paper" if failing == "data" else "smoke"), tmp_path / "nowhere"
     said: list[str] = []
-    found = analyse_models(models, suite, data, "cpu", "auto", said.append)
+    found = analyse_models(models, load_suite("smoke"), None, "cpu", "auto", said.append)
     errors = {label: record["error"] for label, record in found.items() if "error" in record}
     expected = {
         "one": "Exception: bad",
         "config": "Unrecognized model",
         "text": "Exception: bad",
         "no text": "no benchmark's text can be built; the lines above say why",
-        "data": "nowhere is not a folder",
     }[failing]
     assert list(found) == ["one", "two"] and "dense" not in found
     assert list(errors) == (["one"] if failing in ("one", "config") else ["one", "two"])
@@ -190,7 +188,7 @@ def test_whatever_fails_loses_that_analysis_only(
     assert f"analysis of one failed: {errors['one']}" in said
 
 
-def test_a_failed_analysis_is_named_and_loses_nothing(
+def test_a_failed_analysis_is_named_and_repeated(
     tiny_moh: Path,
     tmp_path: Path,
     run_evaluate: Evaluate,
@@ -199,7 +197,6 @@ def test_a_failed_analysis_is_named_and_loses_nothing(
 ) -> None:
     from moh_llm.analysis import record
 
-    models = [shutil.copytree(tiny_moh, tmp_path / name) for name in ("one", "two")]
     calls, analyse = [], record.analyse
 
     def fail_first(model: Any, tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:
@@ -210,45 +207,15 @@ def test_a_failed_analysis_is_named_and_loses_nothing(
 
     monkeypatch.setattr(record, "analyse", fail_first)
     output = tmp_path / "report"
-    words = [*models, "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output", output]
+    words = [tiny_moh, "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output", output]
     assert run_evaluate(*words) == 0
     report = read(output)
-    assert report["analysis"]["one"] == {"error": "RuntimeError: out of memory"}
-    assert list(report["analysis"]["two"]["head_load_by_text"]["load"]) == NAMES
-    page = (output / "report.html").read_text()
-    assert "NOT ANALYSED: what the heads of one did (RuntimeError: out of memory)." in page and "Routers of two" in page
-    assert report["errors"] == []
-    assert all(label in row["scores"] for row in report["benchmarks"] for label in ("one", "two"))
+    assert report["analysis"] == {"model": {"error": "RuntimeError: out of memory"}} and report["errors"] == []
     said = capsys.readouterr()
-    assert "the analysis of one failed, its scores stand: RuntimeError: out of memory\n" in said.out
+    assert "the analysis of model failed, its scores stand: RuntimeError: out of memory\n" in said.out
     assert "the same command with --overwrite repeats the analysis only" in said.out
-    assert said.err.count("analysis: reading the benchmarks' text") == 1  # for both models
 
     assert run_evaluate(*words, "--overwrite") == 0
-    assert capsys.readouterr().err.count("7 answers are kept from an earlier run") == 2
-    assert list(read(output)["analysis"]["one"]["head_load_by_text"]["load"]) == NAMES and calls == [NAMES] * 4
-    assert not (tmp_path / "report.partial").exists()
-
-
-def test_an_interrupted_analysis_is_repeated_without_scoring(
-    tiny_moh: Path,
-    tmp_path: Path,
-    run_evaluate: Evaluate,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from moh_llm.analysis import record
-
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    words = [tiny_moh, "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output", tmp_path / "report"]
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(record, "analyse", interrupt)
-        run_evaluate(*words)
-    assert not (tmp_path / "report").exists()
-    capsys.readouterr()
-    monkeypatch.setattr(record, "analyse", lambda *_, **__: {"error": "left out"})
-    assert run_evaluate(*words) == 0
     assert "7 answers are kept from an earlier run" in capsys.readouterr().err
-    assert read(tmp_path / "report")["analysis"] == {"model": {"error": "left out"}}
+    assert list(read(output)["analysis"]["model"]["head_load_by_text"]["load"]) == NAMES and calls == [NAMES] * 2
+    assert not (tmp_path / "report.partial").exists()

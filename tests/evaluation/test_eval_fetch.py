@@ -15,7 +15,6 @@ import pytest
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.evaluation import fetch as fetching
-from moh_llm.evaluation.fetch import fetch
 from moh_llm.evaluation.suite import load_suite
 from moh_llm.evaluation.tasks import check_data, load_tasks
 
@@ -277,11 +276,6 @@ def test_without_a_network_it_ends_at_once(
     assert run(tmp_path / "data") == 2
     said = capsys.readouterr()
     assert "the Hub cannot be reached" in said.err and "ai2_arc" not in said.out
-
-
-def test_a_suite_with_its_own_data_needs_none(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="carries its own data"):
-        fetch(load_suite("smoke"), tmp_path)
 
 
 def test_converted_logiqa_is_what_others_made_of_it(shared_benchmarks: Path, tmp_path: Path) -> None:

@@ -129,19 +129,6 @@ def test_report_json(smoke_report: Path, tiny_moh: Path) -> None:
     assert len(about["weights_sha256"]) == 64 != report["models"]["base"]["weights_sha256"]
 
 
-def test_report_markdown(smoke_report: Path) -> None:
-    page = (smoke_report / "report" / "report.md").read_text(encoding="utf-8")
-    assert "| benchmark | shots | metric | items | chance | base | model | delta | recovery % | of margin % |" in page
-    assert "NOT COMPARABLE" not in page and "FAILED" not in page
-    assert "| Facts | 0 | acc | 14 |" in page
-    average = json.loads((smoke_report / "report" / "report.json").read_text())["average"]["scores"]
-    summary = (smoke_report / "out.txt").read_text(encoding="utf-8").splitlines()
-    assert len(summary) < 10 and summary[-1].endswith("/report: report.html, report.md, report.json")
-    figures = f"({average['model']['value']:.1f} of {average['base']['value']:.1f}"
-    assert any(line.startswith("model keeps") and figures in line for line in summary)
-    assert "[3/3] model: Answers" in (smoke_report / "err.txt").read_text(encoding="utf-8")
-
-
 Evaluate = Callable[..., int]
 
 
@@ -218,19 +205,12 @@ def test_several_models_and_the_log_of_items(
     copies = [tmp_path / run / "model" for run in ("one", "two")]
     for copy in copies:
         shutil.copytree(tiny_moh, copy)
-    (tmp_path / "two" / "run.json").write_text("{}")
     output = tmp_path / "report"
     words = [*copies, "--base", tiny_llama, "--suite", "smoke", "--limit", "3", "--device", "cpu", "--log-samples"]
     assert run_evaluate(*words, "--batch-size", "auto", "--no-analysis", "--output", output) == 0
-    said = capsys.readouterr().err
-    page = (output / "report.md").read_text()
-    assert "analysis" not in said
-    assert (
-        "| base | one-model | delta | recovery % | of margin % | two-model | delta | recovery % | of margin % |" in page
-    )
+    assert "analysis" not in capsys.readouterr().err
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     assert list(report["models"]) == ["base", "one-model", "two-model"] and report["analysis"] == {}
-    assert report["models"]["two-model"]["records"][-1] == str(tmp_path / "two" / "run.json")
     for row in report["benchmarks"]:
         scores = row["scores"]
         base, one, two = (scores[label]["value"] for label in ("base", "one-model", "two-model"))
@@ -241,24 +221,17 @@ def test_several_models_and_the_log_of_items(
             assert [item["doc_id"] for item in log] == [0, 1, 2]
             assert sum(item["score"] for item in log) / 3 * 100 == pytest.approx(scores[label]["value"])
             assert all(item["prompt"] and len(item["prompt_hash"]) == 64 for item in log)
-    deltas = [row["scores"]["two-model"]["delta"]["value"] for row in report["benchmarks"]]
-    assert report["average"]["scores"]["two-model"]["delta"]["value"] == pytest.approx(sum(deltas) / 3)
     facts, answers = (
         json.loads((output / "samples" / "base" / f"{name}.jsonl").read_text().splitlines()[0])
         for name in ("Facts", "Answers")
     )
-    first = rows("facts/test.jsonl")[0]
+    first, said = rows("facts/test.jsonl")[0], facts["responses"]
     assert facts["prompt"] == first["sentence"] and facts["target"] == first["answer"]
-    said = facts["responses"]
     assert [response["continuation"].strip() for response in said] == first["choices"]
     best = max(range(len(said)), key=lambda choice: said[choice]["log_likelihood"])
     assert facts["score"] == float(best == first["answer"])
     assert answers["prompt"].endswith(f"Question: {rows('answers/test.jsonl')[0]['question']}\nAnswer:")
     assert set(answers["responses"][0]) == {"text", "answer"}
-    scorer = NaiveScorer(tiny_llama)
-    assert said[0]["log_likelihood"] == pytest.approx(
-        scorer.log_likelihood(first["sentence"], said[0]["continuation"]), abs=1e-4
-    )
 
 
 def test_scores_that_are_no_numbers_fail(tiny_llama: Path, tmp_path: Path, run_evaluate: Evaluate) -> None:
