@@ -34,11 +34,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
+from moh_llm.evaluation.evaluate import prompts
 from moh_llm.evaluation.models import register_moh
 from moh_llm.evaluation.processes import AnswerCache
 from moh_llm.evaluation.runner import ModelScores, installed_versions, score, spell_seconds
 from moh_llm.evaluation.suite import Benchmark, Suite, load_suite
-from moh_llm.evaluation.tasks import Loaded, load_tasks, prompts
+from moh_llm.evaluation.tasks import Loaded, load_tasks
 from moh_llm.files import write_json
 from moh_llm.intervals import show_figure
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM

@@ -11,8 +11,9 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moh_llm.devices import empty_cache
 from moh_llm.errors import UserError
@@ -24,11 +25,15 @@ from moh_llm.evaluation.report import write_report
 from moh_llm.evaluation.runner import score
 from moh_llm.evaluation.runs import read_runs, runs_behind
 from moh_llm.evaluation.suite import Suite, load_suite
-from moh_llm.evaluation.tasks import check_data, load_tasks, one_line, prompts, require_lm_eval
+from moh_llm.evaluation.tasks import SEEDS, Loaded, check_data, load_tasks, one_line, require_lm_eval
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.terminal import say_aside
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.task import ConfigurableTask
 
 ANALYSED_ITEMS = 32  # of each benchmark
 
@@ -197,6 +202,53 @@ def _read_texts(
     if not texts:
         raise UserError("no benchmark's text can be built; the lines above say why")
     return texts
+
+
+def prompts(loaded: list[Loaded], items: int, say: Callable[[str], None] = lambda line: None) -> dict[str, list[str]]:
+    """The first items of each benchmark as they are scored: examples, question and right answer in one string.
+
+    Answers that a model writes itself are left out. The items of a benchmark of several tasks are spread over them and
+    taken in turn.
+
+    Args:
+        loaded: the benchmarks. Their tasks are left with the requests of these items.
+        items: at most so many of each benchmark.
+        say: receives a line for each benchmark that is left out because its text cannot be built.
+    """
+    texts = {}
+    for one in loaded:
+        counts = [0] * len(one.tasks)
+        for item in range(items):
+            counts[item * len(one.tasks) // items] += 1
+        try:
+            by_task = [_of_task(task, count) for task, count in zip(one.tasks, counts, strict=True) if count]
+        except Exception as error:  # functions and templates of tasks may raise anything
+            say(f"the text of {one.benchmark.name} is left out: {one_line(error)}")
+            continue
+        texts[one.benchmark.name] = [text for turn in zip_longest(*by_task) for text in turn if text is not None]
+    return texts
+
+
+def _of_task(task: "ConfigurableTask", items: int) -> list[str]:
+    """Texts of a task's first items, whose examples are the ones that are scored, as they are drawn item by item."""
+    task.set_fewshot_seed(SEEDS["fewshot"])
+    task.build_all_requests(limit=items, rank=0, world_size=1)
+    requests: dict[int, list[Instance]] = {}
+    for request in task.instances:
+        requests.setdefault(request.doc_id, []).append(request)
+    return [_text(task, choices) for choices in requests.values()]
+
+
+def _text(task: "ConfigurableTask", requests: "list[Instance]") -> str:
+    """One item's request: of several choices the right one, or the first if its number is not known."""
+    number = 0
+    if len(requests) > 1:
+        doc = requests[0].doc
+        # Tasks whose choices are in the question have their label there, too.
+        label = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+        number = label if isinstance(label, int) else 0
+    # Context and continuation, or context and settings for writing one, or all in one.
+    return "".join(part for part in requests[number].args if isinstance(part, str))
 
 
 def _analyse(model: str, texts: dict[str, list[str]], device: str, dtype: str) -> dict[str, Any]:

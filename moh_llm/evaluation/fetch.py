@@ -101,7 +101,7 @@ def fetch(suite: Suite, folder: Path, say: Callable[[str], None] = say) -> list[
                 problems.append(f"{item.dataset} {item.config}: {error}")
                 continue
             say(f"{name}: {', '.join(f'{held.rows(item.files[split])} {split}' for split in missing)}")
-    return problems + _wrong_counts(suite, folder, held)
+    return problems
 
 
 def _wanted_by(suite: Suite, folder: Path) -> list[_Wanted]:
@@ -250,16 +250,3 @@ def _convert_cmmlu(file: Path, config: str, split: str) -> Rows:
         text = archive.read(names[0]).decode("utf-8-sig")
     for row in csv.DictReader(io.StringIO(text, newline="")):
         yield {field: row[field] for field in ("Question", "A", "B", "C", "D", "Answer")}
-
-
-def _wrong_counts(suite: Suite, folder: Path, held: _Held) -> list[str]:
-    """A line for each complete benchmark whose number of items is not the suite's."""
-    problems = []
-    for benchmark in suite.benchmarks:
-        # Several readings of the same items share a file.
-        files = {data_file(folder, benchmark, part, benchmark.eval_split) for part in benchmark.expand()}
-        if all(held.whole(file, None) for file in files):
-            items = sum(held.rows(file) for file in files)
-            if items != benchmark.items:
-                problems.append(f"{benchmark.name}: {items} items came, the suite says {benchmark.items}")
-    return problems

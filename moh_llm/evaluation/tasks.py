@@ -10,9 +10,8 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from moh_llm.reading import parse_json, read_yaml
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from lm_eval.api.instance import Instance
     from lm_eval.api.task import ConfigurableTask
 
 # lm-eval's own defaults, written out so that the report can state them.
@@ -294,53 +292,6 @@ def _unscorable(task: "ConfigurableTask", row: dict[str, Any], config: Any) -> s
         requests = task.construct_requests(row, choices if task.multiple_input else "")
         task.process_results(row, [(-1.0, False)] * len(requests))
     return None
-
-
-def prompts(loaded: list[Loaded], items: int, say: Callable[[str], None] = lambda line: None) -> dict[str, list[str]]:
-    """The first items of each benchmark as they are scored: examples, question and right answer in one string.
-
-    Answers that a model writes itself are left out. The items of a benchmark of several tasks are spread over them and
-    taken in turn.
-
-    Args:
-        loaded: the benchmarks. Their tasks are left with the requests of these items.
-        items: at most so many of each benchmark.
-        say: receives a line for each benchmark that is left out because its text cannot be built.
-    """
-    texts = {}
-    for one in loaded:
-        counts = [0] * len(one.tasks)
-        for item in range(items):
-            counts[item * len(one.tasks) // items] += 1
-        try:
-            by_task = [_of_task(task, count) for task, count in zip(one.tasks, counts, strict=True) if count]
-        except Exception as error:  # functions and templates of tasks may raise anything
-            say(f"the text of {one.benchmark.name} is left out: {one_line(error)}")
-            continue
-        texts[one.benchmark.name] = [text for turn in zip_longest(*by_task) for text in turn if text is not None]
-    return texts
-
-
-def _of_task(task: "ConfigurableTask", items: int) -> list[str]:
-    """Texts of a task's first items, whose examples are the ones that are scored, as they are drawn item by item."""
-    task.set_fewshot_seed(SEEDS["fewshot"])
-    task.build_all_requests(limit=items, rank=0, world_size=1)
-    requests: dict[int, list[Instance]] = {}
-    for request in task.instances:
-        requests.setdefault(request.doc_id, []).append(request)
-    return [_text(task, choices) for choices in requests.values()]
-
-
-def _text(task: "ConfigurableTask", requests: "list[Instance]") -> str:
-    """One item's request: of several choices the right one, or the first if its number is not known."""
-    number = 0
-    if len(requests) > 1:
-        doc = requests[0].doc
-        # Tasks whose choices are in the question have their label there, too.
-        label = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
-        number = label if isinstance(label, int) else 0
-    # Context and continuation, or context and settings for writing one, or all in one.
-    return "".join(part for part in requests[number].args if isinstance(part, str))
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ import pytest
 from records import read
 
 from moh_llm.evaluation import evaluate
-from moh_llm.evaluation.evaluate import ANALYSED_ITEMS, analyse_models
+from moh_llm.evaluation.evaluate import ANALYSED_ITEMS, analyse_models, prompts
 from moh_llm.evaluation.suite import SUITES, load_suite
-from moh_llm.evaluation.tasks import prompts
 
 pytest.importorskip("lm_eval")
 

@@ -243,14 +243,6 @@ def test_what_cannot_be_fetched_is_named_and_the_rest_is_kept(
         check_data(load_suite(suite), data)
 
 
-def test_fewer_items_than_the_suite_says_are_named(
-    run: Run, suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path(suite).write_text(SUITE.replace("items: 6", "items: 7"))
-    assert run(tmp_path / "data") == 1
-    assert capsys.readouterr().err == "CMMLU: 6 items came, the suite says 7\n"
-
-
 def test_files_of_other_origin_are_left_alone(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "data" / "allenai__sciq" / "default" / "test.jsonl"
     file.parent.mkdir(parents=True)
@@ -276,15 +268,3 @@ def test_without_a_network_it_ends_at_once(
     assert run(tmp_path / "data") == 2
     said = capsys.readouterr()
     assert "the Hub cannot be reached" in said.err and "ai2_arc" not in said.out
-
-
-def test_converted_logiqa_is_what_others_made_of_it(shared_benchmarks: Path, tmp_path: Path) -> None:
-    """Real rows, turned back into the original's lines and converted anew."""
-    theirs = rows(shared_benchmarks / "EleutherAI__logiqa" / "logiqa" / "test.jsonl")
-    blocks = []
-    for row in theirs:
-        passage, question = (row[key].replace(". ", ".") for key in ("context", "question"))
-        options = [f"{letter}.{text.replace('. ', '.')}" for letter, text in zip("ABCD", row["options"], strict=True)]
-        blocks.append("\n".join([row["label"], passage, question, *options]))
-    (tmp_path / "Test.txt").write_text("\n" + "\n\n".join(blocks) + "\n", encoding="utf-8")
-    assert list(fetching._convert_logiqa(tmp_path / "Test.txt", "logiqa", "test")) == theirs

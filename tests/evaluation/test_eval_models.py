@@ -164,7 +164,7 @@ def test_another_base_than_the_conversion_names_is_told(tiny_llama: Path, tiny_m
             for label, model in models.items()
         }
         report = build_record(load_suite("smoke"), results, None, 8, None, "moh-llm evaluate")
-        line = f"NOT ITS BASE: model was converted from {tiny_llama.name}, and is compared with {base} here."
+        line = f"NOT ITS BASE: model was converted from {tiny_llama.name}, and is compared with {base}."
         return line in warnings(report)
 
     assert told(other) and not told(moved)

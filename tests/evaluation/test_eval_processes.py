@@ -1,11 +1,9 @@
 """Two processes on the CPU give what one gives, and agree on what went wrong; a killed run goes on from its answers."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,19 +65,6 @@ def test_scores_do_not_depend_on_the_number_of_processes(
     for file in (tmp_path / "one" / "samples").rglob("*.jsonl"):
         other = tmp_path / "two" / file.relative_to(tmp_path / "one")
         assert file.read_text(encoding="utf-8") == other.read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_bars_of_short_work_are_not_shown(tiny_llama: Path, tmp_path: Path) -> None:
-    """In an interpreter of its own: a bar's delay is read from the environment when tqdm is first imported."""
-    command = [sys.executable, "-m", "moh_llm.cli", "evaluate", str(tiny_llama), "--suite", "smoke", "--limit", "1"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TQDM_")}
-    environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "out")], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "[3/3] model" in done.stderr, done.stderr
-    assert "it/s" not in done.stderr and "accelerator" not in done.stderr
 
 
 # Fewer items than processes; a benchmark that fails on the second process only; a device for all of them; an
