@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moh_llm.conversion.config import ConversionConfig
     from moh_llm.conversion.convert import Restored
-    from moh_llm.evaluation.config import EvaluationConfig
     from moh_llm.evaluation.evaluate import Evaluation
     from moh_llm.hub.publish import Publication
     from moh_llm.records.conversion import Conversion
@@ -47,18 +45,12 @@ def convert(base: PathLike, output: PathLike, **options: Any) -> "Conversion":
         UserError: bad input; ``output`` is then as before.
     """
     from moh_llm.conversion.config import ConversionConfig
-    from moh_llm.recipe import read_options
-
-    given = {"base": base, "output": output, **options}
-    return convert_with(read_options(ConversionConfig, [("convert", *item) for item in given.items()]))
-
-
-def convert_with(config: "ConversionConfig") -> "Conversion":
-    """`convert`, given its options."""
     from moh_llm.conversion.convert import convert as convert_checkpoint
     from moh_llm.hub.card import write_local_card
     from moh_llm.locking import lock_folder
+    from moh_llm.recipe import keyword_options
 
+    config = keyword_options(ConversionConfig, "convert", base=base, output=output, **options)
     record = convert_checkpoint(config)
     with lock_folder(config.output):
         write_local_card(config.output)
@@ -120,7 +112,7 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **option
         return train_model(config, overwrite, on_milestone=pushes.add, on_finish=lambda _: publish_run(config, pushes))
 
 
-def evaluate(models: PathLike | Sequence[PathLike], **options: Any) -> "Evaluation":
+def evaluate(models: PathLike | Sequence[PathLike], *, command_line: str = "", **options: Any) -> "Evaluation":
     """Score models and their base on a suite of benchmarks with lm-eval, and write a report.
 
     Answers are kept until the report is written, so that the same call resumes an interrupted evaluation.
@@ -128,6 +120,7 @@ def evaluate(models: PathLike | Sequence[PathLike], **options: Any) -> "Evaluati
 
     Args:
         models: folder or Hub id of a model, or several.
+        command_line: the command that repeats the evaluation, for the record.
         options: other fields of `moh_llm.evaluation.config.EvaluationConfig`, such as ``base`` and ``suite``.
 
     Returns:
@@ -137,16 +130,10 @@ def evaluate(models: PathLike | Sequence[PathLike], **options: Any) -> "Evaluati
         UserError: a model, the suite, the data or the output folder cannot be used.
     """
     from moh_llm.evaluation.config import EvaluationConfig
-    from moh_llm.recipe import read_options
-
-    given = {"models": models, **options}
-    return evaluate_with(read_options(EvaluationConfig, [("evaluate", *item) for item in given.items()]))
-
-
-def evaluate_with(config: "EvaluationConfig", command_line: str = "") -> "Evaluation":
-    """`evaluate`, given its options and the command that repeats it, for the record."""
     from moh_llm.evaluation.evaluate import evaluate as evaluate_models
+    from moh_llm.recipe import keyword_options
 
+    config = keyword_options(EvaluationConfig, "evaluate", models=models, **options)
     # lm-eval draws a bar for each task's prompts, 57 of them for MMLU; the bars over requests stay.
     os.environ.setdefault("TQDM_DISABLE", "1")
     return evaluate_models(config, command_line=command_line)
@@ -168,7 +155,6 @@ def publish(folder: PathLike, repo_id: str, **options: Any) -> "Publication":
     """
     from moh_llm.hub.config import PublishConfig
     from moh_llm.hub.publish import publish as publish_folder
-    from moh_llm.recipe import read_options
+    from moh_llm.recipe import keyword_options
 
-    given = {"folder": folder, "repo_id": repo_id, **options}
-    return publish_folder(read_options(PublishConfig, [("publish", *item) for item in given.items()]))
+    return publish_folder(keyword_options(PublishConfig, "publish", folder=folder, repo_id=repo_id, **options))

@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import re
 import shlex
 import sys
 import traceback
@@ -29,7 +28,6 @@ from moh_llm.commands import (
 )
 from moh_llm.errors import UserError, in_unicode, without_passwords
 from moh_llm.flags import OptionParser
-from moh_llm.reading import expand_home
 from moh_llm.terminal import say_aside, speak_utf8
 
 COMMANDS = {
@@ -73,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in argv[:1]:  # importing what the others need would take time
             module.add_arguments(command)
     try:
-        args = parser.parse_args(_with_homes(argv))
+        args = parser.parse_args(argv)
     except UserError as error:
         say_aside(f"error: {error}")
         return 2
@@ -109,22 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say_aside("interrupted; nothing half-written was left in place of a result")
         return 130
-
-
-def _with_homes(words: Sequence[str]) -> list[str]:
-    """The command line with every ``~`` that begins a word, or the value in ``--flag=VALUE``, by `expand_home`.
-
-    A shell leaves it as it is in a quoted word and in ``--flag=~/folder``.
-    """
-    return [_with_home(word) for word in words]
-
-
-def _with_home(word: str) -> str:
-    flag = re.match(r"(--?[\w.-]+|\w+)=", word)
-    if flag is None:
-        return word if word.startswith("-") else expand_home(word)
-    value = word[flag.end() :]
-    return flag[0] + expand_home(value) if value.startswith(("~", "./")) else word
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

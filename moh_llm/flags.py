@@ -2,10 +2,12 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from moh_llm.errors import UserError, printable, without_passwords
 from moh_llm.options import Folder, Names, Option, Pair, Place, Places, options_of
+from moh_llm.reading import expand_home
 from moh_llm.recipe import check_name, read_options, recipe_values
 
 _Config = TypeVar("_Config")
@@ -103,6 +105,11 @@ def options_from(kind: type[_Config], args: argparse.Namespace, positional: str)
             raise UserError(f"command line: {words[1]!r} follows no --option; options are written --option value")
         given.append(("command line", positional, words if several else words[0]))
     return read_options(kind, [*given, *args.given])
+
+
+def as_path(word: str) -> Path:
+    """A word of the command line as a path, with ``~`` expanded."""
+    return Path(expand_home(word))
 
 
 def metavar(option: Option) -> str:

@@ -34,6 +34,11 @@ def recipe_values(path: str | Path) -> list[Given]:
     return [(f"recipe {place}", name, value) for name, value in (content or {}).items()]
 
 
+def keyword_options(kind: type[_Config], where: str, **given: Any) -> _Config:
+    """The options with the values of keyword arguments. Raises UserError, which names ``where``, as `read_options`."""
+    return read_options(kind, [(where, name, value) for name, value in given.items()])
+
+
 def read_options(kind: type[_Config], given: Iterable[Given]) -> _Config:
     """The options with these values.
 

@@ -1,8 +1,8 @@
 """``moh-llm checkpoint export OUTPUT/checkpoints/step-N --output DIR``: a model of a run's checkpoint."""
 
 import argparse
-from pathlib import Path
 
+from moh_llm.flags import as_path
 from moh_llm.terminal import say
 
 
@@ -10,8 +10,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     export = actions.add_parser("export", help="make a model folder of a checkpoint", description=__doc__)
-    export.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder checkpoints/step-N of a run")
-    export.add_argument("--output", required=True, type=Path, help="folder to make")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", type=as_path, help="folder checkpoints/step-N of a run")
+    export.add_argument("--output", required=True, type=as_path, help="folder to make")
     export.add_argument("--overwrite", action="store_true", help="replace the output folder if it is not empty")
 
 

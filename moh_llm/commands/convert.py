@@ -26,14 +26,14 @@ def add_arguments(parser: OptionParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, and print what was done."""
-    from moh_llm.api import convert_with
+    import moh_llm
     from moh_llm.conversion.config import ConversionConfig
 
     config = options_from(ConversionConfig, args, "base")
     if args.to_dense:
         restore(config)  # the way back: the dense checkpoint inside an MoH model
     else:
-        print_conversion(convert_with(config), config.output)
+        print_conversion(moh_llm.convert(**vars(config)), config.output)
     return 0
 
 

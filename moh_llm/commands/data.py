@@ -1,8 +1,9 @@
 """``moh-llm data fetch-benchmarks DIR``: download the data of a suite, for evaluation on machines without a network."""
 
 import argparse
-from pathlib import Path
 
+from moh_llm.flags import as_path
+from moh_llm.reading import expand_home
 from moh_llm.terminal import say, say_aside
 
 
@@ -12,8 +13,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fetch = actions.add_parser(
         "fetch-benchmarks", help="the benchmarks of a suite, as files for --data-dir", description=__doc__
     )
-    fetch.add_argument("folder", metavar="DIR", type=Path, help="where the files go; what is there and whole is kept")
-    fetch.add_argument("--suite", default="paper", help="paper, paper_stage1, scratch, or a YAML file (default: paper)")
+    fetch.add_argument("folder", metavar="DIR", type=as_path, help="folder of the files; whole ones are kept")
+    fetch.add_argument(
+        "--suite",
+        default="paper",
+        type=expand_home,
+        help="paper, paper_stage1, scratch, or a YAML file (default: paper)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

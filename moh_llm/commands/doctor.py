@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from moh_llm.errors import UserError
-from moh_llm.flags import OptionParser
+from moh_llm.flags import OptionParser, as_path
 from moh_llm.terminal import say
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def add_arguments(parser: OptionParser) -> None:
     add("--strategy", choices=STRATEGIES, default="one", help="how processes share the work (default: one process)")
     add("--processes", type=_count, default=1, metavar="N", help="processes, that is GPUs (default: 1)")
     add("--gpu", metavar="NAME", help="GPU of each, for example H100 (default: what is here)")
-    add("--json", metavar="FILE", help="also write the findings as JSON")
+    add("--json", metavar="FILE", type=as_path, help="also write the findings as JSON")
     parser.add_options(TrainConfig, joint="_", described=False)
 
 

@@ -26,10 +26,11 @@ def add_arguments(parser: OptionParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, and print the report. Returns 1 when a benchmark failed, else 0; raises `UserError` for bad input."""
-    from moh_llm.api import evaluate_with
+    import moh_llm
     from moh_llm.evaluation.config import EvaluationConfig
 
-    evaluation = evaluate_with(options_from(EvaluationConfig, args, "models"), args.command_line)
+    config = options_from(EvaluationConfig, args, "models")
+    evaluation = moh_llm.evaluate(**vars(config), command_line=args.command_line)
     print_evaluation(evaluation)
     return 1 if evaluation.failed_benchmarks else 0
 

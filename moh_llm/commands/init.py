@@ -1,8 +1,9 @@
 """``moh-llm init ARCHITECTURE --tokenizer TOKENIZER --output DIR``: random weights, to train from scratch."""
 
 import argparse
-from pathlib import Path
 
+from moh_llm.flags import as_path
+from moh_llm.reading import expand_home
 from moh_llm.terminal import say
 
 
@@ -11,11 +12,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "architecture",
         metavar="ARCHITECTURE",
-        type=Path,
+        type=as_path,
         help="YAML file of sizes and head plan, for example recipes/architectures/moh_llm_s.yaml",
     )
-    parser.add_argument("--tokenizer", required=True, help="folder or Hub id of the tokenizer")
-    parser.add_argument("--output", required=True, type=Path, help="folder to make")
+    parser.add_argument("--tokenizer", required=True, type=expand_home, help="folder or Hub id of the tokenizer")
+    parser.add_argument("--output", required=True, type=as_path, help="folder to make")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights (default: float32)"

@@ -4,6 +4,7 @@ import argparse
 import re
 
 from moh_llm.errors import UserError, printable
+from moh_llm.reading import expand_home
 from moh_llm.terminal import console, say
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -14,10 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser("show", help="a table of the sources", description=__doc__)
     show.add_argument(
-        "mixture", metavar="MIXTURE", help="mixture file, 'embedded', or a folder that moh-llm tokenize made"
+        "mixture",
+        metavar="MIXTURE",
+        type=expand_home,
+        help="YAML file, 'embedded', or folder of moh-llm tokenize",
     )
     show.add_argument("--tokens", default="100B", help="budget, for instance 40M or 100B (default: %(default)s)")
-    show.add_argument("--tokenizer", help="for a mixture file: estimate its tokens with this model's tokenizer")
+    show.add_argument("--tokenizer", type=expand_home, help="of which model; estimates the tokens of a mixture file")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,6 +5,8 @@ import shutil
 import time
 from pathlib import Path
 
+from moh_llm.flags import as_path
+from moh_llm.reading import expand_home
 from moh_llm.terminal import console, say
 
 MADE = ("base", "moh", "recovery", "report", "recipe.yaml", "quickstart.json")
@@ -12,7 +14,7 @@ MADE = ("base", "moh", "recovery", "report", "recipe.yaml", "quickstart.json")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    parser.add_argument("--base", help="folder or Hub id of a LLaMA checkpoint (default: SmolLM2-135M)")
+    parser.add_argument("--base", type=expand_home, help="folder or Hub id of the base (default: SmolLM2-135M)")
     parser.add_argument(
         "--minutes",
         type=float,
@@ -20,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="time that all of it may take: how much text is read follows from it (default: 5)",
     )
-    parser.add_argument("--output", type=Path, default=Path("out/quickstart"), help="folder for all that is made")
+    parser.add_argument("--output", type=as_path, default=Path("out/quickstart"), help="folder for all that is made")
     parser.add_argument("--overwrite", action="store_true", help="remove what an earlier quick start left there")
 
 

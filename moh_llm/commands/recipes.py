@@ -14,6 +14,7 @@ from pathlib import Path
 
 import moh_llm
 from moh_llm.errors import UserError
+from moh_llm.flags import as_path
 from moh_llm.terminal import say
 
 
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     copy = actions.add_parser("copy", help="copy some of them (default: list all)", description=__doc__)
     copy.add_argument("names", metavar="NAME", nargs="+", help="file or folder of the list, such as recipes/launch")
-    copy.add_argument("--output", type=Path, default=Path(), help="folder to copy into (default: the working folder)")
+    copy.add_argument("--output", type=as_path, default=Path(), help="folder to copy into (default: this one)")
 
 
 def run(args: argparse.Namespace) -> int:

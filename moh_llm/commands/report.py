@@ -5,20 +5,25 @@ from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
+from moh_llm.flags import as_path
 from moh_llm.terminal import say, say_aside
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="FOLDER", help="made by moh-llm evaluate or moh-llm train, in any mix"
+        "folders",
+        nargs="+",
+        type=as_path,
+        metavar="FOLDER",
+        help="evaluations and training runs, in any mix",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder to make (default, for one FOLDER: FOLDER/report)"
+        "--output", type=as_path, metavar="DIR", help="folder to make (default, for one FOLDER: FOLDER/report)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it is not empty")
     parser.add_argument(
-        "--baseline", type=Path, metavar="DIR", help="an earlier evaluation: exit 1 where a model fell behind it"
+        "--baseline", type=as_path, metavar="DIR", help="an earlier evaluation: exit 1 where a model fell behind it"
     )
     parser.add_argument(
         "--max-drop",

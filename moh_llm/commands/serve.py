@@ -7,12 +7,13 @@ import argparse
 import sys
 
 from moh_llm.errors import UserError
+from moh_llm.reading import expand_home
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.usage = "%(prog)s [-h] MODEL [FLAGS OF transformers serve]"
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a MoH model, the only one that is served")
+    parser.add_argument("model", metavar="MODEL", type=expand_home, help="folder or Hub id of an MoH model")
     parser.add_argument(
         "flags",
         nargs=argparse.REMAINDER,

@@ -3,15 +3,17 @@
 import argparse
 
 from moh_llm.devices import check_workers
-from moh_llm.errors import UserError, printable
-from moh_llm.terminal import console, say
+from moh_llm.errors import UserError
+from moh_llm.flags import as_path
+from moh_llm.reading import expand_home
+from moh_llm.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("mixture", metavar="MIXTURE", help="mixture file (data_mixtures/*.yaml), or 'embedded'")
-    parser.add_argument("--tokenizer", required=True, help="folder or Hub id of the model (or tokenizer) to train")
-    parser.add_argument("--output", required=True, help="folder of the shards; the same command resumes there")
+    parser.add_argument("mixture", metavar="MIXTURE", type=expand_home, help="YAML file, or 'embedded'")
+    parser.add_argument("--tokenizer", required=True, type=expand_home, help="folder or Hub id of the model")
+    parser.add_argument("--output", required=True, type=as_path, help="folder of the shards; resumes there")
     parser.add_argument("--workers", type=int, help="processes at once (default: one per 4 cores)")
     parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local", help="where it runs")
     parser.add_argument(
@@ -27,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="stop",
         help="a record (or the rest of a corrupt file) that cannot be read stops the run, or is left out and counted",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, with an estimate")
     parser.add_argument(
         "--overwrite", action="store_true", help="tokenise again the sources that were made from something else"
     )
@@ -35,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tokenise. Returns the exit status; raises `UserError` for bad input."""
-    from pathlib import Path
-
     from moh_llm.data.mixture import load_mixture
+    from moh_llm.data.tokenize import tokenize_mixture
     from moh_llm.data.tokenizer import TextTokenizer, rows_beside
 
     if args.workers is not None and args.workers < 1:
@@ -48,16 +48,10 @@ def run(args: argparse.Namespace) -> int:
     mixture = load_mixture(args.mixture)
     tokenizer = TextTokenizer.load(args.tokenizer, rows_beside(args.tokenizer))
     say(mixture.describe())
-    if args.dry_run:
-        _dry_run(mixture, tokenizer, Path(args.output).resolve(), args)
-        return 0
-
-    from moh_llm.data.tokenize import tokenize_mixture
-
     record = tokenize_mixture(
         mixture,
         tokenizer,
-        Path(args.output),
+        args.output,
         workers=args.workers,
         executor=args.executor,
         executor_args=executor_args,
@@ -79,41 +73,6 @@ def run(args: argparse.Namespace) -> int:
             say(f"  left out: {example}")
     say(f"{args.output}: {record.tokens:,} tokens in {record.seconds:.1f} s")
     return 0
-
-
-def _dry_run(mixture, tokenizer, output, args: argparse.Namespace) -> None:
-    from rich.table import Table
-
-    from moh_llm.data.sample import estimate_tokens
-    from moh_llm.data.tasks import is_done, make_tasks, prepare_sources
-    from moh_llm.data.tokenize import count_workers
-
-    tasks = make_tasks(mixture, output)
-    prepare_sources(tasks, tokenizer, mixture.validation_share, args.overwrite, write=False)
-    table = Table("source", box=None)
-    for header in ("files", "MB", "tasks", "done", "tokens (estimate)"):
-        table.add_column(header, justify="right")
-    total = 0
-    for source in mixture.sources:
-        own = [task for task in tasks if task.source.name == source.name]
-        estimate = estimate_tokens(source, [file for task in own for file in task.files], tokenizer)
-        sizes = [task.bytes for task in own]
-        size = "?" if None in sizes else f"{sum(s or 0 for s in sizes) / 1e6:,.1f}"
-        done = sum(is_done(task) for task in own)
-        tokens = "unknown" if estimate is None else f"{estimate:,}"
-        table.add_row(
-            printable(source.name), str(sum(len(t.files) for t in own)), size, str(len(own)), str(done), tokens
-        )
-        total += estimate or 0
-    console().print(table)
-    left = [task for task in tasks if not is_done(task)]
-    workers = count_workers(left, args.workers, args.executor, {})[0] if left else 0
-    say(
-        f"would tokenise {len(left)} of {len(tasks)} tasks into {args.output} with {tokenizer.name} "
-        f"({tokenizer.dtype.name}), executor {args.executor}",
-        f"about {total:,} tokens, {total * tokenizer.dtype.itemsize / 1e6:,.0f} MB"
-        + (f", {workers} at once" if workers > 0 else ""),
-    )
 
 
 def _pair(argument: str) -> tuple[str, str]:

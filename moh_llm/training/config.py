@@ -67,7 +67,7 @@ class OptimizerConfig:
 
 @options("schedule")
 class ScheduleConfig:
-    """Learning rate over the steps: linear warm-up, then cosine. The routers' rate follows the same curve, scaled."""
+    """Learning rate over the steps: linear warm-up from 1e-5, then cosine. The routers' follows it, scaled."""
 
     warmup_steps: NonNegativeInt = 2
     """Steps of linear warm-up."""

@@ -96,16 +96,10 @@ def tokenize(corpus: Path, tokenizer, output: Path, *flags: str) -> int:
 
 def test_the_commands(corpus, tokenizer, tmp_path, capsys):
     output = tmp_path / "out"
-    assert tokenize(corpus, tokenizer, output, "--dry-run") == 0
-    said = capsys.readouterr().out
-    assert "would tokenise 3 of 3 tasks" in said and not output.exists()
-    estimated = int(said.split("about ")[1].split(" tokens")[0].replace(",", ""))
-
     assert tokenize(corpus, tokenizer, output) == 0
     said = capsys.readouterr().out
     record = json.loads((output / "mixture.json").read_text())
     assert f"{record['tokens']:,} tokens in" in said and "67 filtered" in said
-    assert estimated == record["tokens"]  # a source of less than the sample is read whole
 
     assert main(["mixture", "show", str(output), "--tokens", "1M"]) == 0
     said = capsys.readouterr().out
