@@ -91,35 +91,25 @@ class ChatTemplate:
         """Hex SHA-256 of everything but the date that decides the text of messages."""
         return hashlib.sha256(json.dumps([self.template, self.special_tokens]).encode()).hexdigest()
 
-    def conversation(self, messages: Any, options: dict[str, Any]) -> ChatText:
-        """The text of messages; the spans are what the assistant says in all turns.
+    def text_of(self, messages: list[dict], first: int, options: dict[str, Any]) -> ChatText:
+        """The text of messages; the spans are what the assistant says from message `first` on.
 
         Args:
-            messages: a list of maps with `role` and `content`.
+            messages: maps with `role` and `content`.
+            first: the number of messages that only prompt.
             options: further arguments of the template.
 
         Raises:
-            ValueError: these are not messages, none is the assistant's, or the template does not show which text is.
+            ValueError: none of the messages is the assistant's, or the template does not show which text is.
         """
-        messages = _checked(messages, "messages")
-        if _MARKERS.search(self.template):
+        if not first and _MARKERS.search(self.template):
             text, marked = self._render(messages, options, markers=True)
             spans = [(low, high) for low, high in marked if low < high]
         else:
             text = self._render(messages, options)[0]
-            spans = self._assistant_turns(messages, 0, text, options)
+            spans = self._assistant_turns(messages, first, text, options)
         if not spans:
             raise ValueError("no message is the assistant's, so there is nothing to learn from it")
-        return ChatText.from_spans(text, spans, templated=True)
-
-    def completion(self, prompt: Any, completion: Any, options: dict[str, Any]) -> ChatText:
-        """The text of a prompt's and its completion's messages; the spans are the assistant's in the completion."""
-        prompt, completion = _checked(prompt, "prompt"), _checked(completion, "completion")
-        messages = prompt + completion
-        text = self._render(messages, options)[0]
-        spans = self._assistant_turns(messages, len(prompt), text, options)
-        if not spans:
-            raise ValueError("no message of its completion is the assistant's, so there is nothing to learn from it")
         return ChatText.from_spans(text, spans, templated=True)
 
     def _assistant_turns(
@@ -204,13 +194,12 @@ def read_chat(kind: str, values: dict[str, Any], template: ChatTemplate | None, 
         return ChatText.from_spans(text, [(len(prompt), len(text))], templated=False)
     if template is None:
         raise ValueError("it has messages, and the tokenizer has no chat template")
-    template, options = replace(template, date=date), _options(values)
-    if kind == "messages":
-        text = template.conversation(values["messages"], options)
-    else:
-        text = template.completion(prompt, completion, options)
+    before = [] if kind == "messages" else _checked(prompt, "prompt")
+    name = FIELDS[kind][-1]
+    messages, options = before + _checked(values[name], name), _options(values)
+    text = replace(template, date=date).text_of(messages, len(before), options)
     if template.reads_clock and date != CHAT_DATE:
-        text.group = str(read_chat(kind, values, template))
+        text.group = str(template.text_of(messages, len(before), options))
     return text
 
 

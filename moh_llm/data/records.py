@@ -269,8 +269,8 @@ class _FileReader:
             return text
         has = ", ".join(" ".join(str(name).split()) for name in self.names or record)[:200] or "no field"
         what = f"no text field {self.text_field or ' or '.join(self._fields())}"
-        if text is not None:
-            what = f"its {self.text_field} is {type(text).__name__}, not a text"
+        if text is not None or self.text_field in record:
+            what = f"its {self.text_field} is {'null' if text is None else type(text).__name__}, not a text"
         self.reading.fault(f"{where}: {what}; the record has {has}; text_field in a mixture file can name another")
         return None
 

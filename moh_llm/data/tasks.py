@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from moh_llm.data.locate import SourceFile, locate, source_identity
 from moh_llm.data.mixture import Mixture, Source
@@ -58,12 +57,6 @@ class Task:
         """Stored bytes to read; None where unknown."""
         sizes = [file.size for file in self.files]
         return None if None in sizes or not sizes else sum(size for size in sizes if size is not None)
-
-    @property
-    def work(self) -> int:
-        """Estimated bytes of text: text compresses to a third."""
-        packed = (".gz", ".zst", ".zstd", ".parquet")
-        return sum((file.size or 0) * (3 if file.name.endswith(packed) else 1) for file in self.files)
 
     def shard(self, split: str) -> Path:
         """The file of a split's tokens."""
@@ -143,22 +136,12 @@ def _difference(path: Path, wanted: SourceIdentity) -> str | None:
         before = recorded.get(name)
         if json.dumps(before) == json.dumps(now):  # not ==, since 1 equals true in Python
             continue
-        if name == "text" and isinstance(before, list) and isinstance(now, list):
-            return _changed_file(before, now)
+        if isinstance(before, list) and isinstance(now, list) and name == "text":
+            known, found = ({tuple(file.items()) for file in files} for files in (before, now))
+            changed = sorted(dict(file)["file"] for file in known ^ found)
+            return f"{changed[0]} changed, is new or is gone" if changed else "the order of the files"
         return f"{name} was {before}, now {now}"
     return None
-
-
-def _changed_file(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
-    known, found = ({file["file"]: file for file in files} for files in (before, now))
-    for name in [*known, *found]:
-        if name not in found:
-            return f"{name} is gone"
-        if name not in known:
-            return f"{name} is new"
-        if known[name] != found[name]:
-            return f"{name} changed (it was {known[name]}, now {found[name]})"
-    return "the order of the files"
 
 
 def is_done(task: Task) -> bool:

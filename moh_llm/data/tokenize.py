@@ -79,7 +79,7 @@ def tokenize_mixture(
         chats = any(source.type != "text" for source in mixture.sources)
         finish = partial(write_record, mixture, tasks, output, tokenizer.record(chats))
         # The largest first, so that none is left to the end alone.
-        if left := sorted((task for task in tasks if not is_done(task)), key=lambda task: -task.work):
+        if left := sorted((task for task in tasks if not is_done(task)), key=lambda task: -(task.bytes or 0)):
             write_json(output / RECORD, {"status": "running"})
             workers, threads = count_workers(left, workers, executor, options)
             write = TaskWriter(tokenizer, mixture.validation_share, skip_bad, threads)

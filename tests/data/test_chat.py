@@ -321,7 +321,7 @@ def test_text_does_not_depend_on_the_day(words, chats, tmp_path, monkeypatch, sh
 @pytest.mark.parametrize("start", ["", "\n\n", "  {% if true %}\n  x{% endif %}\n", "\n {%- if true %} {% endif %}"])
 def test_a_template_with_a_date_of_its_own_writes_the_same_text(words, start):
     words.chat_template = start + CHATML + "\n"
-    text = TextTokenizer.from_tokenizer(words).chat.conversation(TALKS[0], {})
+    text = TextTokenizer.from_tokenizer(words).chat.text_of(TALKS[0], 0, {})
     assert text == words.apply_chat_template(TALKS[0], tokenize=False)
 
 

@@ -214,7 +214,7 @@ FAULTS = [
     ("a.jsonl", b'{"x": 1}\n' + TWO, ", line 1: no text field text or content or raw_content or document; the", ["2"]),
     ("a.jsonl", ONE + b'{"text": 5}\n' + TWO, ", line 2: its text is int, not a text", ["1", "2"]),
     ("a.jsonl", ONE + b'{"text": "\xc3\xa4\xff"}\n' + TWO, ", line 2: byte 13 is not UTF-8", ["1", "2"]),
-    ("a.parquet", parquet({"text": ["1", None, "2"]}), ", row 2: no text field text; the record has text", ["1", "2"]),
+    ("a.parquet", parquet({"text": ["1", None, "2"]}), ", row 2: its text is null, not a text", ["1", "2"]),
     ("a.txt", b"ab\xff", ": byte 3 is not UTF-8", []),
     ("a.jsonl.zst", b"", " is empty", []),
     ("a.jsonl.gz", gzip.compress(b""), " is empty", []),
