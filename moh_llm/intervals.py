@@ -1,6 +1,6 @@
 """95 % intervals of perplexity ratio and KL, over documents, and their formatting.
 
-Tokens of one document are correlated, so that documents are what was drawn, not tokens.
+Tokens of one document are correlated, so the sample is one of documents, not of tokens.
 """
 
 import math
@@ -9,17 +9,17 @@ from functools import lru_cache
 
 import numpy as np
 
-Interval = list[float]  # its two ends, as a JSON record has them
+Interval = list[float]  # [low, high]
 
-# What is summed over the predicted tokens of a document, and the columns of the sums.
+# The sums over the predicted tokens of a document, by column.
 SUMMED = ("tokens", "cross_entropy", "reference_cross_entropy", "kl", "agreement")
-LEAST = 5  # documents; an interval of fewer would say little
+LEAST = 5  # documents; fewer give no interval
 
-# Chosen with `benchmarks/coverage.py`, so that intervals hold the truth in 93 % of draws and more at any number of
-# documents from 5 on; docs/results/coverage.md has the shares.
-_CONFIDENCE, _MORE, _FEW = 0.95, 0.02, 20  # 97 % up to 20 documents, from there on nearer to 95 %
-_SKEW = 3.0  # times skewness / n^(1/2), in standard errors, by which the side of the longer tail is wider
-_PRIOR, _WEIGHT = 0.4, 3  # standard deviation of log KL over documents, as text of several kinds has it, as of so many
+# Chosen with `benchmarks/coverage.py`: intervals hold the truth in at least 93 % of draws from 5 documents on;
+# docs/results/coverage.md has the shares.
+_CONFIDENCE, _MORE, _FEW = 0.95, 0.02, 20  # the quantile is that of 97 % up to 20 documents, then falls to 95 %
+_SKEW = 3.0  # the side of the longer tail is wider by 3 * skewness / sqrt(documents) standard errors
+_PRIOR, _WEIGHT = 0.4, 3  # prior of the standard deviation of log KL over documents, and its weight in documents
 
 
 def perplexity_ratios(sums: np.ndarray) -> np.ndarray:
@@ -35,19 +35,18 @@ def kls(sums: np.ndarray) -> np.ndarray:
 def interval(texts: Sequence[np.ndarray], figure: Callable[[np.ndarray], np.ndarray]) -> Interval | None:
     """95 % interval of a figure's mean over texts, for other documents of the same kinds.
 
-    Of each text a Student's t interval of the figure, of perplexity ratio and KL on the log scale. Its error is the
-    jackknife's over documents, where a long document weighs more, as in the figure itself. The degrees of freedom
-    are Kish's effective number of documents, less one. Few documents seldom show how far others lie, so that the
-    side of the longer tail is wider by the skewness (after Johnson, 1978), the quantile is that of 97 %, and the
-    variance of the log KL is pooled with a usual one. Intervals of several texts are combined by the squares of their
-    distances to the figures (MOVER; Zou and Donner, 2008).
+    Each text gets a Student's t interval, on the log scale for perplexity ratio and KL. Its standard error is the
+    jackknife's over documents, which weighs long documents more, as the figure does. The degrees of freedom are Kish's
+    effective number of documents less one. A few documents seldom show outliers; therefore the side of the longer tail
+    is widened by the skewness (after Johnson, 1978), the quantile is that of 97 %, and the variance of log KL is pooled
+    with a prior. Intervals of several texts are combined by MOVER (Zou and Donner, 2008).
 
     Args:
-        texts: per text the sums over its documents, `[D, 5]` (see `SUMMED`).
-        figure: `perplexity_ratios`, `kls`, or another function of sums, whose first column are weights.
+        texts: for each text the sums over its documents, `[D, 5]` (see `SUMMED`).
+        figure: `perplexity_ratios`, `kls`, or another function of sums whose first column holds the weights.
 
     Returns:
-        Its two ends; None where a text has fewer than `LEAST` documents.
+        The interval; None if a text has fewer than `LEAST` documents.
     """
     if min(map(len, texts)) < LEAST:
         return None
@@ -75,7 +74,7 @@ def _of_one_text(sums: np.ndarray, figure: Callable[[np.ndarray], np.ndarray]) -
 
 
 def mover_mean(values: Sequence[float], ends: Sequence[Sequence[float]]) -> Interval:
-    """Interval of the mean of independent figures, from theirs (MOVER; Zou and Donner, 2008)."""
+    """Interval of the mean of independent figures from their intervals (MOVER; Zou and Donner, 2008)."""
     distances = np.abs(np.array(ends) - np.array(values)[:, None])
     low, high = np.sqrt((distances**2).sum(0)) / len(values)
     mean = float(np.mean(values))
@@ -84,9 +83,9 @@ def mover_mean(values: Sequence[float], ends: Sequence[Sequence[float]]) -> Inte
 
 @lru_cache(maxsize=1024)
 def student_quantile(share: float, freedom: float) -> float:
-    """The number that Student's t with so many degrees of freedom (1 or more) lies within, to both sides, in `share`.
+    """The two-sided quantile of Student's t: |t| is below it with probability ``share``; ``freedom`` is at least 1.
 
-    By the integral of its density, which is a power of the cosine of arctan(t / sqrt(freedom)).
+    By integrating the density, which is a power of the cosine of arctan(t / sqrt(freedom)).
     """
     freedom = min(freedom, 10_000.0)  # from there on it is the normal distribution's, to four digits
     angles = np.linspace(0, math.pi / 2, 8193)
@@ -96,30 +95,30 @@ def student_quantile(share: float, freedom: float) -> float:
 
 
 def within(bounds: Sequence[float], low: float, high: float) -> Interval:
-    """An interval without what lies outside the values that its figure can have."""
+    """An interval cut to the values between ``low`` and ``high``."""
     return [min(max(end, low), high) for end in bounds]
 
 
 def show_number(value: float | None, form: str, factor: float = 1) -> str:
-    """A number by a format, times ``factor``; a dash where there is none."""
+    """A number times ``factor`` in a format; "-" for None."""
     return "-" if value is None else f"{value * factor:{form}}".rstrip(".")
 
 
 def show_interval(bounds: Sequence[float] | None, form: str) -> str:
-    """An interval as it reads in a table: ``1.012 to 1.034``, or ``no interval``."""
+    """``1.012 to 1.034``, or ``no interval``."""
     return "no interval" if bounds is None else f"{show_number(bounds[0], form)} to {show_number(bounds[1], form)}"
 
 
 def show_figure(value: float | None, bounds: Sequence[float] | None, form: str, between: str = " ") -> str:
-    """A figure and, where there is one, its interval: ``1.020 (1.012 to 1.034)``."""
+    """A figure with its interval if it has one: ``1.020 (1.012 to 1.034)``."""
     return show_number(value, form) + ("" if bounds is None else f"{between}({show_interval(bounds, form)})")
 
 
 def show_error(value: float | None, error: float | None, form: str, error_form: str) -> str:
-    """A figure and, where there is one, its standard error or deviation: ``61.6 ± 0.4``."""
+    """A figure with its standard error or deviation if it has one: ``61.6 ± 0.4``."""
     return show_number(value, form) + ("" if value is None or error is None else f" ± {error:{error_form}}")
 
 
 def show_documents(number: int) -> str:
-    """``120 documents``, or ``1 document, no interval`` where there are too few."""
+    """``120 documents``, or ``1 document, no interval`` if there are too few."""
     return f"{number:,} document{'s' if number != 1 else ''}" + ("" if number >= LEAST else ", no interval")

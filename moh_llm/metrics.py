@@ -24,8 +24,8 @@ class Comparison:
     """Means over predicted tokens, and 95 % intervals over documents; KL(reference || model) is in nats per token.
 
     Attributes:
-        sums: float64 `[D, 5]`, per document that has a predicted token the sums of `SUMMED`.
-        parts: the same of predictions at positions of a document from the key up to the next key.
+        sums: float64 `[D, 5]`, the sums of `SUMMED` for each document that has a predicted token.
+        parts: comparisons at some positions in a document: from each key up to the next one.
     """
 
     sums: np.ndarray = field(repr=False)
@@ -43,12 +43,12 @@ class Comparison:
 
     @property
     def perplexity(self) -> float:
-        """The model's."""
+        """Perplexity of the model."""
         return math.exp(self._means[1])
 
     @property
     def reference_perplexity(self) -> float:
-        """The reference's."""
+        """Perplexity of the reference."""
         return math.exp(self._means[2])
 
     @property
@@ -68,17 +68,17 @@ class Comparison:
 
     @cached_property
     def ratio_interval(self) -> Interval | None:
-        """95 % interval of `perplexity_ratio`; None with too few documents (`moh_llm.intervals.LEAST`)."""
+        """95 % interval of `perplexity_ratio`; None for fewer than `moh_llm.intervals.LEAST` documents."""
         return interval([self.sums], perplexity_ratios)
 
     @cached_property
     def kl_interval(self) -> Interval | None:
-        """95 % interval of `kl`; None with too few documents (`moh_llm.intervals.LEAST`)."""
+        """95 % interval of `kl`; None for fewer than `moh_llm.intervals.LEAST` documents."""
         return interval([self.sums], kls)
 
     @cached_property
     def _means(self) -> list[float]:
-        """In the order of `SUMMED` the number of tokens, and the other sums per token."""
+        """The number of tokens, then the other sums of `SUMMED` per token."""
         total = self.sums.sum(0)
         return [total[0].item(), *(total[1:] / total[0]).tolist()]
 
@@ -95,12 +95,12 @@ class Comparison:
 
 
 def logits_of(model: torch.nn.Module) -> LogitsOf:
-    """The function that gives a causal LM's logits `[B, T, V]` for a batch with isolated documents."""
+    """A function from a batch to the logits `[B, T, V]` of a causal LM, with isolated documents."""
 
     def run(batch: Batch) -> torch.Tensor:
         device = next(model.parameters()).device
         ids, positions = batch["input_ids"].to(device), batch["position_ids"].to(device)
-        # Documents are isolated by restarting positions, which needs: no mask, no cache.
+        # transformers isolates documents whose positions restart, if there is no mask and no cache.
         return model(input_ids=ids, position_ids=positions, use_cache=False).logits
 
     return run
@@ -110,15 +110,14 @@ def logits_of(model: torch.nn.Module) -> LogitsOf:
 def compare_to_reference(
     candidates: Mapping[str, LogitsOf], reference: LogitsOf, batches: Iterable[Batch], edges: Sequence[int] = ()
 ) -> dict[str, Comparison]:
-    """Compare several models with one reference, whose logits are computed once a batch.
+    """Compare several models with one reference, whose logits are computed once per batch.
 
     Args:
         candidates: by name, a function from a batch to logits `[B, T, V]`.
-        reference: likewise for the reference.
-        batches: `input_ids`, `position_ids`, `labels` and `documents`, each `[B, T]`; the label at t is
-            compared with the logits at t - 1, and -100 is not counted. `documents` numbers the documents,
-            as `moh_llm.data.windows.fixed_batches` does.
-        edges: ascending positions at which a part of a document begins, to be compared by itself, too.
+        reference: the same for the reference.
+        batches: `input_ids`, `position_ids`, `labels` and `documents`, each `[B, T]`; the label at t is compared with
+            the logits at t - 1, and -100 is not counted. `documents` numbers the documents.
+        edges: ascending positions in a document at which the `parts` of a comparison begin.
     """
     values: dict[str, list[torch.Tensor]] = {name: [] for name in candidates}
     documents: list[torch.Tensor] = []
@@ -149,7 +148,7 @@ def compare_to_reference(
 
 
 def sums_by_document(values: torch.Tensor, documents: Sequence[torch.Tensor]) -> np.ndarray:
-    """Sums over documents as `SUMMED`, `[D, 5]`, of predictions' `values` `[N, 4]`; `documents` has their documents."""
+    """The sums of `SUMMED` by document, `[D, 5]`, from `values` `[N, 4]` and document number of each prediction."""
     _, numbers = torch.cat(list(documents)).unique(return_inverse=True)
     sums = torch.zeros(int(numbers.max()) + 1 if len(numbers) else 0, len(SUMMED), dtype=torch.float64)
     counted = torch.cat([values.new_ones(len(values), 1), values], 1)
@@ -157,7 +156,7 @@ def sums_by_document(values: torch.Tensor, documents: Sequence[torch.Tensor]) ->
 
 
 def compare_predictions(log_p: torch.Tensor, log_q: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Per row cross-entropy of p `[N, V]`, that of q, KL(q || p), and whether the top-1 is equal, float64 `[N, 4]`."""
+    """Cross-entropy of p `[N, V]` and of q, KL(q || p), and whether the top-1 is equal, by row: float64 `[N, 4]`."""
     values = (
         F.nll_loss(log_p, targets, reduction="none"),
         F.nll_loss(log_q, targets, reduction="none"),

@@ -59,6 +59,9 @@ def test_page_states_the_figures_of_the_record(evaluation: EvaluationRecord) -> 
     assert "NOT ANALYSED: what the heads of two did (out of <memory>)." in text
     (link,) = re.findall(r'download="report.json" href="[^,]+,([^"]+)"', page)
     assert json.loads(unquote(html.unescape(link))) == json.loads(json.dumps(evaluation.content()))
+    kinds = re.findall(r'title="head \d+: (on|off|shared)"', page)  # of each token
+    on = evaluation.analysis["one"]["token_heads"]["on"][0]
+    assert len(kinds) == sum(map(len, on)) and kinds.count("off") == sum(not head for token in on for head in token)
 
 
 @pytest.mark.slow
@@ -120,14 +123,6 @@ def test_charts_show_the_scores_and_the_analysis(evaluation: EvaluationRecord, a
     counts = [sum(column) for column in zip(*(layer["routed"]["histogram"] for layer in layers), strict=True)]
     shares = [row[charts["m1-histogram"].head.index("routed")] for row in charts["m1-histogram"].body]
     assert shares == pytest.approx([count / sum(counts) for count in counts])
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_page_shows_which_heads_each_token_has_on(evaluation: EvaluationRecord, analysis: Record) -> None:
-    kinds = re.findall(r'title="head \d+: (on|off|shared)"', page_of(evaluation))
-    on = analysis["token_heads"]["on"][0]
-    assert len(kinds) == sum(map(len, on))
-    assert kinds.count("off") == sum(not head for token in on for head in token)
 
 
 @pytest.mark.usefixtures("unrendered")
