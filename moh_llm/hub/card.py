@@ -65,8 +65,6 @@ def build_card(
         UserError: ``folder`` holds no MoH model, or a record cannot be read or describes another model. Of a published
             card: the licence is unknown, or asks for another name or for its own text.
     """
-    if repo_id is not None and not is_hub_id(repo_id):
-        raise UserError(f"--repo-id {repo_id} is no repository's id; give OWNER/NAME")
     config, lineage = _read_config(folder), read_lineage(folder, run)
     if repo_id is None:
         name, licences = lineage.name, recorded_licences(lineage)

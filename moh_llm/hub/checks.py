@@ -38,7 +38,6 @@ _NAMES = {
     "tokenizer.model",
 }
 _TEMPLATES = "additional_chat_templates"
-_PICKLED = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
 _OWN = Path(moh_llm.__file__).parent / "modeling"
 
 _CONVERT = "convert or save the model again"
@@ -115,7 +114,7 @@ def list_files(folder: Path) -> tuple[list[str], list[Problem]]:
         name = path.relative_to(folder).as_posix()
         is_model_file = name in allowed or name.startswith(LICENCE_NAMES) or path.match(f"{_TEMPLATES}/*.jinja")
         if not (is_model_file or (path.suffix == ".py" and path.is_file())):
-            problems.append(_unwanted(path, name))
+            problems.append(Problem(name, "is not part of a model", "move it out of the folder"))
         elif path.is_file():
             files.append(name)
         else:
@@ -140,18 +139,6 @@ def _weight_files(folder: Path) -> set[str]:
         return set(read_index(folder).values())
     except UserError:
         return set()  # `_check_weights` reports what is wrong with the index
-
-
-def _unwanted(path: Path, name: str) -> Problem:
-    if "optimizer" in name or "scheduler" in name or name == "checkpoints":
-        what = "is the state of a training run"
-    elif path.suffix in _PICKLED:
-        what = "is a pickle, which runs code when it is loaded"
-    elif path.suffix == ".safetensors":
-        what = "holds weights that are not loaded"
-    else:
-        what = "is not part of a model"
-    return Problem(name, what, "move it out of the folder")
 
 
 # ---- weights

@@ -20,8 +20,8 @@ from moh_llm.records.identity import identify
 from moh_llm.records.lineage import Chain, ConversionEntry
 
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")  # ISO 639, and two values that the Hub adds
+_META = "https://github.com/meta-llama"
 _LICENCE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-_LISTED = "https://huggingface.co/docs/hub/repositories-licenses"
 
 
 @dataclass(frozen=True)
@@ -163,18 +163,22 @@ class LlamaTerms:
     """The conditions of a Llama licence for passing on a model that is made from a Llama: its section 1.b.
 
     Attributes:
-        model, title: what the licence calls the model and itself.
+        model: what the licence calls the model.
         policy, text: addresses of the acceptable use policy (1.b.iv) and of the licence.
         begins: how the model's name must begin (1.b.i); None: no condition.
         closed: whether 1.b.v forbids improving other language models with the model or its outputs.
     """
 
     model: str
-    title: str
     policy: str
     text: str
     begins: str | None = "Llama"
     closed: bool = False
+
+    @property
+    def title(self) -> str:
+        """What the licence calls itself."""
+        return f"{self.model} Community License"
 
     @property
     def shown(self) -> str | None:
@@ -191,26 +195,18 @@ class LlamaTerms:
 def _later_terms(version: str, host: str) -> LlamaTerms:
     """The terms of Llama 3.1 and later, which differ only in their version."""
     name = f"llama{version.replace('.', '_')}"
-    text = f"https://github.com/meta-llama/llama-models/blob/main/models/{name}/LICENSE"
-    return LlamaTerms(
-        f"Llama {version}", f"Llama {version} Community License", f"https://{host}/{name}/use-policy", text
-    )
+    text = f"{_META}/llama-models/blob/main/models/{name}/LICENSE"
+    return LlamaTerms(f"Llama {version}", f"https://{host}/{name}/use-policy", text)
 
 
 LLAMA = {
     "llama2": LlamaTerms(
-        "Llama 2",
-        "Llama 2 Community License",
-        "https://ai.meta.com/llama/use-policy",
-        "https://github.com/meta-llama/llama/blob/main/LICENSE",
-        begins=None,
-        closed=True,
+        "Llama 2", "https://ai.meta.com/llama/use-policy", f"{_META}/llama/blob/main/LICENSE", begins=None, closed=True
     ),
     "llama3": LlamaTerms(
         "Meta Llama 3",
-        "Meta Llama 3 Community License",
         "https://llama.meta.com/llama3/use-policy",
-        "https://github.com/meta-llama/llama3/blob/main/LICENSE",
+        f"{_META}/llama3/blob/main/LICENSE",
         begins="Llama 3",
         closed=True,
     ),
@@ -267,7 +263,7 @@ def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
             text that must be published with the model is missing.
     """
     if given is not None and not _LICENCE_ID.fullmatch(given):
-        raise UserError(f"--licence {given} is no licence id of the Hub; see {_LISTED}")
+        raise UserError(f"--licence {given} is no id of https://huggingface.co/docs/hub/repositories-licenses")
     found = recorded_licences(lineage)
     matching = [licence for licence in found if given in (None, licence.id)]
     llama = next((licence for licence in found if licence.terms), None)
@@ -317,13 +313,11 @@ def _named_in(place: Path, owner: str) -> list[Licence]:
     given = given[0] if isinstance(given, list) and len(given) == 1 else given
     if isinstance(given, str):
         name, link = (str(metadata[key]) if metadata.get(key) else None for key in ("license_name", "license_link"))
-        chosen, source = given.lower(), f"the model card of {owner}"
-        if chosen == "other" and name not in LLAMA:
-            found.append(Licence(chosen, source, name, link))
-        elif chosen == "other":  # Llama 3, before the Hub listed it
-            found.append(Licence(str(name), source))
-        elif chosen != "unknown" and _LICENCE_ID.fullmatch(chosen):
-            found.append(Licence(chosen, source))
+        # Llama 3 was "other" before the Hub listed it.
+        chosen = str(name) if name in LLAMA and given.lower() == "other" else given.lower()
+        if chosen != "unknown" and _LICENCE_ID.fullmatch(chosen):
+            named = (name, link) if chosen == "other" else (None, None)
+            found.append(Licence(chosen, f"the model card of {owner}", *named))
     known = {text: _recognise(text) for text in _texts(place)}
     return found + [Licence(name, f"{text.name} of {owner}") for text, name in known.items() if name]
 

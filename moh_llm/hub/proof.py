@@ -9,7 +9,6 @@ the tensors and the record.
 """
 
 import contextlib
-import gc
 import importlib.abc
 import json
 import os
@@ -49,8 +48,7 @@ def prove(published: Path, local: Path) -> Proof:
     """Load a folder in a clean process by its own code, and compare it with the local model, bit for bit.
 
     The clean process has no network, no `moh_llm`, and an empty cache and working folder. Compared are the logits of
-    texts alone and in a padded batch, the base model's hidden states, and greedily generated tokens. The processes run
-    one after the other, and each holds one model at a time, on the CPU.
+    texts alone and in a padded batch, and greedily generated tokens. The processes run one after the other, on the CPU.
 
     A weight that changes no bit of these outputs is not noticed: embeddings of tokens that no text holds, and a
     router's weight that changes too little to switch a head.
@@ -69,7 +67,7 @@ def prove(published: Path, local: Path) -> Proof:
         with tempfile.TemporaryDirectory(prefix="moh-llm-proof-") as scratch:
             record, failure = _run_clean(published.resolve(), Path(scratch))
             if failure is None:
-                failure = _fault(record) or _compare(Path(scratch) / "seen.safetensors", local)
+                failure = loading_fault(record) or compare(Path(scratch) / "seen.safetensors", local)
     except OSError as error:
         where, why = tempfile.gettempdir(), error.strerror or str(error)
         raise UserError(f"the proof cannot use its temporary folder in {where}: {why}; try again") from error
@@ -109,8 +107,8 @@ def _run_clean(folder: Path, scratch: Path) -> tuple[dict[str, Any], str | None]
     return json.loads((scratch / "seen.json").read_text(encoding="utf-8")), None
 
 
-def _fault(record: dict[str, Any]) -> str | None:
-    """The failure that the clean process reports."""
+def loading_fault(record: dict[str, Any]) -> str | None:
+    """What the clean process found wrong when it loaded the model; None if nothing."""
     for role, module in record["classes"].items():
         if not module.startswith("transformers_modules."):
             return f"the class of its {role} came from {module}, not from the folder's own code"
@@ -119,7 +117,7 @@ def _fault(record: dict[str, Any]) -> str | None:
     return None
 
 
-def _compare(seen: Path, local: Path) -> str | None:
+def compare(seen: Path, local: Path) -> str | None:
     """How the local model differs from what the clean process saw; None if every bit is equal."""
     import torch
     from safetensors import safe_open
@@ -142,12 +140,12 @@ def _compare(seen: Path, local: Path) -> str | None:
             logging.enable_progress_bar()
     batch = encode(tokenizer, model.config)
     with _by_travelling_files():
-        ours = observe(model, batch, tokenizer.pad_token_id) | _observe_base(model.model, batch)
+        ours = observe(model, batch, tokenizer.pad_token_id)
     with safe_open(seen, framework="pt") as file:
         for name, here in ours.items():
             there = file.get_tensor(name)
             if there.shape != here.shape or there.dtype != here.dtype:
-                return f"{name} is {_form(there)} in the clean process and {_form(here)} here"
+                return f"{name} is {there.dtype}{[*there.shape]} in the clean process, {here.dtype}{[*here.shape]} here"
             if here.is_floating_point() and not here.isfinite().all():
                 return f"{name} of the local model holds NaN or infinity"
             if not torch.equal(there, here):
@@ -157,7 +155,7 @@ def _compare(seen: Path, local: Path) -> str | None:
 
 @contextlib.contextmanager
 def _by_travelling_files() -> Iterator[None]:
-    """Models attend by the files that travel with them, as in the clean process: a backend adds in another order."""
+    """Compute attention with the files that travel, as the clean process does: a backend adds in another order."""
     from transformers.modeling_utils import AttentionInterface
 
     from moh_llm.modeling.interval_attention_moh import NAME
@@ -169,10 +167,6 @@ def _by_travelling_files() -> Iterator[None]:
     finally:
         if registered is not None:
             forms[NAME] = registered
-
-
-def _form(tensor: Any) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 # ---- what both processes compute
@@ -205,15 +199,6 @@ def observe(model: Any, batch: dict[str, Any], pad_token_id: int | None) -> dict
     return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
 
 
-def _observe_base(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Hidden states of the first text by the model without its head."""
-    import torch
-
-    ids = batch["input_ids"][0][batch["attention_mask"][0].bool()][None]
-    with torch.no_grad():
-        return {"hidden": model.eval()(input_ids=ids).last_hidden_state[0].contiguous().clone()}
-
-
 # ---- the clean process
 
 
@@ -232,7 +217,7 @@ def main(request: dict[str, Any]) -> None:
     import torch
     import transformers
     from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(request["threads"])
     folder, options = request["folder"], {"trust_remote_code": True}
@@ -250,11 +235,6 @@ def main(request: dict[str, Any]) -> None:
         "generated": tokenizer.batch_decode(tensors["generated"], skip_special_tokens=True),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
-    del model  # one at a time in memory
-    gc.collect()
-    model = AutoModel.from_pretrained(folder, dtype="auto", **options)
-    tensors |= _observe_base(model, batch)
-    record["classes"]["base"] = type(model).__module__
     save_file(tensors, request["tensors"])
     Path(request["record"]).write_text(json.dumps(record), encoding="utf-8")
 

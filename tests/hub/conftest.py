@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import itertools
 import json
 import re
 import shutil
@@ -28,7 +27,6 @@ class FakeHub:
         private: repository -> whether it is private.
         objects: large files by SHA-256, sent but not necessarily in a commit.
         requests: `METHOD path` in the order of arrival, without queries.
-        drop_after: after so many large files, connections that send one break; None for never.
         refuse: status with which every writing request is answered; None for none.
     """
 
@@ -37,8 +35,6 @@ class FakeHub:
         self.private: dict[str, bool] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
-        self.drop_after: int | None = None
-        self.begun = itertools.count()  # whose next() no other thread can come between
         self.refuse: int | None = None
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -68,12 +64,6 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
         def _serve(self) -> None:
             path = self.path.partition("?")[0]
             hub.requests.append(f"{self.command} {path}")
-            # Files come at once, in threads: those begun are counted, not those that have arrived.
-            if self.command == "PUT" and hub.drop_after is not None and next(hub.begun) >= hub.drop_after:
-                self.rfile.read(100)
-                self.close_connection = True
-                self.connection.close()
-                return
             body = self._body()
             if self.headers.get("Authorization") != f"Bearer {TOKEN}" and self.command != "PUT":
                 return self._answer(401, {"error": "Invalid username or password."})
@@ -83,7 +73,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             for pattern, answer in _ROUTES.items():
                 if found := re.fullmatch(pattern, f"{self.command} {path}"):
                     return self._answer(*answer(hub, body, *found.groups()))
-            self._answer(404, {"error": f"the fallback does not know {self.command} {path}"})
+            self._answer(404, {"error": f"unknown: {self.command} {path}"})
 
         do_GET = do_POST = do_PUT = _serve
 

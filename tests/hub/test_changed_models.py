@@ -75,8 +75,7 @@ EDITS: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "weights of the dense part",
     ),
 }
-FILES = ["model-00001-of-00002.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"]
-FILES += ["conversion.json", "lineage.json"]
+FILES = ["model-00001-of-00002.safetensors", "tokenizer.json", "config.json", "conversion.json"]
 
 
 def publish(folder: Path, *flags: str) -> int:
@@ -125,11 +124,10 @@ def test_an_edited_model_is_not_published_with_its_records(folder: Path, edit: s
     assert (name if has_seal else part) in line and "--drop-records" in line
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_without_its_records_it_is_published(folder: Path, edit: str, proven, capsys) -> None:
-    EDITS[edit][0](folder)
+def test_without_its_records_it_is_published(folder: Path, proven, capsys) -> None:
+    fewer_heads(folder)
     figure = json.loads((folder / "conversion.json").read_text())["verification"]["converted"]["perplexity_ratio"]
-    assert f"{figure:.4f}" in build_card_before(folder)
+    assert f"{figure:.4f}" in (folder / "README.md").read_text()
     assert publish(folder, "--drop-records") == 0
     out = capsys.readouterr().out
     assert "conversion.json" in out and "lineage.json" not in out
@@ -138,11 +136,6 @@ def test_without_its_records_it_is_published(folder: Path, edit: str, proven, ca
     assert Path(sealed).name in card and "fitted nothing" not in card
     assert f"{figure:.4f}" not in card and "Reservations" in card and "bit for bit" not in card
     assert "--force" not in card and "as a Mixture-of-Head" not in card
-
-
-def build_card_before(folder: Path) -> str:
-    """The card that was written when the folder was made."""
-    return (folder / "README.md").read_text()
 
 
 def test_files_that_people_edit_are_told_and_no_fault(folder: Path, proven, capsys) -> None:
@@ -188,15 +181,6 @@ def test_the_dense_model_inside_goes_by_the_lineage(folder: Path, tmp_path: Path
     assert "model.safetensors" in str(read_records(tmp_path / "dense").changed)
 
 
-def test_a_base_that_changed_is_told(folder: Path, convert: Callable[..., int], tmp_path: Path, capsys) -> None:
-    fewer_heads(folder)
-    capsys.readouterr()
-    assert convert(folder, tmp_path / "again", "--preset", "paper", "--heldout-tokens", "0") == 0
-    to_dense(folder, tmp_path / "dense")
-    found = [line for line in capsys.readouterr().err.splitlines() if "of its records only the base" in line]
-    assert len(found) == 2 and all("config.json was changed" in line for line in found)
-
-
 # ---- training
 
 
@@ -229,7 +213,7 @@ def test_training_takes_nothing_from_records_of_another_model(folder: Path, reci
     made = recipe.parent / "run" / "model"
     assert read_records(made).changed is None
     kept = conversion_of(made)
-    assert "config.json" in kept["set_aside"] and "fitted nothing" not in build_card_before(made)
+    assert "config.json" in kept["set_aside"] and "fitted nothing" not in (made / "README.md").read_text()
     assert kept["base"] == conversion_of(folder)["base"] and not kept.get("verification") and not kept.get("plan")
 
 
@@ -248,20 +232,6 @@ def test_a_model_that_is_exchanged_while_it_is_trained_is_found(folder: Path, re
     assert main(["train", str(recipe), "--freeze_base", "true"]) == 2
     assert "has weights of the dense part other than when the run began" in capsys.readouterr().err
     assert not (recipe.parent / "run" / "model").exists()
-
-
-def test_a_record_that_is_exchanged_meanwhile_is_not_taken(folder: Path, recipe: Path, monkeypatch) -> None:
-    from moh_llm.training.checkpoints import CheckpointWriter
-
-    begin, before = CheckpointWriter.begin, conversion_of(folder)
-
-    def exchange(self: CheckpointWriter, step: int, facts: dict[str, Any]) -> Path:
-        (folder / "conversion.json").write_text(json.dumps(before | {"seconds": 1e6}))
-        return begin(self, step, facts)
-
-    monkeypatch.setattr(CheckpointWriter, "begin", exchange)
-    assert main(["train", str(recipe)]) == 0
-    assert conversion_of(recipe.parent / "run" / "model") == before
 
 
 def test_a_tuned_model_is_sealed_with_its_card_and_stays_finished(folder: Path, recipe: Path, capsys) -> None:
@@ -321,14 +291,3 @@ def test_an_evaluation_says_that_a_model_is_not_what_its_records_describe(folder
     assert about.changed and not about.records and about.plan_sha256 == hash_model(folder).plan
     with pytest.raises(UserError, match=rf"scored the weights in {re.escape(str(before))} with another head plan"):
         build_card(before, None, evaluation=tmp_path / "report")
-
-
-def test_configs_that_say_the_same_are_one_plan(folder: Path) -> None:
-    """Numbers of heads may be one for all layers, and defaults may be left out."""
-    plan, config = hash_model(folder).plan, json.loads((folder / "config.json").read_text())
-    (folder / "seal.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config | {"use_cache": False, "transformers_version": "5.99"}))
-    assert hash_model(folder).plan == plan
-    for name, value in {"rms_norm_eps": 0.5, "router_type": "query_norm", "hidden_act": "gelu"}.items():
-        (folder / "config.json").write_text(json.dumps(config | {name: value}))
-        assert hash_model(folder).plan != plan

@@ -31,21 +31,14 @@ def test_a_model_as_it_was_saved_has_no_problem(moh_model, make_model):
     assert _found(tied) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("pytorch_model.bin", "is a pickle"),
-        ("checkpoints/step-000010/model.safetensors", "is the state of a training run"),
-        ("adapter_model.safetensors", "holds weights that are not loaded"),
-        ("notes.md", "is not part of a model"),
-        ("report/report.html", "is not part of a model"),
-    ],
-)
-def test_files_that_are_not_part_of_a_model(folder, name, says):
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_bytes(b"x")
-    (problem,) = _found(folder)
-    assert problem.startswith(name.partition("/")[0]) and says in problem
+def test_files_that_are_not_part_of_a_model(folder):
+    names = ("adapter_model.safetensors", "checkpoints/step-000010/model.safetensors", "notes.md", "pytorch_model.bin")
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    assert [found.partition(";")[0] for found in _found(folder)] == [
+        f"{name.partition('/')[0]}: is not part of a model" for name in names
+    ]
 
 
 def test_an_index_that_nobody_reads(folder):

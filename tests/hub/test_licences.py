@@ -77,7 +77,7 @@ def test_an_unknown_licence_is_asked_for(bare: Path, front: str) -> None:
     with pytest.raises(UserError, match=r"pass --licence ID, such as apache-2\.0"):
         find_licence(read_lineage(bare))
     assert licence_of(bare, "mit") == ("mit", "the publisher")
-    with pytest.raises(UserError, match="--licence A Licence is no licence id of the Hub; see https://"):
+    with pytest.raises(UserError, match="--licence A Licence is no id of https://"):
         find_licence(read_lineage(bare), "A Licence")
 
 
@@ -121,8 +121,6 @@ def test_an_unlisted_licence_needs_a_name_and_its_text(bare: Path) -> None:
     [
         ("moh-8b", "llama3", "Llama-3-moh-8b"),
         ("Llama-30B", "llama3", "Llama-3-Llama-30B"),
-        ("MoH-Llama-3.2-1B", "llama3.2", "Llama-MoH-Llama-3.2-1B"),
-        ("Llama_3_MoH", "llama3", None),
         ("Llama3-MoH", "llama3", None),
         ("Llama-MoH", "llama3.1", None),
         ("anything", "llama2", None),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moh_llm.hub import proof
-from moh_llm.hub.proof import _compare, _fault
+from moh_llm.hub.proof import compare, loading_fault
 from moh_llm.modeling import MoHLlamaConfig
 
 OLDEST = Path(sys.prefix) / "oldest-transformers"
@@ -46,8 +46,8 @@ def test_the_oldest_gives_what_the_newest_gives(make_model, tmp_path, monkeypatc
     for name, folder in folders.items():
         record = json.loads((tmp_path / f"{name}.json").read_text())
         assert record["versions"]["transformers"] == version
-        assert _fault(record) is None
-        assert _compare(tmp_path / f"{name}.safetensors", folder) is None
+        assert loading_fault(record) is None
+        assert compare(tmp_path / f"{name}.safetensors", folder) is None
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.1.0", "5.3.0"])

@@ -27,9 +27,6 @@ def _change(folder: Path, how: str, code: str) -> str:
     if how == "of the model":
         _append(folder / "modeling_moh_llama.py", code)
         return "modeling_moh_llama.py"
-    if how == "older":
-        (folder / "routing_moh.py").write_text((folder / "routing_moh.py").read_text().replace("\n\n\n", "\n\n", 1))
-        return "routing_moh.py"
     if how == "new":
         _append(folder / "helper.py", code)
         return "helper.py"
@@ -38,12 +35,11 @@ def _change(folder: Path, how: str, code: str) -> str:
         elsewhere = {"AutoConfig": "someone/model--configuration_moh_llama.MoHLlamaConfig"}
         _edit(folder / "config.json", auto_map=auto_map | elsewhere)
         return "config.json"
-    pair = [None, "tokenization_own.Own"]
-    _edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": pair} if how == "of the tokenizer" else pair)
+    _edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tokenization_own.Own"]})
     return "tokenizer_config.json"
 
 
-@pytest.mark.parametrize("how", ["of the model", "older", "new", "elsewhere", "of the tokenizer", "as it was named"])
+@pytest.mark.parametrize("how", ["of the model", "new", "elsewhere", "of the tokenizer"])
 def test_other_code_is_refused_before_it_runs(folder, tmp_path, fake_hub, monkeypatch, capsys, how):
     marker = tmp_path / "it ran"
     monkeypatch.setattr("moh_llm.hub.publish.prove", lambda published, local: pytest.fail("it was loaded"))

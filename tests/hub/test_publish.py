@@ -131,7 +131,7 @@ def test_a_failed_check_stops_it_before_the_proof(folder, fake_hub, monkeypatch,
     torch.save({}, folder / "optimizer.pt")
     assert _publish(folder) == 2
     printed = capsys.readouterr()
-    assert "optimizer.pt: is the state of a training run; move it out of the folder" in printed.err
+    assert "optimizer.pt: is not part of a model; move it out of the folder" in printed.err
     assert "proof: not run" in printed.out and not fake_hub.requests
 
 
