@@ -104,7 +104,7 @@ def _read(path: Path) -> str:
 
 
 def list_files(folder: Path) -> tuple[list[str], list[Problem]]:
-    """The files of a model's folder that are published, and one problem for each other one.
+    """The files of a model's folder that are published, and a problem for each other file.
 
     Hidden files and Python's caches are skipped. Names are relative, with ``/``.
     """
@@ -192,7 +192,7 @@ def other_code(folder: Path) -> list[Problem]:
 
 
 def _auto_map(path: Path) -> Iterator[tuple[str, str]]:
-    """(Auto class, code that it names) of a JSON file's `auto_map`, however malformed."""
+    """Pairs of an auto class and the code that it names, in a JSON file's `auto_map`, which may be malformed."""
     try:
         content: Any = read_json(path)
     except UserError:

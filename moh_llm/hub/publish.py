@@ -1,7 +1,5 @@
 """Publishing a model: check its files, load it in a clean process, write its card, upload it in one commit."""
 
-import errno
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,9 +215,7 @@ def _report(files: list[UploadedFile], scrubbed: list[str], problems: list[Probl
 
 
 def _seal(copy: Path) -> list[UploadedFile]:
-    """Write the seal of the copy, and describe its files. Raises FileNotFoundError when the copy was removed."""
-    if not copy.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(copy))
+    """Write the seal of the copy, and describe its files."""
     write_seal(copy, hash_model(copy))
     paths = sorted(path for path in copy.rglob("*") if path.is_file())
     return [UploadedFile(path.relative_to(copy).as_posix(), path.stat().st_size, sha256(path)) for path in paths]

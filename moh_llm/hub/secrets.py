@@ -15,7 +15,7 @@ from typing import Any
 
 from huggingface_hub import get_token
 
-# What detect-secrets lacks, and what it takes for a secret in too few or too many places.
+# Forms that detect-secrets lacks, or matches too rarely or too often.
 _FORMS = {
     "a Hugging Face token": re.compile(r"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}"),
     "an AWS key": re.compile(r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b"),
@@ -54,7 +54,7 @@ _ASSIGNMENT = re.compile(
     r"[\"'`]?\]?\s*(?P<sign>(?:=|:=|=>)\s*|:\s*(?=[^\s\"'`]*\d)|:\s*(?=[\"'`]))(?P<quote>[\"'`]?)"
     r"(?P<value>[^\s\"'`,;&<>{}]{4,})(?P<after>,?)"
 )
-# Names that are other things, too (`eos_token`, `first_pass`), in forms that are hardly anything else.
+# Names that also mean other things (`eos_token`, `first_pass`), in forms that leave little doubt.
 _RANDOM = r"(?=[\d_.~+/=-]*[A-Za-z])(?=(?:[\w.~+/=-]*?\d){3})[\w.~+/=-]{8,}(?![\w(\[{<])"
 _OTHER_ASSIGNMENTS = [
     re.compile(rf"(?:\b(?:token|TOKEN|(?i:bearer_token))|\b[A-Z][A-Z0-9_]*_TOKEN)[\"'`]?\s*[:=]\s*[\"'`]?({_RANDOM})"),
@@ -63,7 +63,7 @@ _OTHER_ASSIGNMENTS = [
     re.compile(r"\blogin\s+\S+\s+password\s+((?=\S*\d)\S{4,})"),
     re.compile(r"(?m)^\s*password[ \t]+((?=\S*\d)(?=\S*[A-Za-z])\S{4,})[ \t]*$"),
 ]
-# A value that stands for one: of a template, of the environment, a call, or a word such as EMPTY.
+# No value but a placeholder: a template's, a variable of the environment, a call, or a word such as EMPTY.
 _PLACEHOLDER = re.compile(
     r"(?i)[%<{(\[*.]|\$(?:[\d_{(\[]|[a-z_]+$|(?-i:[A-Z_][A-Z0-9_]*$)|\w+[:\[.(-])|\w+[(\[.]\S*"
     r"|.*(?:your|example|token|_key|xxx|\.\.\.|\*\*\*).*|\D*(?:password|secret)\D*$"
@@ -74,7 +74,7 @@ _NAME = re.compile(r"(?i)[a-z]+(?:_[a-z]+)+$")
 
 @functools.cache
 def _detectors(names: bool) -> list:
-    """The detectors of detect-secrets, by the forms of secrets alone or by names before them, too.
+    """The detectors of detect-secrets: of forms of secrets or, with ``names``, also of names before them.
 
     None of them uses the network here.
     """
@@ -121,7 +121,7 @@ def find_secrets(text: str, names: bool = True) -> list[str]:
 
     Args:
         text: any text; a quote that JSON escapes is one.
-        names: whether what is assigned to a name like ``password`` counts; not in a vocabulary, whose words are names.
+        names: whether values assigned to a name like ``password`` count; not in a vocabulary, whose words are names.
     """
     return list(dict.fromkeys(kind for kind, _ in _secrets(text, names)))
 
@@ -172,7 +172,7 @@ def _secrets(text: str, names: bool) -> Iterator[tuple[str, str]]:
 
 
 def _is_name(match: re.Match[str]) -> bool:
-    """Whether what an assignment gives is another name, as in `f(password=user_pass)`; a password may look like one."""
+    """Whether the assigned value is itself a name, as in `f(password=user_pass)`, although a password may look so."""
     value = match["value"]
     if not _NAME.match(value.rstrip(").]:")):
         return False

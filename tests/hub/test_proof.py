@@ -129,8 +129,3 @@ def test_weights_that_are_not_those_of_the_config_fail(folder, moh_model, forked
     index["weight_map"]["model.extra"] = shard.name
     (folder / INDEX_NAME).write_text(json.dumps(index))
     assert prove(folder, moh_model).failure == "loading gave unexpected keys: model.extra"
-
-
-def test_an_empty_folder_fails(tmp_path, moh_model, forked_proof):
-    failure = prove(tmp_path, moh_model).failure
-    assert failure is not None and "does not load in a clean process" in failure

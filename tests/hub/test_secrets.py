@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moh_llm.hub.checks import check_files, check_secrets
+from moh_llm.hub.checks import check_secrets
 from moh_llm.hub.secrets import find_in_file, find_secrets, redact
 
 # Put together here, so that the file itself holds no secret.
@@ -139,17 +139,6 @@ def test_passwords_and_keys_by_their_names(text):
 )
 def test_texts_that_only_look_like_secrets_stay(text):
     assert find_secrets(text) == [] and redact(text) == text
-
-
-@pytest.mark.parametrize(
-    "name", ["conversion.json", "run.json", "evaluation.json", "lineage.json", "README.md", "LICENSE"]
-)
-def test_records_and_the_card_are_searched(folder, name):
-    """Those that go along with a model are copied beside it before they are checked."""
-    secret = SECRETS["a password or key that is assigned to a name"]
-    (folder / name).write_text(json.dumps({"command": f"moh-llm evaluate {secret} x"}, indent=2))
-    (problem,) = [problem for problem in check_files(folder) if not problem.forceable]
-    assert problem.file == name and "looks like a password" in str(problem) and "hunter2" not in str(problem)
 
 
 def test_a_secret_over_several_lines_is_found(tmp_path):
