@@ -7,6 +7,7 @@ from typing import Any
 
 from moh_llm.claims.evaluation import verdict, warnings  # noqa: F401 (tests take them from here)
 from moh_llm.cli import main
+from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.record import build_record
 from moh_llm.evaluation.report import render_markdown
 from moh_llm.evaluation.runner import ModelScores, Score
@@ -81,7 +82,8 @@ def record_of(
             stored_dtype="bfloat16" if label == "base" else "float32",
             chances={name: None if chance is None else [[chance] * ITEMS] for name, chance in chances.items()},
         )
-    return build_record(suite, results, None, 8, data_dir, f"moh-llm evaluate {' '.join(models)}")
+    options = EvaluationConfig(list(models), data_dir=data_dir)
+    return build_record(suite, results, options, f"moh-llm evaluate {' '.join(models)}")
 
 
 def make_report(
@@ -101,4 +103,4 @@ def make_report(
         }
         results[label] = ModelScores(f"folder/{label}", Identity(label, label, None), "float32", "cpu", 64, made)
         results[label].chances = {n: [[chances[n]] * len(found[n])] if n in chances else None for n in found}
-    return build_record(Suite("two", "Two benchmarks", benchmarks), results, limit, 8, None, "moh-llm evaluate")
+    return build_record(Suite("two", "Two benchmarks", benchmarks), results, EvaluationConfig(["model"], limit=limit))

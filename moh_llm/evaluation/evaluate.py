@@ -77,6 +77,7 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
     Raises:
         UserError: an option, a model, the data or the output folder cannot be used.
     """
+    # 1. The tasks of the suite, and the models by label.
     suite, models = _check(options)
     team = connect()
     with contextlib.ExitStack() as held:
@@ -86,6 +87,7 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
         # Whoever held the lock until now may have made the folder.
         team.broadcast(lambda: check_output_folder(options.output, options.overwrite))
         cache = AnswerCache.beside(options.output)
+        # 2. lm-eval on each model.
         scores = score(
             models,
             suite,
@@ -99,11 +101,9 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
             log_samples=options.log_samples,
             share_prefixes=options.share_prefixes,
         )
-        record = build_record(
-            *(suite, scores, options.limit, options.batch_size, options.data_dir, command_line, team.size),
-            options.share_prefixes,
-        )
-        # The first process alone; the others wait, because a launcher ends all of them when one ends with an error.
+        # 3. Statistics of the scores, and what the heads did. The first process analyses; the others wait, because a
+        # launcher ends all processes when one ends with an error.
+        record = build_record(suite, scores, options, command_line, team.size)
         chosen = next(iter(scores.values()))  # all models ran on one device in one dtype
         analysed = models if options.analysis else {}
         record.analysis = team.broadcast(
@@ -112,8 +112,13 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
         connection.close()
         if team.rank > 0:
             return Evaluation(record, options.output, None, first_process=False)
-        _write(options, record, cache, say, command_line)
-        if not record.errors and not any("error" in found for found in record.analysis.values()):
+        # 4. The pages, with the training runs behind the models. A run that cannot be read is left out.
+        runs = read_runs([], runs_behind(record.described_models), say)
+        with new_folder(options.output, options.overwrite) as folder:
+            if options.log_samples:
+                add_samples(folder, record, cache)
+            write_report(folder, runs, command_line, record)
+        if not record.errors and record.analysis == record.analyses:
             cache.remove()
             return Evaluation(record, options.output, None)
         return Evaluation(record, options.output, cache.folder if cache.folder.is_dir() else None)
@@ -130,21 +135,6 @@ def _check(options: EvaluationConfig) -> tuple[Suite, dict[str, str]]:
     for model in models.values():
         check_model(model)
     return suite, models
-
-
-def _write(
-    options: EvaluationConfig,
-    record: EvaluationRecord,
-    cache: AnswerCache,
-    say: Callable[[str], None],
-    command_line: str,
-) -> None:
-    """Write the report's folder. A training run behind a model that cannot be read is named and left out."""
-    runs = read_runs([], runs_behind(record.described_models), say)
-    with new_folder(options.output, options.overwrite) as folder:
-        if options.log_samples:
-            add_samples(folder, record, cache)
-        write_report(folder, runs, command_line, record)
 
 
 def analyse_models(

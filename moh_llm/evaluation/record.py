@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moh_llm.evaluation import statistics
+from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.models import describe_model, other_base
 from moh_llm.evaluation.processes import AnswerCache, file_name
 from moh_llm.evaluation.runner import ModelScores, Score, installed_versions
@@ -27,22 +28,12 @@ from moh_llm.records.evaluation import (
 
 
 def build_record(
-    suite: Suite,
-    scores: dict[str, ModelScores],
-    limit: int | None,
-    batch_size: int | str,
-    data_dir: Path | None,
-    command: str,
-    processes: int = 1,
-    share_prefixes: bool = False,
+    suite: Suite, scores: dict[str, ModelScores], options: EvaluationConfig, command: str = "", processes: int = 1
 ) -> EvaluationRecord:
-    """Put what `score` returned, labelled as `label_models` does, into one record.
-
-    ``limit``, ``batch_size``, ``data_dir``, ``processes`` and ``share_prefixes`` are those of the run, ``command``
-    the line that repeats it.
-    """
-    rows = [_row(benchmark, scores, from_hub=suite.data_folder(data_dir) is None) for benchmark in suite.benchmarks]
-    source = "Hugging Face Hub" if data_dir is None else str(data_dir)
+    """The record of what `score` returned, with labels from `label_models`; ``command`` repeats the evaluation."""
+    from_hub = suite.data_folder(options.data_dir) is None
+    rows = [_row(benchmark, scores, from_hub) for benchmark in suite.benchmarks]
+    source = "Hugging Face Hub" if options.data_dir is None else str(options.data_dir)
     compared = {label: label != "base" and "base" in scores for label in scores}
     return EvaluationRecord(
         version=VERSION,
@@ -55,12 +46,12 @@ def build_record(
             for label, result in scores.items()
             for name, error in result.errors.items()
         ],
-        limit=limit,
-        partial_data=[] if limit is not None else [row.name for row in rows if row.partial],
+        limit=options.limit,
+        partial_data=[] if options.limit is not None else [row.name for row in rows if row.partial],
         data="the suite's own" if suite.data else source,
         dtype=" and ".join(dict.fromkeys(result.dtype for result in scores.values())),
-        batch_size=batch_size,
-        share_prefixes=share_prefixes,
+        batch_size=options.batch_size,
+        share_prefixes=options.share_prefixes,
         processes=processes,
         seeds=dict(SEEDS),
         versions=installed_versions(),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from moh_llm.conversion.config import ConversionConfig
 from moh_llm.conversion.convert import convert
 from moh_llm.errors import UserError
+from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.models import check_model, describe_model, label_models, other_base
 from moh_llm.evaluation.record import build_record
 from moh_llm.evaluation.runner import ModelScores
@@ -163,7 +164,7 @@ def test_another_base_than_the_conversion_names_is_told(tiny_llama: Path, tiny_m
             label: ModelScores(model, Identity(label, label, None), records=read_records(Path(model)))
             for label, model in models.items()
         }
-        report = build_record(load_suite("smoke"), results, None, 8, None, "moh-llm evaluate")
+        report = build_record(load_suite("smoke"), results, EvaluationConfig(["model"]))
         line = f"NOT ITS BASE: model was converted from {tiny_llama.name}, and is compared with {base}."
         return line in warnings(report)
 
