@@ -1,6 +1,7 @@
 """``moh-llm COMMAND``: dispatch to the commands; heavy imports happen when a command runs."""
 
 import errno
+import importlib
 import logging
 import os
 import shlex
@@ -10,41 +11,25 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from moh_llm import __version__
-from moh_llm.commands import (
-    checkpoint,
-    convert,
-    data,
-    doctor,
-    evaluate,
-    init,
-    mixture,
-    publish,
-    quickstart,
-    recipes,
-    report,
-    serve,
-    tokenize,
-    train,
-)
 from moh_llm.errors import UserError, in_unicode, without_passwords
 from moh_llm.flags import OptionParser
 from moh_llm.terminal import say_aside, speak_utf8
 
 COMMANDS = {
-    "quickstart": (quickstart, "convert, tune and score a small real model in one go"),
-    "recipes": (recipes, "list the recipes and data mixtures of this package, and copy them"),
-    "convert": (convert, "turn a LLaMA checkpoint into a Mixture-of-Head one, with proof"),
-    "mixture": (mixture, "show a data mixture: shares, tokens, epochs for a budget"),
-    "tokenize": (tokenize, "turn a data mixture into token shards, once, for long or many runs"),
-    "init": (init, "make a model of random weights from an architecture file, to train from scratch"),
-    "train": (train, "tune a converted model to recover the base's quality"),
-    "checkpoint": (checkpoint, "make a model of a checkpoint of a training run"),
-    "doctor": (doctor, "check a training job before it is started, and say what it will take"),
-    "report": (report, "put evaluations and training runs on one page, and check against a baseline"),
-    "data": (data, "fetch the benchmarks of a suite, to evaluate without a network"),
-    "evaluate": (evaluate, "score a model and its base on benchmarks and write a report"),
-    "serve": (serve, "serve a model with transformers' OpenAI-compatible server"),
-    "publish": (publish, "check a model, prove that it loads anywhere, and upload it with its card"),
+    "quickstart": "convert, tune and score a small real model in one go",
+    "recipes": "list the recipes and data mixtures of this package, and copy them",
+    "convert": "turn a LLaMA checkpoint into a Mixture-of-Head one, with proof",
+    "mixture": "show a data mixture: shares, tokens, epochs for a budget",
+    "tokenize": "turn a data mixture into token shards, once, for long or many runs",
+    "init": "make a model of random weights from an architecture file, to train from scratch",
+    "train": "tune a converted model to recover the base's quality",
+    "checkpoint": "make a model of a checkpoint of a training run",
+    "doctor": "check a training job before it is started, and say what it will take",
+    "report": "put evaluations and training runs on one page, and check against a baseline",
+    "data": "fetch the benchmarks of a suite, to evaluate without a network",
+    "evaluate": "score a model and its base on benchmarks and write a report",
+    "serve": "serve a model with transformers' OpenAI-compatible server",
+    "publish": "check a model, prove that it loads anywhere, and upload it with its card",
 }
 
 
@@ -65,10 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = OptionParser(prog="moh-llm", description="Turn a pretrained LLM into a Mixture-of-Head model.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=module.__doc__)
-        command.set_defaults(run=module.run, main=main)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
         if name in argv[:1]:  # importing what the others need would take time
+            module = importlib.import_module(f"moh_llm.commands.{name}")
+            command.description = module.__doc__
+            command.set_defaults(run=module.run, main=main)
             module.add_arguments(command)
     try:
         args = parser.parse_args(argv)

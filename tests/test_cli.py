@@ -94,7 +94,7 @@ def test_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
     def interrupt(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(COMMANDS["convert"][0], "run", interrupt)
+    monkeypatch.setattr("moh_llm.commands.convert.run", interrupt)
     assert main(["convert", "base", "--output", str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err == "interrupted; nothing half-written was left in place of a result\n"
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import moh_llm
-from moh_llm.cli import COMMANDS, main
+from moh_llm.cli import main
 from moh_llm.commands.reference import KINDS
 from moh_llm.conversion.config import ConversionConfig
 from moh_llm.data.mixture import load_mixture
@@ -73,7 +73,7 @@ def words(value: object) -> list[str]:
 def parsed(monkeypatch, command: str, *arguments: str) -> Namespace:
     """What a command's job is given."""
     seen: list[Namespace] = []
-    monkeypatch.setattr(COMMANDS[command][0], "run", lambda args: seen.append(args) or 0)
+    monkeypatch.setattr(f"moh_llm.commands.{command}.run", lambda args: seen.append(args) or 0)
     assert main([command, *arguments]) == 0
     return seen[0]
 

@@ -1,4 +1,8 @@
-"""``moh-llm doctor RECIPE --key value ...``: check a training job before it is started."""
+"""``moh-llm doctor RECIPE --option value ...``: check a training job before it is started.
+
+It checks devices, model, data, output, disk, memory and Hub, and prints the job's steps, tokens, FLOPs and
+days. Status 1: something would stop or spoil the job.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -24,10 +28,6 @@ def add_arguments(parser: OptionParser) -> None:
     parser.usage = (
         "%(prog)s [-h] RECIPE [--strategy NAME] [--processes N] [--gpu NAME] [--json FILE] [--OPTION VALUE ...]"
     )
-    parser.description = (
-        "Check a training job before it is started: devices, model, data, output, disk, memory, Hub; and "
-        "print its steps, tokens, FLOPs and days. Status 1: something would stop or spoil the job."
-    )
     parser.epilog = "The other options are those of moh-llm train, whose --help lists them."
     add("recipe", metavar="RECIPE", help="YAML file, for example recipes/smollm2_recovery.yaml")
     add("--strategy", choices=STRATEGIES, default="one", help="how processes share the work (default: one process)")
@@ -45,24 +45,19 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Check and print. Returns 1 if there is a fault, else 0; raises `UserError` for bad input."""
+    from moh_llm.files import write_json
     from moh_llm.recipe import read_options, recipe_values
     from moh_llm.training.config import TrainConfig
-
-    config = read_options(TrainConfig, [*recipe_values(args.recipe), *args.given])
-
-    import os
-    from pathlib import Path
-
-    from moh_llm.files import write_json
     from moh_llm.training.preflight import diagnose
 
+    config = read_options(TrainConfig, [*recipe_values(args.recipe), *args.given])
     diagnosis = diagnose(config, args.strategy, args.processes, args.gpu)
     diagnosis.findings.extend(_check_hub(config))
     for line in describe(diagnosis):
         say(line)
     if args.json is not None:
         given = {"recipe": args.recipe, "strategy": args.strategy, "processes": args.processes, "gpu": args.gpu}
-        write_json(Path(os.path.realpath(args.json)), given | diagnosis.record())
+        write_json(args.json.resolve(), given | diagnosis.record())
     return 0 if diagnosis.fit else 1
 
 

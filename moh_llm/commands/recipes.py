@@ -10,6 +10,7 @@ Copies keep their paths below the output folder, so that commands run there find
 import argparse
 import difflib
 import os
+import shutil
 from pathlib import Path
 
 import moh_llm
@@ -89,10 +90,7 @@ def copy_files(names: list[str], output: Path) -> list[Path]:
     for copy, path in copies.items():
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
-            with open(copy, "xb") as file:
-                file.write(path.read_bytes())
-            if os.access(path, os.X_OK):
-                copy.chmod(copy.stat().st_mode | 0o111)
+            shutil.copy(path, copy)  # with its mode: scripts stay executable
         except OSError as error:
             raise UserError(f"{copy} cannot be written: {error.strerror}; name another folder with --output") from error
     return list(copies)

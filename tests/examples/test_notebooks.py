@@ -1,15 +1,15 @@
 """The notebooks of examples/ run on a tiny base, and hold outputs of a run on a real one."""
 
-import argparse
 import json
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from moh_llm.cli import COMMANDS
+from moh_llm.flags import OptionParser
 
 pytest.importorskip("nbclient")
 from notebooks import EXECUTED, FOLDER, execute, read, texts
@@ -69,8 +69,8 @@ def test_its_commands_are_understood() -> None:
     calls = [shlex.split(found) for found in re.findall(r"(?:moh-llm|moh_llm\.cli) (.*)", source)]
     assert {words[0] for words in calls} >= {"recipes", "mixture", "tokenize", "doctor", "data", "evaluate", "publish"}
     for words in calls:
-        parser = argparse.ArgumentParser(exit_on_error=False)
-        COMMANDS[words[0]][0].add_arguments(parser)
+        parser = OptionParser()
+        import_module(f"moh_llm.commands.{words[0]}").add_arguments(parser)
         parser.parse_args(words[1:])
 
 

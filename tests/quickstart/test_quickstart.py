@@ -4,12 +4,13 @@ import json
 import re
 import subprocess
 import time
+from importlib import import_module
 
 import pytest
 from cards import check_card
 from huggingface_hub import ModelCard
 
-from moh_llm.cli import COMMANDS, main
+from moh_llm.cli import main
 from moh_llm.commands.quickstart import clear
 from moh_llm.conversion.config import ConversionConfig
 from moh_llm.flags import OptionParser, options_from
@@ -58,7 +59,7 @@ def test_its_commands_are_those_of_the_command_line(make_llama, tmp_path):
 
     def command(words):
         parser = OptionParser()
-        COMMANDS[words[0]][0].add_arguments(parser)
+        import_module(f"moh_llm.commands.{words[0]}").add_arguments(parser)
         args = parser.parse_args(words[1:])
         given.append(words[0])
         if words[0] == "convert":
