@@ -1,11 +1,9 @@
-"""Models before they are loaded: checks, labels, identity by their files, and one compute dtype for all of them."""
+"""Models before they are loaded: labels, checks, and what a report says about them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moh_llm.devices import choose_device, compute_dtype
 from moh_llm.errors import UserError
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
@@ -14,10 +12,10 @@ from moh_llm.records.model import CONFIG, TOKENIZERS, may_be_hub_id, read_config
 from moh_llm.records.seal import read_seal
 from moh_llm.records.tensors import matrix_dtype
 
-# Records that the other commands leave beside the weights.
+# Records that other commands write beside the weights.
 RECORDS = ("conversion.json", "lineage.json", "run.json")
 
-# The part of a MoH config that a reader of the report wants to see.
+# Fields of a MoH config that a report shows.
 _HEADS = (
     "num_attention_heads",
     "num_shared_heads",
@@ -31,10 +29,10 @@ _HEADS = (
 
 
 def label_models(models: Sequence[str], base: str | None) -> dict[str, str]:
-    """Names for the models of one report, base first: "base", and "model" for a single one.
+    """Labels of the models of a report, base first: "base", and "model" for a single one.
 
-    Several go by their folders' names, with as much of the path as tells them apart. Raises UserError for a
-    model that is given twice.
+    Several models are labelled by their folders' names, with as much of the path as sets them apart. Raises UserError
+    for a model that is given twice.
     """
     labels = {} if base is None else {"base": base}
     if len(models) == 1:
@@ -83,7 +81,7 @@ def check_model(model: str) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Raise UserError where a LLaMA's folder lacks weights, which transformers would make up; headers only are read."""
+    """Raise UserError if a LLaMA's folder lacks weights, which transformers would draw at random; headers only."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -117,11 +115,11 @@ def has_heads_off(model: str) -> bool:
 
 
 def describe_model(model: str, records: FolderRecords | None) -> dict[str, Any]:
-    """What the report says about a model: path or id, architecture, heads, and the records beside its weights.
+    """Fields of a `ModelRecord` from a model's folder: its type, heads, and what its records say.
 
     Args:
-        model: folder or Hub id.
-        records: a folder's; where they are not of this model, the report says why and takes nothing from them.
+        model: folder or Hub id; of a model on the Hub nothing is known.
+        records: of the folder; if they are not of the model in it, the report says why and takes nothing from them.
     """
     folder = Path(model)
     about: dict[str, Any] = {"model": model}
@@ -144,13 +142,7 @@ def describe_model(model: str, records: FolderRecords | None) -> dict[str, Any]:
 
 
 def other_base(records: FolderRecords | None, base: str, revision: str | None) -> str | None:
-    """What a model's conversion names as its base, where that is not ``base``; None where it is, or none is named.
-
-    Args:
-        records: of the model's folder; of a model on the Hub nothing is known.
-        base: folder or Hub id of the model it is compared with.
-        revision: commit of a base on the Hub.
-    """
+    """The base that a model's conversion names, if it is not ``base``, a folder or a Hub id at ``revision``."""
     conversion = records and records.conversion
     if conversion is None:
         return None
@@ -168,37 +160,11 @@ def other_base(records: FolderRecords | None, base: str, revision: str | None) -
     return None if same else recorded.label
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The compute dtype of a report."""
-
-    dtype: str
-    """Name of the torch dtype that every model is computed in."""
-    stored: dict[str, str]
-    """By model's label, the dtype that its weights are stored in."""
-    asked: str
-    """The option: "auto" or the dtype."""
-
-    def __str__(self) -> str:
-        kept = ", ".join(f"{label} {dtype}" for label, dtype in self.stored.items())
-        rule = "auto on this device" if self.asked == "auto" else "as asked"
-        return f"compute dtype: {self.dtype} for every model, {rule} (stored in: {kept})"
-
-
-def choose_dtype(models: Mapping[str, str], asked: str, device: str | None = None) -> Precision:
-    """The dtype that all of ``models`` (label to path or Hub id) are computed in on a device (`compute_dtype`).
-
-    It does not depend on what they are stored in. Raises UserError for a folder whose weights cannot be read.
-    """
-    dtype = str(compute_dtype(choose_device(device), asked)).removeprefix("torch.")
-    return Precision(dtype, {label: stored_dtype(model) for label, model in models.items()}, asked)
-
-
 def stored_dtype(model: str) -> str:
-    """The widest floating dtype among a folder's weight matrices; of a model on the Hub what its config names.
+    """The widest floating dtype among a folder's weight matrices; of a model on the Hub that of its config.
 
-    Vectors do not count: some checkpoints hold norms or rotary frequencies in float32 beside bfloat16 matrices.
-    float32 where neither is known.
+    Vectors do not count: some checkpoints hold norms or rotary frequencies in float32 beside bfloat16 matrices. float32
+    if neither is known.
     """
     import torch
     from transformers import AutoConfig

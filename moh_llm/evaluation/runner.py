@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from moh_llm import __version__
 from moh_llm.auto_classes import MODEL_TYPE
 from moh_llm.devices import choose_device, empty_cache, name_device
+from moh_llm.devices import compute_dtype as choose_dtype
 from moh_llm.errors import UserError
 from moh_llm.evaluation import statistics
-from moh_llm.evaluation.models import choose_dtype
+from moh_llm.evaluation.models import stored_dtype
 from moh_llm.evaluation.processes import AnswerCache, Answers, BenchmarkError, Team, connect
 from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import SEEDS, Loaded, items_of, load_tasks, quiet, require_lm_eval
@@ -69,7 +70,7 @@ class ModelScores:
     model: str
     identity: Identity
     dtype: str = ""
-    """Dtype that it was computed in; `stored_dtype` is that of the stored weights."""
+    """Dtype that it was computed in."""
     device: str = ""
     context: int = 0
     """Longest input in tokens."""
@@ -101,22 +102,11 @@ def score(
 ) -> dict[str, ModelScores]:
     """Score each of ``models`` (label to path or Hub id) on ``suite``, one model in memory at a time.
 
-    Args:
-        models: path or Hub id by label.
-        suite: the benchmarks.
-        data_dir: local data; None reads from the Hub.
-        limit: number of items per lm-eval task; None: all.
-        batch_size: sequences in a forward pass, on each process, or "auto".
-        compute_dtype: a torch dtype's name, or "auto"; all models are computed in one (`choose_dtype`).
-        device: a torch device; None: the accelerator if there is one, and under a launcher each process's own.
-        say: receives a line of progress per benchmark, on the first process.
-        cache: where answers are stored and looked up; None: nowhere.
-        log_samples: store the prompt, responses and score of every item; needs ``cache``.
-        share_prefixes: compute common beginnings of prompts once; scores may differ by rounding.
+    Options are those of `EvaluationConfig`. ``say`` receives lines of progress on the first process. ``cache`` keeps
+    answers, and with ``log_samples`` the log of every item. Under `accelerate launch` or torchrun each process answers
+    its part of the requests, and all return everything.
 
-    Under `accelerate launch` or torchrun each process answers its part of the requests, and all of them return
-    everything. Raises UserError for data or a model that cannot be used; a benchmark that fails is recorded
-    in `ModelScores.errors`.
+    Raises UserError for data or a model that cannot be used; a benchmark that fails is in `ModelScores.errors`.
     """
     require_lm_eval()
     team = connect()
@@ -127,36 +117,40 @@ def score(
             "(for the CPU hide the GPUs: CUDA_VISIBLE_DEVICES=)"
         )
     device = str(choose_device(device))
-    precision = team.broadcast(lambda: choose_dtype(models, compute_dtype, device))
-    say(str(precision))
-    results = team.broadcast(lambda: {label: _identify(label, model, say) for label, model in models.items()})
+    dtype = team.broadcast(lambda: str(choose_dtype(choose_device(device), compute_dtype)).removeprefix("torch."))
+    results = team.broadcast(
+        lambda: {label: _identify(label, model, dtype, device, say) for label, model in models.items()}
+    )
+    stored = ", ".join(f"{label} {result.stored_dtype}" for label, result in results.items())
+    rule = "auto on this device" if compute_dtype == "auto" else "as asked"
+    say(f"compute dtype: {dtype} for every model, {rule} (stored in: {stored})")
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
         say(f"reading the data of {len(suite.benchmarks)} benchmarks")
         loaded = team.barrier(lambda: load_tasks(suite, Path(folder), data_dir, limit))
         progress = Progress(len(models) * sum(one.items(limit) for one in loaded))
         for label, result in results.items():
-            result.dtype, result.device, result.stored_dtype = precision.dtype, device, precision.stored[label]
             say(f"loading {label}: {result.model}")
             lm = _load(result, batch_size, share_prefixes, cache, team)
             if lm.answers.known:
                 say(f"{label}: {len(lm.answers.known):,} answers are kept from an earlier run")
             for number, one in enumerate(loaded, start=1):
-                name, outcome = one.benchmark.name, "failed"
+                name = one.benchmark.name
+                where = f"[{number}/{len(loaded)}] {label}: {name}"
                 result.data[name], result.chances[name] = one.data, one.chances
                 try:
                     found, samples = run_benchmark(lm, one, limit)
                 except BenchmarkError as error:
                     result.errors[name] = str(error)
                     progress.add(one.items(limit), None)
-                else:
-                    if cache is not None and log_samples:
-                        team.broadcast(partial(_write_log, cache.samples_file(label, name), samples))
-                    result.scores[name] = found
-                    progress.add(found.items, found.seconds)
-                    left = f"; about {spell_seconds(progress.seconds_left)} left" if progress.seconds_left else ""
-                    figure = f"{100 * statistics.mean(found.strata):.1f}"
-                    outcome = f"{figure} ({found.items} items, {spell_seconds(found.seconds)}{left})"
-                say(f"[{number}/{len(loaded)}] {label}: {name} {outcome}")
+                    say(f"{where} failed")
+                    continue
+                if cache is not None and log_samples:
+                    team.broadcast(partial(_write_log, cache.samples_file(label, name), samples))
+                result.scores[name] = found
+                progress.add(found.items, found.seconds)
+                left = f"; about {spell_seconds(progress.seconds_left)} left" if progress.seconds_left else ""
+                figure = f"{100 * statistics.mean(found.strata):.1f}"
+                say(f"{where} {figure} ({found.items} items, {spell_seconds(found.seconds)}{left})")
             # In this order: the next model needs the memory.
             del lm
             gc.collect()
@@ -164,12 +158,12 @@ def score(
     return results
 
 
-def _identify(label: str, model: str, say: Callable[[str], None]) -> ModelScores:
+def _identify(label: str, model: str, dtype: str, device: str, say: Callable[[str], None]) -> ModelScores:
     """Hash a model and read the records of a folder; say if they are not of the model in it."""
     records = read_records(Path(model)) if Path(model).is_dir() else None
     for line in records.lines(f"{label} ({model})") if records else ():
         say(line)
-    return ModelScores(model, identify(model), records=records)
+    return ModelScores(model, identify(model), dtype, device, stored_dtype=stored_dtype(model), records=records)
 
 
 def _load(

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moh_llm import devices
-from moh_llm.evaluation.models import choose_dtype, stored_dtype
+from moh_llm.evaluation.models import stored_dtype
 
 Record = dict[str, Any]
 MODELS = {"base": ("dense", 1.0), "model": ("moh", 0.9)}
@@ -49,22 +48,6 @@ def test_without_floating_weights_the_config_tells(in_dtype: Callable[..., Path]
     """As on the Hub, whose weights are not read before they are loaded."""
     for said, dtype in (("bfloat16", "bfloat16"), (None, "float32"), ("int8", "float32")):
         assert stored_dtype(str(in_dtype(torch.int8, vectors=torch.float32, said=said))) == dtype
-
-
-def test_auto_is_the_devices_whatever_models_are_stored_in(
-    in_dtype: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    brain, full = (str(in_dtype(dtype)) for dtype in (torch.bfloat16, torch.float32))
-    monkeypatch.delenv("MOH_LLM_COMPUTE_DTYPE")
-    for fast, dtype in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr(devices, "computes_bfloat16_fast", lambda device, fast=fast: fast)
-        for models in ({"base": brain}, {"base": brain, "model": full}, {"base": full}):
-            assert choose_dtype(models, "auto", "cpu").dtype == dtype
-    chosen = choose_dtype({"base": brain, "model": full}, "auto", "cpu")
-    kept = "(stored in: base bfloat16, model float32)"
-    assert str(chosen) == f"compute dtype: float32 for every model, auto on this device {kept}"
-    asked = choose_dtype({"base": brain, "model": full}, "float16", "cpu")
-    assert str(asked) == f"compute dtype: float16 for every model, as asked {kept}"
 
 
 @pytest.mark.slow
