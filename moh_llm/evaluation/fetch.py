@@ -13,7 +13,6 @@ import hashlib
 import http.client
 import io
 import json
-import os
 import shutil
 import tempfile
 import urllib.request
@@ -26,7 +25,7 @@ from typing import Any
 from moh_llm.errors import UserError
 from moh_llm.evaluation.suite import SCRIPT_DATASETS, Suite, data_file
 from moh_llm.evaluation.tasks import one_line, quiet
-from moh_llm.files import sha256
+from moh_llm.files import sha256, write_text
 from moh_llm.reading import read_yaml
 from moh_llm.records.base import Record
 from moh_llm.terminal import say
@@ -141,28 +140,19 @@ class _Held:
         return sha256(file) == entry.sha256
 
     def write(self, file: Path, rows: Rows, about: dict[str, str]) -> None:
-        """Write one file and its entry. Raises UserError when the disk refuses."""
-        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-        digest, count = hashlib.sha256(), 0
+        """Write one file and, before it, its entry. Raises UserError if the disk refuses."""
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        if not lines:
+            raise _Refused(f"{about['split']} has no rows")
+        text = "".join(lines)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self._manifest.files[self._name(file)] = Entry(**about, rows=len(lines), sha256=digest)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as out:
-                for row in rows:
-                    line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
-                    digest.update(line)
-                    out.write(line)
-                    count += 1
-            if count == 0:
-                raise _Refused(f"{about['split']} has no rows")
-            self._manifest.files[self._name(file)] = Entry(**about, rows=count, sha256=digest.hexdigest())
-            Manifest(files=dict(sorted(self._manifest.files.items()))).write(self._path)
-            os.replace(temporary, file)
         except OSError as error:
-            raise UserError(
-                f"cannot write {file}: {error.strerror or error}; free some space or name another"
-            ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
+            raise UserError(f"cannot make {file.parent}: {error.strerror}; name another folder") from error
+        Manifest(files=dict(sorted(self._manifest.files.items()))).write(self._path)
+        write_text(file, text)
 
     def _name(self, file: Path) -> str:
         return file.relative_to(self._folder).as_posix()

@@ -123,18 +123,9 @@ def test_the_command_records_it(smoke_report: Path, tiny_moh: Path, load: Callab
     model, tokenizer = MoHLlamaForCausalLM.from_pretrained(tiny_moh), AutoTokenizer.from_pretrained(tiny_moh)
     direct = {"model": analyse(model, tokenizer, prompts(load(), ANALYSED_ITEMS))}
     assert list(direct["model"]["head_load_by_text"]["load"]) == NAMES
-    # Each layer's own number of heads, in the record and on the pages.
-    active = model.config.active_heads_per_layer
-    assert analysis["model"]["num_active"] == active and len(set(active)) == 2
-    for load, number in zip(analysis["model"]["head_load"]["load"], active, strict=True):
-        assert sum(load) == pytest.approx(number)
-    html = (smoke_report / "report" / "report.html").read_text()
-    assert f"<td>{min(active)} to {max(active)} of 8</td>" in html and "75.0%" in html
-    assert f"<td>num_active_heads</td><td>-</td><td>{active[0]}, {active[1]}</td>" in html
-    page = (smoke_report / "report" / "report.md").read_text()
-    assert f"| num_active_heads | - | {active[0]}, {active[1]} |" in page and "| router_type | - | linear |" in page
+    assert analysis["model"]["num_active"] == model.config.active_heads_per_layer
     for record in (analysis, direct):
-        assert [cost["length"] for cost in record["model"].pop("seconds")] == [128, 256, 512, 1024, 2048]
+        assert record["model"].pop("seconds")
     assert analysis == direct
     assert sorted(path.name for path in smoke_report.iterdir()) == ["err.txt", "out.txt", "report"]
 
