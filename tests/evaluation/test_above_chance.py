@@ -184,7 +184,7 @@ def test_what_cannot_be_is_one_line(command):
 
 
 @pytest.mark.slow
-def test_long_prompts_begin_with_the_same_examples(command, tmp_path, tiny_moh):
+def test_long_prompts_begin_with_the_same_examples(command, tmp_path, paper_moh):
     """Examples are the first rows of their split, and never the item itself; keys that are read are counted."""
     splits = {"SciQ": "allenai__sciq/default", "LAMBADA": "EleutherAI__lambada_openai/default"}
     questions = DATA["allenai__sciq/default/test"] * 3
@@ -193,7 +193,7 @@ def test_long_prompts_begin_with_the_same_examples(command, tmp_path, tiny_moh):
     passages = [{"text": f"The {word} is by the {n}"} for n, word in enumerate(WORDS * 9)]
     (tmp_path / "data" / splits["LAMBADA"] / "test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in passages))
     long = str(above_chance.SUITE.with_name("long_prompts.yaml"))
-    words = ["--suite", long, "--share-prefixes", "--only", *splits, "--items", "3", "--models", f"moh={tiny_moh}"]
+    words = ["--suite", long, "--share-prefixes", "--only", *splits, "--items", "3", "--models", f"moh={paper_moh}"]
     status, printed, record = command(*words)
     assert status == 0, printed.err
     prompts = {
@@ -211,8 +211,8 @@ def test_long_prompts_begin_with_the_same_examples(command, tmp_path, tiny_moh):
     )
     assert "Answer: river\n\n" in prompts["SciQ"][1]
     assert record["suite"] == "long_prompts" and record["keys"].keys() == {"moh"}
-    # Value fallbacks read nothing: of all heads, those that are on, of all earlier tokens.
-    model, tokenizer = MoHLlamaForCausalLM.from_pretrained(tiny_moh).eval(), AutoTokenizer.from_pretrained(tiny_moh)
+    # Heads that are off read nothing: of all heads, those that are on, of all earlier tokens.
+    model, tokenizer = MoHLlamaForCausalLM.from_pretrained(paper_moh).eval(), AutoTokenizer.from_pretrained(paper_moh)
     tokens = tokenizer("The river is by the mill. " * 8)["input_ids"]
     gates: list[torch.Tensor] = []
     for router in model.routers:

@@ -130,9 +130,9 @@ def test_the_command_records_it(smoke_report: Path, tiny_moh: Path, load: Callab
     assert sorted(path.name for path in smoke_report.iterdir()) == ["err.txt", "out.txt", "report"]
 
 
-def test_models_without_a_choice_are_passed_over(tiny_llama: Path, tiny_moh: Path, tmp_path: Path) -> None:
+def test_models_without_a_choice_are_passed_over(tiny_llama: Path, paper_moh: Path, tmp_path: Path) -> None:
     """And then no text is read."""
-    whole = shutil.copytree(tiny_moh, tmp_path / "whole")
+    whole = shutil.copytree(paper_moh, tmp_path / "whole")
     config = json.loads((whole / "config.json").read_text())
     (whole / "config.json").write_text(json.dumps(config | {"num_active_heads": 8}))
     said: list[str] = []
