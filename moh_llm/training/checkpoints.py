@@ -92,8 +92,10 @@ class CheckpointWriter:
         # A process group of its own, since training communicates at the same time.
         self._group = torch.distributed.new_group(backend="gloo") if accelerator.num_processes > 1 else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.copied: Future = self._thread.submit(dict)
-        self.written: Future = self._thread.submit(lambda: None)
+        self.copied: Future = Future()
+        self.written: Future = Future()
+        for future in (self.copied, self.written):
+            future.set_result(None)  # there is nothing to wait for yet
 
     def begin(self, step: int, facts: dict[str, Any]) -> Path:
         """Begin to write the state after ``step`` steps, once the previous checkpoint is complete; return the folder.
