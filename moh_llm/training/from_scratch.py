@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from moh_llm.data.tokenizer import TextTokenizer, open_tokenizer
 from moh_llm.errors import UserError
@@ -18,7 +18,6 @@ from moh_llm.locking import lock_folder
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.reading import read_yaml
 from moh_llm.records.identity import hash_model
-from moh_llm.records.model import may_be_hub_id
 from moh_llm.records.seal import write_seal
 from moh_llm.records.tensors import why_no_model
 
@@ -101,7 +100,7 @@ def initialise(
     """
     check_output_folder(output, overwrite, [architecture, tokenizer])
     config = read_architecture(architecture)
-    loaded = find_tokenizer(tokenizer)
+    loaded = open_tokenizer(tokenizer)
     ids = TextTokenizer.from_tokenizer(loaded).vocab_size
     if config.vocab_size < ids:
         raise UserError(
@@ -124,10 +123,3 @@ def initialise(
         loaded.save_pretrained(temporary)
         write_seal(temporary, hash_model(temporary))
     return model
-
-
-def find_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or Hub id. Raises UserError where there is none."""
-    if not Path(name).is_dir() and (Path(name).exists() or not may_be_hub_id(name)):
-        raise UserError(f"--tokenizer {name} is not a folder; name one that holds a tokenizer, or a Hub id")
-    return open_tokenizer(name)

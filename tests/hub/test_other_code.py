@@ -99,17 +99,16 @@ def test_no_other_command_runs_the_code_of_a_folder(hostile, convert, tmp_path, 
     from moh_llm.evaluation.models import has_heads_off
     from moh_llm.evaluation.processes import Team
     from moh_llm.modeling import MoHLlamaForCausalLM
-    from moh_llm.training.from_scratch import find_tokenizer
     from moh_llm.training.networks import load_network, load_tokenizer
 
     assert convert(hostile, tmp_path / "again") == 0
-    assert TextTokenizer.load(str(hostile)) and load_tokenizer(hostile) and find_tokenizer(str(hostile))
+    assert TextTokenizer.load(str(hostile)) and load_tokenizer(hostile)
     assert type(load_network(hostile, torch.float32)) is MoHLlamaForCausalLM
     assert has_heads_off(str(hostile))
     assert type(load_model(str(hostile), 1, "float32", "cpu", Team()).model) is MoHLlamaForCausalLM
     # Nor where the tokenizer is nothing without its code.
     _edit(hostile / "tokenizer_config.json", tokenizer_class="Own")
-    for load in (TextTokenizer.load, load_tokenizer, find_tokenizer):
+    for load in (TextTokenizer.load, load_tokenizer):
         with pytest.raises(UserError, match="contains custom code"):
             load(str(hostile))
     assert convert(hostile, tmp_path / "third") == 2 and "has no tokenizer that loads" in capsys.readouterr().err

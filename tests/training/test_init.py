@@ -229,4 +229,4 @@ def test_other_refusals(tokenizer_folder, tmp_path, capsys) -> None:
     assert "none.yaml does not exist; recipes/architectures has some" in said(tmp_path / "none.yaml")
     (tmp_path / "few.yaml").write_text("hidden_size: 48\nvocab_size: 300\n")
     assert "few.yaml lacks intermediate_size, num_hidden_layers, num_attention_heads" in said(tmp_path / "few.yaml")
-    assert "is not a folder; name one that holds a tokenizer" in said(tokenizer=tmp_path / "none")
+    assert "none has no tokenizer that loads" in said(tokenizer=tmp_path / "none")
