@@ -172,7 +172,7 @@ def test_milestones_are_saved_beside_a_distributed_model(single, run_of, way):
 def test_a_teacher_beside_the_student_is_divided_too(make_llama, convert, configure, recipe, tmp_path, way, rank):
     """A model that was tuned before is taught by its base, under LoRA, too."""
     base = make_llama(tie_word_embeddings=True)
-    assert convert(base, tmp_path / "moh", "--num-active-heads", "2") == 0
+    assert convert(base, tmp_path / "moh", "--num-active-heads", "2", "--fallback", "value") == 0
     train(configure(model=str(tmp_path / "moh"), output_dir=str(tmp_path / "first"), max_steps=8))
     keys = {"model": str(tmp_path / "first" / "model"), "max_steps": 6}
     keys |= {} if rank is None else {"lora.rank": rank}
