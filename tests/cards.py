@@ -7,11 +7,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from moh_llm.records.conversion import NAME as CONVERSION
+from moh_llm.records.conversion import CONVERSION, LINEAGE
 from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.records.identity import hash_plan
-from moh_llm.records.lineage import NAME as LINEAGE
-from moh_llm.records.seal import NAME as SEAL
+from moh_llm.records.seal import SEAL
 
 Record = dict[str, Any]
 LLAMA_3 = "META LLAMA 3 COMMUNITY LICENSE AGREEMENT\n\nMeta Llama 3 Version Release Date: April 18, 2024\n"
@@ -42,7 +41,7 @@ def write_run(folder: Path, model: str, scores: int = 3, record: Record | None =
 def write_evaluation(folder: Path, record: Record) -> Path:
     """What `moh-llm evaluate` leaves, as far as cards read it."""
     folder.mkdir(parents=True, exist_ok=True)
-    EvaluationRecord.of(record, "record").write(folder / "report.json")
+    EvaluationRecord.parse(record, "record").write(folder / "report.json")
     return folder
 
 

@@ -66,13 +66,13 @@ def test_a_malformed_file_is_one_line(tmp_path, content, fault):
 
 def test_a_long_value_is_cut(tmp_path):
     with pytest.raises(UserError) as refusal:
-        Score.of({"step": "x" * 10_000, "loss": 1}, "it")
+        Score.parse({"step": "x" * 10_000, "loss": 1}, "it")
     assert str(refusal.value).startswith("it has step = 'xxx") and len(str(refusal.value)) < 200
 
 
 def test_a_value_shows_no_password():
     with pytest.raises(UserError) as refusal:
-        Score.of({"step": "https://" + "me:hunter22@example.org/" + "x" * 100, "loss": 1}, "it")
+        Score.parse({"step": "https://" + "me:hunter22@example.org/" + "x" * 100, "loss": 1}, "it")
     assert "example.org" in str(refusal.value) and "hunter22" not in str(refusal.value)
 
 

@@ -25,11 +25,9 @@ def calibration_text(conversion: Conversion) -> str:
     calibration = conversion.calibration
     if calibration is None:
         return "The conversion fitted nothing to text."
-    read = calibration.tokens_of_source
-    parts = distinct_ends(list(calibration.sources if read is None else read))
-    if read is not None:  # earlier versions recorded the mixture's weights, not the tokens
-        total = max(1, calibration.tokens)
-        parts = [f"{name} ({count / total:.2%})" for name, count in zip(parts, read.values(), strict=True)]
+    read, total = calibration.tokens_of_source, max(1, calibration.tokens)
+    names = distinct_ends(list(read))
+    parts = [f"{name} ({count / total:.2%})" for name, count in zip(names, read.values(), strict=True)]
     return f"The conversion was fitted to {calibration.tokens:,} tokens from: {', '.join(parts)}."
 
 

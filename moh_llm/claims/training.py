@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moh_llm.intervals import show_documents, show_figure
-from moh_llm.records.lineage import REFERENCES, ReferenceKind, in_words
+from moh_llm.records.conversion import REFERENCES, ReferenceKind, in_words
 from moh_llm.records.run import Scores
 
 

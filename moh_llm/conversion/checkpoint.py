@@ -15,10 +15,9 @@ from transformers import PreTrainedConfig
 import moh_llm.modeling
 from moh_llm.conversion.base import BaseCheckpoint, accompanying
 from moh_llm.files import write_json
-from moh_llm.records.conversion import NAME as CONVERSION
-from moh_llm.records.lineage import NAME as LINEAGE
+from moh_llm.records.conversion import CONVERSION, LINEAGE
 from moh_llm.records.model import INDEX_NAME, SINGLE_NAME, save_tensors
-from moh_llm.records.seal import NAME as SEAL
+from moh_llm.records.seal import SEAL
 from moh_llm.records.tensors import cast_weight
 
 REMOTE_CODE = (

@@ -34,12 +34,8 @@ from moh_llm.files import check_output_folder, new_folder
 from moh_llm.flops import keys_read
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
-from moh_llm.records.conversion import NAME as CONVERSION
-from moh_llm.records.conversion import Conversion, Plan
-from moh_llm.records.folder import FolderRecords, read_records
-from moh_llm.records.identity import hash_model, hash_weights
-from moh_llm.records.lineage import NAME as LINEAGE
-from moh_llm.records.lineage import ConversionEntry
+from moh_llm.records.conversion import CONVERSION, LINEAGE, Conversion, ConversionEntry, Plan
+from moh_llm.records.identity import FolderRecords, hash_model, hash_weights, read_records
 from moh_llm.records.model import read_config
 from moh_llm.records.seal import write_seal
 from moh_llm.records.tensors import cast_weight
@@ -104,13 +100,11 @@ def convert(options: ConversionConfig) -> Conversion:
         if plan.needs_calibration:
             batches = calibration_batches(sources, length, options.calibration_tokens)
             (calibrated,) = calibrate(dense, batches, [plan], folder)
-            record.calibration = calibration_record(
-                mixture.name, sources, length, options.calibration_tokens, calibrated
-            )
+            record.calibration = calibration_record(mixture.name, sources, length, options.calibration_tokens)
         config, fits = plan_layers(plan, base.config, calibrated)
         config.dtype = dtype
         routing = {name: cast_weight(tensor, dtype, name) for name, tensor in routing_tensors(fits).items()}
-        fields = ("router_type", "router_score", "routing_granularity", "head_fallback", "num_attention_heads")
+        fields = ("router_type", "routing_granularity", "head_fallback", "num_attention_heads")
         record.plan = Plan(
             preset=plan.preset,
             shared="importance" if plan.mixes else plan.shared,

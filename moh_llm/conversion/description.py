@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moh_llm.conversion.base import BaseCheckpoint
-from moh_llm.conversion.calibrate import LayerCalibration
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.windows import window_counts
 from moh_llm.flops import forward_flops, stated_lengths
@@ -32,7 +31,6 @@ def arithmetic(
     return Arithmetic(
         parameters=Parameters(dense=dense, moh=dense + routers + fallbacks, routers=routers, fallbacks=fallbacks),
         forward_flops=flops,
-        assumes="what can be skipped of heads that are off is; keys, values and fallbacks are computed",
     )
 
 
@@ -41,28 +39,19 @@ def calibration_record(
     sources: Sequence[TokenizedSource],
     length: int,
     tokens: int,
-    calibrated: Sequence[LayerCalibration],
 ) -> Calibration:
-    """What was read of each source, and the estimates of the fits.
+    """What was read of each source.
 
     Args:
         mixture: its name.
         sources: those that were read.
         length, tokens: of a window, and of how many in all calibration was asked for.
-        calibrated: per layer.
     """
-    costs = [{str(fit.dropped): float(f"{fit.cost:.4g}") for fit in layer.fits.values()} for layer in calibrated]
     streams, shares = [source.train for source in sources], [source.weight for source in sources]
     windows = window_counts(streams, shares, length, tokens)
     names = _numbered([source.name for source in sources])
     read = {name: count * length for name, count in zip(names, windows, strict=True)}
-    return Calibration(
-        mixture=mixture,
-        sources={name: round(count / sum(read.values()), 6) for name, count in read.items()},
-        tokens=sum(read.values()),
-        tokens_of_source=read,
-        estimated_kl_by_drops=costs,
-    )
+    return Calibration(mixture=mixture, tokens=sum(read.values()), tokens_of_source=read)
 
 
 def _numbered(names: Sequence[str]) -> list[str]:

@@ -3,7 +3,6 @@
 Base and converted model are run side by side from disk, a layer at a time, on the same text.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,7 +18,6 @@ from moh_llm.progress import TextProgress
 from moh_llm.records.conversion import (
     AllHeadsActive,
     Figures,
-    LayerFigures,
     PositionFigures,
     RetrievalFigures,
     Verification,
@@ -55,11 +53,11 @@ def verify(
         batches = [*batches, {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}]
     of_base = base.embed(batch["input_ids"] for batch in batches)
     of_converted = list(of_base)
-    layers = []
+    load = []
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     with TextProgress("verify", tokens, {"layers": 1.0}, show=progress) as bar:
         for number in range(len(base)):
-            layers.append(_verify_layer(number, base, converted, of_base, of_converted, batches, held_out))
+            load.append(_verify_layer(number, base, converted, of_base, of_converted, batches, held_out))
             bar.advance("layers", tokens / len(base))
     head = base.head()
     edges = [edge for edge in EDGES if edge < batches[0]["input_ids"].shape[1]]
@@ -71,7 +69,7 @@ def verify(
         held_out_documents=found.documents,
         base_perplexity=found.reference_perplexity,
         converted=Figures(**found.figures()),
-        layers=layers,
+        head_load=load,
         by_position=[
             PositionFigures(start=start, tokens=part.tokens, perplexity_ratio=part.perplexity_ratio, kl=part.kl)
             for start, part in found.parts.items()
@@ -115,10 +113,14 @@ def _verify_layer(
     of_converted: list[torch.Tensor],
     batches: Sequence[Batch],
     held_out: int,
-) -> LayerFigures:
-    """Run a layer of both models on their hidden states, which its outputs replace; figures of `held_out` batches."""
+) -> list[float]:
+    """Run a layer of both models on their hidden states, which its outputs replace.
+
+    Returns:
+        The share of the tokens of `held_out` batches that have each head on.
+    """
     first = of_base[0]
-    expected = _run(base.layer(number), of_base, batches)[:held_out]
+    _run(base.layer(number), of_base, batches)
     layer = converted.layer(number)
     with layer.all_heads_active():  # layers before have equalled the base's, so that its hidden states are these
         all_on = run_layer(layer, first, batches[0]["position_ids"])
@@ -128,20 +130,15 @@ def _verify_layer(
             "Please report this with the base's name"
         )
     with _gates(layer) as gates:
-        outputs = _run(layer, of_converted, batches)[:held_out]
-    return _layer_figures(outputs, expected, torch.cat(gates[:held_out]))
+        _run(layer, of_converted, batches)
+    on = torch.cat(gates[:held_out])
+    return [round(count / len(on), 4) for count in on.ne(0).sum(0).tolist()]
 
 
-def _run(layer: nn.Module, hidden: list[torch.Tensor], batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """The attention's outputs for each batch; the layer's replace the hidden states."""
-    attention: list[torch.Tensor] = []
-    handle = layer.layers[0].self_attn.register_forward_hook(lambda module, args, output: attention.append(output[0]))
-    try:
-        for number, batch in enumerate(batches):
-            hidden[number] = run_layer(layer, hidden[number], batch["position_ids"])
-    finally:
-        handle.remove()
-    return attention
+def _run(layer: nn.Module, hidden: list[torch.Tensor], batches: Sequence[Batch]) -> None:
+    """Replace the hidden states of each batch by the layer's outputs."""
+    for number, batch in enumerate(batches):
+        hidden[number] = run_layer(layer, hidden[number], batch["position_ids"])
 
 
 @contextmanager
@@ -154,19 +151,6 @@ def _gates(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
         yield gates
     finally:
         handle.remove()
-
-
-def _layer_figures(
-    outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], gates: torch.Tensor
-) -> LayerFigures:
-    """Head load, and ||attention output - base's|| / ||base's|| over all tokens."""
-    pairs = zip(outputs, expected, strict=True)
-    error = math.hypot(*((own.float() - wanted.float()).norm().item() for own, wanted in pairs))
-    size = math.hypot(*(wanted.float().norm().item() for wanted in expected))
-    return LayerFigures(
-        attention_output_error=error / max(size, 1e-12),
-        head_load=[round(count / len(gates), 4) for count in gates.ne(0).sum(0).tolist()],
-    )
 
 
 def _compare(

@@ -24,7 +24,7 @@ from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder
 from moh_llm.reading import expand_home
-from moh_llm.records.tokens import SPLITS, SplitRecord, TokensRecord, index_of, loss_of
+from moh_llm.records.tokens import SPLITS, SplitRecord, TokensRecord, index_of, loss_of, read_tokens
 
 # Training does not tokenise more text than this itself: it takes minutes, and users want to choose the folder.
 ON_THE_FLY_BYTES = 1 << 30
@@ -203,7 +203,7 @@ def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None], rows: i
     wanted = TextTokenizer.from_tokenizer(tokenizer, rows)
     if Path(mixture).is_dir() and mixture != EMBEDDED.name:
         sources = open_tokens(Path(mixture), tokenizer=wanted)
-        return Tokens(TokensRecord.of_folder(Path(mixture)).name, mixture, sources)
+        return Tokens(read_tokens(Path(mixture)).name, mixture, sources)
     spec = load_mixture(mixture)
     say(spec.describe())
     folder = cache_folder(spec, wanted)
@@ -235,7 +235,7 @@ def open_tokens(
         UserError: the folder is not finished, a shard is missing or cut short, or another tokenizer
             made the tokens.
     """
-    record = TokensRecord.of_folder(folder)
+    record = read_tokens(folder)
     made_by = record.tokenizer
     if tokenizer is not None and made_by.sha256 != tokenizer.sha256:
         raise UserError(

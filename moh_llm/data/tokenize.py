@@ -29,7 +29,15 @@ from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError, reason
 from moh_llm.files import check_place, follow, write_json
 from moh_llm.locking import INSIDE, lock_folder
-from moh_llm.records.tokens import RECORD, SPLITS, ShardRecord, SourceRecord, TaskRecord, TokenizerRecord, TokensRecord
+from moh_llm.records.tokens import (
+    MIXTURE_RECORD,
+    SPLITS,
+    ShardRecord,
+    SourceRecord,
+    TaskRecord,
+    TokenizerRecord,
+    TokensRecord,
+)
 
 _RECORDED = ("weight", "max_epochs", "hub", "revision", "match", "builtin", "format", "text_field", "filters")
 _BYTES_PER_WORKER = 4 << 20  # a further process takes as long to start as this much text
@@ -80,7 +88,7 @@ def tokenize_mixture(
         finish = partial(write_record, mixture, tasks, output, tokenizer.record(chats))
         # The largest first, so that none is left to the end alone.
         if left := sorted((task for task in tasks if not is_done(task)), key=lambda task: -(task.bytes or 0)):
-            write_json(output / RECORD, {"status": "running"})
+            write_json(output / MIXTURE_RECORD, {"status": "running"})
             workers, threads = count_workers(left, workers, executor, options)
             write = TaskWriter(tokenizer, mixture.validation_share, skip_bad, threads)
             with _progress_bar(left):
@@ -100,9 +108,9 @@ def _check_output(output: Path) -> None:
         held = [path for path in output.iterdir() if path.name != INSIDE] if output.is_dir() else []
     except OSError as error:
         raise UserError(f"--output {output} cannot be read: {error.strerror}; name another folder") from error
-    ours = (output / RECORD).exists() or any(output.glob("*/source.json"))  # the record may not be written yet
+    ours = (output / MIXTURE_RECORD).exists() or any(output.glob("*/source.json"))  # the record may not be written yet
     if held and not ours:
-        raise UserError(f"--output {output} is not empty and holds no {RECORD}; name another folder")
+        raise UserError(f"--output {output} is not empty and holds no {MIXTURE_RECORD}; name another folder")
 
 
 def count_workers(
@@ -242,7 +250,7 @@ def write_record(
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         moh_llm=__version__,
     )
-    record.write(output / RECORD)
+    record.write(output / MIXTURE_RECORD)
     return record
 
 

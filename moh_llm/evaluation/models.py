@@ -7,7 +7,7 @@ from typing import Any
 from moh_llm.errors import UserError
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
-from moh_llm.records.folder import FolderRecords
+from moh_llm.records.identity import FolderRecords
 from moh_llm.records.model import CONFIG, TOKENIZERS, may_be_hub_id, read_config, read_weight_map
 from moh_llm.records.seal import read_seal
 from moh_llm.records.tensors import matrix_dtype

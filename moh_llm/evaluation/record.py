@@ -164,7 +164,6 @@ def _figures(result: Score, chances: statistics.Strata | None) -> Figures:
         **statistics.value_of(result.strata, 0, 1).content(),
         items=result.items,
         seconds=round(result.seconds, 2),
-        items_per_second=_rate(result.items, result.seconds),
         batch_size=result.batch_size,
         truncated=result.truncated,
         tasks={task: {"value": 100 * value, "items": items} for task, (value, items) in result.tasks.items()},
@@ -179,11 +178,6 @@ def _compare(model: Figures, base: Figures, delta: Value) -> None:
         model.at_chance = statistics.is_at_chance(base.margin)
         if not model.at_chance:
             model.margin_kept = statistics.kept_share(model.margin, base.margin, delta)
-
-
-def _rate(items: int, seconds: float) -> float | None:
-    """Items per second, to four digits."""
-    return float(f"{items / seconds:.4g}") if seconds > 0 else None
 
 
 def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:
@@ -203,7 +197,6 @@ def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:
         context=result.context,
         seconds=round(seconds, 2),
         items=items,
-        items_per_second=_rate(items, seconds),
         compared=base is not None,
         other_base=base and other_base(result.records, base.model, base.identity.revision),
     )

@@ -8,7 +8,7 @@ from moh_llm.claims.training import floor_of_kl, saved_model, scored_text, weigh
 from moh_llm.evaluation.rendering import Table, facts
 from moh_llm.evaluation.runs import Group, Record, TrainingRun, compare_groups, differences, reference_words
 from moh_llm.intervals import show_error, show_figure, show_number
-from moh_llm.records.lineage import REFERENCES, ReferenceKind, in_words
+from moh_llm.records.conversion import REFERENCES, ReferenceKind, in_words
 from moh_llm.records.run import Routing, Scores
 
 Pairs = list[tuple[str, str]]

@@ -32,8 +32,7 @@ from moh_llm.evaluation.processes import AnswerCache, Answers, BenchmarkError, T
 from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import SEEDS, Loaded, items_of, load_tasks, quiet, require_lm_eval
 from moh_llm.files import write_text
-from moh_llm.records.folder import FolderRecords, read_records
-from moh_llm.records.identity import Identity, identify
+from moh_llm.records.identity import FolderRecords, Identity, identify, read_records
 from moh_llm.terminal import say_aside
 
 if TYPE_CHECKING:

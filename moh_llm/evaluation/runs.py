@@ -13,7 +13,7 @@ from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.reading import parse_json
-from moh_llm.records.lineage import REFERENCES, ReferenceKind, in_words
+from moh_llm.records.conversion import REFERENCES, ReferenceKind, in_words
 from moh_llm.records.run import LogLine, Routing, RunRecord, Scores
 from moh_llm.terminal import say
 from moh_llm.training.changed_keys import changed_keys
@@ -306,7 +306,7 @@ def _read_log(path: Path) -> tuple[list[LogLine], bool]:
     for number, text in enumerate(texts, start=1):
         where = f"{path}: line {number}"
         try:
-            lines += [LogLine.of(parse_json(text, where), where)] if text.strip() else []
+            lines += [LogLine.parse(parse_json(text, where), where)] if text.strip() else []
         except UserError as error:
             # Complete lines end in a line feed, so what follows the last one may be half a line.
             if number < len(texts):

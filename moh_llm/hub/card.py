@@ -28,12 +28,12 @@ from moh_llm.hub.lineage import Licence, Lineage, check_name, find_licence, is_h
 from moh_llm.hub.secrets import scrub
 from moh_llm.intervals import show_documents, show_figure, show_interval
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.conversion import RunEntry, in_words, mixture_name
 from moh_llm.records.evaluation import EvaluationRecord, Row, read_evaluation
 from moh_llm.records.identity import identify
-from moh_llm.records.lineage import RunEntry, in_words, mixture_name
 from moh_llm.records.model import read_moh_config
 from moh_llm.records.seal import add_to_seal
-from moh_llm.records.tokens import TokensRecord
+from moh_llm.records.tokens import read_tokens
 
 FEWEST_ITEMS = 100  # a score on fewer items is no result
 
@@ -215,7 +215,7 @@ def _hub_datasets(run: TrainingRun | None) -> list[str]:
     if run is None or not folder:
         return []
     try:
-        sources = TokensRecord.of_folder(Path(folder)).sources
+        sources = read_tokens(Path(folder)).sources
         read = [name for name, entry in (run.record.data_read or {}).items() if entry["tokens"]]
         files = [part.file for name in read for part in sources[name].text]
     except (UserError, KeyError, TypeError):  # gone, since replaced by another mixture, or of an older version

@@ -17,7 +17,7 @@ from moh_llm.hub.secrets import find_in_file, find_paths, find_secrets, scrub_js
 from moh_llm.locking import lock_folder
 from moh_llm.reading import read_json
 from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_index, read_weight_map, unread_index
-from moh_llm.records.seal import NAME as SEAL
+from moh_llm.records.seal import SEAL
 
 CARD = "README.md"
 RECORDS = ("conversion.json", "lineage.json", "run.json", "evaluation.json")

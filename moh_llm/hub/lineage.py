@@ -14,10 +14,8 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.runs import TrainingRun, read_runs, runs_behind
 from moh_llm.files import check_links
 from moh_llm.reading import YAML_BYTES, expand_home, parse_yaml, read_text
-from moh_llm.records.conversion import Conversion
-from moh_llm.records.folder import read_records
-from moh_llm.records.identity import identify
-from moh_llm.records.lineage import Chain, ConversionEntry
+from moh_llm.records.conversion import Chain, Conversion, ConversionEntry
+from moh_llm.records.identity import identify, read_records
 
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")  # ISO 639, and two values that the Hub adds
 _META = "https://github.com/meta-llama"
@@ -34,7 +32,7 @@ class Lineage:
         run: the training run that wrote the model, if its folder was found.
         chain: its ``lineage.json``.
         changed: why these records do not describe the model in the folder; then only the base's name is left of them.
-        note: a remark on the folder's seal (`moh_llm.records.folder`).
+        note: a remark on the folder's seal (`moh_llm.records.identity`).
     """
 
     folder: Path

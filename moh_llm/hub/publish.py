@@ -21,11 +21,10 @@ from moh_llm.hub.config import PublishConfig
 from moh_llm.hub.lineage import Licence, Lineage, find_licence, read_lineage
 from moh_llm.hub.proof import Proof, prove
 from moh_llm.hub.secrets import redact, scrub, scrub_json
-from moh_llm.records.conversion import NAME as CONVERSION
+from moh_llm.records.conversion import CONVERSION
 from moh_llm.records.identity import hash_model
 from moh_llm.records.model import read_moh_config
-from moh_llm.records.seal import NAME as SEAL
-from moh_llm.records.seal import write_seal
+from moh_llm.records.seal import SEAL, write_seal
 from moh_llm.terminal import say
 
 # Files of an earlier upload that would be loaded beside, or instead of, the new ones.

@@ -32,8 +32,7 @@ from moh_llm.quickstart.budget import (
     measure_speed,
 )
 from moh_llm.quickstart.smollm2 import make_smollm2
-from moh_llm.records.conversion import NAME as CONVERSION
-from moh_llm.records.conversion import Conversion
+from moh_llm.records.conversion import CONVERSION, Conversion
 from moh_llm.terminal import say
 
 KEYS = 0.5  # share of the base's keys that the converted model reads at the context

@@ -12,7 +12,7 @@ A file that is no such record gives one line that names the file, the field, and
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from typing_extensions import Self
 
 from moh_llm.errors import UserError, in_unicode, without_passwords
@@ -28,16 +28,18 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
-    def __init__(self, **fields: Any):
-        super().__init__(**_in_unicode(fields))
+    @model_validator(mode="before")
+    @classmethod
+    def _make_writable(cls, fields: Any) -> Any:
+        return _in_unicode(fields)
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a record. Raises UserError when the file is missing, is not JSON, or lacks or misstates a field."""
-        return cls.of(read_json(path), str(path))
+        return cls.parse(read_json(path), str(path))
 
     @classmethod
-    def of(cls, content: Any, where: str) -> Self:
+    def parse(cls, content: Any, where: str) -> Self:
         """The record that ``content`` (from JSON) holds; ``where`` names it in the UserError of a malformed one."""
         try:
             return cls.model_validate(content)

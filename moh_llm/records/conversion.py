@@ -1,7 +1,14 @@
-"""The record of a conversion, `conversion.json` in the converted model's folder and in every model tuned from it."""
+"""Where a model comes from: the record of its conversion, and its lineage.
 
-from collections.abc import Sequence
+`conversion.json` lies in the converted model's folder and in that of every model tuned from it. `lineage.json` lists
+what was done to the weights since: a conversion begins it, and each training run adds an entry. Entries identify
+weights by hashes, so that a change without an entry is found. No path of a machine is in the lineage.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -9,7 +16,11 @@ from moh_llm.errors import UserError
 from moh_llm.records.base import Record
 from moh_llm.records.seal import WeightHashes
 
-NAME = "conversion.json"
+CONVERSION, LINEAGE = "conversion.json", "lineage.json"
+# What figures of a run are against: the checkpoint that the conversion names or, where that is not available, the
+# model that the run began with.
+ReferenceKind = Literal["base", "start"]
+REFERENCES: dict[ReferenceKind, str] = {"base": "the base", "start": "the model it began with, all heads on"}
 
 
 class Base(Record):
@@ -19,7 +30,7 @@ class Base(Record):
         name: folder or Hub id, as the user gave it.
         revision: commit on the Hub; None for a folder.
         fingerprint: `moh_llm.records.identity.fingerprint` of its shards.
-        dense_sha256: `moh_llm.records.identity.WeightHashes.dense` of it.
+        dense_sha256: `moh_llm.records.seal.WeightHashes.dense` of it.
     """
 
     name: str
@@ -29,7 +40,7 @@ class Base(Record):
 
     @property
     def label(self) -> str:
-        """Its display name without a local path: its Hub id, or the name of its folder, RUN/model for a run's."""
+        """The Hub id, or the name of the folder without its path (RUN/model for a run's model)."""
         return self.name if self.revision else folder_name(self.name)
 
 
@@ -38,9 +49,9 @@ class Vocabulary(Record):
 
     Attributes:
         tokenizer: its name, without a path.
-        base_rows, rows: of the embedding, in the base and now.
-        new_tokens: how many of the tokenizer's tokens the base has no row for.
-        dense_sha256: `moh_llm.records.identity.WeightHashes.dense` of the converted model. The base has another.
+        base_rows, rows: rows of the embedding, in the base and in the converted model.
+        new_tokens: the number of the tokenizer's tokens that the base has no row for.
+        dense_sha256: `WeightHashes.dense` of the converted model, which differs from the base's.
     """
 
     tokenizer: str
@@ -54,21 +65,15 @@ class Plan(Record):
     """Which heads are on, and by what rule: the options of the conversion and fields of the model's config.
 
     Attributes:
-        shared: "first" or "importance": how the shared heads were chosen.
-        budgets: "uneven" or "even".
-        shared_heads: per layer, ids of the shared heads.
-        active_heads: per layer, heads per token that are asked for; with threshold routers a mean over the text that
-            they were fitted on, without a document's first tokens where these have all heads on.
+        active_heads: the number of heads per token and layer that are asked for. With threshold routers it is a mean
+            over the calibration text, without first tokens that have all heads on.
         context: tokens in a sequence of calibration and verification.
-        keys_read: share of the keys of the base's attention that is read at that length with as many heads on as are
-            asked for.
-        local_window, local_sinks: what local fallbacks attend to; None with others.
-        local_start: how many first tokens of a document have all heads on.
+        keys_read: share of the base's keys that the asked number of heads reads at that length.
+        local_window, local_sinks, local_start: None without local fallbacks.
     """
 
     preset: str | None
     router_type: str
-    router_score: str
     routing_granularity: str
     head_fallback: str
     shared: str
@@ -84,20 +89,11 @@ class Plan(Record):
 
 
 class Calibration(Record):
-    """The text that router and fallbacks were fitted on.
-
-    Attributes:
-        sources: name -> share of the tokens that were read; of the mixture's weight in records without
-            `tokens_of_source`.
-        tokens_of_source: name -> tokens that were read.
-        estimated_kl_by_drops: per layer, number of dropped heads -> estimated KL in nats per token.
-    """
+    """The text that router and fallbacks were fitted on: ``tokens_of_source`` by the source's name, and of all."""
 
     mixture: str
-    sources: dict[str, float]
     tokens: int
-    tokens_of_source: dict[str, int] | None = None
-    estimated_kl_by_drops: list[dict[str, float]]
+    tokens_of_source: dict[str, int]
 
 
 class AllHeadsActive(Record):
@@ -136,20 +132,13 @@ class RetrievalFigures(Record):
     converted: int
 
 
-class LayerFigures(Record):
-    """A layer against the base's on held-out text.
+class Verification(Record):
+    """Results of `moh_llm.conversion.verify.verify`.
 
     Attributes:
-        attention_output_error: ||attention output - base's|| / ||base's|| over all tokens.
-        head_load: per head, the share of tokens that have it on.
+        head_load: per layer and head, the share of the held-out tokens that have it on.
+        by_position, retrieval: of long contexts.
     """
-
-    attention_output_error: float
-    head_load: list[float]
-
-
-class Verification(Record):
-    """Results of `moh_llm.conversion.verify.verify`; `by_position` and `retrieval` for long contexts."""
 
     dtype: str
     all_heads_active: AllHeadsActive
@@ -157,18 +146,18 @@ class Verification(Record):
     held_out_documents: int
     base_perplexity: float
     converted: Figures
-    layers: list[LayerFigures]
+    head_load: list[list[float]]
     by_position: list[PositionFigures] = Field(default_factory=list)
     retrieval: list[RetrievalFigures] = Field(default_factory=list)
 
     @property
     def heads_read(self) -> float | None:
-        """Heads that a token of the held-out text has on, mean over layers; None without layers."""
-        return sum(sum(layer.head_load) for layer in self.layers) / len(self.layers) if self.layers else None
+        """Heads that a held-out token has on, mean over layers; None without layers."""
+        return sum(map(sum, self.head_load)) / len(self.head_load) if self.head_load else None
 
 
 class Parameters(Record):
-    """Numbers of weights: of the base, and of the converted model; those of its routers and of its fallbacks."""
+    """Numbers of weights of the base, of the converted model, and of its routers and fallbacks."""
 
     dense: int
     moh: int
@@ -177,7 +166,7 @@ class Parameters(Record):
 
 
 class ForwardFlops(Record):
-    """Theoretical FLOPs of a forward pass, of the base and of the converted model, and the second over the first."""
+    """Theoretical FLOPs of a forward pass of the base and of the converted model, and their ratio."""
 
     dense: int
     moh: int
@@ -185,27 +174,23 @@ class ForwardFlops(Record):
 
 
 class Arithmetic(Record):
-    """Cost of the converted model; ``forward_flops``: tokens of a sequence -> FLOPs, assuming ``assumes``.
-
-    Lengths are the conversion's context and `moh_llm.flops.LENGTHS` up to the base's longest.
-    """
+    """Cost of the converted model; ``forward_flops``: tokens of a sequence -> FLOPs."""
 
     parameters: Parameters
     forward_flops: dict[str, ForwardFlops]
-    assumes: str
 
 
 class Conversion(Record):
-    """A conversion. A part is None where it was not carried out: new tokens, a plan without fitting, verification.
+    """A conversion. Parts that were not carried out are None: new tokens, calibration, verification.
 
     Attributes:
-        moh_llm: version of this package; ``versions``: of others.
-        made: the model that it made, which all figures are of; None in records of earlier versions.
-        set_aside: why all but the base is missing: the model was changed by hand, so that no figure was of it.
-        device: that it ran on, by name.
-        compute_dtype: that base and converted model were run in, whatever their weights are stored in.
-        seconds: how long it took, without the start of Python and its libraries.
-        peak_memory_mib: the most memory that the process held, in MiB.
+        moh_llm: version of this package; ``versions``: of the libraries.
+        made: the model that the figures describe; None in records of earlier versions.
+        set_aside: why the record has the base alone: the model was changed by hand, so no figure describes it.
+        device: name of the device.
+        compute_dtype: dtype that base and converted model ran in, whatever their weights are stored in.
+        seconds: duration without the start of Python and its libraries.
+        peak_memory_mib: peak memory of the process, in MiB.
     """
 
     moh_llm: str | None = None
@@ -230,13 +215,118 @@ def read_conversion(folder: Path) -> Conversion | None:
     Raises:
         UserError: the file is no such record, or one of an older version that lacks something.
     """
-    path = folder / NAME
+    path = folder / CONVERSION
     if not path.is_file():
         return None
     try:
         return Conversion.read(path)
     except UserError as error:
         raise UserError(f"{error}; convert the model again") from error
+
+
+# ---- lineage
+
+
+def in_words(kinds: Iterable[ReferenceKind]) -> tuple[str, str]:
+    """Name of the reference of some runs, such as "the base", and its possessive, "the base's".
+
+    Where runs have different references, the name is "the reference".
+    """
+    different = list(dict.fromkeys(kinds))
+    name = REFERENCES[different[0]] if len(different) == 1 else "the reference"
+    return name, f"that of {name}" if different == ["start"] else f"{name}'s"
+
+
+class ConversionEntry(Record):
+    """A conversion of ``base`` (its name without a path), which has the hash ``dense_sha256``, into ``made``.
+
+    ``new_tokens`` is how many tokens were added to the base's.
+    """
+
+    kind: Literal["conversion"]
+    base: str
+    revision: str | None
+    fingerprint: str
+    dense_sha256: str
+    made: WeightHashes
+    new_tokens: int = 0
+
+
+class RunEntry(Record):
+    """A training run.
+
+    Attributes:
+        objective: "distillation" or "cross_entropy".
+        tokens, steps: how long it trained.
+        mixture: the text, by its mixture's name.
+        seed: the recipe's.
+        teacher: what taught it; None for cross-entropy.
+        lora_rank: of its adapters; None where it had none.
+        freeze_base: whether routers and fallbacks alone were trained.
+        began_with, made: the weights before and after.
+    """
+
+    kind: Literal["run"]
+    objective: str
+    tokens: int
+    steps: int
+    mixture: str
+    seed: int
+    teacher: ReferenceKind | None
+    lora_rank: int | None
+    freeze_base: bool = False
+    began_with: WeightHashes
+    made: WeightHashes
+
+
+Entry = Annotated[ConversionEntry | RunEntry, Field(discriminator="kind")]
+
+
+class Chain(Record):
+    """The recorded history of a model, oldest first; empty without a record."""
+
+    entries: list[Entry]
+
+    @property
+    def runs(self) -> list[RunEntry]:
+        """The training runs."""
+        return [entry for entry in self.entries if isinstance(entry, RunEntry)]
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of all runs."""
+        return sum(run.tokens for run in self.runs)
+
+    def with_entry(self, entry: ConversionEntry | RunEntry) -> "Chain":
+        """The chain with one more entry."""
+        return Chain(entries=[*self.entries, entry])
+
+    def unrecorded(self) -> list[int]:
+        """Positions of the entries that began with other weights than the entry before them made."""
+        found = []
+        for number in range(1, len(self.entries)):
+            made, entry = self.entries[number - 1].made, self.entries[number]
+            if isinstance(entry, RunEntry):
+                same = entry.began_with.difference(made) is None
+            else:
+                same = entry.dense_sha256 == made.dense
+            if not same:
+                found.append(number)
+        return found
+
+
+def mixture_name(name: str | None, mixture: str) -> str:
+    """A mixture by the ``name`` that it has itself; where that is not on record as its file or folder is called."""
+    return last_component(name) if name else re.sub(r"\.ya?ml$", "", last_component(mixture))
+
+
+def read_chain(folder: Path) -> Chain:
+    """The lineage in a model's folder, empty where there is none. Raises UserError for a malformed one."""
+    path = folder / LINEAGE
+    return Chain.read(path) if path.is_file() else Chain(entries=[])
+
+
+# ---- names
 
 
 def last_component(name: str) -> str:

@@ -54,7 +54,6 @@ class Figures(Value):
 
     items: int
     seconds: float
-    items_per_second: float | None
     batch_size: int
     truncated: bool
     tasks: dict[str, dict[str, Any]]
@@ -160,7 +159,6 @@ class ModelRecord(Record):
     context: int
     seconds: float
     items: int
-    items_per_second: float | None
     compared: bool
     attention_backend: str | None = None
     other_base: str | None = None
@@ -253,4 +251,4 @@ def read_evaluation(folder: Path) -> EvaluationRecord:
         raise UserError(f"{path} is not the report of an evaluation; name a folder that `moh-llm evaluate` wrote")
     if record.get("version") != VERSION:
         raise UserError(f"{path} is of another version of moh-llm; evaluate again with this one")
-    return EvaluationRecord.of(record, str(path))
+    return EvaluationRecord.parse(record, str(path))

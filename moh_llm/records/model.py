@@ -113,7 +113,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     fields = read_json(folder / CONFIG)
     if not isinstance(fields, dict):
         raise UserError(f"{folder / CONFIG} is not an object; is {folder} a model's folder?")
-    _Numbers.of(fields, str(folder / CONFIG))
+    _Numbers.parse(fields, str(folder / CONFIG))
     return fields
 
 

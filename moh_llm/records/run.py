@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from moh_llm.records.base import Record
-from moh_llm.records.lineage import ReferenceKind
+from moh_llm.records.conversion import ReferenceKind
 from moh_llm.records.seal import FileMark, WeightHashes
 
 

@@ -19,7 +19,7 @@ from moh_llm.files import sha256
 from moh_llm.records.base import Record
 from moh_llm.records.model import CONFIG, INDEX_NAME, LICENCE_NAMES, TOKENIZERS
 
-NAME = "seal.json"
+SEAL = "seal.json"
 EDITABLE = ("README.md", "chat_template.jinja", "chat_template.json", "generation_config.json")
 _THREADS = min(8, os.cpu_count() or 1)
 # What transformers would read from a folder that did not have it when it was sealed.
@@ -70,20 +70,20 @@ class Seal(Record):
 
 def write_seal(folder: Path, model: WeightHashes) -> None:
     """Seal a model's folder, all files of which are written; ``model`` are its hashes."""
-    (folder / NAME).unlink(missing_ok=True)
-    Seal(files=mark_files(folder), model=model).write(folder / NAME)
+    (folder / SEAL).unlink(missing_ok=True)
+    Seal(files=mark_files(folder), model=model).write(folder / SEAL)
 
 
 def add_to_seal(folder: Path, name: str) -> None:
     """Take a file that was written later into the folder's seal, if it has one."""
     if (seal := read_seal(folder)) is not None:
-        (folder / NAME).unlink()  # it may be linked to another folder's
-        Seal(files=seal.files | mark_files(folder, [name]), model=seal.model).write(folder / NAME)
+        (folder / SEAL).unlink()  # it may be linked to another folder's
+        Seal(files=seal.files | mark_files(folder, [name]), model=seal.model).write(folder / SEAL)
 
 
 def read_seal(folder: Path) -> Seal | None:
     """The folder's seal; None where it has none. Raises UserError for a malformed one."""
-    path = folder / NAME
+    path = folder / SEAL
     return Seal.read(path) if path.is_file() else None
 
 

@@ -9,7 +9,7 @@ from moh_llm.errors import UserError
 from moh_llm.reading import read_json
 from moh_llm.records.base import Record
 
-RECORD = "mixture.json"
+MIXTURE_RECORD = "mixture.json"
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -149,24 +149,26 @@ class TokensRecord(Record):
     written: str
     moh_llm: str
 
-    @classmethod
-    def of_folder(cls, folder: Path) -> "TokensRecord":
-        """The record of a folder of tokens.
 
-        Raises:
-            UserError: there is none, tokenizing did not finish, or the record is malformed or of another version.
-        """
-        path = folder / RECORD
-        if not path.is_file():
-            raise UserError(f"{folder} holds no {RECORD}; name a folder that moh-llm tokenize made, or a mixture file")
-        content = read_json(path)
-        if not isinstance(content, dict) or content.get("status") != "finished":
-            raise UserError(f"{folder} is not finished; give the same moh-llm tokenize command again")
-        try:
-            return cls.of(content, str(path))
-        except UserError as error:
-            again = f"moh-llm tokenize MIXTURE --tokenizer MODEL --output {folder}"
-            raise UserError(f"{error}; tokenise the text again ({again})") from error
+def read_tokens(folder: Path) -> TokensRecord:
+    """The record of a folder of tokens.
+
+    Raises:
+        UserError: there is none, tokenizing did not finish, or the record is malformed or of another version.
+    """
+    path = folder / MIXTURE_RECORD
+    if not path.is_file():
+        raise UserError(
+            f"{folder} holds no {MIXTURE_RECORD}; name a folder that moh-llm tokenize made, or a mixture file"
+        )
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("status") != "finished":
+        raise UserError(f"{folder} is not finished; give the same moh-llm tokenize command again")
+    try:
+        return TokensRecord.parse(content, str(path))
+    except UserError as error:
+        again = f"moh-llm tokenize MIXTURE --tokenizer MODEL --output {folder}"
+        raise UserError(f"{error}; tokenize the text again ({again})") from error
 
 
 def index_of(path: Path) -> Path:

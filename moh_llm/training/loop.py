@@ -27,8 +27,7 @@ from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
 from moh_llm.records.identity import hash_model
 from moh_llm.records.run import CheckpointRecord, LogLine, RunRecord, Scores
-from moh_llm.records.seal import NAME as SEAL
-from moh_llm.records.seal import mark_files
+from moh_llm.records.seal import SEAL, mark_files
 from moh_llm.terminal import say
 from moh_llm.training import networks
 from moh_llm.training.checkpoints import CheckpointWriter, checkpoint_folder, load_checkpoint, newest_checkpoint

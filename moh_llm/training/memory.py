@@ -27,7 +27,7 @@ from torch import nn
 
 from moh_llm.flops import feed_forward_width
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.records.lineage import read_chain
+from moh_llm.records.conversion import read_chain
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import chunk_positions
 from moh_llm.training.networks import trainable, trained_weights

@@ -13,10 +13,18 @@ from accelerate import Accelerator
 from moh_llm.conversion.base import BaseCheckpoint, is_checkpoint, open_base
 from moh_llm.errors import UserError
 from moh_llm.reading import expand_home, read_json
-from moh_llm.records.conversion import Base, Conversion, read_conversion
-from moh_llm.records.folder import FolderRecords, read_records
-from moh_llm.records.identity import hash_model, hash_weights
-from moh_llm.records.lineage import REFERENCES, Chain, ReferenceKind, RunEntry, mixture_name, read_chain
+from moh_llm.records.conversion import (
+    REFERENCES,
+    Base,
+    Chain,
+    Conversion,
+    ReferenceKind,
+    RunEntry,
+    mixture_name,
+    read_chain,
+    read_conversion,
+)
+from moh_llm.records.identity import FolderRecords, hash_model, hash_weights, read_records
 from moh_llm.records.run import ReferenceMark
 from moh_llm.records.seal import WeightHashes
 from moh_llm.training.config import TrainConfig
@@ -146,7 +154,7 @@ def _find_reference(
     recorded: ReferenceKind | None,
     changed: str | None = None,
 ) -> Reference | None:
-    """The reference; ``changed`` as in `moh_llm.records.folder.FolderRecords`."""
+    """The reference; ``changed`` as in `moh_llm.records.identity.FolderRecords`."""
     weighted = read_json(Path(config.model) / "config.json").get("router_score") == "weighted"
     if conversion is None:
         if config.base is not None:

@@ -170,7 +170,7 @@ class Run:
                 return  # cut short by a kill
             where = f"{self._log_path} line {number}"
             try:
-                yield LogLine.of(parse_json(text.decode("utf-8", "replace"), where), where)
+                yield LogLine.parse(parse_json(text.decode("utf-8", "replace"), where), where)
             except UserError as error:
                 raise UserError(f"{error}; restore the log, or pass --overwrite to start anew") from error
 

@@ -20,9 +20,8 @@ from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.recipe import read_options
-from moh_llm.records.conversion import NAME as CONVERSION
+from moh_llm.records.conversion import CONVERSION, LINEAGE
 from moh_llm.records.identity import hash_model
-from moh_llm.records.lineage import NAME as LINEAGE
 from moh_llm.records.model import licence_texts, read_weight_map
 from moh_llm.records.run import CheckpointRecord, RunRecord
 from moh_llm.records.seal import find_fault, write_seal

@@ -61,8 +61,7 @@ def test_what_the_record_says(make_llama, convert, read_tensors, river, tmp_path
     assert record["base"]["name"] == str(base)
     assert record["seconds"] > 0 and record["peak_memory_mib"] > 0
     calibration = record["calibration"]
-    assert calibration["tokens"] == 1024 and calibration["sources"] == {str(river): 1.0}
-    assert [list(costs) for costs in calibration["estimated_kl_by_drops"]] == [list("012345678")] * 2
+    assert calibration["tokens"] == 1024 and calibration["tokens_of_source"] == {str(river): 1024}
 
     cost, plan = record["arithmetic"], record["plan"]
     assert str(plan["context"]) in cost["forward_flops"]
@@ -74,9 +73,8 @@ def test_what_the_record_says(make_llama, convert, read_tensors, river, tmp_path
     assert proof["all_heads_active"]["equals_base"] is True
     assert proof["converted"]["kl"] > 0
     assert proof["converted"]["perplexity_ratio"] == proof["converted"]["perplexity"] / proof["base_perplexity"]
-    for layer, active, shared in zip(proof["layers"], plan["active_heads"], plan["shared_heads"], strict=True):
-        assert layer["attention_output_error"] > 0 or active == 8
-        assert all(layer["head_load"][head] == 1 for head in shared)
+    for load, shared in zip(proof["head_load"], plan["shared_heads"], strict=True):
+        assert all(load[head] == 1 for head in shared)
 
 
 def test_uneven_budgets_sum_to_the_asked_total(make_llama, convert, tmp_path):
@@ -104,9 +102,6 @@ def test_whole_groups(make_llama, convert, tmp_path, capsys, flags):
     moh, record = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").eval(), record_of(tmp_path / "moh")
     config, plan, proof = moh.config, record["plan"], record["verification"]
     assert (config.routing_granularity, config.moh_format, plan["routing_granularity"]) == ("kv_group", 2, "kv_group")
-    assert [list(costs) for costs in record["calibration"]["estimated_kl_by_drops"]] == (
-        [["2", "4", "6"]] * 3 if "shared=importance" in flags else [["2"]] * 3
-    )
     assert sum(plan["active_heads"]) == 18 and not any(active % 2 for active in plan["active_heads"])
     gates = []
     for router in moh.routers:

@@ -45,7 +45,6 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
     assert [part["start"] for part in parts] == [0, 512]  # one sequence of 2,048 tokens
     assert sum(part["tokens"] for part in parts) == record["verification"]["held_out_tokens"]
     assert parts[0]["kl"] < parts[1]["kl"]
-    assert [list(costs) for costs in record["calibration"]["estimated_kl_by_drops"]] == [list("01234")] * 2
 
 
 @pytest.mark.parametrize("router", ["none", "linear", "threshold"])

@@ -126,34 +126,25 @@ def test_each_layer_is_read_once_and_run_once_on_each_batch(folders, batches, mo
     assert ran == [2, 1, 2, 2, 1] * 3  # rows of the base's two batches, of all heads on, of the converted model's two
 
 
-@torch.no_grad()
-def test_layer_figures(folders, batches, one_thread):
+def test_head_load_is_the_share_of_tokens_that_have_a_head_on(folders, batches, one_thread):
     base, moh = folders
     proof = verify(layerwise(base), layerwise(moh), batches, progress=False)
     config = AutoConfig.from_pretrained(moh)
-    outputs, gates = {}, []
-    for folder, kind in ((base, LlamaForCausalLM), (moh, MoHLlamaForCausalLM)):
-        model = kind.from_pretrained(folder).eval()
-        outputs[folder] = [[] for _ in model.model.layers]
-        for layer, rows in zip(model.model.layers, outputs[folder], strict=True):
-            layer.self_attn.register_forward_hook(lambda m, args, out, rows=rows: rows.append(out[0].flatten()))
-        for router in getattr(model, "routers", []):
-            router.register_forward_hook(lambda m, args, output: gates.append(output[1].flatten(0, -2)))
-        for batch in batches:
-            logits_of(model)(batch)
-    for number, figures in enumerate(proof.layers):
-        expected, own = (torch.cat(outputs[folder][number]).double() for folder in folders)
-        assert figures.attention_output_error == pytest.approx(float((own - expected).norm() / expected.norm()))
-        load = torch.cat(gates[number::3]).mean(0)
-        assert figures.head_load == pytest.approx(load.tolist(), abs=1e-4)
-        assert all(load[head] == 1 for head in config.shared_heads_per_layer[number])
+    gates = []
+    model = MoHLlamaForCausalLM.from_pretrained(moh).eval()
+    for router in model.routers:
+        router.register_forward_hook(lambda m, args, output: gates.append(output[1].flatten(0, -2)))
+    for batch in batches:
+        logits_of(model)(batch)
+    for layer, load in enumerate(proof.head_load):
+        assert load == pytest.approx(torch.cat(gates[layer::3]).mean(0).tolist(), abs=1e-4)
+        assert all(load[head] == 1 for head in config.shared_heads_per_layer[layer])
 
 
 def test_nothing_is_lost_with_all_heads_active(make_llama, convert, tmp_path):
     assert convert(make_llama(), tmp_path / "moh", "--num-active-heads", "4") == 0
     proof = json.loads((tmp_path / "moh" / "conversion.json").read_text())["verification"]
-    for layer in proof["layers"]:
-        assert layer == {"attention_output_error": 0, "head_load": [1, 1, 1, 1]}
+    assert all(load == [1, 1, 1, 1] for load in proof["head_load"])
     assert (proof["converted"]["kl"], proof["converted"]["perplexity_ratio"]) == (0, 1)
 
 

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moh_llm.cli import main
 from moh_llm.modeling import MoHLlamaForCausalLM
-from moh_llm.records.conversion import read_conversion
-from moh_llm.records.lineage import read_chain
+from moh_llm.records.conversion import read_chain, read_conversion
 
 OLD = 257  # tokens of the base: bytes, and the end of a text
 NEW = ["th", "the", " mill", "<|user|>"]

@@ -21,7 +21,7 @@ from moh_llm.data.tasks import make_tasks
 from moh_llm.data.tokenize import tokenize_mixture
 from moh_llm.data.tokenizer import TextTokenizer, is_held_out
 from moh_llm.errors import UserError
-from moh_llm.records.tokens import TokensRecord
+from moh_llm.records.tokens import read_tokens
 
 NEW = '{"text": "new"}\n'
 
@@ -33,7 +33,7 @@ def hidden(folder: Path) -> list[Path]:
 def test_shards_hold_the_documents_in_order_and_the_record_counts_them(corpus, tokenizer, tmp_path):
     mixture = load_mixture(corpus)
     record = tokenize_mixture(mixture, tokenizer, tmp_path / "out", workers=1)
-    assert record == TokensRecord.of_folder(tmp_path / "out")
+    assert record == read_tokens(tmp_path / "out")
     for source, opened in zip(mixture.sources, open_tokens(tmp_path / "out"), strict=True):
         reading = Reading()
         texts = [text for _, text in source_documents(source, reading=reading)]

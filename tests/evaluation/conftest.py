@@ -33,7 +33,7 @@ def run_evaluate() -> Callable[..., int]:
 @pytest.fixture(scope="session")
 def without_times() -> Callable[[Any], Any]:
     """A report's record less all that may differ between two runs of the same work."""
-    varying = {"seconds", "items_per_second", "created", "command", "processes", "hardware"}
+    varying = {"seconds", "created", "command", "processes", "hardware"}
 
     def strip(record: Any) -> Any:
         if isinstance(record, dict):

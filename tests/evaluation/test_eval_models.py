@@ -18,10 +18,8 @@ from moh_llm.evaluation.models import check_model, describe_model, label_models,
 from moh_llm.evaluation.record import build_record
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.suite import load_suite
-from moh_llm.records.conversion import PositionFigures, RetrievalFigures
-from moh_llm.records.folder import read_records
-from moh_llm.records.identity import Identity
-from moh_llm.records.lineage import RunEntry, read_chain
+from moh_llm.records.conversion import PositionFigures, RetrievalFigures, RunEntry, read_chain
+from moh_llm.records.identity import Identity, read_records
 from moh_llm.records.seal import write_seal
 
 

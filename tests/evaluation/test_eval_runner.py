@@ -125,7 +125,7 @@ def test_report_json(smoke_report: Path, tiny_moh: Path) -> None:
     assert "--suite smoke" in report["command"]
     about = report["models"]["model"]
     assert about["records"] == [str(tiny_moh / name) for name in ("conversion.json", "lineage.json")]
-    assert about["items"] == 30 and about["items_per_second"] == pytest.approx(30 / about["seconds"], rel=0.1)
+    assert about["items"] == 30 and about["seconds"] > 0
     assert len(about["weights_sha256"]) == 64 != report["models"]["base"]["weights_sha256"]
 
 

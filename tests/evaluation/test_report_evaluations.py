@@ -81,7 +81,7 @@ def test_a_report_names_no_logs_of_items_that_it_lacks(tmp_path: Path) -> None:
     assert report(folder) == 0
     assert read(folder / "report")["benchmarks"][0]["scores"]["model"]["samples"] is None
     # As evaluate does, whose folder has the logs.
-    write_report(folder, [], "moh-llm evaluate", EvaluationRecord.of(record, ""))
+    write_report(folder, [], "moh-llm evaluate", EvaluationRecord.parse(record, ""))
     assert read(folder)["benchmarks"][0]["scores"]["model"]["samples"] == "samples/model/A.jsonl"
 
 

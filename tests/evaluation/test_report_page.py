@@ -71,7 +71,7 @@ def test_page_needs_nothing_else_and_escapes_values(
     record = evaluation.content()
     record["benchmarks"][0]["name"] = "<script>alert(1)</script>"
     record["errors"] = [{"model": "one", "benchmark": "B", "error": "<img src=x>"}]
-    page = page_of(EvaluationRecord.of(record, ""), [make_run("run")])
+    page = page_of(EvaluationRecord.parse(record, ""), [make_run("run")])
     assert "<script" not in page and "<img" not in page and "@import" not in page
     assert "<td>&lt;</td>" in page  # a token of the sentence
     outside = {place for place in re.findall(r'(?:href|src)="([^"]+)"', page) if not place.startswith(("#", "data:"))}
@@ -89,7 +89,7 @@ def test_limits_and_failures_are_loud(evaluation: EvaluationRecord) -> None:
     assert 'class="warning"' not in page_of(make_record({"base": ("dense", 1.0), "one": ("first", 0.9)}))
     errors = [{"model": "one", "benchmark": "B", "error": "no\nmemory"}]
     record = evaluation.content() | {"limit": 20, "partial_data": ["A"], "errors": errors}
-    page = page_of(EvaluationRecord.of(record, ""))
+    page = page_of(EvaluationRecord.parse(record, ""))
     assert page.count('class="warning"') == 4  # with the failed analysis
     for part in (
         "--limit 20 scored at most 20 item(s)",

@@ -112,7 +112,7 @@ TRAINED = {"threshold": 0, "linear": 2}  # models, and `schedule.anneal_steps` o
 LOSSES = ("loss", "kl", "layer_distance", "cross_entropy", "balance_loss", "gradient_norm")
 
 # What may differ between two runs of the same work.
-VARYING = {"seconds", "items_per_second", "peak_memory_mib", "timing", "version", "versions"}
+VARYING = {"seconds", "peak_memory_mib", "timing", "version", "versions"}
 
 
 def measure() -> dict[str, Any]:

@@ -22,8 +22,8 @@ from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
 from moh_llm.hub.card import build_card, write_local_card
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.conversion import Chain, RunEntry, read_chain
 from moh_llm.records.identity import identify
-from moh_llm.records.lineage import Chain, RunEntry, read_chain
 
 NAME = "someone/Tiny-MoH"
 NOTE = "> Written beside the model, from its records."
@@ -259,8 +259,7 @@ def test_figures_carry_documents_and_intervals_and_long_contexts_positions(conve
 
 def test_files_of_one_name_are_told_apart(converted: Path) -> None:
     conversion = json.loads((converted / "conversion.json").read_text())
-    sources = {"/data/en/x.jsonl": 0.75, "/data/de/x.jsonl": 0.25}
-    read = {"tokens": 512, "tokens_of_source": dict(zip(sources, (384, 128), strict=True)), "sources": sources}
+    read = {"tokens": 512, "tokens_of_source": {"/data/en/x.jsonl": 384, "/data/de/x.jsonl": 128}}
     change(converted / "conversion.json", calibration=conversion["calibration"] | read)
     text = check_card(build_card(converted, NAME))["Text it was converted with"]
     assert "en/x.jsonl (75.00%), de/x.jsonl (25.00%)" in text and "/data" not in text
@@ -310,7 +309,7 @@ def test_hostile_names_stay_text(tuned: Path, tmp_path: Path) -> None:
     change(
         tuned / "conversion.json",
         base={"name": EVIL, "revision": None, "fingerprint": EVIL},
-        calibration=conversion["calibration"] | {"mixture": EVIL, "sources": {EVIL: 1.0}},
+        calibration=conversion["calibration"] | {"mixture": EVIL, "tokens_of_source": {EVIL: 9}},
         plan=conversion["plan"] | {"preset": EVIL},
         moh_llm=EVIL,
     )

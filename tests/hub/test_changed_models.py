@@ -16,8 +16,7 @@ from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.hub.card import build_card
 from moh_llm.records.evaluation import read_evaluation
-from moh_llm.records.folder import read_records
-from moh_llm.records.identity import hash_model, hash_weights
+from moh_llm.records.identity import hash_model, hash_weights, read_records
 from moh_llm.records.seal import Seal, write_seal
 
 

@@ -439,8 +439,8 @@ PATCHES = (
     Patch(
         "shares of calibration are the mixture's weights",
         "moh_llm/conversion/description.py",
-        "sources={name: round(count / sum(read.values()), 6) for name, count in read.items()}",
-        "sources={name: round(share, 6) for name, share in zip(names, shares, strict=True)}",
+        "read = {name: count * length for name, count in zip(names, windows, strict=True)}",
+        "read = {name: round(share * tokens) for name, share in zip(names, shares, strict=True)}",
         (f"{CONVERTED}[value]",),
     ),
     Patch(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from recount import conversion, costs, evaluation, hashes, run_record
+from recount import conversion, costs, evaluation, hashes, network, run_record
 from recount.evaluation import Evaluation
 from recount.leaves import TIME, Near
 from recount.models import CONTEXT, SEQUENCE
@@ -83,8 +83,8 @@ def _planned(facts: Facts) -> float:
 
 
 def _read(facts: Facts) -> Expected:
-    loads = conversion.head_load(facts.found.run.recount.converted)
-    return _on(float(loads.sum(-1).mean()))
+    loads = network.head_load(facts.found.run.recount.converted.passes)
+    return _on(sum(map(sum, loads)) / len(loads))
 
 
 def _read_in_training(facts: Facts) -> Expected:

@@ -91,12 +91,6 @@ def figures(found: network.Comparison) -> dict[str, Any]:
     }
 
 
-def head_load(found: network.Comparison) -> np.ndarray:
-    """Share of tokens that have each head on, `[L, H]`."""
-    layers = zip(*(piece.gates for piece in found.of_model), strict=True)
-    return np.array([torch.cat(gates).double().mean(0).numpy() for gates in layers])
-
-
 def expected_conversion(recount: Recount) -> dict[str, Any]:
     """The whole of `conversion.json`."""
     model, config = recount.model, recount.config
@@ -121,7 +115,6 @@ def expected_conversion(recount: Recount) -> dict[str, Any]:
                 "fallbacks": hashes.count(model.converted, lambda name: ".fallback." in name),
             },
             "forward_flops": {str(length): _flops(config, length) for length in LENGTHS},
-            "assumes": Exempt("a sentence; the figures above are by it"),
         },
         "verification": _verification(recount),
         "made": hashes.model_hashes(model.converted),
@@ -139,7 +132,6 @@ def _plan(recount: Recount) -> dict[str, Any]:
     return {
         "preset": options.get("preset"),
         "router_type": {"value": "linear", "local": "threshold", "paper": "query_norm"}[recount.model.kind],
-        "router_score": "quantized",
         "routing_granularity": "head",
         "head_fallback": options.get("fallback", "none"),
         "shared": "importance" if is_local else "first",
@@ -160,10 +152,8 @@ def _calibration(sources: list[Source]) -> dict[str, Any]:
     read = {name: CONTEXT * len(found) for name, found in windows.items()}
     return {
         "mixture": "recounted",
-        "sources": {name: Near(tokens / sum(read.values()), 5e-7) for name, tokens in read.items()},
         "tokens": sum(read.values()),
         "tokens_of_source": read,
-        "estimated_kl_by_drops": Exempt("estimates of the fit, on which budgets rest; nothing else defines them"),
     }
 
 
@@ -175,14 +165,6 @@ def _flops(config: dict[str, Any], length: int) -> dict[str, Any]:
 
 def _verification(recount: Recount) -> dict[str, Any]:
     found = recount.converted
-    loads = head_load(found)
-    errors = [
-        math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in pairs) / sum(float((b**2).sum()) for _, b in pairs))
-        for pairs in (
-            [(own.attention[layer].double(), other.attention[layer].double()) for own, other in _pairs(found)]
-            for layer in range(len(loads))
-        )
-    ]
     return {
         "dtype": "float32",
         "all_heads_active": {"equals_base": _is_base(recount), "tokens": CONTEXT * _rows_at_once(recount)},
@@ -190,17 +172,10 @@ def _verification(recount: Recount) -> dict[str, Any]:
         "held_out_documents": len(found.sums),
         "base_perplexity": math.exp(found.means[2]),
         "converted": figures(found),
-        "layers": [
-            {"attention_output_error": error, "head_load": [Near(float(share), 5.1e-5) for share in load]}
-            for error, load in zip(errors, loads, strict=True)
-        ],
+        "head_load": [[Near(share, 5.1e-5) for share in load] for load in network.head_load(found.passes)],
         "by_position": _by_position(found),
         "retrieval": [],  # from 2,048 tokens of context on
     }
-
-
-def _pairs(found: network.Comparison) -> list[tuple[network.Pass, network.Pass]]:
-    return list(zip(found.of_model, found.of_reference, strict=True))
 
 
 def _by_position(found: network.Comparison) -> list[dict[str, Any]]:

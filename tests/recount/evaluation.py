@@ -90,7 +90,6 @@ def _figures(name: str, scores: dict[str, np.ndarray]) -> dict[str, Any]:
         figures = value(own, 0, 1) | {
             "items": len(own),
             "seconds": TIME,
-            "items_per_second": TIME,
             "batch_size": 8,
             "truncated": False,
             "tasks": {task: {"value": 100 * float(own.mean()), "items": len(own)}},
@@ -175,7 +174,6 @@ def _how_it_ran(evaluation: Evaluation) -> dict[str, Any]:
         "context": 1024,
         "seconds": TIME,
         "items": sum(len(found) for found in items().values()),
-        "items_per_second": TIME,
         "other_base": None,
     }
 

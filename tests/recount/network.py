@@ -2,15 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from recount.text import Window
 
@@ -23,19 +20,13 @@ class Pass:
         logits: `[T, V]`.
         gates: per layer, which heads are on, bool `[T, H]`; none of a dense model.
         scores: per layer, the router's logits `[T, U]`.
-        attention: per layer, the attention's output `[T, C]`.
         states: per layer, the hidden states that it hands on, the last layer's normed, `[T, C]`.
-        heads: per layer, what enters the output projection `[T, C]`.
-        patterns: per layer, attention weights `[H, T, T]` of all heads, on or off; where asked for.
     """
 
     logits: torch.Tensor
     gates: list[torch.Tensor]
     scores: list[torch.Tensor]
-    attention: list[torch.Tensor]
     states: list[torch.Tensor]
-    heads: list[torch.Tensor]
-    patterns: list[torch.Tensor]
 
 
 def load(folder: Path) -> nn.Module:
@@ -44,18 +35,11 @@ def load(folder: Path) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
-def run(model: nn.Module, ids: np.ndarray, patterns: bool = False) -> Pass:
-    """One document through a model. `patterns` are of a model whose attention norms no queries and keys."""
-    seen = Pass(torch.empty(0), [], [], [], [], [], [])
-    handles = []
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        if router := getattr(attention, "router", None):
-            handles.append(router.register_forward_hook(lambda module, inputs, output: _keep(seen, output)))
-        handles.append(attention.o_proj.register_forward_pre_hook(lambda m, inputs: seen.heads.append(inputs[0][0])))
-        handles.append(attention.register_forward_hook(lambda m, inputs, output: seen.attention.append(output[0][0])))
-        if patterns:
-            handles.append(attention.register_forward_pre_hook(partial(_keep_pattern, seen), with_kwargs=True))
+def run(model: nn.Module, ids: np.ndarray) -> Pass:
+    """One document through a model."""
+    seen = Pass(torch.empty(0), [], [], [])
+    routers = [layer.self_attn.router for layer in model.model.layers if hasattr(layer.self_attn, "router")]
+    handles = [router.register_forward_hook(lambda module, inputs, output: _keep(seen, output)) for router in routers]
     try:
         output = model(torch.from_numpy(ids)[None], use_cache=False, output_hidden_states=True)
     finally:
@@ -65,22 +49,15 @@ def run(model: nn.Module, ids: np.ndarray, patterns: bool = False) -> Pass:
     return seen
 
 
-def _keep_pattern(seen: Pass, attention: nn.Module, inputs: tuple, given: dict[str, Any]) -> None:
-    """The softmax of an attention layer's queries and keys."""
-    states = inputs[0] if inputs else given["hidden_states"]
-    query, key = (
-        project(states).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-        for project in (attention.q_proj, attention.k_proj)
-    )
-    query, key = (tensor[0] for tensor in apply_rotary_pos_emb(query, key, *given["position_embeddings"]))
-    scores = query @ key.repeat_interleave(len(query) // len(key), 0).transpose(1, 2) / attention.head_dim**0.5
-    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    seen.patterns.append(scores.masked_fill(later, -torch.inf).softmax(-1))
-
-
 def _keep(seen: Pass, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     seen.scores.append(output[0][0])
     seen.gates.append(output[1][0].detach() != 0)
+
+
+def head_load(passes: list[Pass]) -> list[list[float]]:
+    """Share of tokens that have each head on, by layer."""
+    layers = zip(*(one.gates for one in passes), strict=True)
+    return [torch.cat(gates).double().mean(0).tolist() for gates in layers]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,14 +68,13 @@ class Comparison:
         sums: per document with a predicted token the number of those, and the sums of cross-entropy, of the
             reference's, of KL, and of equal top-1, float64 `[D, 5]`.
         ties: predictions whose two likeliest tokens are too near to say which is first.
-        of_model, of_reference: the passes, of each piece of a document in turn.
-        positions: of the predictions: per piece the sums at positions from each edge on.
+        passes: the model's passes, of each piece of a document in turn.
+        by_position: per predicted token its position in the document, and the row that `sums` adds up.
     """
 
     sums: np.ndarray
     ties: int
-    of_model: list[Pass]
-    of_reference: list[Pass]
+    passes: list[Pass]
     by_position: np.ndarray
 
     @property
@@ -111,20 +87,19 @@ class Comparison:
 def compare(model: nn.Module, reference: nn.Module, windows: Iterable[tuple[str, Window]]) -> Comparison:
     """Run both on windows, each with the name of its source."""
     sums: dict[tuple[str, int], np.ndarray] = {}
-    passes: tuple[list[Pass], list[Pass]] = ([], [])
+    passes: list[Pass] = []
     ties, rows = 0, []
     for source, window in windows:
         for document, ids in window.pieces:
-            pair = run(model, ids), run(reference, ids)
-            for kept, one in zip(passes, pair, strict=True):
-                kept.append(one)
-            found, close = _predictions(pair[0].logits[:-1], pair[1].logits[:-1], torch.from_numpy(ids)[1:])
+            passes.append(run(model, ids))
+            other = run(reference, ids).logits
+            found, close = _predictions(passes[-1].logits[:-1], other[:-1], torch.from_numpy(ids)[1:])
             ties += close
             rows += [(place, *values) for place, values in enumerate(found, start=0)]
             if len(found):
                 sums.setdefault((source, document), np.zeros(5))
                 sums[source, document] += found.sum(0)
-    return Comparison(np.array([*sums.values()]), ties, *passes, np.array(rows))
+    return Comparison(np.array([*sums.values()]), ties, passes, np.array(rows))
 
 
 def _predictions(own: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> tuple[np.ndarray, int]:

@@ -230,7 +230,7 @@ def _balance(run: Run, passes: list[network.Pass], heads: list[int]) -> torch.Te
 def _routing(run: Run, step: int) -> dict[str, Any]:
     """What the routers do on the held-out text."""
     loads, entropies, changed = [], [], []
-    passes = run.scored[step].of_model
+    passes = run.scored[step].passes
     # Of a document's first tokens, which have all heads on, none chooses.
     until = costs.all_heads_until(run.recount.config)
     chooses = torch.cat([torch.arange(len(one.logits)) >= until for one in passes])
@@ -258,4 +258,4 @@ def _routing(run: Run, step: int) -> dict[str, Any]:
 
 
 def _scores_of(found: network.Comparison, layer: int) -> torch.Tensor:
-    return torch.cat([one.scores[layer] for one in found.of_model])
+    return torch.cat([one.scores[layer] for one in found.passes])

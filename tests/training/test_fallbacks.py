@@ -12,7 +12,7 @@ from trained import read_log, unfinish
 from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
-from moh_llm.records.lineage import read_chain
+from moh_llm.records.conversion import read_chain
 from moh_llm.training import networks
 from moh_llm.training.loop import train
 from moh_llm.training.reference import find_starting_point

@@ -10,7 +10,7 @@ from trained import read_record
 
 from moh_llm.errors import UserError
 from moh_llm.hub.card import build_card
-from moh_llm.records.lineage import read_chain
+from moh_llm.records.conversion import read_chain
 from moh_llm.training.loop import train
 
 
