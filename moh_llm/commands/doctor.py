@@ -15,7 +15,7 @@ from moh_llm.terminal import say
 if TYPE_CHECKING:
     from moh_llm.training.config import TrainConfig
     from moh_llm.training.preflight import Diagnosis
-    from moh_llm.training.preflight_data import Finding
+    from moh_llm.training.preflight_inputs import Finding
 
 STRATEGIES = ("one", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_hub(config: "TrainConfig") -> Iterator["Finding"]:
     """Whether what the job makes can be published, as far as this machine knows."""
     from moh_llm.hub.pushes import check_hub
-    from moh_llm.training.preflight_data import Finding
+    from moh_llm.training.preflight_inputs import Finding
 
     if config.hub is None:
         return

@@ -37,7 +37,7 @@ from moh_llm.training.losses import balance_coefficient
 from moh_llm.training.parallel import catch_signals, divides_weights, from_main, make_accelerator, peak_rate
 from moh_llm.training.precision import check_agreement, check_positions, decide_precision, slow_precision
 from moh_llm.training.preflight import check_machine
-from moh_llm.training.preflight_model import read_model_config
+from moh_llm.training.preflight_inputs import read_model_config
 from moh_llm.training.reference import Reference, agreed_starting_point, expected_reference
 from moh_llm.training.runs import Run, describe_data, mark_model
 from moh_llm.training.saving import is_finished, is_milestone, keep_milestone, save_network
@@ -135,7 +135,7 @@ class _Training:
         if slow := slow_precision(config, accelerator.device):
             self.say(f"warning: {slow}")
         if beyond := check_positions(config, read_model_config(config)):
-            self.say(f"warning: {beyond.text}")
+            self.say(f"warning: {beyond}")
         recorded = self.run.record.reference
         self.start = agreed_starting_point(config, accelerator, recorded and recorded.kind)
         self.reference: Reference | None = self.start.reference

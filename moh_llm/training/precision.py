@@ -21,7 +21,6 @@ from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.run import RunRecord
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.parallel import from_main
-from moh_llm.training.preflight_data import Finding
 from moh_llm.training.runs import RECORD
 
 _NAMES: dict[torch.dtype, Literal["no", "bf16"]] = {torch.float32: "no", torch.bfloat16: "bf16"}
@@ -109,7 +108,7 @@ def check_attention(config: TrainConfig, device: torch.device) -> None:
         )
 
 
-def check_positions(config: TrainConfig, model: MoHLlamaConfig) -> Finding | None:
+def check_positions(config: TrainConfig, model: MoHLlamaConfig) -> str | None:
     """A warning where sequences are longer than the model's positions; transformers computes them and says nothing."""
     rope, limit = model.rope_parameters or {}, model.max_position_embeddings
     original = rope.get("original_max_position_embeddings", limit)
@@ -119,10 +118,9 @@ def check_positions(config: TrainConfig, model: MoHLlamaConfig) -> Finding | Non
     length = config.data.sequence_length
     if length <= limit:
         return None
-    text = (
+    return (
         f"data.sequence_length={length} is above the {limit} positions of model={config.model}: documents longer than "
         f"{limit} tokens have positions that it does not know. Lower it, or scale the rotary embedding in its "
         f'config.json: "rope_parameters" with "rope_type": "yarn", "factor": {length / original:.4g} and '
         f'"original_max_position_embeddings": {original}, and "max_position_embeddings": {length}'
     )
-    return Finding("warning", "positions", text)

@@ -35,8 +35,14 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.memory import Memory, Sizes, estimate_memory
 from moh_llm.training.parallel import check_experts, check_strategy, count_micro_batches
 from moh_llm.training.precision import check_positions, decide_precision, slow_precision
-from moh_llm.training.preflight_data import Finding, check_data
-from moh_llm.training.preflight_model import check_model, check_router_rate, check_teacher, read_model_config
+from moh_llm.training.preflight_inputs import (
+    Finding,
+    check_data,
+    check_model,
+    check_router_rate,
+    check_teacher,
+    read_model_config,
+)
 from moh_llm.training.runs import read_run
 
 # Assumed share of a GPU's peak FLOP/s, for the estimate of days.
@@ -128,7 +134,7 @@ def diagnose(config: TrainConfig, strategy: str = "one", processes: int = 1, gpu
             ("model", lambda: check_model(config, model)),
             ("attention", lambda: check_backend(config, model, gpu)),
             ("rates", lambda: check_router_rate(config, model)),
-            ("positions", lambda: check_positions(config, model)),
+            ("positions", lambda: _as_warning("positions", check_positions(config, model))),
             ("teacher", lambda: check_teacher(config)),
         ]
     )
@@ -153,6 +159,10 @@ def _run_checks(checks: Iterable[tuple[str, Callable[[], Finding | None]]]) -> l
         if finding is not None:
             found.append(finding)
     return found
+
+
+def _as_warning(check: str, text: str | None) -> Finding | None:
+    return None if text is None else Finding("warning", check, text)
 
 
 def find_device(gpu: str | None, processes: int) -> Device:

@@ -53,16 +53,8 @@ def read_run(config: TrainConfig) -> RunRecord | None:
             )
         return None
     record = RunRecord.read(folder / RECORD)
-    changed = changed_keys(record.config, _as_json(config), finished=record.status == "finished")
-    if not _is_in_warmup(folder, config):  # later steps do not depend on where it started
-        changed = [name for name in changed if name != "schedule.start_learning_rate"]
-    _refuse(folder, changed)
+    _refuse(folder, changed_keys(record.config, _as_json(config), finished=record.status == "finished"))
     return record
-
-
-def _is_in_warmup(folder: Path, config: TrainConfig) -> bool:
-    """Whether the newest checkpoint of a run is of a step of the warm-up."""
-    return 0 < max(steps_of(folder / "checkpoints"), default=0) < config.schedule.warmup_steps
 
 
 def steps_of(checkpoints: Path) -> list[int]:

@@ -124,7 +124,6 @@ def test_the_record_of_an_earlier_version_is_read(configure, finished_run, run, 
     """Its recipe has keys that are gone."""
     config = read_record(run)["config"] | {"gradient_checkpointing_every": 2, "save_dtype": "bfloat16"}
     config["data"]["dataloader_num_workers"] = 2
-    config["schedule"]["start_learning_rate"] = 1e-6  # the warm-up, of one step, is over
     config["divergence"] |= {"spike_factor": None, "window": 50, "most_in_a_row": 5}
     config["optimizer"]["epsilon"], config["evaluation"]["batch_size"] = 1e-8, 1
     write_json(run / "run.json", read_record(run) | {"config": config})
