@@ -39,7 +39,7 @@ from moh_llm.training.config import CheckpointConfig
 from moh_llm.training.runs import steps_of
 from moh_llm.training.zero import ADAMW_MOMENTS, by_deepspeed, gather_state, scatter_state
 
-RECORD = "checkpoint.json"
+CHECKPOINT_RECORD = "checkpoint.json"
 T = TypeVar("T")
 
 # torch warns where a single process reads.
@@ -158,7 +158,7 @@ class CheckpointWriter:
             if not self._accelerator.is_main_process:
                 return
             files = {name: mark for marks in marks_of_all for name, mark in marks.items()}
-            CheckpointRecord(step=step, **facts, files=files).write(temporary / RECORD)
+            CheckpointRecord(step=step, **facts, files=files).write(temporary / CHECKPOINT_RECORD)
             share_files(temporary)
             shutil.rmtree(folder, ignore_errors=True)  # an incomplete one, which a resumed run passed over
             os.replace(temporary, folder)
@@ -248,12 +248,12 @@ def newest_checkpoint(checkpoints: Path, say: Callable[[str], None]) -> tuple[Pa
 
 def verified_record(folder: Path) -> CheckpointRecord:
     """The record of a checkpoint whose files have the recorded hashes. Raises UserError where they do not."""
-    record = CheckpointRecord.read(folder / RECORD)
+    record = CheckpointRecord.read(folder / CHECKPOINT_RECORD)
     fault = find_fault(folder, record.files)
     if checkpoint_folder(folder.parent, record.step) != folder:
-        fault = f"{RECORD} names step {record.step}"
+        fault = f"{CHECKPOINT_RECORD} names step {record.step}"
     if unnamed := {path.name for path in folder.glob("*.safetensors")} - record.files.keys():
-        fault = f"{RECORD} names no {min(unnamed)}"
+        fault = f"{CHECKPOINT_RECORD} names no {min(unnamed)}"
     if fault is not None:
         raise UserError(fault)
     return record
@@ -271,7 +271,7 @@ def load_checkpoint(
     Raises UserError if the weights have other names, so that the checkpoint is of another model.
     """
     reader = _open_reader(folder, weights)
-    updates = CheckpointRecord.read(folder / RECORD).updates
+    updates = CheckpointRecord.read(folder / CHECKPOINT_RECORD).updates
     if by_deepspeed(accelerator):
         scatter_state(model, weights, lambda tensors: _fill(tensors, reader), updates, accelerator.device)
         return updates

@@ -21,7 +21,7 @@ from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.run import RunRecord
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.parallel import from_main
-from moh_llm.training.runs import RECORD
+from moh_llm.training.runs import RUN_RECORD
 
 _NAMES: dict[torch.dtype, Literal["no", "bf16"]] = {torch.float32: "no", torch.bfloat16: "bf16"}
 
@@ -52,7 +52,7 @@ def decide_precision(config: TrainConfig, overwrite: bool = False, dtype: torch.
 def _recorded(config: TrainConfig) -> Literal["no", "bf16"] | None:
     """What the run in the output folder chose; None where there is no run."""
     with contextlib.suppress(UserError):  # a damaged record is reported where the run is opened
-        place = Path(config.output_dir, RECORD)
+        place = Path(config.output_dir, RUN_RECORD)
         given = RunRecord.read(place).config.get("mixed_precision") if place.is_file() else None
         return given if given in _NAMES.values() else None
     return None

@@ -31,7 +31,7 @@ from moh_llm.records.seal import FileMark, find_fault
 from moh_llm.training.changed_keys import GONE, changed_keys
 from moh_llm.training.config import TrainConfig
 
-RECORD, LOG, TRACKERS = "run.json", "log.jsonl", "tensorboard"
+RUN_RECORD, LOG, TRACKERS = "run.json", "log.jsonl", "tensorboard"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")
 
 
@@ -45,14 +45,14 @@ def read_run(config: TrainConfig) -> RunRecord | None:
     check_place(folder, "output_dir")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir={folder} is a file; name a folder")
-    if not (folder / RECORD).exists():
+    if not (folder / RUN_RECORD).exists():
         if folder.exists() and any(path.name != INSIDE for path in folder.iterdir()):
             raise UserError(
-                f"output_dir={folder} is not empty and holds no {RECORD} to resume; "
+                f"output_dir={folder} is not empty and holds no {RUN_RECORD} to resume; "
                 "name another folder or pass --overwrite"
             )
         return None
-    record = RunRecord.read(folder / RECORD)
+    record = RunRecord.read(folder / RUN_RECORD)
     _refuse(folder, changed_keys(record.config, _as_json(config), finished=record.status == "finished"))
     return record
 
@@ -83,7 +83,7 @@ class Run:
         self.folder = Path(config.output_dir)
         self.model = self.folder / "model"
         self.checkpoints, self.milestones = self.folder / "checkpoints", self.folder / "milestones"
-        self._record_path, self._log_path = self.folder / RECORD, self.folder / LOG
+        self._record_path, self._log_path = self.folder / RUN_RECORD, self.folder / LOG
         mark = mark or mark_model(config)
         if overwrite and self.folder.is_dir():
             # `--model RUN/model --output_dir RUN` would remove the model before it is read.

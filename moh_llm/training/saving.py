@@ -29,11 +29,10 @@ from moh_llm.records.tensors import cast_weight, matrix_dtype, tensor_dtypes
 from moh_llm.terminal import say_aside
 from moh_llm.training import networks
 from moh_llm.training.changed_keys import GONE, without_gone_keys
-from moh_llm.training.checkpoints import RECORD, newest_checkpoint, read_weights, verified_record
+from moh_llm.training.checkpoints import CHECKPOINT_RECORD, newest_checkpoint, read_weights, verified_record
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.reference import StartingPoint, find_starting_point
-from moh_llm.training.runs import LOG, Run, mark_model
-from moh_llm.training.runs import RECORD as RUN_RECORD
+from moh_llm.training.runs import LOG, RUN_RECORD, Run, mark_model
 from moh_llm.training.shared_heads import fix_shared_heads
 
 
@@ -109,7 +108,7 @@ def keep_milestone(
     checkpoint: Path,
 ) -> Path:
     """Save the model of the complete checkpoint after ``step`` steps, where the run's log ends; return its folder."""
-    state, folder = CheckpointRecord.read(checkpoint / RECORD), run.milestones / checkpoint.name
+    state, folder = CheckpointRecord.read(checkpoint / CHECKPOINT_RECORD), run.milestones / checkpoint.name
     with new_folder(folder, overwrite=True) as temporary:
         save_network(config, checkpoint, tokenizer, temporary / "model", starting_point, step)
         facts = {"steps": step, "tokens": step * config.tokens_per_step, "seconds": state.seconds}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from moh_llm.errors import UserError
 from moh_llm.training import checkpoints
-from moh_llm.training.checkpoints import RECORD, CheckpointWriter, load_checkpoint, newest_checkpoint
+from moh_llm.training.checkpoints import CHECKPOINT_RECORD, CheckpointWriter, load_checkpoint, newest_checkpoint
 from moh_llm.training.config import CheckpointConfig
 
 
@@ -83,8 +83,8 @@ def flip_a_bit(folder: Path) -> None:
 
 
 def edit_record(folder: Path, **fields: object) -> None:
-    record = json.loads((folder / RECORD).read_text())
-    (folder / RECORD).write_text(json.dumps(record | fields))
+    record = json.loads((folder / CHECKPOINT_RECORD).read_text())
+    (folder / CHECKPOINT_RECORD).write_text(json.dumps(record | fields))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def edit_record(folder: Path, **fields: object) -> None:
     [
         (shorten, "model.safetensors was changed (308 bytes instead"),
         (flip_a_bit, "optimizer.safetensors was changed (other bytes"),
-        (lambda folder: (folder / RECORD).unlink(), "checkpoint.json does not exist"),
+        (lambda folder: (folder / CHECKPOINT_RECORD).unlink(), "checkpoint.json does not exist"),
         (lambda folder: edit_record(folder, step=1), "names step 1"),
         (lambda folder: edit_record(folder, files={}), "names no model.safetensors"),
     ],
