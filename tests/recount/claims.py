@@ -3,7 +3,6 @@
 A sentence is known by some of its words. One that is new, and has a number, needs an entry in `SAID`.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,11 +38,11 @@ class Facts:
 
     @cached_property
     def records(self) -> dict[str, Any]:
-        run = self.found.run
-        known: dict[str, Any] = {"conversion": conversion.expected_conversion(run.recount)}
-        known["config"] = json.loads((run.recount.model.tuned / "config.json").read_text())
+        found = self.found
+        known: dict[str, Any] = {"conversion": conversion.expected_conversion(found)}
+        known["config"] = found.read("run", "model", "config.json")
         if self.tuned:
-            known |= {"run": run_record.expected_run(run), "log": run.log}
+            known |= {"run": run_record.expected_run(found), "log": found.log}
             known["evaluation"] = evaluation.expected_report(self.found)
         return known
 
@@ -65,8 +64,8 @@ class Facts:
 
     @cached_property
     def dense_kept(self) -> bool:
-        model = self.found.model
-        return hashes.weight_hashes(model.converted)["dense"] == hashes.weight_hashes(model.tuned)["dense"]
+        converted, tuned = (hashes.weight_hashes(folder) for folder in (self.found.converted, self.found.tuned))
+        return converted["dense"] == tuned["dense"]
 
 
 _PROOF, _SAVED = "conversion.verification", "run.evaluation"
@@ -83,7 +82,7 @@ def _planned(facts: Facts) -> float:
 
 
 def _read(facts: Facts) -> Expected:
-    loads = network.head_load(facts.found.run.recount.converted.passes)
+    loads = network.head_load(facts.found.proof.passes)
     return _on(sum(map(sum, loads)) / len(loads))
 
 
@@ -154,7 +153,7 @@ def _all_on_prompts(facts: Facts) -> Expected:
 
 
 def _changed(facts: Facts) -> Expected:
-    entry = run_record.expected_lineage(facts.found.run)["entries"][-1]
+    entry = run_record.expected_lineage(facts.found)["entries"][-1]
     same = [entry["began_with"][part] == entry["made"][part] for part in ("dense", "routing")]
     told = " | ".join("kept" if kept else "changed" for kept in same)
     return [1, entry["tokens"], entry["steps"], entry["seed"], f"| {told} |"]
@@ -166,7 +165,7 @@ def _trained(facts: Facts) -> Expected:
 
 
 def _floor(facts: Facts) -> Expected:
-    floor = facts.found.run.saved.get("floor")
+    floor = facts.found.saved.get("floor")
     return None if floor is None else [floor]
 
 

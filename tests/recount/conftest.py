@@ -5,58 +5,31 @@ from pathlib import Path
 
 import pytest
 
-from recount.conversion import Recount
 from recount.evaluation import Evaluation
-from recount.models import Model, make_base, make_model, make_report
-from recount.training import Run
+from recount.models import make_base, make_model, make_report
 
 
 @pytest.fixture(scope="session")
-def model_of(made_once: Callable[..., Path]) -> Callable[[str], Model]:
-    """`model_of(kind)`: a model, converted and tuned, not to be changed."""
-
-    def place(folder: Path) -> Path:
-        return folder.parent / "recount"  # not within it: it is renamed, and records name paths
+def recount_of(made_once: Callable[..., Path]) -> Callable[..., Evaluation]:
+    """`recount_of(kind, report=False)`: a model, converted and tuned, with `report` also evaluated; read only."""
+    found: dict[str, Evaluation] = {}
 
     def base(folder: Path) -> None:
         place(folder).mkdir()
         make_base(place(folder))
 
-    def model(kind: str) -> Model:
-        root = place(made_once("recount-base", base))
-        made = Model(kind, root / kind)
-        made_once(f"recount-{kind}", lambda _: make_model(made))
-        return made
+    def place(folder: Path) -> Path:
+        return folder.parent / "recount"  # not within it: it is renamed, and records name paths
 
-    return model
-
-
-@pytest.fixture(scope="session")
-def run_of(model_of: Callable[[str], Model]) -> Callable[[str], Run]:
-    """`run_of(kind)`: the recount of its conversion and of its run."""
-    found: dict[str, Run] = {}
-
-    def run(kind: str) -> Run:
+    def recount(kind: str, report: bool = False) -> Evaluation:
         if kind not in found:
-            found[kind] = Run(Recount(model_of(kind)))
+            made = found[kind] = Evaluation(kind, place(made_once("recount-base", base)) / kind)
+            made_once(f"recount-{kind}", lambda _: make_model(made))
+        if report:
+            made_once(f"recount-{kind}-report", lambda _: make_report(found[kind]))
         return found[kind]
 
-    return run
-
-
-@pytest.fixture(scope="session")
-def evaluation_of(made_once: Callable[..., Path], run_of: Callable[[str], Run]) -> Callable[[str], Evaluation]:
-    """`evaluation_of(kind)`: the recount of its evaluation."""
-    found: dict[str, Evaluation] = {}
-
-    def evaluation(kind: str) -> Evaluation:
-        if kind not in found:
-            run = run_of(kind)
-            made_once(f"recount-{kind}-report", lambda _: make_report(run.recount.model))
-            found[kind] = Evaluation(run)
-        return found[kind]
-
-    return evaluation
+    return recount
 
 
 @pytest.fixture(autouse=True)

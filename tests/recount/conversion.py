@@ -1,9 +1,7 @@
 """What `conversion.json` and `lineage.json` of a converted model should hold."""
 
-import json
 import math
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,33 +16,30 @@ LENGTHS = (512, CONTEXT)  # that costs are stated at: the context, and usual one
 EDGES = (0, 512)  # positions at which figures of documents as long as CONTEXT are split
 
 
-class Recount:
-    """What is read once of a model's folders for all records; attributes are computed when they are first asked for."""
-
-    def __init__(self, model: Model):
-        self.model = model
+class Recount(Model):
+    """A model and what is computed of it for several records, when it is first asked for."""
 
     @cached_property
     def sources(self) -> list[Source]:
-        return read_sources(self.model.mixture, self.model.base)
+        return read_sources(self.mixture, self.base)
 
     @cached_property
-    def base(self) -> torch.nn.Module:
-        return network.load(self.model.base)
+    def base_network(self) -> torch.nn.Module:
+        return network.load(self.base)
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        return json.loads((self.model.converted / "config.json").read_text())
+        return self.read("moh", "config.json")
 
     @cached_property
-    def held_out(self) -> list[tuple[str, Window]]:
+    def proof_text(self) -> list[tuple[str, Window]]:
         """Held-out windows of the conversion, with the names of their sources."""
         return held_out_windows(self.sources, CONTEXT, HELDOUT_TOKENS)
 
     @cached_property
-    def converted(self) -> network.Comparison:
+    def proof(self) -> network.Comparison:
         """The converted model beside its base on these."""
-        return network.compare(network.load(self.model.converted), self.base, self.held_out)
+        return network.compare(network.load(self.converted), self.base_network, self.proof_text)
 
 
 def held_out_windows(sources: list[Source], length: int, tokens: int) -> list[tuple[str, Window]]:
@@ -93,31 +88,31 @@ def figures(found: network.Comparison) -> dict[str, Any]:
 
 def expected_conversion(recount: Recount) -> dict[str, Any]:
     """The whole of `conversion.json`."""
-    model, config = recount.model, recount.config
+    config = recount.config
     return {
         "moh_llm": PLACE,
         "versions": PLACE,
         "base": {
-            "name": str(model.base),
+            "name": str(recount.base),
             "revision": None,
-            "fingerprint": hashes.fingerprint(model.base),
-            "dense_sha256": hashes.hash_tensors(model.base, lambda name: True),
+            "fingerprint": hashes.fingerprint(recount.base),
+            "dense_sha256": hashes.hash_tensors(recount.base, lambda name: True),
         },
         "device": PLACE,
         "compute_dtype": "float32",
         "plan": _plan(recount),
-        **({} if "preset" in MADE[model.kind].options else {"calibration": _calibration(recount.sources)}),
+        **({} if "preset" in MADE[recount.kind].options else {"calibration": _calibration(recount.sources)}),
         "arithmetic": {
             "parameters": {
-                "dense": hashes.count(model.base),
-                "moh": hashes.count(model.converted),
-                "routers": hashes.count(model.converted, lambda name: ".router." in name),
-                "fallbacks": hashes.count(model.converted, lambda name: ".fallback." in name),
+                "dense": hashes.count(recount.base),
+                "moh": hashes.count(recount.converted),
+                "routers": hashes.count(recount.converted, lambda name: ".router." in name),
+                "fallbacks": hashes.count(recount.converted, lambda name: ".fallback." in name),
             },
             "forward_flops": {str(length): _flops(config, length) for length in LENGTHS},
         },
         "verification": _verification(recount),
-        "made": hashes.model_hashes(model.converted),
+        "made": hashes.model_hashes(recount.converted),
         "seconds": TIME,
         "peak_memory_mib": Exempt("memory"),
     }
@@ -125,13 +120,13 @@ def expected_conversion(recount: Recount) -> dict[str, Any]:
 
 def _plan(recount: Recount) -> dict[str, Any]:
     config, is_local = recount.config, recount.config["head_fallback"] == "local"
-    options = MADE[recount.model.kind].options
+    options = MADE[recount.kind].options
     active = costs.per_layer(config, "num_active_heads")
     asked = options.get("num_active_heads", 6)  # the paper's three quarters of 8
     assert sum(active) == asked * len(active)
     return {
         "preset": options.get("preset"),
-        "router_type": {"value": "linear", "local": "threshold", "paper": "query_norm"}[recount.model.kind],
+        "router_type": {"value": "linear", "local": "threshold", "paper": "query_norm"}[recount.kind],
         "routing_granularity": "head",
         "head_fallback": options.get("fallback", "none"),
         "shared": "importance" if is_local else "first",
@@ -164,7 +159,7 @@ def _flops(config: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def _verification(recount: Recount) -> dict[str, Any]:
-    found = recount.converted
+    found = recount.proof
     return {
         "dtype": "float32",
         "all_heads_active": {"equals_base": _is_base(recount), "tokens": CONTEXT * _rows_at_once(recount)},
@@ -191,21 +186,21 @@ def _by_position(found: network.Comparison) -> list[dict[str, Any]]:
 
 def _rows_at_once(recount: Recount) -> int:
     """Windows of the pass that proves equality: as many as are run at once, 2,048 tokens."""
-    return min(2048 // CONTEXT, len(recount.held_out))
+    return min(2048 // CONTEXT, len(recount.proof_text))
 
 
 @torch.no_grad()
 def _is_base(recount: Recount) -> bool:
     """Whether with all heads on the converted model's logits are the base's."""
-    moh = network.load(recount.model.converted)
+    moh = network.load(recount.converted)
     moh.set_active_heads(8)
-    ids = torch.from_numpy(np.stack([window.ids for _, window in recount.held_out[: _rows_at_once(recount)]]))
-    return torch.equal(moh(ids).logits, recount.base(ids).logits)
+    ids = torch.from_numpy(np.stack([window.ids for _, window in recount.proof_text[: _rows_at_once(recount)]]))
+    return torch.equal(moh(ids).logits, recount.base_network(ids).logits)
 
 
 def expected_lineage(recount: Recount) -> dict[str, Any]:
     """The whole of `lineage.json` of the converted model."""
-    base, made = recount.model.base, recount.model.converted
+    base, made = recount.base, recount.converted
     entry = {
         "kind": "conversion",
         "base": "base",
@@ -215,8 +210,3 @@ def expected_lineage(recount: Recount) -> dict[str, Any]:
         "made": hashes.model_hashes(made),
     }
     return {"entries": [entry]}
-
-
-def read_json(path: Path) -> Any:
-    """A record's content."""
-    return json.loads(path.read_text())

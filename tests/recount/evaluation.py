@@ -23,17 +23,17 @@ ABOUT = {  # of a benchmark: shots, metric, splits, rule of chance, chance of an
 LABELS = ("base", "model")
 
 
-class Evaluation:
+class Evaluation(Run):
     """Scores of each item of the smoke suite, by the base and by the tuned model."""
 
-    def __init__(self, run: Run):
-        self.run, self.model = run, run.recount.model
-        self.tokenizer = AutoTokenizer.from_pretrained(self.model.base)
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(self.base)
 
     @cached_property
     def scores(self) -> dict[str, dict[str, np.ndarray]]:
         """By benchmark and label, the score of each item, 0 or 1."""
-        networks = {"base": self.run.recount.base, "model": network.load(self.model.tuned)}
+        networks = {"base": self.base_network, "model": network.load(self.tuned)}
         return {
             name: {label: score(networks[label], self.tokenizer, found) for label in LABELS}
             for name, found in items().items()
@@ -108,7 +108,6 @@ def _figures(name: str, scores: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def expected_report(evaluation: Evaluation) -> dict[str, Any]:
     """The whole of `report.json`."""
-    model = evaluation.model
     return {
         "version": PLACE,
         "suite": {"name": "smoke", "title": Exempt("a title"), "columns": []},
@@ -127,13 +126,13 @@ def expected_report(evaluation: Evaluation) -> dict[str, Any]:
         "versions": PLACE,
         "command": Exempt("the command line"),
         "created": PLACE,
-        "analysis": {"model": analysis.expected(evaluation.tokenizer, model.tuned)},
-        "training": summary.expected(evaluation.run),
+        "analysis": {"model": analysis.expected(evaluation.tokenizer, evaluation.tuned)},
+        "training": summary.expected(evaluation),
     }
 
 
 def _base(evaluation: Evaluation) -> dict[str, Any]:
-    folder = evaluation.model.base
+    folder = evaluation.base
     return {
         "model": str(folder),
         "model_type": "llama",
@@ -147,7 +146,7 @@ def _base(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _model(evaluation: Evaluation) -> dict[str, Any]:
-    folder, config = evaluation.model.tuned, evaluation.run.recount.config
+    folder, config = evaluation.tuned, evaluation.config
     names = ("num_attention_heads", "num_shared_heads", "num_active_heads", "shared_heads", "router_type")
     names += ("router_score", "routing_granularity", "head_fallback")
     records = [folder / "conversion.json", folder / "lineage.json", folder.parent / "run.json"]

@@ -12,11 +12,11 @@ from recount.training import Run
 
 def expected_run(run: Run) -> dict[str, Any]:
     """The whole of `run.json`."""
-    model, sources = run.recount.model, run.recount.sources
+    sources = run.sources
     return {
         "status": "finished",
-        "config": _config(run.recipe, model.read("run", "run.json")["config"]),
-        "model": {"sha256": hashes.model_sha256(model.converted)},
+        "config": _config(run.recipe, run.read("run", "run.json")["config"]),
+        "model": {"sha256": hashes.model_sha256(run.converted)},
         "data": {source.name: _data(source) for source in sources},
         "mixture": "recounted",
         "reference": {"kind": "base", "own": True, "base": None},
@@ -34,14 +34,14 @@ def expected_run(run: Run) -> dict[str, Any]:
         "balance_coefficient": training.BETAS[run.kind],
         "versions": PLACE,
         "evaluation": run.saved,
-        "made": hashes.model_hashes(model.tuned),
-        "model_files": {name: file for name, file in hashes.files_of(model.tuned).items() if name != "README.md"},
+        "made": hashes.model_hashes(run.tuned),
+        "model_files": {name: file for name, file in hashes.files_of(run.tuned).items() if name != "README.md"},
     }
 
 
 def parameters(run: Run) -> dict[str, int]:
     """Numbers in the student's weights, and in those that are trained, by kind."""
-    folder, kinds = run.recount.model.converted, {"routers": ".router.", "fallbacks": ".fallback."}
+    folder, kinds = run.converted, {"routers": ".router.", "fallbacks": ".fallback."}
 
     def count(part: str) -> int:
         return hashes.count(folder, lambda name: part in name and training.is_trained(run, name))
@@ -55,9 +55,9 @@ def parameters(run: Run) -> dict[str, int]:
 def receipt(run: Run) -> dict[str, Any]:
     """Of each source what the run has read."""
     size = run.recipe["data"]["batch_size"]
-    taken = [sequence_of(run.recount.sources, number, SEQUENCE, 0)[0] for number in range(STEPS * size)]
+    taken = [sequence_of(run.sources, number, SEQUENCE, 0)[0] for number in range(STEPS * size)]
     found = {}
-    for source in run.recount.sources:
+    for source in run.sources:
         count, has = taken.count(source.name), len(source.train) // SEQUENCE
         found[source.name] = {
             "weight": Near(source.share, 6e-7),
@@ -71,7 +71,7 @@ def receipt(run: Run) -> dict[str, Any]:
 
 def expected_lineage(run: Run) -> dict[str, Any]:
     """The whole of the tuned model's `lineage.json`."""
-    recipe, model = run.recipe, run.recount.model
+    recipe = run.recipe
     objective = recipe.get("objective", {}).get("kind", "distillation")
     entry = {
         "kind": "run",
@@ -83,10 +83,10 @@ def expected_lineage(run: Run) -> dict[str, Any]:
         "teacher": "base" if objective == "distillation" else None,
         "lora_rank": None,
         "freeze_base": recipe.get("freeze_base", False),
-        "began_with": hashes.model_hashes(model.converted),
-        "made": hashes.model_hashes(model.tuned),
+        "began_with": hashes.model_hashes(run.converted),
+        "made": hashes.model_hashes(run.tuned),
     }
-    return {"entries": [*conversion.expected_lineage(run.recount)["entries"], entry]}
+    return {"entries": [*conversion.expected_lineage(run)["entries"], entry]}
 
 
 def _config(asked: Any, recorded: Any) -> Any:

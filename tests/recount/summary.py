@@ -24,7 +24,7 @@ def _run(run: Run) -> dict[str, Any]:
     marks = {"first": losses[0], "last": losses[-1], "lowest": lowest}
     return {
         "name": "run",
-        "folder": str(run.recount.model.run),
+        "folder": str(run.run),
         "status": "finished",
         "seed": 0,
         "steps": STEPS,

@@ -25,38 +25,33 @@ def kind(request):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_record_of_the_conversion(kind, run_of):
-    recount = run_of(kind).recount
-    found, expected = recount.model.read("moh", "conversion.json"), conversion.expected_conversion(recount)
-    check(found, expected, "conversion")
-    found, expected = recount.model.read("moh", "lineage.json"), conversion.expected_lineage(recount)
-    check(found, expected, "lineage")
-    check(recount.model.read("moh", "seal.json"), hashes.expected_seal(recount.model.converted), "seal")
+def test_the_record_of_the_conversion(kind, recount_of):
+    recount = recount_of(kind)
+    check(recount.read("moh", "conversion.json"), conversion.expected_conversion(recount), "conversion")
+    check(recount.read("moh", "lineage.json"), conversion.expected_lineage(recount), "lineage")
+    check(recount.read("moh", "seal.json"), hashes.expected_seal(recount.converted), "seal")
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_log_of_the_run(kind, run_of):
-    run = run_of(kind)
-    log = [json.loads(line) for line in (run.recount.model.run / "log.jsonl").read_text().splitlines()]
+def test_the_log_of_the_run(kind, recount_of):
+    run = recount_of(kind)
+    log = [json.loads(line) for line in (run.run / "log.jsonl").read_text().splitlines()]
     check(log, run.log, "log")
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_record_of_the_run(kind, run_of):
-    run = run_of(kind)
-    model = run.recount.model
-    check(model.read("run", "run.json"), run_record.expected_run(run), "run")
-    found, expected = model.read("run", "model", "lineage.json"), run_record.expected_lineage(run)
-    check(found, expected, "lineage")
-    check(model.read("run", "model", "seal.json"), hashes.expected_seal(model.tuned), "seal")
+def test_the_record_of_the_run(kind, recount_of):
+    run = recount_of(kind)
+    check(run.read("run", "run.json"), run_record.expected_run(run), "run")
+    check(run.read("run", "model", "lineage.json"), run_record.expected_lineage(run), "lineage")
+    check(run.read("run", "model", "seal.json"), hashes.expected_seal(run.tuned), "seal")
 
 
 @pytest.mark.parametrize("kind", REPORTS)
 @pytest.mark.usefixtures("one_thread")
-def test_the_report_of_the_evaluation(kind, evaluation_of):
-    found = evaluation_of(kind)
-    report = found.model.read("report", "report.json")
-    check(report, evaluation.expected_report(found), "report")
+def test_the_report_of_the_evaluation(kind, recount_of):
+    found = recount_of(kind, report=True)
+    check(found.read("report", "report.json"), evaluation.expected_report(found), "report")
 
 
 def test_a_field_that_is_wrong_unknown_or_missing_is_named():

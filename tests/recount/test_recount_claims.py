@@ -6,7 +6,6 @@ from cards import check_card
 import moh_llm
 from moh_llm.hub.card import build_card
 from recount.claims import Facts, faults
-from recount.evaluation import Evaluation
 from recount.models import SEQUENCE, STEPS
 
 QUICK = (("value", False), ("local", True))
@@ -19,17 +18,16 @@ STAGES = [
 
 @pytest.mark.parametrize(("kind", "tuned"), STAGES)
 @pytest.mark.usefixtures("one_thread")
-def test_claims_state_what_is_so(kind, tuned, model_of, run_of, evaluation_of):
-    found = evaluation_of(kind) if tuned else Evaluation(run_of(kind))
-    model = found.model
-    card = build_card(model.tuned if tuned else model.converted, None, evaluation=model.report if tuned else None)
+def test_claims_state_what_is_so(kind, tuned, recount_of):
+    found = recount_of(kind, report=tuned)
+    card = build_card(found.tuned if tuned else found.converted, None, evaluation=found.report if tuned else None)
     (title, body), *sections = check_card(card).items()
     wrong = [*faults({title: body.partition("\n## ")[0], **dict(sections)}, Facts(found, tuned))]
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_tuned_model_that_is_converted_again_keeps_its_training(model_of, tmp_path):
-    model = model_of("local")
+def test_a_tuned_model_that_is_converted_again_keeps_its_training(recount_of, tmp_path):
+    model = recount_of("local")
     moh_llm.convert(model.tuned, output=tmp_path / "again", preset="paper", heldout_tokens=0)
     card = (tmp_path / "again" / "README.md").read_text()
     tokens = STEPS * model.recipe["data"]["batch_size"] * SEQUENCE

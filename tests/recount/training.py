@@ -1,7 +1,6 @@
 """What the log of a run should hold: its losses from the checkpoint before each step, its scores from that after."""
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,30 +24,19 @@ RATES = {
 }
 
 
-@dataclass
-class Run:
+class Run(Recount):
     """A run's weights at each step, and the text that it reads."""
-
-    recount: Recount
-
-    @cached_property
-    def recipe(self) -> dict[str, Any]:
-        return self.recount.model.recipe
-
-    @property
-    def kind(self) -> str:
-        return self.recount.model.kind
 
     @cached_property
     def held_out(self) -> list[tuple[str, Window]]:
         tokens = self.recipe["evaluation"]["max_tokens"]
-        return conversion.held_out_windows(self.recount.sources, SEQUENCE, tokens)
+        return conversion.held_out_windows(self.sources, SEQUENCE, tokens)
 
     def model_at(self, step: int) -> torch.nn.Module:
         """The model after so many steps."""
-        model = network.load(self.recount.model.converted)
+        model = network.load(self.converted)
         if step:
-            weights = read_checkpoint(self.recount.model.run / "checkpoints" / f"step-{step:06d}")
+            weights = read_checkpoint(self.run / "checkpoints" / f"step-{step:06d}")
             weights = {name: weight for name, weight in weights.items() if not name.startswith("exp_avg")}
             assert not model.load_state_dict(weights, strict=False).unexpected_keys
         return model
@@ -57,14 +45,14 @@ class Run:
         """The sequences that a step reads, with the names of their sources."""
         size, seed = self.recipe["data"]["batch_size"], self.recipe.get("seed", 0)
         numbers = range((step - 1) * size, step * size)
-        return [sequence_of(self.recount.sources, number, SEQUENCE, seed) for number in numbers]
+        return [sequence_of(self.sources, number, SEQUENCE, seed) for number in numbers]
 
     @cached_property
     def scored(self) -> dict[int, network.Comparison]:
         """The model beside its base at the steps that are scored."""
         every = self.recipe["evaluation"]["eval_steps"]
         return {
-            step: network.compare(self.model_at(step), self.recount.base, self.held_out)
+            step: network.compare(self.model_at(step), self.base_network, self.held_out)
             for step in range(0, STEPS + 1, every)
         }
 
@@ -76,10 +64,10 @@ class Run:
     @cached_property
     def saved(self) -> dict[str, Any]:
         """Scores of the saved model beside the base, as it is and with all heads on."""
-        saved = network.load(self.recount.model.tuned)
-        found = scores(network.compare(saved, self.recount.base, self.held_out))
+        saved = network.load(self.tuned)
+        found = scores(network.compare(saved, self.base_network, self.held_out))
         saved.set_active_heads(8)
-        dense = conversion.figures(network.compare(saved, self.recount.base, self.held_out))
+        dense = conversion.figures(network.compare(saved, self.base_network, self.held_out))
         names = ("perplexity", "kl", "kl_interval", "top1_agreement")
         found |= {"dtype": "float32", "all_heads": {name: dense[name] for name in names}}
         return found | ({} if self.kind == "paper" else {"floor": Near(0.0, 1e-6)})
@@ -87,7 +75,7 @@ class Run:
 
 def _log(run: Run) -> list[dict[str, Any]]:
     first = {"step": 0, "validation": in_training(run, 0), "routing": _routing(run, 0)}
-    lines, read = [first], {source.name: 0 for source in run.recount.sources}
+    lines, read = [first], {source.name: 0 for source in run.sources}
     for step in range(1, STEPS + 1):
         sequences = run.sequences(step)
         for source, window in sequences:
@@ -132,7 +120,7 @@ def _rates(run: Run, step: int) -> dict[str, float]:
 
 def _heads(run: Run, step: int) -> list[int]:
     """Heads that a step has on by layer: over `anneal_steps` they fall from all to the plan's."""
-    planned, anneal = costs.per_layer(run.recount.config, "num_active_heads"), 0
+    planned, anneal = costs.per_layer(run.config, "num_active_heads"), 0
     anneal = run.recipe["schedule"].get("anneal_steps", 0)
     if step > anneal:
         return planned
@@ -143,7 +131,7 @@ def chosen(run: Run, layer: int, scores: torch.Tensor, active: int) -> torch.Ten
     """Which of its routed heads a token has on by the router's scores `[T, U]`, bool."""
     if run.kind == "local":
         return scores > 0
-    number = active - len(costs.shared_heads(run.recount.config)[layer])
+    number = active - len(costs.shared_heads(run.config)[layer])
     return torch.zeros_like(scores).scatter(-1, scores.topk(number).indices, 1.0).bool()
 
 
@@ -163,7 +151,7 @@ def _losses(run: Run, step: int, sequences: list[Window]) -> dict[str, Any]:
             passes.append(own)
             on.append(heads_on(own))
             with torch.no_grad():
-                other = network.run(run.recount.base, ids)
+                other = network.run(run.base_network, ids)
             p, q = own.logits[:-1].log_softmax(-1), other.logits[:-1].log_softmax(-1)
             tokens += len(p)
             sums["cross_entropy"] = sums["cross_entropy"] - p[torch.arange(len(p)), torch.from_numpy(ids)[1:]].sum()
@@ -232,10 +220,10 @@ def _routing(run: Run, step: int) -> dict[str, Any]:
     loads, entropies, changed = [], [], []
     passes = run.scored[step].passes
     # Of a document's first tokens, which have all heads on, none chooses.
-    until = costs.all_heads_until(run.recount.config)
+    until = costs.all_heads_until(run.config)
     chooses = torch.cat([torch.arange(len(one.logits)) >= until for one in passes])
-    for layer, active in enumerate(costs.per_layer(run.recount.config, "num_active_heads")):
-        if active == 8 or not costs.routed(run.recount.config, layer):  # the same heads for all tokens
+    for layer, active in enumerate(costs.per_layer(run.config, "num_active_heads")):
+        if active == 8 or not costs.routed(run.config, layer):  # the same heads for all tokens
             loads.append([])
             entropies.append(None)
             changed.append(None)
