@@ -14,10 +14,10 @@ VERSION = 2
 
 
 class Value(Record):
-    """A mean over items, its standard error as of lm-eval, and its 95 % interval, both None for a single item.
+    """A mean over items, lm-eval's standard error, and a 95 % interval; both are None for a single item.
 
-    The error is 0 where no item differs; the interval never is of width 0 (`statistics.mean_interval`), and may reach
-    beyond the values that a mean can have: reports cut it there.
+    The error is 0 where all items are equal; the interval is never empty (`statistics.mean_interval`). It may reach
+    beyond the values that a mean can have; reports cut it there.
     """
 
     value: float
@@ -26,12 +26,12 @@ class Value(Record):
 
 
 class Share(Record):
-    """Share of a base's figure that a model keeps.
+    """Share of the base's figure that a model keeps.
 
     Attributes:
         share: None where the base's figure is not above 0.
-        interval: None where that of a figure is unknown, or the base's figure is not clear of 0.
-        base_errors: in the latter case, how many standard errors the base's figure lies above 0.
+        interval: None where the base's figure is not clearly above 0, or one of the figures has no interval.
+        base_errors: number of standard errors that the base's figure lies above 0, where it is not clearly above.
     """
 
     share: float | None
@@ -44,11 +44,10 @@ class Figures(Value):
 
     Attributes:
         tasks: value and number of items of each lm-eval task.
-        margin: the score less what guessing scores.
+        margin: the score minus the score of guessing.
         delta: difference to the base on the same items.
-        recovery: share of the base's score.
-        at_chance: whether the base's own margin may be 0; then there is no share of it.
-        margin_kept: share of the base's margin.
+        recovery, margin_kept: shares of the base's score and of its margin.
+        at_chance: whether the base's margin may be 0; then there is no share of it.
         samples: path of the log of all items, relative to the report's folder.
     """
 
@@ -66,12 +65,12 @@ class Figures(Value):
 
 
 class Row(Record):
-    """A benchmark, and the figures of each model that has a score on it, by the model's label.
+    """A benchmark, and the figures of each model that was scored on it, by the model's label.
 
     Attributes:
-        data_sha256: of local data; None for data of the Hub, which its ``revision`` names.
+        data_sha256: hash of local data; None for data of the Hub, which ``revision`` identifies.
         items_in_full: number of items of the complete benchmark.
-        chance: what guessing scores; None where that is unknown.
+        chance: the score of guessing; None where it is unknown.
         published: the paper's figures by column.
     """
 
@@ -102,8 +101,8 @@ class MarginAverage(Share):
 
     Attributes:
         model, base: the mean margins; None where no benchmark is left.
-        over, total: number of benchmarks it is over, and of all in the average.
-        at_chance, unknown: names of those left out.
+        over, total: numbers of benchmarks in the mean, and in the average.
+        at_chance, unknown: names of the benchmarks that are left out.
     """
 
     model: float | None
@@ -235,18 +234,13 @@ class EvaluationRecord(Record):
 def read_evaluation(folder: Path) -> EvaluationRecord:
     """Read the record that `moh-llm evaluate` wrote into ``folder``.
 
-    Raises UserError for a folder that is missing or holds no report, a report of something else, one that is damaged,
-    and one of an older version.
+    Raises UserError where the folder holds no report, or a report of training runs or of another version.
     """
     path = folder / "report.json"
-    if not folder.is_dir():
-        found = "is a file" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {found}; name a folder that `moh-llm evaluate` wrote")
     if not path.is_file():
-        raise UserError(f"{folder} holds no report.json; name a folder that `moh-llm evaluate` wrote")
+        found = "holds no report.json" if folder.is_dir() else "is not a folder"
+        raise UserError(f"{folder} {found}; name a folder that `moh-llm evaluate` wrote")
     record = read_json(path)
-    if isinstance(record, dict) and "comparison" in record:
-        raise UserError(f"{path} is of training runs (`moh-llm report`); name a folder that `moh-llm evaluate` wrote")
     if not isinstance(record, dict) or "benchmarks" not in record:
         raise UserError(f"{path} is not the report of an evaluation; name a folder that `moh-llm evaluate` wrote")
     if record.get("version") != VERSION:

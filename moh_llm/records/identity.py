@@ -1,9 +1,12 @@
-"""What identifies a model, by its hashes.
+"""Hashes that identify a model, and whether the records in its folder describe it.
 
-`identify` reads everything that decides what a model answers, and is what a run or a stored score belongs to.
-`hash_model` reads the tensors, however they are laid out in files, and the head plan, and is what a record of figures
-belongs to and a lineage follows. `fingerprint` reads samples of the files: it finds in an instant that a folder still
-holds a known base, and where it differs, `hash_weights` decides.
+`identify` hashes everything that decides what a model answers: runs and stored scores belong to it. `hash_model` hashes
+the tensors, however they are laid out in files, and the head plan: records of figures and lineages belong to these.
+`fingerprint` reads samples of the files, to see in an instant that a folder still holds a known base; where it differs,
+`hash_weights` decides.
+
+A folder may change after its records were written: a file is damaged or edited, another program saves the weights, or a
+record comes from another folder. `read_records` then says so, and gives no figures.
 """
 
 import functools
@@ -55,10 +58,10 @@ class Identity:
     """Hashes that identify a model.
 
     Attributes:
-        sha256: of all that decides its answers: weights, config, tokenizer; of a Hub's model: of its id and commit.
-        weights: SHA-256 of its tensors, of dense and routing `WeightHashes`; None for a model on the Hub.
-        plan: `WeightHashes.plan`; None for a dense model, too.
+        sha256: hash of weights, config and tokenizer; for a model on the Hub, of its id and commit.
+        weights: hash of dense and routing `WeightHashes`; None for a model on the Hub.
         revision: commit of a model on the Hub; None for a folder.
+        plan: `WeightHashes.plan`; None for a dense model and on the Hub.
     """
 
     sha256: str
@@ -68,7 +71,7 @@ class Identity:
 
 
 def identify(model: str) -> Identity:
-    """Read all of a model's folder that decides its answers, about a second per GB, or the Hub's commit of it.
+    """Hash a model's folder, about a second per GB, or look up the commit of a model on the Hub.
 
     Raises:
         UserError: the folder's weights cannot be read.
@@ -86,7 +89,7 @@ def identify(model: str) -> Identity:
 
 
 def hash_model(folder: Path) -> WeightHashes:
-    """The hashes of a model's folder: of its tensors and of its head plan. All is read, about a second per GB.
+    """Hash the tensors and the head plan of a model's folder, about a second per GB.
 
     A folder whose files are as they were sealed has the hashes of its seal.
 
@@ -160,7 +163,7 @@ def _describe_tensors(shard: Path) -> tuple[tuple[str, str], ...]:
 
 @functools.lru_cache(maxsize=1024)  # files; a start asks for the hashes of one model several times
 def _read_tensors(shard: Path, size: int, modified: int, changed: int) -> tuple[tuple[str, str], ...]:
-    """The same of a file that has not changed since, by its size in bytes and its times in ns."""
+    """`_describe_tensors`, cached for a file of this size in bytes and with these times in ns."""
     with shard.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -193,14 +196,14 @@ _UNSEALED = "it has no seal.json, so whether its files are as they were written 
 
 @dataclass(frozen=True)
 class FolderRecords:
-    """The records of a model's folder that are of the model in it.
+    """The records of a model's folder, as far as they describe the model in it.
 
     Attributes:
         model: hashes of that model.
-        conversion: its conversion; without figures where `changed`, and None where it cannot be trusted to name a base.
+        conversion: its conversion; without figures where `changed`, and None where it may name a wrong base.
         chain: its lineage.
-        changed: why the records are not of this model; None where they are.
-        note: what else its reader should know: there is no seal, or files were edited that may be.
+        changed: why the records do not describe this model; None where they do.
+        note: a remark for the user: there is no seal, or files were edited that may be.
     """
 
     model: WeightHashes
@@ -210,14 +213,14 @@ class FolderRecords:
     note: str | None = None
 
     def without_figures(self, changed: str) -> "FolderRecords":
-        """The same with no more of the conversion than the base that it names; ``changed`` says why."""
+        """These records with only the base and vocabulary of the conversion; ``changed`` says why."""
         kept = self.conversion and Conversion(
             base=self.conversion.base, vocabulary=self.conversion.vocabulary, set_aside=changed
         )
         return replace(self, conversion=kept, changed=changed)
 
     def lines(self, name: str) -> list[str]:
-        """What to tell the user of it, a line each; ``name`` is what the model is called."""
+        """Lines for the user; ``name`` is what the model is called."""
         found = []
         if self.changed:
             found.append(f"warning: {name}: {self.changed}; of its records only the base's name is used")
@@ -225,11 +228,11 @@ class FolderRecords:
 
 
 def read_records(folder: Path, licences: bool = False) -> FolderRecords:
-    """Read a model's folder, all of its weights, and its records.
+    """Hash a model's folder, and read its records.
 
     Args:
         folder: the model's.
-        licences: whether an edited licence is a change, too.
+        licences: whether an edited licence counts as a change.
 
     Raises:
         UserError: weights or config cannot be read, or a record that nobody changed is malformed.
@@ -251,7 +254,7 @@ def read_records(folder: Path, licences: bool = False) -> FolderRecords:
 
 
 def _find_mismatch(model: WeightHashes, conversion: Conversion | None, chain: Chain) -> str | None:
-    """Why conversion and lineage are not of the model with these hashes; None where they are, or there are none."""
+    """Why conversion or lineage do not describe the model with these hashes; None where they do."""
     last = chain.entries[-1].made if chain.entries else conversion and conversion.made
     if last and model.plan is None:  # the dense model inside, which goes by the lineage of the MoH one
         last = WeightHashes(dense=last.dense, routing=model.routing)

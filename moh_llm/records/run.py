@@ -25,7 +25,7 @@ class ReferenceMark(Record):
 
 
 class DenseScores(Record):
-    """Scores of the model with all heads on: how far training moved its dense part from the reference."""
+    """Scores with all heads on: how far training moved the dense weights from the reference."""
 
     perplexity: float
     kl: float
@@ -34,18 +34,16 @@ class DenseScores(Record):
 
 
 class Scores(Record):
-    """Scores on held-out text; those against the reference only where there is one.
+    """Scores on held-out text. Scores against the reference are None where there is none.
 
     Attributes:
-        tokens, documents: predicted tokens, and the documents that they are of.
-        perplexity, reference_perplexity: the model's and the reference's.
+        tokens, documents: numbers of predicted tokens and of their documents.
         reference: which model the reference is.
         kl: KL to the reference in nats per token.
-        ratio_interval, kl_interval: 95 % intervals over documents (`moh_llm.intervals`); None for fewer than 5.
+        ratio_interval, kl_interval: 95 % intervals over documents (`moh_llm.intervals`); None below 5 documents.
         top1_agreement: share of tokens whose most likely prediction is the reference's.
         floor: KL of the untrained model with all heads on.
-        dtype: that both were scored in, of the saved model.
-        all_heads: of the saved model.
+        dtype, all_heads: of the saved model alone: the dtype of both models, and the scores with all heads on.
     """
 
     tokens: int
@@ -68,16 +66,17 @@ class Scores(Record):
 
 
 class Routing(Record):
-    """Router statistics on all tokens of the held-out text, by layer.
+    """Router statistics by layer, over all tokens of the held-out text.
+
+    A layer in which the same heads are on for all tokens has an empty `load`, and None for `entropy` and `changed`.
 
     Attributes:
-        load: share of tokens that select each routed head, by its score: tokens that have all heads on, too; empty for
-            a layer in which none chooses, since the same heads are on for all tokens.
-        entropy: of the mean softmax score, over its maximum; None below two routed groups, or where none chooses.
-        dead_heads: how many heads no token selects, of those of `load`.
-        changed: share of tokens with other heads than when training began, of those that have not all heads on anyway;
-            None for a layer in which none chooses; None before a step was made.
-        heads_read: how many heads a token has on, mean over layers; first tokens that have all on are counted.
+        load: share of tokens whose scores select each routed head.
+        entropy: entropy of the mean softmax score over its maximum; None below two routed groups.
+        dead_heads: number of heads of `load` that no token selects.
+        changed: share of tokens whose heads differ from those when training began, of the tokens that may have heads
+            off; None as a whole before the first step.
+        heads_read: heads that a token has on, mean over layers and tokens.
     """
 
     load: list[list[float]]
@@ -108,21 +107,17 @@ class RunRecord(Record):
     Attributes:
         status: ``finished`` only when ``model_files`` were read back from disk.
         config: the recipe.
-        model: what the run began with.
-        data: what identifies the tokens, once they were opened.
-        mixture: the name of their mixture; null in records without it.
-        reference: what its figures are against; null where there is nothing.
-        steps, tokens, seconds: what was trained, of a finished run.
+        model: the model that the run began with.
+        data: what identifies the tokens; ``mixture``: the name of their mixture; ``tokens_in``: their folder.
+        reference: the model that the run is compared with, if any.
+        steps, tokens, seconds: how long a finished run trained.
         data_read: the receipt of what was read, by source.
-        tokens_in: the folder of the tokens, on the machine that trained.
-        device, device_name, compute_dtype, processes, versions: what trained, on what, with what.
-        attention_backend: which of `moh_llm.attention` a layer with heads off takes on that device, without gradients.
-        parameters: how many numbers the student has (``total``) and how many are trained: all, and of the base, of
-            adapters, of routers and of fallbacks.
+        attention_backend: the backend of `moh_llm.attention` for layers with heads off, without gradients.
+        parameters: numbers of weights: ``total``, ``trained``, and ``trained_`` of base, adapters, routers, fallbacks.
         balance_coefficient: weight of the load-balance loss; None where the model's routers have no such loss.
         evaluation: scores of the saved model.
-        model_files: the files of ``OUTPUT/model`` by name, of a finished run; its seal is not among them.
-        made: the model that the run made, which the scores are of.
+        model_files: the files of ``OUTPUT/model`` by name, without its seal.
+        made: hashes of the saved model.
     """
 
     status: Literal["new", "running", "finished"]
@@ -152,11 +147,10 @@ class RunRecord(Record):
 class LogLine(Record):
     """A line of `OUTPUT/log.jsonl`: a step, or the scores before the first one (step 0, without a loss).
 
-    Losses, rates and the gradient's norm are further numbers of a step; None where they are not finite.
+    Other losses, learning rates and the gradient's norm are further numbers of a step; None where they are not finite.
 
     Attributes:
-        heads_asked: heads per token that the step's budgets ask for, mean over layers.
-        heads_read: heads that a token of the step had on, mean over layers.
+        heads_asked, heads_read: heads per token that the budgets ask for, and that were on; mean over layers.
     """
 
     step: int = Field(ge=0)

@@ -1,10 +1,9 @@
-"""The seal of a model's folder, `seal.json`: what its files were when they were made.
+"""The seal of a model's folder, `seal.json`: sizes and hashes of its files when they were written.
 
-    write_seal(folder, hash_model(folder))     whoever made the folder
-    broken = find_changes(folder)              whoever reads it: {"model.safetensors": "was changed (..."}
+    write_seal(folder, hash_model(folder))                  # after the folder was written
+    changes = find_changes(folder, read_seal(folder))       # {"model.safetensors": "was changed (...)"}
 
-A file that changed since, by a damaged disk or by hand, is found before anything is computed from it. Files that people
-edit are marked, too, but a change of them is no fault.
+Steps check it before they compute anything from the files. Changes of files that people edit (`EDITABLE`) are no fault.
 """
 
 import functools
@@ -37,13 +36,11 @@ class FileMark(Record):
 class WeightHashes(Record):
     """Hashes of a model that do not depend on how its tensors are laid out in files.
 
-    The first two are SHA-256 over name, dtype, shape and bytes of each tensor, in the order of their names.
-
     Attributes:
-        dense: of the tensors that the dense model has, too.
-        routing: of those of routers and fallbacks.
-        plan: of the config's fields that decide which heads are on and what a layer computes
-            (`moh_llm.records.identity.hash_plan`); None of a dense model, and in records of earlier versions.
+        dense: SHA-256 over name, dtype, shape and bytes of each tensor of the dense model, ordered by name.
+        routing: the same over the tensors of routers and fallbacks.
+        plan: hash of the config's fields that decide what a layer computes (`moh_llm.records.identity.hash_plan`);
+            None for a dense model, and in records of earlier versions.
     """
 
     dense: str
@@ -51,7 +48,7 @@ class WeightHashes(Record):
     plan: str | None = None
 
     def difference(self, other: "WeightHashes") -> str | None:
-        """What differs, in words; None where both are of one model. An unknown plan differs from none."""
+        """What differs, in words; None where nothing does. An unknown plan equals every plan."""
         if self.dense != other.dense:
             return "weights of the dense part"
         if self.routing != other.routing:
@@ -88,13 +85,14 @@ def read_seal(folder: Path) -> Seal | None:
 
 
 def find_changes(folder: Path, seal: Seal, licences: bool = False) -> dict[str, str]:
-    """Which files are not what was sealed, and how: ``{"config.json": "was changed (1,595 bytes instead of 1,596)"}``.
+    """Files that differ from the seal, and how: ``{"config.json": "was changed (1,595 bytes instead of 1,596)"}``.
+
+    Code is not checked here: this package runs its own, and `moh_llm.hub.checks.other_code` compares the two.
 
     Args:
         folder: the model's.
         seal: its seal.
-        licences: check their texts, too, which no step computes from. Code is not checked here: this package runs its
-            own, and `moh_llm.hub.checks.other_code` compares it with that.
+        licences: whether to check licences, too.
     """
     checked = (name for name in seal.files if not name.endswith(".py"))
     names = [name for name in checked if licences or not name.startswith(LICENCE_NAMES)]
@@ -114,12 +112,12 @@ def mark_files(folder: Path, names: Container[str] | None = None) -> dict[str, F
 
 
 def find_fault(folder: Path, files: Mapping[str, FileMark]) -> str | None:
-    """Which of ``files``, as `mark_files` gave them, is missing or has other bytes; None: they are as they were."""
+    """The first of ``files`` that is missing or differs from its mark, and how; None where all are as marked."""
     return next((f"{name} {fault}" for name, mark in files.items() if (fault := _fault(folder / name, mark))), None)
 
 
 def describe_changes(changes: Mapping[str, str], names: Collection[str]) -> str:
-    """The first of some changed files and how it changed, and how many more there are."""
+    """The first of the changed files ``names`` and how it changed, and the number of the others."""
     first, more = next(iter(names)), len(names) - 1
     return f"{first} {changes[first]}" + (f" (and {more} more files changed)" if more else "")
 
@@ -139,5 +137,5 @@ def _sha256(path: Path) -> str:
 
 @functools.lru_cache(maxsize=4096)  # files; a start asks for the same folder several times
 def _sha256_of(path: Path, size: int, modified: int, changed: int) -> str:
-    """The hash of a file that has not changed since, by its size in bytes and its times in ns."""
+    """`_sha256`, cached for a file of this size in bytes and with these times in ns."""
     return sha256(path)
