@@ -33,7 +33,7 @@ def test_what_was_written_is_read(one, tmp_path: Path) -> None:
     ("content", "message"),
     [
         ([], "is not the report of an evaluation"),
-        ({"runs": [], "comparison": []}, "is of training runs"),
+        ({"runs": [], "comparison": []}, "is not the report of an evaluation"),
         ({"benchmarks": [], "version": 1}, "is of another version of moh-llm; evaluate again"),
         ({"benchmarks": [], "version": 2}, "report.json lacks suite"),
         (None, "holds no report.json"),
