@@ -1,7 +1,6 @@
-"""The lines of `log.jsonl`, and where they are shown: on the terminal and in trackers.
+"""The lines of `log.jsonl`, which the terminal and trackers show, too.
 
-`log.jsonl` is the record of a run. Trackers (TensorBoard, Weights & Biases, trackio, others that accelerate knows)
-show the same numbers while it runs.
+Trackers are TensorBoard, Weights & Biases, trackio, and others that accelerate knows.
 """
 
 import math
@@ -37,10 +36,15 @@ def step_line(
 ) -> LogLine:
     """One line of the log. All but ``timing`` is the same however often the run was interrupted.
 
-    Numbers that are not finite are None. ``beta`` is the weight of the load-balance loss; None: there is none.
-    ``rates`` are the learning rates of what is trained, by their names in the log, and ``heads`` the heads that each
-    layer's budget asks for. ``peak_rate`` is the tokens/s that the devices would reach
-    at their peak, if it is known; the share of it that was reached is the model FLOPs utilisation.
+    Numbers that are not finite become None.
+
+    Args:
+        step, losses, gradient_norm, config: the step, what it measured, and the recipe.
+        beta: weight of the load-balance loss; None: there is none.
+        rates: learning rates by their names in the log.
+        heads: heads that each layer's budget asks for.
+        began: when the step began, by `time.perf_counter`.
+        peak_rate: tokens/s at the devices' peak, where it is known, for the model FLOPs utilisation.
     """
     seconds = time.perf_counter() - began
     objective = config.objective

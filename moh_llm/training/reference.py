@@ -1,8 +1,8 @@
-"""What a run begins with: the weights of its model, their lineage, and the model that the run is compared with.
+"""What a run begins with: the weights of its model, their lineage, and the reference.
 
-That model, the reference, teaches in distillation, and every ratio and KL of the run is against it. It is the base,
-the checkpoint that the model's conversion names. Only where that cannot be had it is the model that the run began
-with, all heads on; then no figure of the run is called one of the base.
+The reference is the teacher in distillation, and every ratio and KL of the run compares with it. It is the base, the
+checkpoint that the model's conversion names. Only where the base is not available it is the model that the run began
+with, all heads on; then no figure of the run mentions the base.
 """
 
 from dataclasses import dataclass, replace
@@ -37,10 +37,10 @@ class Reference:
 
     Attributes:
         kind: "base", the checkpoint that the conversion names, or "start", the model the run began with, all heads on.
-        own: whether the model that the run began with computes the same with all heads on: it is that model, or its
-            dense weights have the hash that the conversion recorded of the base. It then needs no other weights.
-        base: the base's files, where it is not ``own``.
-        source: where it comes from, or why it is not the base, for the user to read.
+        own: whether it needs no other weights: it is the model that the run began with, or that model's dense weights
+            have the hash that the conversion recorded of the base.
+        base: the base's files, unless it is ``own``.
+        source: where it comes from, or why it is not the base, for the user.
     """
 
     kind: ReferenceKind
@@ -50,7 +50,7 @@ class Reference:
 
     @property
     def described(self) -> str:
-        """The reference and its origin, for the user to read."""
+        """The reference and its origin, for the user."""
         return REFERENCES[self.kind] + (self.source and f", {self.source}")
 
     def mark(self) -> ReferenceMark:
@@ -64,9 +64,9 @@ class StartingPoint:
 
     Attributes:
         records: the model's hashes, its lineage, and its conversion.
-        reference: None where there is nothing to compare with: a model from scratch, or one with weighted scores,
-            which with all heads on is not its dense form.
-        mixture: the name of the text's mixture; None: not known, and its file or folder stands for it.
+        reference: None where there is nothing to compare with: a model from scratch, or a model with weighted scores,
+            which is not its dense form with all heads on.
+        mixture: the name of the text's mixture; None: unknown, and the file or folder names it.
     """
 
     records: FolderRecords
@@ -74,7 +74,7 @@ class StartingPoint:
     mixture: str | None = None
 
     def check_model(self, config: TrainConfig) -> None:
-        """Raise UserError where ``config.model`` is another model by now; what is not trained is read from it again."""
+        """Raise UserError where ``config.model`` has changed: weights that are not trained are read from it again."""
         if part := self.records.model.difference(hash_model(Path(config.model))):
             raise UserError(
                 f"model={config.model} has {part} other than when the run began; put it back and give the same "
@@ -82,7 +82,7 @@ class StartingPoint:
             )
 
     def chain_after(self, config: TrainConfig, steps: int, made: WeightHashes) -> Chain:
-        """The lineage of the model that the run has made after so many steps."""
+        """The lineage of the model ``made`` after ``steps`` steps."""
         taught = self.reference if config.objective.has_teacher else None
         return self.records.chain.with_entry(
             RunEntry(
@@ -102,11 +102,11 @@ class StartingPoint:
 
 
 def find_starting_point(config: TrainConfig, recorded: ReferenceKind | None = None) -> StartingPoint:
-    """Read what the run begins with, all its weights and those of its reference, and find that reference.
+    """Hash the model that the run begins with, read its records, and find its reference.
 
     Args:
         config: the recipe.
-        recorded: of the reference that the run was begun with: a resumed run keeps it.
+        recorded: kind of the reference that a resumed run began with, which it keeps.
 
     Raises:
         UserError: ``config.base`` is not the checkpoint that the conversion names, or has changed since; the run was
@@ -125,7 +125,7 @@ def find_starting_point(config: TrainConfig, recorded: ReferenceKind | None = No
 
 
 def expected_reference(config: TrainConfig) -> Reference | None:
-    """What `find_starting_point` finds if the weights are those that the lineage ends with; they are not read."""
+    """What `find_starting_point` finds if the weights are those of the lineage; they are not read."""
     folder = Path(config.model)
     entries = read_chain(folder).entries
     weights = entries[-1].made if entries else WeightHashes(dense="", routing="")
@@ -135,9 +135,9 @@ def expected_reference(config: TrainConfig) -> Reference | None:
 def agreed_starting_point(
     config: TrainConfig, accelerator: Accelerator, recorded: ReferenceKind | None = None
 ) -> StartingPoint:
-    """`find_starting_point` on the main process, for all of them, so that none finds another reference.
+    """`find_starting_point` on the main process, for all processes, so that all have the same reference.
 
-    Where the base is to be loaded, each looks for its files itself: they may lie elsewhere on another machine.
+    Each process looks for the base's files itself: they may lie elsewhere on another machine.
     """
     starting_point = from_main(accelerator, lambda: find_starting_point(config, recorded))
     reference = starting_point.reference
@@ -204,7 +204,7 @@ def _find_reference(
 
 
 def _open_given(name: str, model: str, recorded: Base) -> BaseCheckpoint:
-    """The checkpoint that the user names. Raises UserError where it is another than the one on record."""
+    """The checkpoint that the user names. Raises UserError unless it is the recorded one."""
     found = open_base(name)
     if not is_checkpoint(found, recorded):
         raise UserError(
@@ -216,7 +216,7 @@ def _open_given(name: str, model: str, recorded: Base) -> BaseCheckpoint:
 
 
 def _open_named(recorded: Base) -> BaseCheckpoint:
-    """The checkpoint where the conversion found it. Raises UserError where it cannot be had there."""
+    """The checkpoint where the conversion found it. Raises UserError unless it is still there."""
     if recorded.revision is None and not Path(expand_home(recorded.name)).is_dir():
         raise UserError(f"the checkpoint it was converted from is not at {recorded.name}")
     found = open_base(recorded.name, recorded.revision)

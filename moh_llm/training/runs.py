@@ -39,7 +39,7 @@ def read_run(config: TrainConfig) -> RunRecord | None:
     """The record of the run in ``config.output_dir``; None where the folder is new or empty.
 
     Raises:
-        UserError: the folder cannot be used, holds something that is no run, or a run with another recipe.
+        UserError: the folder cannot be used, or holds something other than a run with this recipe.
     """
     folder = Path(config.output_dir)
     check_place(folder, "output_dir")
@@ -58,7 +58,7 @@ def read_run(config: TrainConfig) -> RunRecord | None:
 
 
 def steps_of(checkpoints: Path) -> list[int]:
-    """The steps after which the checkpoints there were made, incomplete ones among them."""
+    """The steps of the checkpoints in a folder, complete or not."""
     numbers = [path.name.removeprefix("step-") for path in checkpoints.glob("step-*") if path.is_dir()]
     return [int(number) for number in numbers if number.isdigit()]
 
@@ -68,9 +68,9 @@ class Run:
 
     Args:
         config: the recipe; ``config.output_dir`` is the folder.
-        overwrite: start anew, removing what an earlier run wrote there (and nothing else).
-        writes: whether this process is the one that writes; of several only one does.
-        mark: of ``config.model``; None: read it here.
+        overwrite: start anew, and remove what an earlier run wrote there (and nothing else).
+        writes: whether this process writes; only one of several does.
+        mark: identifies ``config.model``; None: read it here.
 
     Raises:
         UserError: the folder cannot be used (`read_run`), or holds a run of another model.
@@ -100,7 +100,7 @@ class Run:
         self.record = record
 
     def check_data(self, data: dict[str, Any]) -> None:
-        """Raise UserError unless ``data``, what identifies the tokenised mixture, is what the run began with."""
+        """Raise UserError unless the run began with the same tokens, which ``data`` identifies."""
         if self.record.data not in (None, data):
             raise UserError(
                 f"the text of data.mixture={self.record.config['data']['mixture']} is not what the run in "
@@ -108,11 +108,7 @@ class Run:
             )
 
     def begin(self, **facts: Any) -> None:
-        """Record the start and what is worth recording (data, device, parameter counts).
-
-        Raises:
-            UserError: the disk refuses.
-        """
+        """Record the start, and facts such as data, device and numbers of parameters."""
         versions = {"moh_llm": __version__, "python": platform.python_version()}
         versions |= {name: version(name) for name in PACKAGES}
         if self._writes:
@@ -127,9 +123,9 @@ class Run:
         """Record the end, after reading the model back.
 
         Args:
-            model_files: marks of the model's files, taken when they were written (`mark_files`); none on processes
+            model_files: marks of the model's files, taken when they were written (`mark_files`); empty on processes
                 that write nothing.
-            facts: what to record.
+            facts: what else to record.
 
         Raises:
             UserError: the model on disk is not what was written.
@@ -148,7 +144,7 @@ class Run:
         """Drop the log's lines past ``step``, since those steps are made again, and return the others.
 
         Raises:
-            UserError: a line is no line of a log, other than a last one that a kill cut short.
+            UserError: a line is malformed. A last line that a kill cut short is dropped.
         """
         kept = [line for line in self._read_log() if line.step <= step]
         if self._writes:
@@ -167,7 +163,7 @@ class Run:
                 raise UserError(f"{error}; restore the log, or pass --overwrite to start anew") from error
 
     def log(self, line: LogLine) -> None:
-        """Append one line to the log, so that a kill of this process does not lose it."""
+        """Append one line to the log."""
         if not self._writes:
             return
         try:
@@ -180,7 +176,7 @@ class Run:
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:
-    """A recipe as a record has it: lists in place of tuples."""
+    """A recipe with JSON's types: lists in place of tuples."""
     return json.loads(json.dumps(asdict(config)))
 
 
@@ -195,13 +191,13 @@ def _refuse(folder: Path, changed: list[str]) -> None:
 
 
 def mark_model(config: TrainConfig) -> ModelMark:
-    """Identify the model of a recipe; all its weights are read. Raises UserError where it is no MoH model."""
+    """Hash the model of a recipe. Raises UserError where it is no MoH model."""
     check_converted(Path(config.model))
     return ModelMark(sha256=identify(config.model).sha256)
 
 
 def check_converted(folder: Path) -> None:
-    """Raise UserError unless a folder's config is a MoH model's."""
+    """Raise UserError unless a folder holds a MoH model's config."""
     if not folder.is_dir():
         raise UserError(f"model={folder} is not a folder; name one that moh-llm convert made")
     if not (folder / "config.json").is_file():
@@ -210,7 +206,7 @@ def check_converted(folder: Path) -> None:
 
 
 def describe_data(sources: list[TokenizedSource]) -> dict[str, object]:
-    """Identity of the training text: per source its weight, number of tokens and the hash of its shards."""
+    """What identifies the training text: weight, numbers of tokens and hash of the shards of each source."""
     return {
         source.name: {
             "weight": source.weight,

@@ -1,6 +1,6 @@
-"""Scores on held-out text during training and of the saved model, and what the routers do on that text.
+"""Scores on held-out text, in training and of the saved model, and statistics of the routers on that text.
 
-Scores are of the predicted positions, the routers' statistics of all positions, as those of a conversion are.
+Scores are means over predicted positions, statistics of routers over all positions, as in a conversion.
 
 Shapes: N positions, U routed groups of a layer among which tokens choose (heads or key-value groups).
 """
@@ -39,8 +39,8 @@ class RoutingCounts:
         self._heads: torch.Tensor | float = 0.0  # sum over tokens of the heads that are on, mean over layers
         self._selected: list[torch.Tensor] = []  # per layer, tokens that select each group, [U]
         self._scores: list[torch.Tensor] = []  # per layer, sums of softmax scores, [U]
-        self._choices: list[list[torch.Tensor]] = []  # per batch and layer, which each token selects, bool [N, U]
-        self._choose: list[torch.Tensor] = []  # per batch, which tokens have not all heads on anyway, bool [N]
+        self._choices: list[list[torch.Tensor]] = []  # per batch and layer, groups that each token selects, bool [N, U]
+        self._choose: list[torch.Tensor] = []  # per batch, which tokens may have heads off, bool [N]
 
     def add(
         self,
@@ -53,9 +53,9 @@ class RoutingCounts:
 
         Args:
             router_logits: per layer `[N, U]`; U is 0 where the same heads are on for all tokens.
-            choices: per layer which groups each token selects, bool `[N, U]`.
+            choices: per layer, groups that each token selects, bool `[N, U]`.
             heads: heads that are on, mean over layers, summed over the tokens.
-            all_on: which tokens have all heads on, whatever they select, bool `[N]`.
+            all_on: tokens that have all heads on, whatever they select, bool `[N]`.
         """
         selected = [wide(choice.sum(0)) for choice in choices]
         scores = [wide(logits.softmax(-1).sum(0)) for logits in router_logits]
@@ -67,10 +67,10 @@ class RoutingCounts:
         self._heads = self._heads + heads
 
     def health(self, start: "RoutingCounts | None", reduce: Reduce) -> Routing:
-        """Heads that are on; each layer's load, entropy, dead heads and changes.
+        """Summarise what was counted.
 
         Args:
-            start: counts of the same text, in the same batches, by the network that training began with.
+            start: counts of the same batches by the network that training began with.
             reduce: sums a tensor over the processes, each of which counted a part of the text.
         """
         device = self._selected[0].device
@@ -101,7 +101,7 @@ def _added(sums: list[torch.Tensor], more: list[torch.Tensor]) -> list[torch.Ten
 
 
 def _choosable(router: MoHRouter) -> int:
-    """Among how many groups tokens choose: all routed ones, or 0 where every token has the same of them on."""
+    """Number of groups that tokens choose among; 0 where the same heads are on for all tokens."""
     chooses = router.router_type == "threshold" or 0 < router.top_k < router.routed_groups
     return router.routed_groups if router.router_type != "none" and chooses else 0
 
@@ -121,7 +121,7 @@ def evaluate(
     The processes share the sequences; without an accelerator this one scores all of them.
 
     Returns:
-        The scores, against the reference if there is one, and what the routers did on this process's part.
+        The scores, against the reference if there is one, and the routing of this process's sequences.
     """
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     step = accelerator.unwrap_model(model) if accelerator else model
@@ -168,10 +168,9 @@ def evaluate(
 def measure_floor(accelerator: Accelerator, model: torch.nn.Module, batches: list[Batch]) -> float | None:
     """KL of the untrained student with all heads on to its reference, on held-out sequences, in nats per token.
 
-    Student and reference then have the same dense weights, so this is the effect of their precisions alone (under mixed
-    precision the student's residual stream is float32, the reference's bfloat16): no KL of the run means less.
-    None without a reference, and where the student begins with other dense weights, as a model tuned
-    before does against its base: its KL with all heads on is no floor.
+    Both have the same dense weights, so this is the effect of their precisions alone (under mixed precision the
+    student's residual stream is float32, the reference's bfloat16), and no KL of the run is more exact. It is None
+    without a reference, and where the student begins with other dense weights, as a model that was tuned before does.
     """
     step = accelerator.unwrap_model(model)
     if not (step.has_teacher and step.reference.own):
@@ -182,10 +181,9 @@ def measure_floor(accelerator: Accelerator, model: torch.nn.Module, batches: lis
 def score_saved(
     config: TrainConfig, folder: Path, device: torch.device, batches: list[Batch], reference: Reference | None
 ) -> Scores:
-    """Score a saved model, as it is on disk, against the reference, both in the reference's dtype.
+    """Score a saved model from disk against the reference, both in the reference's dtype.
 
-    Without a reference only perplexity is given, else also, under ``all_heads``, how far the saved model with all
-    heads on is from it.
+    Without a reference there is only perplexity. With one, ``all_heads`` has the scores with all heads on.
     """
     dtype = networks.reference_dtype(config)
     other = None if reference is None else networks.load_reference(config, reference, device)
