@@ -40,17 +40,11 @@ def test_unknown_fields_are_kept(tmp_path):
     ("content", "fault"),
     [
         ("{}", "lacks step"),
-        ('{"step": 1}', "lacks loss"),
         ('{"step": "1", "loss": 1}', "has step = '1': Input should be a valid integer"),
-        ('{"step": 1.5, "loss": 1}', "has step = 1.5: Input should be a valid integer"),
-        ('{"step": true, "loss": 1}', "has step = True: Input should be a valid integer"),
         ('{"step": 0, "loss": 1}', "has step = 0: Input should be greater than or equal to 1"),
-        ('{"step": null, "loss": 1}', "has step = None: Input should be a valid integer"),
         ('{"step": 1, "loss": NaN}', "has loss = nan: Input should be a finite number"),
-        ('{"step": 1, "loss": 1e400}', "has loss = inf: Input should be a finite number"),
         ('{"step": 1, "loss": 1, "files": {"a": 3}}', "has files.a = 3: Input should be a valid string"),
         ("[]", "has []: Input should be a valid dictionary"),
-        ("7", "has 7: Input should be a valid dictionary"),
         ("{", "cannot be read as JSON: "),
         ('{"step":' * 100_000, "nested too deep"),
     ],
@@ -64,16 +58,11 @@ def test_a_malformed_file_is_one_line(tmp_path, content, fault):
     assert line.startswith(str(path)) and fault in line and "\n" not in line
 
 
-def test_a_long_value_is_cut(tmp_path):
+def test_a_value_is_cut_and_shows_no_password():
     with pytest.raises(UserError) as refusal:
-        Score.parse({"step": "x" * 10_000, "loss": 1}, "it")
-    assert str(refusal.value).startswith("it has step = 'xxx") and len(str(refusal.value)) < 200
-
-
-def test_a_value_shows_no_password():
-    with pytest.raises(UserError) as refusal:
-        Score.parse({"step": "https://" + "me:hunter22@example.org/" + "x" * 100, "loss": 1}, "it")
-    assert "example.org" in str(refusal.value) and "hunter22" not in str(refusal.value)
+        Score.parse({"step": "https://" + "me:hunter22@example.org/" + "x" * 10_000, "loss": 1}, "it")
+    line = str(refusal.value)
+    assert line.startswith("it has step = ") and "example.org" in line and "hunter22" not in line and len(line) < 200
 
 
 def test_an_absent_file(tmp_path):
