@@ -136,7 +136,7 @@ class Verification(Record):
     """Results of `moh_llm.conversion.verify.verify`.
 
     Attributes:
-        head_load: per layer and head, the share of the held-out tokens that have it on.
+        head_load: per layer and head, the share of the held-out tokens that have it on; empty in earlier records.
         by_position, retrieval: of long contexts.
     """
 
@@ -146,7 +146,7 @@ class Verification(Record):
     held_out_documents: int
     base_perplexity: float
     converted: Figures
-    head_load: list[list[float]]
+    head_load: list[list[float]] = Field(default_factory=list)
     by_position: list[PositionFigures] = Field(default_factory=list)
     retrieval: list[RetrievalFigures] = Field(default_factory=list)
 
