@@ -55,7 +55,6 @@ def expected(tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, Any]
         "similarity": LOOPS,
         "feature_rank": LOOPS,
         "token_heads": {
-            "text": SENTENCE,
             "tokens": list(SENTENCE),
             "layers": [last],
             "on": [sentence.gates[last].tolist()],
