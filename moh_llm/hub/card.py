@@ -72,36 +72,27 @@ def build_card(
         name, licences = repo_id.rpartition("/")[2], [find_licence(lineage, licence)]
         check_name(repo_id, licences[0])
     report, label = read_scores(evaluation, folder) if evaluation else (None, "")
-    versions = (
-        {"MoH-LLM": lineage.conversion.moh_llm, **(lineage.conversion.versions or {})} if lineage.conversion else {}
-    )
-    if lineage.run and (made_with := dict(lineage.run.record.versions or {})):
-        versions = {"MoH-LLM": made_with.pop("moh_llm", None)} | made_with
-    body = (
-        _templates()
-        .get_template("card.md")
-        .render(
-            repo_id=Safe(repo_id) if repo_id else None,
-            revision=Safe(revision) if revision else None,
-            name=name,
-            forced=forced,
-            config=config,
-            lineage=lineage,
-            conversion=lineage.conversion,
-            run=lineage.run,
-            routes=config.router_type != "none" and any(map(config.routed_heads, range(config.num_hidden_layers))),
-            never_on=_heads_never_on(config),
-            fewest_items=FEWEST_ITEMS,
-            licences=licences,
-            report=report,
-            label=label,
-            compared_length=_longest_compared(lineage),
-            no_results=[row for row in report.benchmarks if label in row.scores and not _is_result(row, report)]
-            if report
-            else [],
-            code_files=[path.name for path in sorted(folder.glob("*.py"))],
-            versions=[f"{name} {version}" for name, version in versions.items() if version],
-        )
+    scored = [row for row in report.benchmarks if label in row.scores] if report else []
+    template = _templates().get_template("card.md")
+    body = template.render(
+        repo_id=Safe(repo_id) if repo_id else None,
+        revision=Safe(revision) if revision else None,
+        name=name,
+        forced=forced,
+        config=config,
+        lineage=lineage,
+        conversion=lineage.conversion,
+        run=lineage.run,
+        routes=config.router_type != "none" and any(map(config.routed_heads, range(config.num_hidden_layers))),
+        never_on=_heads_never_on(config),
+        licences=licences,
+        report=report,
+        label=label,
+        no_results=[row for row in scored if not _is_result(row, report)],
+        fewest_items=FEWEST_ITEMS,
+        compared_length=_longest_compared(lineage),
+        code_files=[path.name for path in sorted(folder.glob("*.py"))],
+        versions=_versions(lineage),
     )
     metadata = _metadata(name, lineage, licences, report, label)
     return f"---\n{metadata.to_yaml()}\n---\n\n{body.strip()}\n"
@@ -233,6 +224,16 @@ def _read_config(folder: Path) -> MoHLlamaConfig:
         return MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(f"{folder / 'config.json'} makes no model ({' '.join(str(error).split())})") from error
+
+
+def _versions(lineage: Lineage) -> list[str]:
+    """Packages and versions that the last run, or else the conversion, was made with."""
+    found: dict[str, str | None] = {}
+    if lineage.run and lineage.run.record.versions:
+        found = dict(lineage.run.record.versions)
+    elif lineage.conversion:
+        found = {"moh_llm": lineage.conversion.moh_llm, **(lineage.conversion.versions or {})}
+    return [f"{name.replace('moh_llm', 'MoH-LLM')} {version}" for name, version in found.items() if version]
 
 
 def _heads_never_on(config: MoHLlamaConfig) -> list[int]:
