@@ -43,17 +43,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from moh_llm.conversion.base import BaseCheckpoint, open_base
-from moh_llm.conversion.budget import allocate, plan_layers, routing_tensors
-from moh_llm.conversion.calibrate import calibrate, make_fitter
+from moh_llm.conversion.calibrate import calibrate, layer_samples, make_fitter
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.config import ConversionConfig
 from moh_llm.conversion.convert import LONG_CONTEXT, calibration_batches
 from moh_llm.conversion.fit import LayerSample, Ridge, group_costs, group_metric
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.local_fit import LocalFitter
-from moh_llm.conversion.local_sample import STRIDE
-from moh_llm.conversion.plan import PlanOptions, shared_and_active
-from moh_llm.conversion.sweeps import layer_samples
+from moh_llm.conversion.local_fit import STRIDE, LocalFitter
+from moh_llm.conversion.plan import PlanOptions, allocate, plan_layers, routing_tensors, shared_and_active
 from moh_llm.data.mixture import Mixture, mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.tokenizer import open_tokenizer

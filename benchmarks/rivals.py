@@ -50,13 +50,12 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from moh_llm.conversion.base import open_base
-from moh_llm.conversion.budget import plan_layers, routing_tensors
 from moh_llm.conversion.calibrate import calibrate, make_fitter
 from moh_llm.conversion.convert import peak_memory_mib
 from moh_llm.conversion.fit import LayerFitter, LayerSample
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.local_fit import LocalFitter
-from moh_llm.conversion.plan import PlanOptions, build_config, shared_and_active
+from moh_llm.conversion.plan import PlanOptions, build_config, plan_layers, routing_tensors, shared_and_active
 from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from moh_llm.conversion.fit import LayerSample
-from moh_llm.conversion.local_sample import STRIDE, LocalSample
+from moh_llm.conversion.fit import LayerSample, LocalSample
+from moh_llm.conversion.local_fit import STRIDE
 
 
 def make_sample(heads=4, tokens=400, fitted=300, hidden=6, size=3, spread=1.0):

@@ -1,56 +1,42 @@
-"""Calibration: each layer is fitted to the statistics of two sweeps over the base (see `sweeps.py` and `fit.py`)."""
+"""Calibration: each layer is fitted to what two sweeps over the base show of it, one layer in memory at a time.
+
+The forward sweep writes each layer's input to disk. The backward sweep runs each layer again and carries the gradient
+of -log p(y) through it, with y drawn from the model itself: this gives the effect of each direction of an attention
+output on the model's predictions, for all layers in one backward pass.
+"""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
+from torch import nn
 from transformers import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
-from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.local_fit import LocalFitter
-from moh_llm.conversion.plan import PlanOptions, drops_to_fit, shared_and_active
-from moh_llm.conversion.sweeps import layer_samples
+from moh_llm.conversion.config import PlanOptions
+from moh_llm.conversion.fit import LayerCalibration, LayerFitter, LayerSample, LocalSample, RoutingFit
+from moh_llm.conversion.layers import LayerwiseModel, check_finite, run_layer
+from moh_llm.conversion.local_fit import LocalFitter, sample_local
+from moh_llm.conversion.plan import drops_to_fit, shared_and_active
+from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
+from moh_llm.modeling.seen_moh import document_starts
+from moh_llm.progress import TextProgress
+from moh_llm.records.model import save_tensors
 
+HELD_OUT = 4  # every fourth window measures costs and is not fitted on
+_LEAST = 16  # tokens with keys out of sight that a fit, and its check on other tokens, take
+_WORK = {"forward": 1.0, "backward": 3.0}  # the backward pass runs each layer again, and fits it
+_HEAD_ROWS = 128  # tokens whose distribution over the vocabulary is held at once
 
-@dataclass(frozen=True)
-class LayerCalibration:
-    """Result of the calibration of one layer.
-
-    Attributes:
-        shared_heads: ids of the shared heads.
-        importance: per group, the estimated KL (nats per token) of always dropping it alone.
-        fits: number of dropped heads -> router and fallbacks; empty where nothing is fitted.
-        group_size: heads per group; a token drops all heads of a group or none.
-    """
-
-    shared_heads: list[int]
-    importance: list[float]
-    fits: dict[int, RoutingFit]
-    group_size: int = 1
-
-    @property
-    def costs(self) -> dict[int, float]:
-        """Number of heads that may be dropped -> estimated KL, in nats per token; interpolated between the fits."""
-        known = {0: 0.0} | {dropped: fit.cost for dropped, fit in sorted(self.fits.items())}
-        costs = {}
-        for (low, a), (high, b) in pairwise(known.items()):
-            costs |= {
-                n: a + (b - a) * (n - low) / (high - low)
-                for n in range(low + self.group_size, high + 1, self.group_size)
-            }
-        return costs
-
-    def fit_for(self, dropped: int) -> RoutingFit:
-        """The fit for that number of dropped heads, or the nearest one below it."""
-        return self.fits[max((n for n in self.fits if n <= dropped), default=min(self.fits))]
+_Window = tuple[int, int]  # tokens of the window and sinks that a local fallback reads
 
 
 def make_fitter(plan: PlanOptions, config: PreTrainedConfig, sample: LayerSample) -> LayerFitter | LocalFitter:
-    """What fits a layer for that plan, with any number of dropped heads."""
+    """The fitter of a layer for that plan, for any number of dropped heads."""
     shared, group_size = shared_and_active(plan, config)[0], plan.heads_per_group(config)
     chosen = shared if plan.shared == "importance" else list(range(shared))
     if plan.head_fallback == "local":
@@ -71,14 +57,13 @@ def calibrate(
     Args:
         base: the dense model, layer by layer.
         batches: calibration text.
-        plans: which heads are shared, and what is fitted for which numbers of dropped heads.
+        plans: head plans, which share the sweeps; each says which numbers of dropped heads to fit.
         scratch: a folder for the hidden states: tokens x hidden size x layers numbers.
         seed: draws the labels y.
-        make: what fits a layer.
+        make: makes the fitter of a layer.
 
     Returns:
-        Of each plan its layers. Where plans have local fallbacks, documents' first tokens, up to the most that have all
-        heads on, are left out of all fits.
+        The layers of each plan. Tokens that have all heads on with local fallbacks are left out of all fits.
     """
     windows = {seen for plan in plans if (seen := in_sight(plan))}
     skipped = max((plan.all_heads_until for plan in plans if in_sight(plan)), default=1)
@@ -102,6 +87,190 @@ def calibrate(
     return [layers[::-1] for layers in found]
 
 
-def in_sight(plan: PlanOptions) -> tuple[int, int] | None:
+def in_sight(plan: PlanOptions) -> _Window | None:
     """Window and sinks of a plan's local fallbacks."""
     return (plan.window, plan.local_sinks) if plan.head_fallback == "local" else None
+
+
+def layer_samples(
+    base: LayerwiseModel,
+    batches: Sequence[Batch],
+    windows: Collection[_Window],
+    skipped: int,
+    scratch: Path,
+    seed: int = 0,
+) -> Iterator[tuple[LayerSample, dict[_Window, LocalSample]]]:
+    """The sample of each layer, the last layer first, and its local attention by window and sinks.
+
+    The first `skipped` tokens of each document are left out. Other arguments are those of `calibrate`.
+
+    Raises:
+        UserError: too few tokens are left.
+    """
+    order, fitted = _fitted_first(batches, skipped)
+    if windows and min(fitted, len(order) - fitted) < _LEAST:
+        raise UserError(
+            f"the calibration text has {len(order)} tokens that are more than {skipped} after the first "
+            "of their document, too few to fit local fallbacks; give longer documents (--calibration), more of them "
+            "(--calibration-tokens), or --fallback value"
+        )
+    positions = [batch["position_ids"] for batch in batches]
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    with TextProgress("calibrate", tokens, _WORK) as progress:
+        files = [scratch / f"hidden-states-{number}.safetensors" for number in range(len(base))]
+        hidden = base.embed(batch["input_ids"] for batch in batches)
+        with torch.no_grad():
+            for number in range(len(base)):
+                save_tensors({str(i): states for i, states in enumerate(hidden)}, files[number])
+                layer = base.layer(number)
+                for i, states in enumerate(hidden):
+                    hidden[i] = run_layer(layer, states, positions[i])
+                    check_finite(hidden[i], number)
+                    progress.advance("forward", positions[i].numel() / len(base))
+                del layer
+        gradients = []
+        for gradient in _sampled_gradients(base.head(), hidden, seed):
+            check_finite(gradient, len(base), "the gradient below")
+            gradients.append(gradient)
+            progress.advance("backward", gradient.shape[:-1].numel() / (len(base) + 1))
+        for number in reversed(range(len(base))):
+            yield _backward(base, number, files[number], positions, gradients, order, fitted, windows)
+            files[number].unlink()
+            progress.advance("backward", tokens / (len(base) + 1))
+
+
+def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed: int) -> Iterator[torch.Tensor]:
+    """Gradient by the last hidden states of the summed -log p(y), y drawn from p itself.
+
+    Written out, softmax(logits) - onehot(y): a wide vocabulary makes autograd and `multinomial` slow.
+    """
+    norm, linear = head
+    back = linear.weight.T.contiguous()  # as it lies, a product in bfloat16 takes 15 times as long on some CPUs
+    generator = torch.Generator(hidden[0].device).manual_seed(seed)
+    for states in hidden:
+        rows = states.flatten(0, 1)
+        uniform = torch.rand(len(rows), 1, generator=generator, device=rows.device)
+        parts = []
+        for part, level in zip(rows.split(_HEAD_ROWS), uniform.split(_HEAD_ROWS), strict=True):
+            part = part.detach().requires_grad_(True)
+            with torch.enable_grad():
+                normed = norm(part)
+            gradient = linear(normed.detach()).float().softmax(-1)
+            cumulated = gradient.cumsum(-1)
+            drawn = torch.searchsorted(cumulated, level * cumulated[:, -1:]).clamp_max(gradient.shape[-1] - 1)
+            gradient.scatter_add_(-1, drawn, -torch.ones_like(level))
+            by_normed = nn.functional.linear(gradient.to(back.dtype), back)
+            parts.append(torch.autograd.grad(normed, part, by_normed)[0])
+        yield torch.cat(parts).view_as(states)
+
+
+def _fitted_first(batches: Sequence[Batch], skipped: int) -> tuple[torch.Tensor, int]:
+    """An order of tokens with the held-out ones last, and how many come before them.
+
+    Documents' first `skipped` tokens are left out: they have all heads on, or fallbacks that are exact.
+    """
+    found = []
+    for positions in (batch["position_ids"] for batch in batches):
+        place, start = document_starts(positions, None, positions, None, False, "sdpa")
+        found.append((place - start).flatten())
+    positions = torch.cat(found)
+    length = batches[0]["input_ids"].shape[1]
+    window = torch.arange(len(positions)) // length
+    held_out = window % HELD_OUT == HELD_OUT - 1
+    if len(positions) < HELD_OUT * length:
+        held_out = torch.arange(len(positions)) >= len(positions) - len(positions) // HELD_OUT
+    counted = positions >= skipped
+    fitted = (counted & ~held_out).nonzero()[:, 0]
+    return torch.cat([fitted, (counted & held_out).nonzero()[:, 0]]), len(fitted)
+
+
+def _backward(
+    base: LayerwiseModel,
+    number: int,
+    file: Path,
+    positions: Sequence[torch.Tensor],
+    gradients: list[torch.Tensor],
+    order: torch.Tensor,
+    fitted: int,
+    windows: Iterable[_Window],
+) -> tuple[LayerSample, dict[_Window, LocalSample]]:
+    """Run a layer again on its stored input; replaces `gradients` by those of its input.
+
+    Returns:
+        The layer's sample, and those of local attention by window and sinks.
+    """
+    layer = base.layer(number)
+    attention = layer.layers[0].self_attn
+    seen: dict[str, list[torch.Tensor]] = {"inputs": [], "heads": [], "values": [], "gradients": []}
+    samples: dict[_Window, list[LocalSample]] = {window: [] for window in windows}
+    with (
+        _recording(attention, seen, samples),
+        safe_open(file, framework="pt", device=str(base.device)) as stored,
+    ):
+        for i, position_ids in enumerate(positions):
+            states = stored.get_tensor(str(i)).clone().requires_grad_(True)
+            with torch.enable_grad():
+                output = run_layer(layer, states, position_ids)
+            gradients[i] = torch.autograd.grad(output, states, gradients[i])[0]
+    heads, size = base.config.num_attention_heads, attention.head_dim
+
+    def by_head(name: str) -> torch.Tensor:
+        rows = torch.cat(seen.pop(name))[order].unflatten(-1, (-1, size)).transpose(0, 1)
+        return rows.repeat_interleave(heads // len(rows), dim=0).float().contiguous()
+
+    gradient = torch.cat(seen.pop("gradients")).float()
+    sample = LayerSample(
+        inputs=torch.cat(seen.pop("inputs"))[order].float(),
+        heads=by_head("heads"),
+        values=by_head("values"),
+        sensitivity=gradient.T @ gradient / len(gradient),
+        gradients=gradient[order[fitted:]],
+        o_proj=attention.o_proj.weight.float(),
+        fitted=fitted,
+    )
+    return sample, {window: LocalSample.join(samples.pop(window), order) for window in [*samples]}
+
+
+@contextmanager
+def _recording(
+    attention: nn.Module,
+    seen: dict[str, list[torch.Tensor]],
+    samples: dict[_Window, list[LocalSample]],
+) -> Iterator[None]:
+    """Keep the attention's input, head outputs, values, and the gradient by its output, a row per token.
+
+    And local attention's samples, for each window and number of sinks that `samples` has.
+    """
+
+    def keep(name: str, tensor: torch.Tensor) -> None:
+        seen[name].append(tensor.detach().flatten(0, -2))
+
+    def keep_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        keep("inputs", kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+    handles = [
+        attention.register_forward_pre_hook(keep_input, with_kwargs=True),
+        attention.v_proj.register_forward_hook(lambda module, args, output: keep("values", output)),
+        attention.o_proj.register_forward_pre_hook(lambda module, args: keep("heads", args[0])),
+        attention.o_proj.register_forward_hook(
+            lambda module, args, output: output.register_hook(lambda gradient: keep("gradients", gradient)) and None
+        ),
+    ]
+    name = attention.config._attn_implementation
+    compute = ALL_ATTENTION_FUNCTIONS[name]
+
+    def compute_both(module: nn.Module, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *args, **more):
+        places = document_starts(queries[:, 0], None, more["position_ids"], None, False, name)
+        for window, found in samples.items():
+            found.append(sample_local(queries, keys, values, *places, *window, module.scaling))
+        return compute(module, queries, keys, values, *args, **more)
+
+    if samples:
+        ALL_ATTENTION_FUNCTIONS[name] = compute_both
+    try:
+        yield
+    finally:
+        if samples:
+            del ALL_ATTENTION_FUNCTIONS[name]
+        for handle in handles:
+            handle.remove()

@@ -1,24 +1,30 @@
-"""Writing checkpoints: copies of the base's shards, one shard of routing tensors, an index; and restoring the base.
+"""Writing checkpoints: a base with more tokens; copies of the base's shards, one shard of routing tensors, an index.
 
-At most one shard's tensors are in memory, and none where shards are copied or linked.
+At most one shard's tensors are in memory, and none where shards are copied.
 """
 
+import copy
+import dataclasses
+import math
 import shutil
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from tqdm import tqdm
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 import moh_llm.modeling
 from moh_llm.conversion.base import BaseCheckpoint, accompanying
+from moh_llm.data.tokenizer import open_tokenizer
+from moh_llm.errors import UserError
 from moh_llm.files import write_json
-from moh_llm.records.conversion import CONVERSION, LINEAGE
-from moh_llm.records.model import INDEX_NAME, SINGLE_NAME, save_tensors
+from moh_llm.records.conversion import CONVERSION, LINEAGE, Vocabulary, last_component
+from moh_llm.records.model import INDEX_NAME, SINGLE_NAME, TOKENIZERS, save_tensors
 from moh_llm.records.seal import SEAL
-from moh_llm.records.tensors import cast_weight
+from moh_llm.records.tensors import EMBEDDING, HEAD, cast_weight
 
 REMOTE_CODE = (
     "configuration_moh_llama.py",
@@ -33,6 +39,10 @@ REMOTE_CODE = (
 # the base's training and evaluations are of another model.
 _REPLACED = {"config.json", CONVERSION, LINEAGE, SEAL, "README.md"}
 _REPLACED |= {"run.json", "evaluation.json", "report.json", "checkpoint.json"}
+
+_TABLES = (EMBEDDING, HEAD)  # embedding of the input, and of the output where that is another matrix
+_MULTIPLE = 64  # rows: kernels of matrix products are slower with other numbers
+_TOKENIZER_FILES = {*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja"}
 
 
 def write_weights(
@@ -109,3 +119,123 @@ def _tensor_bytes(shard: Path) -> int:
     with shard.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
     return shard.stat().st_size - 8 - header
+
+
+@dataclass(frozen=True)
+class Widening:
+    """More tokens for a base.
+
+    Attributes:
+        tokenizer: has the tokens of the base's, with the same ids, and new ones.
+        own: the base's tokenizer.
+        new_ids: ids of tokens that have no row in the base's embedding, or one that no token had.
+        rows: of the embedding in the end.
+        record: for `conversion.json`, still without a hash.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    own: PreTrainedTokenizerBase
+    new_ids: list[int]
+    rows: int
+    record: Vocabulary
+
+
+def plan_widening(base: BaseCheckpoint, name: str) -> Widening:
+    """Compare the tokenizer of a folder or Hub id with the base's.
+
+    Args:
+        base: what is to be widened.
+        name: of the tokenizer.
+
+    Raises:
+        UserError: it cannot be read, does not keep the base's ids, or has no new token.
+    """
+    own = open_tokenizer(base.folder, base.config.vocab_size)
+    tokenizer = open_tokenizer(name)
+    ids, wanted, rows = own.get_vocab(), tokenizer.get_vocab(), base.config.vocab_size
+    for token, number in ids.items():
+        if wanted.get(token) != number:
+            found = "lacks it" if token not in wanted else f"gives it id {wanted[token]}"
+            raise UserError(
+                f"--tokenizer {name}: token {token[:40]!r} has id {number} in {base.name}, and this tokenizer {found}; "
+                "add tokens to the base's own tokenizer, so that all of its ids stay"
+            )
+    known = {number for number in ids.values() if number < rows}
+    new_ids = sorted(set(wanted.values()) - known)
+    if not new_ids:
+        raise UserError(f"--tokenizer {name} has no token that {base.name} lacks; drop --tokenizer")
+    rows = math.ceil(max(rows, 1 + new_ids[-1]) / _MULTIPLE) * _MULTIPLE
+    record = Vocabulary(
+        tokenizer=last_component(name),
+        base_rows=base.config.vocab_size,
+        rows=rows,
+        new_tokens=len(new_ids),
+    )
+    return Widening(tokenizer, own, new_ids, rows, record)
+
+
+def widen(base: BaseCheckpoint, widening: Widening, folder: Path) -> BaseCheckpoint:
+    """Write the base with more tokens into an empty folder; return it.
+
+    A new row is the mean of the rows that the base has for the new token's text. Special tokens, tokens that are parts
+    of a character, and rows that no token has get the mean of the base's rows of tokens.
+
+    Files without an embedding are links to the base's. The tokenizer takes the place of the base's.
+
+    Raises:
+        UserError: the disk refuses.
+    """
+    folder.mkdir()
+    known = torch.tensor(sorted({n for n in widening.own.get_vocab().values() if n < base.config.vocab_size}))
+    pieces = _pieces(base, widening)
+    shards = [folder / shard.name for shard in base.shards]
+    for shard, target in zip(base.shards, shards, strict=True):
+        if any(base.weight_map.get(name) == shard.name for name in _TABLES):
+            with safe_open(shard, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            for name in tensors.keys() & set(_TABLES):
+                tensors[name] = _widened(tensors[name], widening, known, pieces)
+            save_tensors(tensors, target)
+        else:
+            target.symlink_to(shard.resolve())
+    weights = {shard.name for shard in base.shards}
+    for file in base.folder.iterdir():
+        if file.is_file() and file.name not in _TOKENIZER_FILES | weights:
+            (folder / file.name).symlink_to(file.resolve())
+    widening.tokenizer.save_pretrained(folder)
+    config = copy.deepcopy(base.config)
+    config.vocab_size = widening.rows
+    return dataclasses.replace(base, folder=folder, config=config, shards=shards)
+
+
+def _pieces(base: BaseCheckpoint, widening: Widening) -> dict[int, list[int]]:
+    """Ids of the base's tokens that make up the text of each new token; those are left out that have no such text."""
+    tokenizer, texts = widening.tokenizer, {}
+    added = tokenizer.added_tokens_decoder  # with their text, which others have in the alphabet of the tokenizer
+    for number in widening.new_ids:
+        if number not in added:
+            texts[number] = tokenizer.decode([number], clean_up_tokenization_spaces=False)
+        elif not added[number].special:
+            texts[number] = added[number].content
+    # U+FFFD is what stands for bytes that are no character.
+    texts = {number: text for number, text in texts.items() if text and "\ufffd" not in text}
+    if not texts:
+        return {}
+    split = widening.own(list(texts.values()), add_special_tokens=False)["input_ids"]
+    rows = base.config.vocab_size
+    found = {number: [piece for piece in ids if piece < rows] for number, ids in zip(texts, split, strict=True)}
+    return {number: ids for number, ids in found.items() if ids}
+
+
+def _widened(
+    table: torch.Tensor, widening: Widening, known: torch.Tensor, pieces: dict[int, list[int]]
+) -> torch.Tensor:
+    """A table of embeddings `[V, C]` with more rows; those of known tokens, and of no token, stay as they are."""
+    # In parts: in double precision a large table takes four times its memory.
+    mean = (sum(table[ids].double().sum(0) for ids in known.split(4096)) / len(known)).to(table.dtype)
+    wide = mean.repeat(widening.rows, 1)
+    wide[: len(table)] = table
+    for number in widening.new_ids:
+        ids = pieces.get(number)
+        wide[number] = mean if ids is None else table[ids].double().mean(0).to(table.dtype)
+    return wide

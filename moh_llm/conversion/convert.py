@@ -1,11 +1,12 @@
 """From a base to a converted folder: plan, calibrate, write, verify."""
 
 import dataclasses
+import math
 import resource
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,31 +15,40 @@ import transformers
 
 import moh_llm
 from moh_llm.conversion.base import BaseCheckpoint, open_base
-from moh_llm.conversion.budget import plan_layers, routing_tensors
-from moh_llm.conversion.calibrate import LayerCalibration, calibrate, in_sight
-from moh_llm.conversion.checkpoint import write_description, write_weights
+from moh_llm.conversion.calibrate import calibrate, in_sight
+from moh_llm.conversion.checkpoint import plan_widening, widen, write_description, write_weights
 from moh_llm.conversion.config import ConversionConfig
-from moh_llm.conversion.description import arithmetic, calibration_record
+from moh_llm.conversion.fit import LayerCalibration
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.plan import shared_and_active
+from moh_llm.conversion.plan import plan_layers, routing_tensors, shared_and_active
 from moh_llm.conversion.verify import retrieval_prompt, verify
-from moh_llm.conversion.vocabulary import plan_widening, widen
 from moh_llm.data.mixture import EMBEDDED, mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.tokenizer import open_tokenizer
-from moh_llm.data.windows import fixed_batches, held_out_tokens, validation_batches
+from moh_llm.data.windows import fixed_batches, held_out_tokens, validation_batches, window_counts
 from moh_llm.devices import check_disk, check_memory, choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
-from moh_llm.flops import keys_read
+from moh_llm.flops import forward_flops, keys_read, stated_lengths
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
-from moh_llm.records.conversion import CONVERSION, LINEAGE, Conversion, ConversionEntry, Plan
+from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.conversion import (
+    CONVERSION,
+    LINEAGE,
+    Arithmetic,
+    Calibration,
+    Conversion,
+    ConversionEntry,
+    ForwardFlops,
+    Parameters,
+    Plan,
+)
 from moh_llm.records.identity import FolderRecords, hash_model, hash_weights, read_records
 from moh_llm.records.model import read_config
 from moh_llm.records.seal import write_seal
-from moh_llm.records.tensors import cast_weight
+from moh_llm.records.tensors import HEAD, cast_weight, is_fallback_weight, read_headers
 from moh_llm.terminal import say_aside
 
 _BATCH_TOKENS = 2048
@@ -104,27 +114,13 @@ def convert(options: ConversionConfig) -> Conversion:
         config, fits = plan_layers(plan, base.config, calibrated)
         config.dtype = dtype
         routing = {name: cast_weight(tensor, dtype, name) for name, tensor in routing_tensors(fits).items()}
-        fields = ("router_type", "routing_granularity", "head_fallback", "num_attention_heads")
-        record.plan = Plan(
-            preset=plan.preset,
-            shared="importance" if plan.mixes else plan.shared,
-            budgets="uneven" if plan.uneven else "even",
-            shared_heads=config.shared_heads_per_layer,
-            active_heads=config.active_heads_per_layer,
-            context=length,
-            keys_read=round(keys_read(config, length), 4),
-            local_window=config.local_window if plan.head_fallback == "local" else None,
-            local_sinks=config.local_sinks if plan.head_fallback == "local" else None,
-            local_start=config.local_start if plan.head_fallback == "local" else None,
-            **{name: getattr(config, name) for name in fields},
-        )
+        record.plan = _plan_record(plan, config)
         weight_map = write_weights(folder, base, routing, asked)
         record.arithmetic = arithmetic(config, base, routing, length)
         if verifies:
             converted = LayerwiseModel(folder, weight_map, config, computed, device)
-            prompt = None
-            if length >= LONG_CONTEXT:
-                prompt = retrieval_prompt(held_out, tokenizer, sum(in_sight(plan) or ()))
+            seen = sum(in_sight(plan) or ())
+            prompt = retrieval_prompt(held_out, tokenizer, seen) if length >= LONG_CONTEXT else None
             record.verification = verify(dense, converted, held_out, prompt=prompt)
         write_description(folder, base, config, weight_map)
         record.made = made = hash_model(folder)
@@ -149,6 +145,50 @@ def convert(options: ConversionConfig) -> Conversion:
             shutil.rmtree(base.folder)
         write_seal(folder, made)
     return record
+
+
+def _plan_record(plan: ConversionConfig, config: MoHLlamaConfig) -> Plan:
+    local = plan.head_fallback == "local"
+    fields = ("router_type", "routing_granularity", "head_fallback", "num_attention_heads")
+    return Plan(
+        preset=plan.preset,
+        shared="importance" if plan.mixes else plan.shared,
+        budgets="uneven" if plan.uneven else "even",
+        shared_heads=config.shared_heads_per_layer,
+        active_heads=config.active_heads_per_layer,
+        context=plan.context,
+        keys_read=round(keys_read(config, plan.context), 4),
+        **{name: getattr(config, name) for name in fields},
+        **{name: getattr(config, name) for name in ("local_window", "local_sinks", "local_start") if local},
+    )
+
+
+def arithmetic(
+    config: MoHLlamaConfig, base: BaseCheckpoint, routing: Mapping[str, torch.Tensor], context: int
+) -> Arithmetic:
+    """Theoretical cost of the converted model beside its base's."""
+    counted = dict(base.weight_map)
+    if base.config.tie_word_embeddings:  # some files hold the embedding under this name, too
+        counted.pop(HEAD, None)
+    dense = sum(math.prod(shape) for _, _, shape in read_headers(base.folder, counted))
+    fallbacks = sum(tensor.numel() for name, tensor in routing.items() if is_fallback_weight(name))
+    routers = sum(tensor.numel() for tensor in routing.values()) - fallbacks
+    flops = {}
+    for length in stated_lengths(config, context):
+        of_base, of_moh = forward_flops(config, length, dense=True), forward_flops(config, length)
+        flops[str(length)] = ForwardFlops(dense=of_base, moh=of_moh, ratio=round(of_moh / of_base, 4))
+    return Arithmetic(
+        parameters=Parameters(dense=dense, moh=dense + routers + fallbacks, routers=routers, fallbacks=fallbacks),
+        forward_flops=flops,
+    )
+
+
+def calibration_record(mixture: str, sources: Sequence[TokenizedSource], length: int, tokens: int) -> Calibration:
+    """How much calibration read of each source, in windows of `length` tokens and about `tokens` in all."""
+    streams, shares = [source.train for source in sources], [source.weight for source in sources]
+    windows = window_counts(streams, shares, length, tokens)
+    read = {source.name: count * length for source, count in zip(sources, windows, strict=True)}
+    return Calibration(mixture=mixture, tokens=sum(read.values()), tokens_of_source=read)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ Shapes: N tokens, C hidden size, H query heads, D head size, R routed heads, U g
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
-from moh_llm.conversion.local_sample import LocalSample
 from moh_llm.devices import wide
 
 RIDGE = 1e-3  # of the mean variance of the inputs
@@ -30,6 +30,30 @@ _EVERYWHERE = 0.02  # weight in a fallback's fit of the tokens that keep the hea
 _ROUNDS = 2
 
 _Fallback = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # share [H], level [H], fixed part [H, D]
+
+
+@dataclass(frozen=True)
+class LocalSample:
+    """Local attention of one layer on the calibration text, float32.
+
+    Attributes:
+        outputs: of each head, without a distant token, `[H, N, D]`.
+        near: log-sum-exp of the scores with the keys in sight, `[N, H]`.
+        far: that of the keys out of sight, `[N, H]`; NaN for tokens where it was not measured.
+        hidden: number of keys out of sight, at least 1, `[N]`.
+    """
+
+    outputs: torch.Tensor
+    near: torch.Tensor
+    far: torch.Tensor
+    hidden: torch.Tensor
+
+    @classmethod
+    def join(cls, samples: Sequence["LocalSample"], order: torch.Tensor) -> "LocalSample":
+        """The tokens of several samples, one after the other, in that order."""
+        outputs = torch.cat([sample.outputs for sample in samples], dim=1)[:, order]
+        rows = ([getattr(sample, name) for sample in samples] for name in ("near", "far", "hidden"))
+        return cls(outputs, *(torch.cat(parts)[order] for parts in rows))
 
 
 @dataclass
@@ -43,8 +67,8 @@ class LayerSample:
         sensitivity: M, `[C, C]`.
         gradients: g of the held-out tokens, `[N - fitted, C]`.
         o_proj: weight of the output projection, `[C, H * D]`.
-        local: local attention, where that is the fallback.
-        fitted: how many tokens, the first ones, are fitted on; the others measure what that cost.
+        fitted: the number of tokens, the first ones, to fit on; the others measure the cost.
+        local: local attention, for plans with local fallbacks.
     """
 
     inputs: torch.Tensor
@@ -62,11 +86,10 @@ class RoutingFit:
     """Router and fallbacks of one layer at one number of dropped heads.
 
     Attributes:
-        dropped: how many routed heads each token drops.
-        cost: estimate of the KL it costs, in nats per token, on held-out tokens.
+        dropped: heads that a token drops, with a threshold router on average.
+        cost: estimated KL on held-out tokens, in nats per token.
         tensors: by name within the attention layer: `router.routed.*`, `fallback.*`.
-        shared_heads: ids of the heads that are always on.
-        never_on_heads: ids of the heads that are never on.
+        shared_heads, never_on_heads: ids of the heads that are always on, and never on.
     """
 
     dropped: int
@@ -74,6 +97,37 @@ class RoutingFit:
     tensors: dict[str, torch.Tensor]
     shared_heads: list[int]
     never_on_heads: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """All fits of one layer.
+
+    Attributes:
+        shared_heads: ids of the shared heads.
+        importance: estimated KL (nats per token) of dropping a group, and no other, for all tokens.
+        fits: number of dropped heads -> router and fallbacks; empty where nothing is fitted.
+        group_size: heads per group; a token drops all heads of a group or none.
+    """
+
+    shared_heads: list[int]
+    importance: list[float]
+    fits: dict[int, RoutingFit]
+    group_size: int = 1
+
+    @property
+    def costs(self) -> dict[int, float]:
+        """Number of heads that may be dropped -> estimated KL, in nats per token; interpolated between the fits."""
+        known = {0: 0.0} | {dropped: fit.cost for dropped, fit in sorted(self.fits.items())}
+        costs = {}
+        for (low, a), (high, b) in pairwise(known.items()):
+            for dropped in range(low + self.group_size, high + 1, self.group_size):
+                costs[dropped] = a + (b - a) * (dropped - low) / (high - low)
+        return costs
+
+    def fit_for(self, dropped: int) -> RoutingFit:
+        """The fit for that number of dropped heads, or the nearest one below it."""
+        return self.fits[max((n for n in self.fits if n <= dropped), default=min(self.fits))]
 
 
 class Ridge:
@@ -218,20 +272,19 @@ class LayerFitter:
         return ((error * self.sample.gradients).sum(1).square().mean() / 2).item()
 
     def _fit_own_share(self) -> None:
-        """Regress a_h = <H_h - mean, v> / <v, v>, the share of a head that its own value explains, on x."""
-        heads, values = self.heads, self.values
-        share = ((heads - self._plain_offset(heads, values)) * values).sum(-1) / values.square().sum(-1).clamp_min(1e-6)
-        # A value vector next to zero makes the quotient wild; an attention weight lies in [0, 1].
-        self.share_weight, self.share_bias = self.ridge(share.clamp(-2, 2).T)
-        self.shares = (self.sample.inputs @ self.share_weight.T + self.share_bias).T  # [H, N]
+        """Regress a_h = <H_h - b_h, v> / <v, v>, the share of a head that its own value explains, on x.
 
-    @staticmethod
-    def _plain_offset(heads: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """b_h `[H, 1, D]` of the least-squares fit H_h = b_h + a_h v with one number a_h per head."""
+        b_h is the offset of the least-squares fit H_h = b_h + a_h v with one number a_h per head.
+        """
+        heads, values = self.heads, self.values
         head_mean, value_mean = heads.mean(1, keepdim=True), values.mean(1, keepdim=True)
         spread = ((values - value_mean) ** 2).sum((1, 2)).clamp_min(1e-12)
         slope = ((heads - head_mean) * (values - value_mean)).sum((1, 2)) / spread
-        return head_mean - slope[:, None, None] * value_mean
+        offset = head_mean - slope[:, None, None] * value_mean
+        share = ((heads - offset) * values).sum(-1) / values.square().sum(-1).clamp_min(1e-6)
+        # A value vector next to zero makes the quotient wild; an attention weight lies in [0, 1].
+        self.share_weight, self.share_bias = self.ridge(share.clamp(-2, 2).T)
+        self.shares = (self.sample.inputs @ self.share_weight.T + self.share_bias).T  # [H, N]
 
     def _fit_fallback(self, weights: torch.Tensor) -> _Fallback | None:
         """Weighted least squares of H_h = b_h + (level_h + share_h a_h(x)) v over fitted tokens.

@@ -13,19 +13,92 @@ regression gives the router of every plan. What a plan costs is the mean over he
 
 which needs one number per token and head: plans are compared by trying them.
 
-Shapes: N tokens, C hidden size, H query heads, U groups of heads that are switched together.
+Shapes: B batch, T tokens of a sequence, N tokens of all batches, C hidden size, D head size, H query heads,
+KV key-value heads, U groups of heads that are switched together.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from moh_llm.conversion.fit import LayerSample, Ridge, RoutingFit, group_costs, group_metric
+from moh_llm.conversion.fit import LayerSample, LocalSample, Ridge, RoutingFit, group_costs, group_metric
 from moh_llm.devices import wide
+from moh_llm.modeling.interval_attention_moh import near_attention
+from moh_llm.modeling.seen_moh import Seen
 
+STRIDE = 4  # of how many tokens one is compared with all keys before it
+_ROWS = 64  # queries whose scores with all keys are held at once: more leave the processor's cache
+_BLOCK = 128  # the same for scores with the keys in sight
 NO_TOKEN = -100.0  # a score of the distant token that gives it no weight
 _SHIFTS = (0.0, -1.0, -2.0, -4.0)  # what is tried as an addition to the fitted score
 _STEPS = 6  # numbers of never-on heads, and of routed ones, that are tried for a number of dropped heads
+
+
+@torch.no_grad()
+def sample_local(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    starts: torch.Tensor,
+    window: int,
+    sinks: int,
+    scaling: float,
+) -> LocalSample:
+    """Record local attention of T queries to T keys; see `near_attention` and `Seen.from_positions`."""
+    seen = Seen.from_positions(positions, starts, window, sinks)
+    outputs = near_attention(queries, keys, values, seen, scaling)
+    queries = (queries * scaling).unflatten(1, (keys.shape[1], -1))  # [B, KV, H / KV, T, D]
+    near, far = _near(queries, keys, seen), _far(queries, keys, seen)
+    hidden = seen.hidden[..., 0].clamp_min(1).expand(len(queries), -1)
+    return LocalSample(
+        outputs.flatten(0, 1).transpose(0, 1).float(),
+        near.flatten(0, 1).float(),
+        far.flatten(0, 1).float(),
+        hidden.flatten().float(),
+    )
+
+
+def _near(queries: torch.Tensor, keys: torch.Tensor, seen: Seen) -> torch.Tensor:
+    """Log-sum-exp of the scores in sight, `[B, T, H]`, for scaled queries `[B, KV, H / KV, T, D]`."""
+    blocks = []
+    block = min(seen.window, _BLOCK)
+    for first in range(0, queries.shape[3], block):
+        rows = slice(first, first + block)
+        last, start, near, sink_end = (
+            tensor[:, rows].expand(len(queries), -1, -1) for tensor in (seen.last, seen.start, seen.near, seen.sink_end)
+        )
+        # A document that begins after the block's first query has its sinks in the band.
+        band = torch.arange(int(near.min()), int(last.max()) + 1, device=queries.device)
+        sinks = start[:, :1, 0] + torch.arange(seen.sinks, device=queries.device)
+        index = torch.cat([sinks, band.expand(len(queries), -1)], dim=1).unsqueeze(1)  # [B, 1, K]
+        visible = (index <= last) & (index >= start) & ((index >= near) | (index < sink_end))
+        visible[..., : seen.sinks] &= index[..., : seen.sinks] < band[0]  # else it is seen in the band
+        given = zip(queries[:, :, :, rows].flatten(2, 3), keys, index[:, 0], ~visible, strict=True)
+        blocks.append(torch.stack([_log_sum_exp(own, read[:, i], hidden).T for own, read, i, hidden in given]))
+    return torch.cat(blocks, dim=1)
+
+
+def _far(queries: torch.Tensor, keys: torch.Tensor, seen: Seen) -> torch.Tensor:
+    """As `_near`, of the scores out of sight; NaN for all tokens but every `STRIDE`-th."""
+    batch, _, _, length, _ = queries.shape
+    far = queries.new_full((batch, length, queries.shape[1] * queries.shape[2]), math.nan)
+    begin, end = torch.maximum(seen.start, seen.sink_end), seen.near
+    for first in range(0, length, _ROWS * STRIDE):
+        rows = torch.arange(first, min(first + _ROWS * STRIDE, length), STRIDE, device=queries.device)
+        last = int(rows[-1]) + 1
+        index = torch.arange(last, device=queries.device)
+        hidden = ((index < begin[:, rows]) | (index >= end[:, rows])).expand(batch, -1, -1)
+        for row, own in enumerate(queries[:, :, :, rows].flatten(2, 3)):
+            far[row, rows] = _log_sum_exp(own, keys[row, :, :last], hidden[row]).T
+    return far
+
+
+def _log_sum_exp(queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """For queries `[KV, H / KV * R, D]` and the keys `[KV, K, D]` that are not `hidden` `[R, K]`: `[H, R]`."""
+    scores = (queries @ keys.transpose(1, 2)).unflatten(1, (-1, len(hidden)))
+    return scores.masked_fill_(hidden, -math.inf).logsumexp(-1).flatten(0, 1)
 
 
 class LocalFitter:
@@ -67,7 +140,27 @@ class LocalFitter:
 
     def fit_distant_token(self, sample: LayerSample) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The distant token's score, weight `[H, C]` and bias `[H]`, its value `[H, D]`, and H_h - S_h `[H, N, D]`."""
-        return _fit_distant_token(sample)
+        local, fitted = sample.local, sample.fitted
+        assert local is not None
+        log_hidden = local.hidden.log()[:, None]
+        compared = local.far[:fitted, 0].isfinite().nonzero()[:, 0]
+        target = local.far[compared] - log_hidden[compared]
+        weight, bias = Ridge(sample.inputs[compared])(target)
+        score = sample.inputs @ weight.T + bias + log_hidden - local.near
+        value, residual = (
+            sample.o_proj.new_zeros(len(sample.heads), sample.heads.shape[-1]),
+            sample.heads - local.outputs,
+        )
+        for head, metric in enumerate(group_metric(sample, 1)):
+            own = (residual[head, :fitted], local.outputs[head, :fitted], score[:fitted, head])
+            shift, value[head] = _shift_and_value(*own, metric)
+            if shift == NO_TOKEN:
+                weight[head], bias[head] = 0, 0
+            else:
+                share = (score[:, head, None] + shift).sigmoid()
+                residual[head] += share * (local.outputs[head] - value[head])
+            bias[head] += shift
+        return weight, bias, value, residual
 
     def fit(self, dropped: int) -> RoutingFit:
         """The plan of least estimated KL of those that drop `dropped` heads of each token, whole groups."""
@@ -150,28 +243,6 @@ def _spread(low: int, high: int) -> list[int]:
     """At most `_STEPS` whole numbers from `low` to `high`, both included, evenly spread."""
     count = min(_STEPS, high - low + 1)
     return sorted({low + round(i * (high - low) / max(1, count - 1)) for i in range(count)})
-
-
-def _fit_distant_token(sample: LayerSample) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `LocalFitter.fit_distant_token`."""
-    local, fitted = sample.local, sample.fitted
-    assert local is not None
-    log_hidden = local.hidden.log()[:, None]
-    compared = local.far[:fitted, 0].isfinite().nonzero()[:, 0]
-    target = local.far[compared] - log_hidden[compared]
-    weight, bias = Ridge(sample.inputs[compared])(target)
-    score = sample.inputs @ weight.T + bias + log_hidden - local.near
-    value, residual = sample.o_proj.new_zeros(len(sample.heads), sample.heads.shape[-1]), sample.heads - local.outputs
-    for head, metric in enumerate(group_metric(sample, 1)):
-        own = (residual[head, :fitted], local.outputs[head, :fitted], score[:fitted, head])
-        shift, value[head] = _shift_and_value(*own, metric)
-        if shift == NO_TOKEN:
-            weight[head], bias[head] = 0, 0
-        else:
-            share = (score[:, head, None] + shift).sigmoid()
-            residual[head] += share * (local.outputs[head] - value[head])
-        bias[head] += shift
-    return weight, bias, value, residual
 
 
 def _shift_and_value(

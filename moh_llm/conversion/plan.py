@@ -1,12 +1,14 @@
-"""The head plan: how many heads are shared and active, which are shared, and how tokens choose."""
+"""The head plan: how many heads each layer has on, which of its fits that takes, and the converted model's config."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from transformers import PreTrainedConfig
 
 from moh_llm.conversion.base import moh_fields
 from moh_llm.conversion.config import PlanOptions
+from moh_llm.conversion.fit import LayerCalibration, RoutingFit
 from moh_llm.errors import UserError
 from moh_llm.flops import local_keys
 from moh_llm.modeling import MoHLlamaConfig
@@ -14,60 +16,44 @@ from moh_llm.modeling import MoHLlamaConfig
 _MOST_FITS = 16  # numbers of dropped heads that a layer is fitted for
 
 
-def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[int, int]:
+def shared_and_active(plan: PlanOptions, base: PreTrainedConfig) -> tuple[int, int]:
     """Shared heads per layer, and active heads of all layers together.
 
-    Defaults: the paper's preset shares half of the heads and adds a quarter, each rounded down.
-    Otherwise three quarters are active and an eighth is shared, at least one: a fitted router
-    chooses better than a fixed set, see docs/conversion.md. An even budget is rounded down to
-    whole heads per layer, an uneven one to the nearest whole head of the model. Where key-value
-    groups are routed, read "group" for "head", and below eight of them none is shared: with few to
-    choose from a fixed one costs more. With local fallbacks, and without a router, the fit finds the
-    shared heads, and zero stands for them here. `keys` is rounded down.
+    By default three quarters of the heads are active. Where the fit finds the shared heads, their number is zero here;
+    with other fallbacks an eighth is shared, at least one head, and none of fewer than eight key-value groups. The
+    paper's preset shares half and adds a quarter. Even budgets are rounded to whole heads per layer, uneven ones to
+    whole heads of the model.
 
     Raises:
         UserError: counts that no layer can follow.
     """
-    heads, layers, group_size = config.num_attention_heads, config.num_hidden_layers, options.heads_per_group(config)
-    shared, active = options.num_shared_heads, options.num_active_heads
-    if active is not None and options.keys is not None:
+    heads, layers, group_size = base.num_attention_heads, base.num_hidden_layers, plan.heads_per_group(base)
+    groups, active = heads // group_size, plan.num_active_heads
+    if active is not None and plan.keys is not None:
         raise UserError("give --num-active-heads or --keys, not both")
-    if shared is not None and not 0 <= shared <= heads:
+    shared = plan.num_shared_heads
+    if shared is None and plan.mixes:
+        shared = 0
+    elif shared is None and plan.preset == "paper":
+        shared = heads // 2 // group_size * group_size
+    elif shared is None:
+        least = 1 if group_size == 1 else 0
+        shared = min(max(least, groups // 8), (active or heads) // group_size) * group_size
+    elif not 0 <= shared <= heads:
         raise UserError(
             f"impossible head plan: num_shared_heads={shared} must lie between 0 and num_attention_heads={heads}"
         )
-    paper = options.preset == "paper"
-    if shared is None and options.mixes:
-        shared = 0
-    elif shared is None:
-        least = 1 if group_size == 1 else 0
-        groups = (
-            heads // 2 // group_size
-            if paper
-            else min(max(least, heads // group_size // 8), (active or heads) // group_size)
-        )
-        shared = groups * group_size
-    low = shared if options.head_fallback == "local" else max(group_size, shared)
+    low = shared if plan.head_fallback == "local" else max(group_size, shared)
     if active is not None:
         total = active * layers
-    elif options.keys is not None:
-        seen = options.window + options.local_sinks
-        fallback = (
-            local_keys(options.context, seen, options.all_heads_until) if options.head_fallback == "local" else 0.0
-        )
-        mean = (options.keys - fallback) / (1 - fallback) * heads / group_size + 1e-9
-        total = group_size * (math.floor(mean * layers) if options.uneven else math.floor(mean) * layers)
-        if options.keys < fallback:
-            raise UserError(
-                f"--keys {options.keys} is less than the {fallback:.3f} that a document's first "
-                f"{options.all_heads_until} tokens, which have all heads on, and fallbacks read at {options.context} "
-                "tokens; ask for more keys, or lower --local-start or --local-window"
-            )
-    elif paper:
+    elif plan.keys is not None:
+        mean = _share_of_heads(plan) * heads / group_size + 1e-9
+        total = group_size * (math.floor(mean * layers) if plan.uneven else math.floor(mean) * layers)
+    elif plan.preset == "paper":
         total = max(low, (heads // 2 + heads // 4) // group_size * group_size) * layers
     else:
         mean = 0.75 * heads / group_size
-        total = group_size * (round(mean * layers) if options.uneven else math.floor(mean + 1e-9) * layers)
+        total = group_size * (round(mean * layers) if plan.uneven else math.floor(mean + 1e-9) * layers)
         total = max(total, low * layers)  # three quarters of few heads may be fewer than are shared
     if not low * layers <= total <= heads * layers:
         raise UserError(
@@ -75,46 +61,124 @@ def shared_and_active(options: PlanOptions, config: PreTrainedConfig) -> tuple[i
             f"{'num_shared_heads=' if shared > 0 else ''}{low} and num_attention_heads={heads}"
         )
     if shared % group_size:
-        raise _parts_of_groups("num_shared_heads", shared, group_size, range(0, heads + 1, group_size))
-    copies = layers if options.uneven else 1  # uneven budgets need only add up to whole groups
+        raise _splits_groups("num_shared_heads", shared, group_size, range(0, heads + 1, group_size))
+    copies = layers if plan.uneven else 1  # uneven budgets need only add up to whole groups
     if total * copies // layers % group_size:
         whole = [n for n in range(low, heads + 1) if n * copies % group_size == 0]
-        raise _parts_of_groups("num_active_heads", total // layers, group_size, whole)
+        raise _splits_groups("num_active_heads", total // layers, group_size, whole)
     return shared, total
 
 
-def _parts_of_groups(name: str, count: int, group_size: int, whole: Iterable[int]) -> UserError:
+def _share_of_heads(plan: PlanOptions) -> float:
+    """The share of the heads that is on where `plan.keys` of the base's keys are read.
+
+    Raises:
+        UserError: fewer keys than first tokens and local fallbacks read with all heads off.
+    """
+    if plan.keys is None or plan.head_fallback != "local":
+        return plan.keys or 0.0
+    least = local_keys(plan.context, plan.window + plan.local_sinks, plan.all_heads_until)
+    if plan.keys < least:
+        raise UserError(
+            f"--keys {plan.keys} is less than the {least:.3f} that a document's first {plan.all_heads_until} tokens, "
+            f"which have all heads on, and fallbacks read at {plan.context} tokens; ask for more keys, or lower "
+            "--local-start or --local-window"
+        )
+    return (plan.keys - least) / (1 - least)
+
+
+def _splits_groups(name: str, count: int, group_size: int, whole: Iterable[int]) -> UserError:
     return UserError(
         f"impossible head plan: {name}={count} splits key-value groups; with --routing-granularity kv_group it "
         f"must be a multiple of {group_size} (heads per group): {', '.join(map(str, whole))}"
     )
 
 
-def drops_to_fit(options: PlanOptions, config: PreTrainedConfig) -> list[int]:
-    """The numbers of dropped heads for which a layer is fitted.
+def drops_to_fit(plan: PlanOptions, base: PreTrainedConfig) -> list[int]:
+    """The numbers of dropped heads for which a layer is fitted: with uneven budgets all that a layer may get.
 
-    With uneven budgets all that a layer may get. Where a fit does not choose the shared heads they are
-    thinned out if there are many (others take the fit of the next lower number), and a layer that drops
-    none still gets a router, that of one dropped head, so that its budget can be lowered.
+    Where the shared heads are given, many numbers are thinned out (the others take the fit of the next lower one), and
+    a layer that drops none still gets the router of one dropped head, so that its budget can be lowered later.
     """
-    shared, active = shared_and_active(options, config)
-    heads, group_size = config.num_attention_heads, options.heads_per_group(config)
-    least = shared if options.head_fallback == "local" else max(group_size, shared)
+    shared, active = shared_and_active(plan, base)
+    heads, group_size = base.num_attention_heads, plan.heads_per_group(base)
+    least = shared if plan.head_fallback == "local" else max(group_size, shared)
     most = (heads - least) // group_size
-    if not options.fits or not most:
+    if not plan.fits or not most:
         return []
-    if options.mixes:
-        even = heads - active // config.num_hidden_layers
-        return list(range(0, heads - least + 1, group_size)) if options.uneven else [even]
-    if not options.uneven:
-        return [max(group_size, heads - active // config.num_hidden_layers)]
+    even = heads - active // base.num_hidden_layers
+    if not plan.uneven:
+        return [even if plan.mixes else max(group_size, even)]
+    if plan.mixes:
+        return list(range(0, heads - least + 1, group_size))
     step = math.ceil(most / _MOST_FITS)
     return [drops * group_size for drops in sorted({1, *range(step, most + 1, step), most})]
 
 
+def plan_layers(
+    plan: PlanOptions, base: PreTrainedConfig, calibrated: Sequence[LayerCalibration] | None
+) -> tuple[MoHLlamaConfig, list[RoutingFit]]:
+    """The converted model's config, and the fit that each layer takes; no fits where nothing is fitted."""
+    shared, active = shared_and_active(plan, base)
+    heads, layers = base.num_attention_heads, base.num_hidden_layers
+    budgets = [active // layers] * layers
+    shared_heads = [list(range(shared))] * layers
+    fits: list[RoutingFit] = []
+    if calibrated:
+        shared_heads = [layer.shared_heads for layer in calibrated]
+        if plan.uneven:
+            budgets = [heads - drops for drops in allocate([c.costs for c in calibrated], heads * layers - active)]
+        if all(layer.fits for layer in calibrated):
+            fits = [layer.fit_for(heads - budget) for layer, budget in zip(calibrated, budgets, strict=True)]
+            shared_heads = [fit.shared_heads for fit in fits]
+    return build_config(base, plan, shared_heads, budgets, [fit.never_on_heads for fit in fits]), fits
+
+
+def routing_tensors(fits: Sequence[RoutingFit]) -> dict[str, torch.Tensor]:
+    """The fitted tensors of all layers by their names in the model."""
+    return {
+        f"model.layers.{layer}.self_attn.{name}": tensor.cpu().contiguous()
+        for layer, fit in enumerate(fits)
+        for name, tensor in fit.tensors.items()
+    }
+
+
+def allocate(costs: Sequence[Mapping[int, float]], total: int) -> list[int]:
+    """How many heads each layer drops, so that `total` are dropped at the least summed cost.
+
+    Exact, by dynamic programming over layers: costs need not be convex in the number of drops.
+
+    Args:
+        costs: per layer, number of drops -> cost; dropping none costs nothing and need not be named.
+        total: drops in all layers together.
+
+    Raises:
+        UserError: the layers together cannot drop so many.
+    """
+    best = [0.0] + [math.inf] * total
+    choices = []
+    for layer in costs:
+        options = {0: 0.0, **layer}
+        after, choice = [math.inf] * (total + 1), [0] * (total + 1)
+        for spent in range(total + 1):
+            for drops, cost in options.items():
+                if drops <= spent and best[spent - drops] + cost < after[spent]:
+                    after[spent], choice[spent] = best[spent - drops] + cost, drops
+        best = after
+        choices.append(choice)
+    if math.isinf(best[total]):
+        most = sum(max(layer, default=0) for layer in costs)
+        raise UserError(f"impossible head plan: {total} heads cannot be dropped, the layers can drop {most}")
+    plan = []
+    for choice in reversed(choices):
+        plan.append(choice[total])
+        total -= choice[total]
+    return plan[::-1]
+
+
 def build_config(
-    config: PreTrainedConfig,
-    options: PlanOptions,
+    base: PreTrainedConfig,
+    plan: PlanOptions,
     shared_heads: Sequence[Sequence[int]],
     active_heads: Sequence[int],
     never_on_heads: Sequence[Sequence[int]] = (),
@@ -124,17 +188,17 @@ def build_config(
     first = all(list(ids) == list(range(len(ids))) for ids in shared_heads)
     try:
         built = MoHLlamaConfig(
-            **moh_fields(config),
+            **moh_fields(base),
             num_shared_heads=shared[0] if len(set(shared)) == 1 else shared,
             num_active_heads=active[0] if len(set(active)) == 1 else active,
             shared_heads=None if first else [list(ids) for ids in shared_heads],
-            router_type=options.router_type,
+            router_type=plan.router_type,
             router_score="quantized",
-            routing_granularity=options.routing_granularity,
-            head_fallback=options.head_fallback,
-            local_window=options.window,
-            local_sinks=options.local_sinks,
-            local_start=options.start if options.head_fallback == "local" else 0,
+            routing_granularity=plan.routing_granularity,
+            head_fallback=plan.head_fallback,
+            local_window=plan.window,
+            local_sinks=plan.local_sinks,
+            local_start=plan.start if plan.head_fallback == "local" else 0,
             never_on_heads=[list(ids) for ids in never_on_heads] if any(never_on_heads) else None,
         )
     except ValueError as error:

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from moh_llm.conversion import calibrate as module
-from moh_llm.conversion.calibrate import LayerCalibration, calibrate
-from moh_llm.conversion.fit import LayerFitter, RoutingFit
+from moh_llm.conversion.calibrate import calibrate
+from moh_llm.conversion.fit import LayerCalibration, LayerFitter, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.records.model import read_weight_map

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from moh_llm.conversion.description import calibration_record
+from moh_llm.conversion.convert import calibration_record
 from moh_llm.data.shards import TokenizedSource, TokenStream
 from moh_llm.data.windows import fixed_batches
 
@@ -31,12 +31,6 @@ def test_shares_are_those_of_the_tokens_that_were_read(weights: tuple[float, flo
     read = {"a": int((ids < 5000).sum()), "b": int((ids >= 5000).sum())}
     assert record.tokens_of_source == read and record.tokens == len(ids)
     assert read["b"] / len(ids) != pytest.approx(weights[1])
-
-
-def test_sources_of_one_name_are_two() -> None:
-    sources = [source_of("a", 0.5, 500, 0), source_of("a", 0.25, 500, 0), source_of("b", 0.25, 500, 0)]
-    read = calibration_record("mine", sources, LENGTH, 160).tokens_of_source
-    assert list(read.values()) == [80, 40, 40]
 
 
 def test_cost_is_stated_at_the_context_and_by_part(

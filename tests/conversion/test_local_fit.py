@@ -7,16 +7,15 @@ import pytest
 import torch
 from layer_samples import make_sample
 
-from moh_llm.conversion import local_fit, local_sample
-from moh_llm.conversion.local_fit import NO_TOKEN, LocalFitter
-from moh_llm.conversion.local_sample import STRIDE, sample_local
+from moh_llm.conversion import local_fit
+from moh_llm.conversion.local_fit import NO_TOKEN, STRIDE, LocalFitter, sample_local
 
 WINDOW, SINKS = 5, 2
 
 
 @pytest.mark.parametrize(("length", "starts"), [(23, [0] * 23), (40, [0] * 9 + [9] * 31)])
 def test_the_sample_is_a_loop(length, starts, monkeypatch):
-    monkeypatch.setattr(local_sample, "_ROWS", 3)  # so that there are several blocks of rows
+    monkeypatch.setattr(local_fit, "_ROWS", 3)  # so that there are several blocks of rows
     generator = torch.Generator().manual_seed(0)
     queries, keys, values = (torch.randn(2, heads, length, 4, generator=generator) for heads in (4, 2, 2))
     places = torch.arange(length)[None], torch.tensor([starts])

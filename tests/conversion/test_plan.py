@@ -6,8 +6,7 @@ import random
 import pytest
 from transformers import LlamaConfig
 
-from moh_llm.conversion.budget import allocate
-from moh_llm.conversion.plan import PlanOptions, build_config, drops_to_fit, shared_and_active
+from moh_llm.conversion.plan import PlanOptions, allocate, build_config, drops_to_fit, shared_and_active
 from moh_llm.errors import UserError
 
 

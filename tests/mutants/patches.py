@@ -368,7 +368,7 @@ PATCHES = (
     ),
     Patch(
         "a special token gets the rows of its text's pieces",
-        "moh_llm/conversion/vocabulary.py",
+        "moh_llm/conversion/checkpoint.py",
         "elif not added[number].special:",
         "else:",
         ("tests/conversion/test_vocabulary.py",),
@@ -438,14 +438,14 @@ PATCHES = (
     ),
     Patch(
         "shares of calibration are the mixture's weights",
-        "moh_llm/conversion/description.py",
-        "read = {name: count * length for name, count in zip(names, windows, strict=True)}",
-        "read = {name: round(share * tokens) for name, share in zip(names, shares, strict=True)}",
+        "moh_llm/conversion/convert.py",
+        "read = {source.name: count * length for source, count in zip(sources, windows, strict=True)}",
+        "read = {source.name: round(source.weight * tokens) for source in sources}",
         (f"{CONVERTED}[value]",),
     ),
     Patch(
         "weights of fallbacks are told as those of routers",
-        "moh_llm/conversion/description.py",
+        "moh_llm/conversion/convert.py",
         "    routers = sum(tensor.numel() for tensor in routing.values()) - fallbacks\n",
         "    routers, fallbacks = sum(tensor.numel() for tensor in routing.values()), 0\n",
         (f"{CONVERTED}[value]",),
