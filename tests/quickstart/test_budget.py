@@ -14,7 +14,6 @@ from moh_llm.quickstart.budget import (
     SOURCES,
     Speed,
     choose_amounts,
-    fit_items,
     fit_rest,
     measure_speed,
 )
@@ -63,14 +62,16 @@ def test_the_smallest_run_says_that_it_needs_longer():
 def test_what_comes_later_fits_in_what_is_left():
     speed = Speed(1 / 400, 1 / 400)
     amounts = choose_amounts(speed, 600, 2048)
-    later = fit_rest(amounts, speed, 320)
+    steps = ("tune", "evaluate", "compare")
+    later = fit_rest(amounts, speed, 320, steps)
     seconds = later.seconds(speed)
     assert seconds["tune"] + seconds["evaluate"] + seconds["compare"] <= 288
     assert LEAST["heldout"] <= later.heldout < amounts.heldout and later.context == amounts.context
     assert 0 < later.tuning < amounts.tuning
-    assert fit_rest(amounts, speed, 1).steps == 2
-    assert fit_items(amounts, speed, 600).items == amounts.items
-    assert fit_items(amounts, speed, FIXED["evaluate"]).items == 2
+    least = fit_rest(amounts, speed, 1, steps)
+    assert (least.steps, least.items) == (2, 2)
+    assert fit_rest(amounts, speed, 600, steps[1:]) == amounts
+    assert fit_rest(amounts, speed, FIXED["evaluate"], steps[1:]).tuning == amounts.tuning
 
 
 def test_the_items_are_those_of_the_suite():
