@@ -1,6 +1,6 @@
-"""The checkpoint to convert: found, checked, and identified before anything is computed.
+"""The checkpoint to convert is found, checked and identified before anything is computed.
 
-All families are LLaMA's layer with small differences, which `MoHLlamaConfig` has as fields.
+All families have LLaMA's layer with small differences, which are fields of `MoHLlamaConfig`.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from moh_llm.records.model import (
 )
 from moh_llm.records.tensors import check_tensors, is_routing_weight, matrix_dtype, why_no_model
 
-# model_type -> fields that the architecture implies and its config.json does not say.
+# model_type -> fields that the architecture implies without naming them in config.json.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -37,14 +37,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"query_key_norm": True},
     "mixtral": {},
 }
-# What Mixtral's config says of its experts, by the names of `MoHLlamaConfig`.
+# `MoHLlamaConfig`'s names for experts -> Mixtral's.
 _EXPERTS = {
     "num_local_experts": "num_local_experts",
     "num_experts_per_tok": "num_experts_per_tok",
     "expert_balance_coef": "router_aux_loss_coef",
     "router_jitter_noise": "router_jitter_noise",
 }
-# Fields of the MoH layer; a model that is one already is planned anew without them.
+# Fields of the MoH layer. They are dropped when a MoH model is converted again.
 MOH_FIELDS = {
     "num_shared_heads",
     "num_active_heads",
@@ -62,7 +62,7 @@ MOH_FIELDS = {
     "local_heads",  # the name of never_on_heads up to format 5
     "moh_format",
 }
-# Settings of a session that some configs were saved with; they are no part of a model.
+# Settings of a session, not of a model; some configs were saved with them.
 SESSION = {
     "return_dict",
     "use_return_dict",
@@ -74,17 +74,17 @@ SESSION = {
     "experts_implementation",
     "_experts_implementation",
 }
-# LLaMA's settings that other families do not have, whatever their config.json says.
+# LLaMA's settings that other families ignore, even if config.json names them.
 _ONLY_LLAMA = {
     "mistral": {"attention_bias", "mlp_bias"},
     "qwen2": {"attention_bias", "mlp_bias"},
     "qwen3": {"mlp_bias"},
     "mixtral": {"attention_bias", "mlp_bias"},
 }
-# What else goes along: tokenizer, generation settings and licence.
+# Other files to copy: tokenizer, generation settings and licence.
 _KEPT_ENDINGS = (".json", ".txt", ".model", ".jinja")
 _FORGOTTEN = {"model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"}
-# Without these a config would silently describe a model of another size.
+# A config without these would silently describe a model of another size.
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
 
 
@@ -94,15 +94,15 @@ class BaseCheckpoint:
 
     Attributes:
         name: path or Hub id as the user gave it, without a revision.
-        folder: where its files lie.
+        folder: local folder of its files.
         revision: commit hash on the Hub; None for a local folder.
-        is_moh: whether it is a MoH model already.
+        is_moh: whether the checkpoint is a MoH model.
         config: the dense model's config.
-        shards: the safetensors files that hold dense tensors, in order.
-        weight_map: dense tensor's name -> shard's file name.
-        routing_tensors: names of the tensors that a MoH model has beside these.
-        fingerprint: `moh_llm.records.identity.fingerprint` of its shards.
-        notes: what of the folder is left out, for the user to read.
+        shards: safetensors files with dense tensors, in order.
+        weight_map: name of a dense tensor -> file name of its shard.
+        routing_tensors: names of a MoH model's other tensors.
+        fingerprint: `moh_llm.records.identity.fingerprint` of the shards.
+        notes: warnings about parts of the folder that are not converted.
     """
 
     name: str
@@ -118,11 +118,11 @@ class BaseCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which no matrix of its weights is rounded."""
+        """The narrowest dtype that rounds no weight matrix."""
         return matrix_dtype(self.folder, self.weight_map) or torch.float32
 
     def identity(self) -> Base:
-        """Identity of this base for records."""
+        """The base's identity in records."""
         return Base(name=self.name, revision=self.revision, fingerprint=self.fingerprint)
 
 
@@ -131,13 +131,12 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
 
     Args:
         name: local folder, Hub id, or Hub id@revision.
-        revision: of the Hub: branch, tag or commit.
-        paper_preset: whether it gets the paper's layer.
+        revision: branch, tag or commit on the Hub.
+        paper_preset: whether the preset "paper" is asked for, which accepts configs with remote code.
 
     Raises:
-        UserError: no such folder or model; no safetensors weights; a truncated or missing shard; a
-            tensor that the architecture needs is missing or has another shape; an architecture that
-            cannot be converted; quantised weights; an adapter; a file of it is a link that leads out of its folder.
+        UserError: no such folder or model; missing, truncated, quantised or unexpected weights; an architecture that
+            cannot be converted; an adapter; a file is a link that leads out of its folder.
     """
     hub_id, at, named = name.partition("@")
     if at and named and may_be_hub_id(hub_id) and not Path(expand_home(name)).exists():
@@ -172,7 +171,7 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
 
 
 def accompanying(folder: Path) -> list[Path]:
-    """The files of a checkpoint that are read or copied beside its weights and config."""
+    """Files of a checkpoint other than its weights that are read or copied."""
     return sorted(folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")) + sorted(
         file
         for file in folder.iterdir()
@@ -183,9 +182,9 @@ def accompanying(folder: Path) -> list[Path]:
 
 
 def is_checkpoint(found: BaseCheckpoint, recorded: Base) -> bool:
-    """Whether ``found`` is the checkpoint of a conversion's record.
+    """Whether ``found`` is the checkpoint that a record names.
 
-    The fingerprint is of files. Where these are laid out differently, all weights are read and hashed.
+    Files with another layout have another fingerprint; then all weights are read and hashed.
     """
     if recorded.fingerprint == found.fingerprint:
         return True
@@ -205,7 +204,7 @@ def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        # README.md is not converted: it says under which licence the base is, and in which languages.
+        # README.md names the base's licence and languages.
         patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md"]
         patterns += [f"{name}*" for name in LICENCE_NAMES]
         path = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns="original/*"))
@@ -242,10 +241,10 @@ def _check_family(config: dict[str, Any], name: str, paper_preset: bool) -> None
 
 
 def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
-    """The dense model's own config from its config.json, or from that of a MoH model.
+    """The dense model's config from the fields of a dense or MoH config.json.
 
     Raises:
-        UserError: the fields make no model, or one whose attention MoH layers do not have.
+        UserError: the fields make no model, or attention that MoH layers do not support.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -260,7 +259,7 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
     foreign = _ONLY_LLAMA.get(kind, set())
     own = [key for key in sorted(foreign - FAMILIES[kind].keys()) if fields.get(key)]
     if own and fields["model_type"] == "moh_llama":
-        raise UserError(f"{name}: there is no dense model inside: it is a {kind} but for the biases of its {own[0]}")
+        raise UserError(f"{name}: there is no dense model inside: a {kind} has no {own[0]}")
     dropped = {"model_type", "architectures", "auto_map"} | MOH_FIELDS | SESSION | foreign | marks
     dropped |= {"expert_balance_coef"} if kind == "mixtral" else set(_EXPERTS)
     try:
@@ -272,9 +271,9 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
 
 
 def _check_attention(config: PreTrainedConfig, kind: str, name: str) -> None:
-    """Raise UserError unless all layers of a model are alike, and attend to all earlier tokens and no later one.
+    """Raise UserError unless all layers are alike and attend to all earlier tokens and no later one.
 
-    transformers reads these fields in the code that all models share: a config has them where its class has none.
+    transformers reads these fields in code that all models share, so any config may have them.
     """
     if not getattr(config, "is_causal", True):
         raise UserError(
@@ -282,7 +281,7 @@ def _check_attention(config: PreTrainedConfig, kind: str, name: str) -> None:
             "remove it from config.json if the model was trained to predict the next token"
         )
     if getattr(config, "is_heterogeneous", False) or vars(config).get("per_layer_config"):
-        raise UserError(f"{name}: per_layer_config is not supported, since the layers of a MoH model are alike")
+        raise UserError(f"{name}: per_layer_config is not supported, since all layers of a MoH model are alike")
     window = getattr(config, "sliding_window", None)
     slides = window and (kind in ("mistral", "mixtral") or getattr(config, "use_sliding_window", False))
     types = getattr(config, "layer_types", None) or []
@@ -299,7 +298,7 @@ def moh_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """The arguments of `MoHLlamaConfig` that describe the same dense model as `config`."""
     default = {key: value for key, value in LlamaConfig().to_dict().items() if key not in _FORGOTTEN}
     given = config.to_dict()
-    # The defaults of these two follow from other fields.
+    # Their defaults follow from other fields.
     computed = ("head_dim", "num_key_value_heads")
     fields = {k: given[k] for k, value in default.items() if k in given and (k in computed or given[k] != value)}
     if config.model_type == "mixtral":

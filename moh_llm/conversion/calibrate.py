@@ -28,9 +28,9 @@ from moh_llm.progress import TextProgress
 from moh_llm.records.model import save_tensors
 
 HELD_OUT = 4  # every fourth window measures costs and is not fitted on
-_LEAST = 16  # tokens with keys out of sight that a fit, and its check on other tokens, take
+_LEAST = 16  # least tokens with keys out of sight, to fit on and to measure costs on
 _WORK = {"forward": 1.0, "backward": 3.0}  # the backward pass runs each layer again, and fits it
-_HEAD_ROWS = 128  # tokens whose distribution over the vocabulary is held at once
+_HEAD_ROWS = 128  # tokens whose logits are held at once
 
 _Window = tuple[int, int]  # tokens of the window and sinks that a local fallback reads
 
@@ -142,7 +142,7 @@ def layer_samples(
 def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed: int) -> Iterator[torch.Tensor]:
     """Gradient by the last hidden states of the summed -log p(y), y drawn from p itself.
 
-    Written out, softmax(logits) - onehot(y): a wide vocabulary makes autograd and `multinomial` slow.
+    It is softmax(logits) - onehot(y), written out: autograd and `multinomial` are slow for a large vocabulary.
     """
     norm, linear = head
     back = linear.weight.T.contiguous()  # as it lies, a product in bfloat16 takes 15 times as long on some CPUs
@@ -165,9 +165,9 @@ def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed
 
 
 def _fitted_first(batches: Sequence[Batch], skipped: int) -> tuple[torch.Tensor, int]:
-    """An order of tokens with the held-out ones last, and how many come before them.
+    """An order of tokens with the held-out ones last, and the number of tokens before these.
 
-    Documents' first `skipped` tokens are left out: they have all heads on, or fallbacks that are exact.
+    The first `skipped` tokens of each document are left out: they have all heads on, or exact fallbacks.
     """
     found = []
     for positions in (batch["position_ids"] for batch in batches):
@@ -194,10 +194,10 @@ def _backward(
     fitted: int,
     windows: Iterable[_Window],
 ) -> tuple[LayerSample, dict[_Window, LocalSample]]:
-    """Run a layer again on its stored input; replaces `gradients` by those of its input.
+    """Run a layer again on its stored input, and replace `gradients` by those of this input.
 
     Returns:
-        The layer's sample, and those of local attention by window and sinks.
+        The layer's sample, and its samples of local attention by window and sinks.
     """
     layer = base.layer(number)
     attention = layer.layers[0].self_attn
@@ -237,10 +237,7 @@ def _recording(
     seen: dict[str, list[torch.Tensor]],
     samples: dict[_Window, list[LocalSample]],
 ) -> Iterator[None]:
-    """Keep the attention's input, head outputs, values, and the gradient by its output, a row per token.
-
-    And local attention's samples, for each window and number of sinks that `samples` has.
-    """
+    """Collect inputs, head outputs, values and gradients, a row per token, and samples of local attention."""
 
     def keep(name: str, tensor: torch.Tensor) -> None:
         seen[name].append(tensor.detach().flatten(0, -2))

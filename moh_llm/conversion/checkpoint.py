@@ -35,8 +35,7 @@ REMOTE_CODE = (
     "routing_moh.py",
     "experts_moh.py",
 )
-# Tokenizer, generation settings and licence go along; weights in other formats, the card and records do not: those of
-# the base's training and evaluations are of another model.
+# Tokenizer, generation settings and licence are copied. The card and the records are not: they describe the base.
 _REPLACED = {"config.json", CONVERSION, LINEAGE, SEAL, "README.md"}
 _REPLACED |= {"run.json", "evaluation.json", "report.json", "checkpoint.json"}
 
@@ -51,14 +50,13 @@ def write_weights(
     routing: dict[str, torch.Tensor],
     dtype: torch.dtype | None = None,
 ) -> dict[str, str]:
-    """Write the weights of a converted model, or of the dense base where there is no routing tensor.
+    """Write the weights of a converted model, or without routing tensors those of the dense base.
 
     Args:
-        folder: where to.
-        base: where the dense weights come from; without `dtype` their bytes are copied, and whole files where these
-            hold nothing else.
-        routing: the routers' and fallbacks' tensors by name; may be empty.
-        dtype: cast the weights to it, one shard at a time.
+        folder: output folder.
+        base: source of the dense weights. Files of dense tensors alone are copied as they are.
+        routing: tensors of routers and fallbacks by name; may be empty.
+        dtype: dtype that the weights are cast to, one shard at a time; None for their own.
 
     Returns:
         The index: tensor name -> file name. `write_description` writes it, last.
@@ -89,7 +87,7 @@ def write_weights(
 def write_description(
     folder: Path, base: BaseCheckpoint, config: PreTrainedConfig, weight_map: dict[str, str], remote_code: bool = True
 ) -> None:
-    """Write all that is not a weight: config, tokenizer, remote code, and last the index of the shards."""
+    """Write config, remote code, tokenizer, and last the index of the shards."""
     config.save_pretrained(folder)
     if remote_code:
         for name in REMOTE_CODE:
@@ -97,7 +95,7 @@ def write_description(
     for file in accompanying(base.folder):
         if file.name not in _REPLACED:
             target = folder / file.relative_to(base.folder)
-            target.parent.mkdir(exist_ok=True)  # of the chat templates beside the default one
+            target.parent.mkdir(exist_ok=True)  # for additional chat templates
             shutil.copyfile(file, target)
     files = sorted(set(weight_map.values()))
     if files != [SINGLE_NAME]:
@@ -115,7 +113,7 @@ def _rewrite_shard(source: Path, target: Path, kept: Collection[str], dtype: tor
 
 
 def _tensor_bytes(shard: Path) -> int:
-    """Bytes of tensor data in a safetensors file: all but its length-prefixed JSON header."""
+    """Bytes of tensor data in a safetensors file, which follow a length-prefixed JSON header."""
     with shard.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
     return shard.stat().st_size - 8 - header
@@ -123,14 +121,14 @@ def _tensor_bytes(shard: Path) -> int:
 
 @dataclass(frozen=True)
 class Widening:
-    """More tokens for a base.
+    """New tokens for a base.
 
     Attributes:
-        tokenizer: has the tokens of the base's, with the same ids, and new ones.
+        tokenizer: tokenizer with the base's tokens, under the same ids, and new ones.
         own: the base's tokenizer.
-        new_ids: ids of tokens that have no row in the base's embedding, or one that no token had.
-        rows: of the embedding in the end.
-        record: for `conversion.json`, still without a hash.
+        new_ids: ids of tokens without a row in the base's embedding, or with a row that no token had.
+        rows: rows of the widened embedding.
+        record: entry of `conversion.json`, still without a hash.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -141,11 +139,7 @@ class Widening:
 
 
 def plan_widening(base: BaseCheckpoint, name: str) -> Widening:
-    """Compare the tokenizer of a folder or Hub id with the base's.
-
-    Args:
-        base: what is to be widened.
-        name: of the tokenizer.
+    """Compare a tokenizer (folder or Hub id) with the base's.
 
     Raises:
         UserError: it cannot be read, does not keep the base's ids, or has no new token.
@@ -175,12 +169,10 @@ def plan_widening(base: BaseCheckpoint, name: str) -> Widening:
 
 
 def widen(base: BaseCheckpoint, widening: Widening, folder: Path) -> BaseCheckpoint:
-    """Write the base with more tokens into an empty folder; return it.
+    """Write the base with more tokens into a new folder, and return it.
 
-    A new row is the mean of the rows that the base has for the new token's text. Special tokens, tokens that are parts
-    of a character, and rows that no token has get the mean of the base's rows of tokens.
-
-    Files without an embedding are links to the base's. The tokenizer takes the place of the base's.
+    A new token's row is the mean of the rows of its pieces in the base's tokenizer. Special tokens, parts of a
+    character and rows without a token get the mean of all tokens' rows. Files without an embedding are links.
 
     Raises:
         UserError: the disk refuses.
@@ -209,15 +201,15 @@ def widen(base: BaseCheckpoint, widening: Widening, folder: Path) -> BaseCheckpo
 
 
 def _pieces(base: BaseCheckpoint, widening: Widening) -> dict[int, list[int]]:
-    """Ids of the base's tokens that make up the text of each new token; those are left out that have no such text."""
+    """Id of each new token that has a text -> ids of the base's tokens that make up this text."""
     tokenizer, texts = widening.tokenizer, {}
-    added = tokenizer.added_tokens_decoder  # with their text, which others have in the alphabet of the tokenizer
+    added = tokenizer.added_tokens_decoder  # their text is stored as it is, not in the alphabet of the tokenizer
     for number in widening.new_ids:
         if number not in added:
             texts[number] = tokenizer.decode([number], clean_up_tokenization_spaces=False)
         elif not added[number].special:
             texts[number] = added[number].content
-    # U+FFFD is what stands for bytes that are no character.
+    # U+FFFD stands for bytes that are no character.
     texts = {number: text for number, text in texts.items() if text and "\ufffd" not in text}
     if not texts:
         return {}
@@ -230,8 +222,8 @@ def _pieces(base: BaseCheckpoint, widening: Widening) -> dict[int, list[int]]:
 def _widened(
     table: torch.Tensor, widening: Widening, known: torch.Tensor, pieces: dict[int, list[int]]
 ) -> torch.Tensor:
-    """A table of embeddings `[V, C]` with more rows; those of known tokens, and of no token, stay as they are."""
-    # In parts: in double precision a large table takes four times its memory.
+    """A table of embeddings `[V, C]` with more rows; its own rows stay as they are, except for ids of new tokens."""
+    # In parts, since a table in double precision takes four times its memory.
     mean = (sum(table[ids].double().sum(0) for ids in known.split(4096)) / len(known)).to(table.dtype)
     wide = mean.repeat(widening.rows, 1)
     wide[: len(table)] = table

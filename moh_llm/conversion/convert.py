@@ -52,15 +52,15 @@ from moh_llm.records.tensors import HEAD, cast_weight, is_fallback_weight, read_
 from moh_llm.terminal import say_aside
 
 _BATCH_TOKENS = 2048
-WIDENED = ".widened"  # folder of the base with more tokens, until the conversion is done
-LONG_CONTEXT = 2048  # tokens from which on documents as long are calibrated on, and retrieval is scored
+WIDENED = ".widened"  # temporary folder of the base with more tokens
+LONG_CONTEXT = 2048  # tokens from which on calibration prefers documents of this length, and retrieval is scored
 
 
 def convert(options: ConversionConfig) -> Conversion:
-    """Convert a checkpoint into a MoH one and verify it; returns the record that is in `conversion.json`.
+    """Convert a checkpoint, verify it, and return the record of `conversion.json`.
 
     Raises:
-        UserError: bad input, as early as it can be detected; the output folder is then as before.
+        UserError: bad input, as early as possible; the output folder is then unchanged.
     """
     started = time.perf_counter()
     verifies = options.heldout_tokens != 0
@@ -76,7 +76,7 @@ def convert(options: ConversionConfig) -> Conversion:
         say_aside(f"--context {options.context} is above the {length} positions of {options.base}: {length} are used")
     plan = dataclasses.replace(options, context=length)
     shared_and_active(plan, base.config)  # impossible counts fail before anything runs
-    wanted = options.heldout_tokens or held_out_tokens(length)  # sampled without a proof, too: the fit is the same
+    wanted = options.heldout_tokens or held_out_tokens(length)  # for 0, too: the fit stays the same
     _check_machine(options, base, wanted if verifies else 0)
     widening = None if options.tokenizer is None else plan_widening(base, options.tokenizer)
     sources: list[TokenizedSource] = []
@@ -92,9 +92,9 @@ def convert(options: ConversionConfig) -> Conversion:
     with lock_folder(options.output), new_folder(options.output, options.overwrite) as folder:
         identity = base.identity()
         identity.dense_sha256 = hash_weights(base.folder, base.weight_map).dense
-        chain = records.chain  # the base may be a tuned model itself, whose lineage then goes on
+        chain = records.chain  # a base that is a tuned model has a lineage, which goes on
         if widening is not None:
-            base = widen(base, widening, folder / WIDENED)  # what is converted, and compared with, from here on
+            base = widen(base, widening, folder / WIDENED)  # from here on this is the base
         asked = None if options.dtype is None else getattr(torch, options.dtype)
         dtype, device = asked or base.dtype, choose_device()
         computed = compute_dtype(device, options.compute_dtype)
@@ -166,7 +166,7 @@ def _plan_record(plan: ConversionConfig, config: MoHLlamaConfig) -> Plan:
 def arithmetic(
     config: MoHLlamaConfig, base: BaseCheckpoint, routing: Mapping[str, torch.Tensor], context: int
 ) -> Arithmetic:
-    """Theoretical cost of the converted model beside its base's."""
+    """Theoretical cost of the converted model and of its base."""
     counted = dict(base.weight_map)
     if base.config.tie_word_embeddings:  # some files hold the embedding under this name, too
         counted.pop(HEAD, None)
@@ -201,9 +201,9 @@ class Restored:
 
 
 def restore_dense(name: str, output: Path, overwrite: bool = False) -> Restored:
-    """Write the plain checkpoint inside a MoH one: its dense tensors' bytes, without routers and fallbacks.
+    """Write the dense checkpoint inside a MoH one: the bytes of its dense tensors, without routers and fallbacks.
 
-    What the base had beside the tensors of its architecture is not in the MoH model, so it is not here.
+    Tensors that the base's architecture does not have were left out in the conversion, and are not restored.
 
     Raises:
         UserError: not a MoH model; bad input or output as in `convert`.
@@ -228,7 +228,7 @@ def restore_dense(name: str, output: Path, overwrite: bool = False) -> Restored:
 
 
 def _read_records(base: BaseCheckpoint) -> FolderRecords:
-    """The records in the base's folder; prints what its user should know of it."""
+    """Read the records in the base's folder, and print its warnings."""
     records = read_records(base.folder)
     say_aside(*(f"warning: {note}" for note in base.notes), *records.lines(base.name))
     return records
@@ -241,12 +241,12 @@ def peak_memory_mib() -> int:
 
 
 def rows_of(length: int) -> int:
-    """How many sequences of so many tokens are run at once."""
+    """Sequences of `length` tokens in a batch."""
     return max(1, _BATCH_TOKENS // length)
 
 
 def _check_machine(options: ConversionConfig, base: BaseCheckpoint, heldout_tokens: int) -> None:
-    """Raise UserError where one layer's activations do not fit into memory, or all hidden states onto the disk."""
+    """Raise UserError if one layer's activations do not fit into memory, or all hidden states onto the disk."""
     calibration = options.calibration_tokens if options.needs_calibration else 0
     state = 4 * base.config.hidden_size  # bytes of a token
     if heldout_tokens:  # hidden states of both models
@@ -261,7 +261,7 @@ def _check_machine(options: ConversionConfig, base: BaseCheckpoint, heldout_toke
 
 
 def calibration_batches(sources: Sequence[TokenizedSource], length: int, tokens: int) -> list[Batch]:
-    """Sequences of `length` tokens, about as many tokens in all. Raises UserError where the text has none."""
+    """Batches of sequences of `length` tokens, about `tokens` in all. Raises UserError if the text has no sequence."""
     streams, shares = [s.train for s in sources], [s.weight for s in sources]
     batches = fixed_batches(streams, shares, length, tokens, rows_of(length))
     if not batches:

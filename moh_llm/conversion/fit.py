@@ -26,7 +26,7 @@ import torch
 from moh_llm.devices import wide
 
 RIDGE = 1e-3  # of the mean variance of the inputs
-_EVERYWHERE = 0.02  # weight in a fallback's fit of the tokens that keep the head: ties down heads never dropped
+_EVERYWHERE = 0.02  # weight of tokens that keep the head in the fit of its fallback: defines heads that no token drops
 _ROUNDS = 2
 
 _Fallback = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # share [H], level [H], fixed part [H, D]
@@ -137,7 +137,7 @@ class Ridge:
         self.mean = inputs.mean(0)
         self.centred = inputs - self.mean
         covariance = wide(self.centred.T @ self.centred) / len(inputs)
-        # Never zero, so that inputs that do not vary give a zero weight and not an error.
+        # Never zero: inputs that do not vary give a weight of zero, not an error.
         covariance.diagonal().add_(RIDGE * covariance.diagonal().mean() + torch.finfo(torch.float32).tiny)
         self.factor = torch.linalg.cholesky(covariance)
 
@@ -167,11 +167,11 @@ class LayerFitter:
 
     Args:
         sample: the layer's calibration sample.
-        shared_heads: ids of the shared heads, or how many to pick by importance: those that cost
-            most when their fallback takes their place. Whole groups in either case.
-        fallback: whether dropped heads get a fallback that is fitted.
-        group_size: how many heads, one after the other, are switched together, u.
-        routes: whether tokens choose; otherwise the heads of most importance are on for all of them.
+        shared_heads: ids of the shared heads, or how many to pick by importance, the cost of replacing them by their
+            fallback. Whole groups in either case.
+        fallback: whether dropped heads get a fitted fallback.
+        group_size: u, how many adjacent heads are switched together.
+        routes: whether tokens choose their heads; otherwise the most important ones are on for all tokens.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class LayerFitter:
         for _ in range(_ROUNDS if self.fallback else 1):
             fallback = self._fit_fallback(self._weights(routed, drops))
             costs = group_costs(self._residual(fallback, slice(sample.fitted)), self.metric)[:, routed_groups]
-            # A group whose residual is exactly zero gets a log that is low but finite.
+            # The log of a residual of zero is low but finite.
             weight, bias = self.ridge(0.5 * costs.clamp_min(1e-24).log())
             logits = sample.inputs @ weight.T + bias
             lowest = logits.topk(dropped // group_size, 1, largest=False).indices
@@ -214,21 +214,21 @@ class LayerFitter:
         return self.fit_fallbacks(drops, {"router.routed.weight": weight, "router.routed.bias": bias})
 
     def fit_fallbacks(self, drops: torch.Tensor, router: dict[str, torch.Tensor]) -> RoutingFit:
-        """Fallbacks for a router that has tokens drop these heads.
+        """Fallbacks for a router by which tokens drop these heads.
 
         Args:
-            drops: 1 where a token drops a routed head, else 0, `[N, R]`; each token drops as many.
+            drops: 1 where a token drops a routed head, else 0, `[N, R]`; each token drops the same number.
             router: the router's tensors by name within the attention layer.
         """
         routed = self._others(self.shared_heads)
-        # It comes last, so that what it leaves has no mean: an error that all tokens share adds up.
+        # Fallbacks come last, so that their error has no mean: an error that all tokens share adds up.
         fallback = self._fit_fallback(self._weights(routed, drops))
         held_out = slice(self.sample.fitted, None)
         cost = self._set_cost(self._residual(fallback, held_out), routed, drops[held_out])
         return RoutingFit(int(drops[0].sum()), cost, router | self._tensors(fallback, routed), self.shared_heads)
 
     def _fit_fixed(self, dropped: int) -> RoutingFit:
-        """Fallbacks where all tokens drop the same heads, those of least importance."""
+        """Fallbacks where all tokens drop the same, least important heads."""
         shared = self._most_important(len(self.heads) - dropped)
         routed = self._others(shared)
         fallback = self._fit_fallback(torch.ones_like(self.heads[..., 0]))
@@ -237,7 +237,7 @@ class LayerFitter:
         return RoutingFit(dropped, cost, self._tensors(fallback, routed), shared)
 
     def _most_important(self, count: int) -> list[int]:
-        """Sorted ids of the `count` heads, whole groups, of most importance."""
+        """Sorted ids of the `count` most important heads, whole groups."""
         ranked = sorted(range(len(self.importance)), key=lambda number: -self.importance[number])
         groups = ranked[: count // self.group_size]
         return [head for head in range(len(self.heads)) if head // self.group_size in groups]
@@ -257,7 +257,7 @@ class LayerFitter:
         }
 
     def _weights(self, routed: Sequence[int] = (), drops: torch.Tensor | None = None) -> torch.Tensor:
-        """How much each fitted token counts in each head's fallback `[H, N']`: those that drop it, if known."""
+        """Weight of each fitted token in the fit of each head's fallback `[H, N']`: tokens that drop it count most."""
         weights = torch.ones_like(self.heads[..., 0])
         if drops is not None:
             weights.fill_(_EVERYWHERE)

@@ -1,7 +1,6 @@
-"""A checkpoint on disk as a sequence of layers, of which one is in memory at a time.
+"""A checkpoint on disk as a sequence of layers, one of which is in memory at a time.
 
-Hidden states of some text are carried through it from layer to layer, so that a model far larger
-than memory can be run, forward and backward.
+Hidden states pass from layer to layer, so that a model far larger than memory can run forward and backward.
 """
 
 import copy
@@ -24,15 +23,15 @@ _NORM = "model.norm.weight"
 
 
 class LayerwiseModel:
-    """The parts of a causal language model, read when asked for.
+    """The parts of a causal language model, read from disk on request.
 
     Args:
-        folder: where the safetensors files lie.
-        weight_map: tensor name -> file name, of tensors that the model has.
-        config: the model's config: LLaMA's, one like it, or `MoHLlamaConfig`.
-        dtype: what the weights are cast to and computed in.
-        device: where they are computed.
-        rounded: what they are cast to before, to be those of a checkpoint that is written in that dtype; None: not.
+        folder: folder of the safetensors files.
+        weight_map: name of a tensor -> name of its file.
+        config: the model's config.
+        dtype: dtype that the model is run in.
+        device: device that the model is run on.
+        rounded: dtype of the written weights, to which they are cast first; None for their own.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class LayerwiseModel:
         for file_name, inside in by_file.items():
             with safe_open(self.folder / file_name, framework="pt") as file:
                 for name in inside:
-                    # A copy, since a view of the mapped file would keep all of it mapped.
+                    # A copy: a view would keep the whole file mapped.
                     stored, where = file.get_tensor(name), f"{self.folder / file_name}: {name}"
                     rounded = cast_weight(stored, self.rounded or stored.dtype, where)
                     cast = cast_weight(rounded, self.dtype, where)

@@ -27,12 +27,12 @@ from moh_llm.devices import wide
 from moh_llm.modeling.interval_attention_moh import near_attention
 from moh_llm.modeling.seen_moh import Seen
 
-STRIDE = 4  # of how many tokens one is compared with all keys before it
-_ROWS = 64  # queries whose scores with all keys are held at once: more leave the processor's cache
+STRIDE = 4  # every fourth token is compared with all keys before it
+_ROWS = 64  # queries whose scores with all keys are held at once: more do not fit into the cache
 _BLOCK = 128  # the same for scores with the keys in sight
-NO_TOKEN = -100.0  # a score of the distant token that gives it no weight
-_SHIFTS = (0.0, -1.0, -2.0, -4.0)  # what is tried as an addition to the fitted score
-_STEPS = 6  # numbers of never-on heads, and of routed ones, that are tried for a number of dropped heads
+NO_TOKEN = -100.0  # score that gives the distant token no weight
+_SHIFTS = (0.0, -1.0, -2.0, -4.0)  # additions to the fitted score to try
+_STEPS = 6  # numbers of shared heads, and of never-on ones, to try for each number of dropped heads
 
 
 @torch.no_grad()
@@ -106,10 +106,10 @@ class LocalFitter:
 
     Args:
         sample: the layer's calibration sample, with `local`.
-        router: "linear", by which each token has as many heads on, "threshold", by which they have as many on the
-            mean, or "none": a head is on for all tokens or for none.
+        router: "linear" (the same number of heads for each token), "threshold" (that number on average) or "none"
+            (the same heads for all tokens).
         shared_heads: ids of the shared heads, or how many to pick by importance; None to find the best number.
-        group_size: how many heads, one after the other, are switched together.
+        group_size: how many adjacent heads are switched together.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class LocalFitter:
         return weight, bias, value, residual
 
     def fit(self, dropped: int) -> RoutingFit:
-        """The plan of least estimated KL of those that drop `dropped` heads of each token, whole groups."""
+        """The plan with the least estimated KL that drops `dropped` heads per token, whole groups."""
         tried = ((self._cost(shared, local, dropped), shared, local) for shared, local in self._plans(dropped))
         cost, shared, local = min(tried, key=lambda plan: plan[0])
         return self._fit(dropped, cost, shared, local)
@@ -186,7 +186,7 @@ class LocalFitter:
         return RoutingFit(dropped, cost, tensors if off else {}, self._heads(shared), self._heads(local))
 
     def _plans(self, dropped: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Groups that are always on, and never on, of the plans to compare; the important ones are on."""
+        """Plans to compare: the groups that are always on, by importance, and those that are never on."""
         groups, drops = len(self.ranked), dropped // self.group_size
         if self.shared_groups is not None:
             yield self.shared_groups, []
@@ -217,7 +217,7 @@ class LocalFitter:
             effect = effect + effects.sum(1)
         elif routed and drops:
             logits = self.logits[self.fitted :, routed]
-            if self.router == "threshold":  # one of these tokens' own, so that plans compare at equal numbers
+            if self.router == "threshold":  # the held-out tokens' own threshold, so that all plans drop the same number
                 effect = effect + (effects * (logits <= _threshold(logits, drops))).sum(1)
             else:
                 effect = effect + effects.gather(1, logits.topk(drops, 1, largest=False).indices).sum(1)
@@ -228,9 +228,9 @@ class LocalFitter:
 
 
 def _threshold(logits: torch.Tensor, drops: int) -> torch.Tensor:
-    """The logit up to which groups are off, given those of tokens `[N, U]`, so that they drop `drops` on the mean.
+    """The logit up to which groups are off, so that tokens with logits `[N, U]` drop `drops` groups on average.
 
-    It is no token's own, but between two: else rounding would decide whether that one has a group on.
+    It lies between two logits: at a token's own, rounding would decide whether the token has a group on.
     """
     logits, last = logits.flatten(), drops * len(logits)
     if not drops:
@@ -240,7 +240,7 @@ def _threshold(logits: torch.Tensor, drops: int) -> torch.Tensor:
 
 
 def _spread(low: int, high: int) -> list[int]:
-    """At most `_STEPS` whole numbers from `low` to `high`, both included, evenly spread."""
+    """At most `_STEPS` integers, evenly spaced from `low` to `high`."""
     count = min(_STEPS, high - low + 1)
     return sorted({low + round(i * (high - low) / max(1, count - 1)) for i in range(count)})
 
@@ -248,9 +248,9 @@ def _spread(low: int, high: int) -> list[int]:
 def _shift_and_value(
     missing: torch.Tensor, local: torch.Tensor, score: torch.Tensor, metric: torch.Tensor
 ) -> tuple[float, torch.Tensor]:
-    """What is added to the distant token's score, and its value F `[D]`, at least mean of e^T M e for fitted tokens.
+    """The shift of the distant token's score and its value F `[D]` with the least mean of e^T M e over fitted tokens.
 
-    With a token's missing part m = H - L `[N, D]` and weight w, e = m + w (L - F). The mean is written out in products
+    With a token's missing part m = H - L `[N, D]` and weight w, e = m + w (L - F). The mean is expanded into products
     that do not depend on w, so that a shift costs two products with vectors.
     """
     by_missing, by_local = missing @ metric, local @ metric

@@ -1,6 +1,6 @@
-"""Verification of a conversion: all heads on equals the base; distance to it as planned.
+"""Verification: with all heads on the converted model equals its base; as planned, how far is it from it.
 
-Base and converted model are run side by side from disk, a layer at a time, on the same text.
+Base and converted model run side by side from disk, a layer at a time, on the same text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ from moh_llm.records.conversion import (
     Verification,
 )
 
-DISTANCES = (512, 1024, 2048, 4096, 7000)  # tokens from what a prompt retrieves to where it asks for it
-EDGES = (0, 512, 2048)  # positions at which figures of long contexts are split
+DISTANCES = (512, 1024, 2048, 4096, 7000)  # tokens between a fact of a prompt and the question about it
+EDGES = (0, 512, 2048)  # positions that divide the figures of long contexts
 
 
 @torch.no_grad()
@@ -39,13 +39,13 @@ def verify(
 
     Args:
         base: the dense base.
-        converted: the converted model, as it was written, in the same dtype.
+        converted: the converted model as written, in the same dtype.
         batches: held-out text.
-        progress: whether to show it.
-        prompt: what asks for something out of the fallbacks' sight.
+        progress: whether to show a progress bar.
+        prompt: questions about facts that local fallbacks do not see.
 
     Raises:
-        UserError: with all heads on, a layer's output differs from the base's.
+        UserError: a layer's output with all heads on differs from the base's.
     """
     held_out = len(batches)
     if prompt:
@@ -79,7 +79,7 @@ def verify(
 
 
 def retrieval_prompt(held_out: Sequence[Batch], tokenizer: PreTrainedTokenizerBase, in_sight: int) -> Prompt | None:
-    """A prompt as long as the sequences that asks for what is over `in_sight` tokens back; None if none fits."""
+    """A prompt of the sequences' length about facts that are over `in_sight` tokens back; None if none fits."""
     text = held_out[0]["input_ids"][0].tolist()
     distances = [distance for distance in DISTANCES if in_sight < distance <= len(text) - 100 * len(DISTANCES)]
     try:
@@ -114,15 +114,15 @@ def _verify_layer(
     batches: Sequence[Batch],
     held_out: int,
 ) -> list[float]:
-    """Run a layer of both models on their hidden states, which its outputs replace.
+    """Run a layer of both models on their hidden states, in place.
 
     Returns:
-        The share of the tokens of `held_out` batches that have each head on.
+        The share of the tokens of the first `held_out` batches that have each head on.
     """
     first = of_base[0]
     _run(base.layer(number), of_base, batches)
     layer = converted.layer(number)
-    with layer.all_heads_active():  # layers before have equalled the base's, so that its hidden states are these
+    with layer.all_heads_active():  # the layers before equal the base's, so its hidden states do
         all_on = run_layer(layer, first, batches[0]["position_ids"])
     if not torch.equal(all_on, of_base[0]):
         raise UserError(
@@ -143,7 +143,7 @@ def _run(layer: nn.Module, hidden: list[torch.Tensor], batches: Sequence[Batch])
 
 @contextmanager
 def _gates(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """The gates `[N, H]` of every call within the block."""
+    """Collects the gates `[N, H]` of each call."""
     gates: list[torch.Tensor] = []
     router = layer.layers[0].self_attn.router
     handle = router.register_forward_hook(lambda module, args, output: gates.append(output[1].flatten(0, -2)))
@@ -160,7 +160,7 @@ def _compare(
     batches: Sequence[Batch],
     edges: Sequence[int],
 ) -> Comparison:
-    """Compare the logits of both models, from their last hidden states, one window at a time to save memory."""
+    """Compare the logits of both models, computed from their last hidden states one window at a time."""
     windows = [
         {name: batch[name][row : row + 1] for name in ("labels", "documents", "position_ids")}
         for batch in batches

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from moh_llm.cli import main
 from moh_llm.conversion.checkpoint import REMOTE_CODE
+from moh_llm.conversion.convert import calibration_record
+from moh_llm.data.shards import TokenizedSource, TokenStream
+from moh_llm.data.windows import fixed_batches
 from moh_llm.modeling import MoHLlamaForCausalLM
 
 INDEX = "model.safetensors.index.json"
@@ -28,10 +32,9 @@ def forbidden(*args: object, **kwargs: object) -> None:
     raise AssertionError("this was not to be called")
 
 
-@pytest.mark.parametrize("layout", ["one file", "shards"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_default_conversion(make_llama, convert, read_tensors, tmp_path, layout, dtype):
-    base = make_llama(dtype=dtype, max_shard_size="20KB" if layout == "shards" else "1GB", tie_word_embeddings=True)
+@pytest.mark.parametrize(("shards", "dtype"), [("20KB", torch.float32), ("1GB", torch.bfloat16)], ids=str)
+def test_default_conversion(make_llama, convert, read_tensors, tmp_path, shards, dtype):
+    base = make_llama(dtype=dtype, max_shard_size=shards, tie_word_embeddings=True)
     assert convert(base, tmp_path / "moh") == 0
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")
     assert moh.dtype == dtype
@@ -39,12 +42,12 @@ def test_default_conversion(make_llama, convert, read_tensors, tmp_path, layout,
     assert sum(moh.config.active_heads_per_layer) == 6  # 3/4 of 2 layers of 4
 
     # The base's files are there byte for byte, and beside them one of routing tensors.
-    shards = sorted(path.name for path in (tmp_path / "moh").glob("*.safetensors"))
+    files = sorted(path.name for path in (tmp_path / "moh").glob("*.safetensors"))
     originals = sorted(base.glob("*.safetensors"))
-    assert len(shards) == len(originals) + 1
-    for original, name in zip(originals, shards, strict=False):
+    assert len(files) == len(originals) + 1
+    for original, name in zip(originals, files, strict=False):
         assert (tmp_path / "moh" / name).read_bytes() == original.read_bytes()
-    routing = load_file(tmp_path / "moh" / shards[-1])
+    routing = load_file(tmp_path / "moh" / files[-1])
     assert all(".self_attn.router." in name or ".self_attn.fallback." in name for name in routing)
     assert {tensor.dtype for tensor in routing.values()} == {dtype}
     written = read_tensors(tmp_path / "moh")
@@ -75,6 +78,35 @@ def test_what_the_record_says(make_llama, convert, read_tensors, river, tmp_path
     assert proof["converted"]["perplexity_ratio"] == proof["converted"]["perplexity"] / proof["base_perplexity"]
     for load, shared in zip(proof["head_load"], plan["shared_heads"], strict=True):
         assert all(load[head] == 1 for head in shared)
+
+
+@pytest.mark.parametrize("weights", [(0.97, 0.03), (0.5, 0.5)])
+def test_shares_are_those_of_the_tokens_that_were_read(weights):
+    """A source gives a window at least, and not more than it has: not what its weight says."""
+    streams = [TokenStream.from_documents([np.arange(*ids)]) for ids in ((1000, 1500), (5000, 5012))]
+    sources = [TokenizedSource(name, w, stream, stream) for name, w, stream in zip("ab", weights, streams, strict=True)]
+    record = calibration_record("mine", sources, 8, 40)
+    batches = fixed_batches(streams, weights, 8, 40, 2)
+    ids = np.concatenate([batch["input_ids"].flatten().numpy() for batch in batches])
+    read = {"a": int((ids < 5000).sum()), "b": int((ids >= 5000).sum())}
+    assert record.tokens_of_source == read and record.tokens == len(ids)
+    assert read["b"] / len(ids) != pytest.approx(weights[1])
+
+
+def test_cost_is_stated_at_the_context_and_by_part(make_llama, convert, read_tensors, tmp_path):
+    """At a context below the usual lengths, too; and no length is stated that the model cannot take."""
+    base = make_llama(max_position_embeddings=600)
+    assert convert(base, tmp_path / "moh", "--context", "96") == 0
+    cost = json.loads((tmp_path / "moh" / "conversion.json").read_text())["arithmetic"]
+    assert list(cost["forward_flops"]) == ["96", "512"]
+    tensors = read_tensors(tmp_path / "moh").items()
+    found = {
+        kind: sum(tensor.numel() for name, tensor in tensors if f".self_attn.{kind}." in name)
+        for kind in ("router", "fallback")
+    }
+    parameters = cost["parameters"]
+    assert (parameters["routers"], parameters["fallbacks"]) == (found["router"], found["fallback"])
+    assert parameters["moh"] == parameters["dense"] + sum(found.values()) and min(found.values()) > 0
 
 
 def test_uneven_budgets_sum_to_the_asked_total(make_llama, convert, tmp_path):
@@ -112,7 +144,6 @@ def test_whole_groups(make_llama, convert, tmp_path, capsys, flags):
         assert torch.equal(gate[..., 0::2], gate[..., 1::2]) and (gate.sum(-1) == active).all()
         assert gate[..., shared].eq(1).all()
     assert proof["all_heads_active"]["equals_base"] is True
-    assert "`kv_group`: the heads that share one key-value head" in (tmp_path / "moh" / "README.md").read_text()
 
 
 def test_how_much_is_verified(make_llama, convert, tmp_path):
@@ -281,8 +312,6 @@ def test_overwrite_replaces_only_a_finished_conversion(make_llama, convert, tmp_
 
 
 def test_stories_reproduce_the_golden_logits(shared, tmp_path):
-    import numpy as np
-
     base = shared / "data" / "checkpoints" / "stories260K-hf"
     golden = np.load(shared / "golden" / "official_moh_stories260K.npz")
     arguments = ["convert", str(base), "--preset", "paper", "--output", str(tmp_path / "paper")]

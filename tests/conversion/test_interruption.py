@@ -46,17 +46,10 @@ def wait_for(pattern: str, folder: Path, process: forks.Program) -> None:
         time.sleep(0.005)
 
 
-# When: as soon as there is a folder; while the layers' inputs are written; while layers are fitted.
+# As soon as there is a folder, and while the layers' inputs are written.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sign", "delay"),
-    [
-        pytest.param(".moh.*.tmp", 0, id="at once"),
-        pytest.param(".moh.*.tmp/hidden-states-3.safetensors", 0.3, id="0.3 s"),
-        pytest.param(".moh.*.tmp", 1, id="1 s"),
-    ],
-)
-def test_killed_and_run_again(make_llama, convert, river, tmp_path, sign, delay):
+@pytest.mark.parametrize("sign", [".moh.*.tmp", ".moh.*.tmp/hidden-states-3.safetensors"])
+def test_killed_and_run_again(make_llama, convert, river, tmp_path, sign):
     base = make_llama(num_hidden_layers=8, num_attention_heads=8, hidden_size=128)
     (tmp_path / "moh").mkdir()
     (tmp_path / "moh" / "mine.txt").write_text("keep me")
@@ -64,7 +57,6 @@ def test_killed_and_run_again(make_llama, convert, river, tmp_path, sign, delay)
     command = ["convert", str(base), "--output", str(tmp_path / "moh"), *text]
     with child(f"import sys; from moh_llm.cli import main; sys.exit(main({command!r}))") as process:
         wait_for(sign, tmp_path, process)
-        time.sleep(delay)
         assert process.poll() is None, "it ended before it could be killed"
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
@@ -91,13 +83,10 @@ def test_leftovers_of_others_are_not_touched(tmp_path, dead_process):
 
 def test_leftovers_under_this_processs_own_number_are_cleared(tmp_path):
     """In a container the process that was killed and the one that runs again often have the same number."""
-    left = tmp_path / f".moh.{HOST}.{os.getpid()}.tmp"
-    left.mkdir()
-    (left / "half.safetensors").write_text("half")
-    with new_folder(tmp_path / "moh") as folder:
-        (folder / "new.txt").write_text("new")
+    (tmp_path / f".moh.{HOST}.{os.getpid()}.tmp").mkdir()
+    with new_folder(tmp_path / "moh"):
+        pass
     assert [path.name for path in tmp_path.iterdir()] == ["moh"]
-    assert [path.name for path in (tmp_path / "moh").iterdir()] == ["new.txt"]
 
 
 def test_a_killed_swap_is_undone(tmp_path, dead_process):
@@ -130,12 +119,8 @@ def test_an_old_folder_beside_a_finished_swap_goes(tmp_path, dead_process):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [
-        ["--preset", "paper", "--heldout-tokens", "0"],
-        ["--preset", "paper", "--heldout-tokens", "0", "--dtype", "bfloat16"],
-        ["--heldout-tokens", "0"],
-    ],
-    ids=["copied", "cast", "scratch"],
+    [["--preset", "paper", "--heldout-tokens", "0"], ["--heldout-tokens", "0"]],
+    ids=["weights", "hidden states"],
 )
 def test_a_disk_that_refuses_leaves_nothing(make_llama, river, tmp_path, flags):
     """A real refusal: the kernel lets no file of the child grow beyond 30 kB, less than the weights."""

@@ -89,22 +89,3 @@ def test_documents_within_the_window_are_too_short(base, convert, tmp_path, caps
     error = capsys.readouterr().err
     assert "has 0 tokens that are more than 256 after the first of their document" in error
     assert "--fallback value" in error and "Traceback" not in error and not (tmp_path / "moh").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--keys", "0.1", "--local-window", "256"], "which have all heads on, and fallbacks read at 2048 tokens"),
-        (["--keys", "1.5"], "keys=1.5 must be at most 1"),
-        (["--keys", "0.5", "--num-active-heads", "2"], "give --num-active-heads or --keys, not both"),
-        (["--router", "threshold", "--fallback", "value"], "fitted with local fallbacks; add --fallback local"),
-        (["--router", "none", "--num-shared-heads", "1"], "drop --num-shared-heads"),
-        (["--local-window", "0"], "local_window=0 must be greater than 0"),
-        (["--context", "0"], "context=0 must be greater than 0"),
-    ],
-)
-def test_what_cannot_be_followed_is_named(base, convert, tmp_path, capsys, flags, message):
-    assert convert(base, tmp_path / "moh", "--context", "2048", *flags) == 2
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
-    assert not (tmp_path / "moh").exists()

@@ -13,12 +13,21 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import local_plans
 
 
-@pytest.mark.slow
-def test_each_model_is_the_converters(make_llama, convert, read_tensors, tmp_path, monkeypatch, capsys):
-    base = make_llama(max_position_embeddings=256, num_attention_heads=4, num_key_value_heads=2)
-    text = tmp_path / "text.jsonl"
+@pytest.fixture
+def base(make_llama):
+    return make_llama(max_position_embeddings=256, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.fixture
+def text(tmp_path):
     sentences = [f"{i} boats were counted on the river at noon, and {i * 7} birds. " for i in range(400)]
-    text.write_text("".join(json.dumps({"text": "".join(sentences[i : i + 8])}) + "\n" for i in range(392)))
+    rows = [json.dumps({"text": "".join(sentences[i : i + 8])}) + "\n" for i in range(392)]
+    (tmp_path / "text.jsonl").write_text("".join(rows))
+    return tmp_path / "text.jsonl"
+
+
+@pytest.mark.slow
+def test_each_model_is_the_converters(base, text, convert, read_tensors, tmp_path, monkeypatch, capsys):
     numbers = ["--keys", "0.6", "--context", "128", "--calibration-tokens", "1024"]
     command = ["local_plans.py", str(base), "--calibration", str(text), "--output", str(tmp_path / "plans"), *numbers]
     local = ["--windows", "16", "--routers", "threshold", "none"]
@@ -28,7 +37,7 @@ def test_each_model_is_the_converters(make_llama, convert, read_tensors, tmp_pat
     monkeypatch.setattr(sys, "argv", [*command, "--fallback", "value", "--routers", "linear"])
     assert local_plans.main() == 0
     shared = ["--calibration", str(text), "--heldout-tokens", "0", *numbers[2:]]
-    flags = ["--fallback", "local", "--local-window", "16", *shared]
+    flags = ["--local-window", "16", *shared]
     asked = {f"0.6-{router}-head-16": [*flags, *numbers[:2], "--router", router] for router in ("threshold", "none")}
     asked["0.6-linear-head-8"] = ["--fallback", "value", *shared, *numbers[:2]]
     for name, words in asked.items():
@@ -45,23 +54,9 @@ def test_each_model_is_the_converters(make_llama, convert, read_tensors, tmp_pat
 
 
 @pytest.mark.slow
-def test_of_the_ways_to_choose_heads_the_oracle_is_the_best(make_llama, tmp_path, monkeypatch, capsys):
-    base = make_llama(max_position_embeddings=256, num_attention_heads=4, num_key_value_heads=2)
-    text = tmp_path / "text.jsonl"
-    sentences = [f"{i} boats were counted on the river at noon, and {i * 7} birds. " for i in range(400)]
-    text.write_text("".join(json.dumps({"text": "".join(sentences[i : i + 8])}) + "\n" for i in range(392)))
-    command = [
-        "local_plans.py",
-        str(base),
-        "--estimate",
-        "--calibration",
-        str(text),
-        "--context",
-        "128",
-        "--windows",
-        "16",
-    ]
-    monkeypatch.setattr(sys, "argv", [*command, "--keys", "0.7", "0.4", "--calibration-tokens", "8192"])
+def test_of_the_ways_to_choose_heads_the_oracle_is_the_best(base, text, monkeypatch, capsys):
+    command = f"local_plans.py {base} --estimate --calibration {text} --context 128 --windows 16"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--keys", "0.7", "0.4", "--calibration-tokens", "8192"])
     assert local_plans.main() == 0
     lines = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
     table = {line[0]: [float(cell.split()[0]) for cell in line[1:3]] for line in lines if len(line) == 3}

@@ -28,9 +28,7 @@ def by_group(**options):
         (by_value(), 32, 32, (4, 720)),
         (by_value(), 9, 9, (1, 202)),  # 202.5, half to even
         (by_value(keys=0.77), 9, 9, (1, 207)),  # 207.9
-        (by_value(keys=1.0), 9, 9, (1, 270)),
         (by_value(num_active_heads=2), 32, 32, (2, 60)),
-        (by_value(num_shared_heads=7), 9, 9, (7, 210)),
         (by_value(num_shared_heads=0), 9, 9, (0, 202)),
         (by_value(), 1, 1, (1, 30)),
         (by_value(budgets="even"), 9, 9, (1, 180)),
@@ -41,7 +39,6 @@ def by_group(**options):
         (PlanOptions(preset="paper"), 1, 1, (0, 30)),
         (PlanOptions(preset="paper", num_active_heads=7), 9, 9, (4, 210)),
         (PlanOptions(preset="paper", keys=0.8), 9, 9, (4, 210)),
-        (PlanOptions(preset="paper", router="linear"), 9, 9, (4, 180)),
         (PlanOptions(preset="paper", router="linear", fallback="local"), 9, 9, (4, 180)),
         (PlanOptions(), 9, 9, (0, 202)),
         (PlanOptions(router="linear", num_shared_heads=2), 9, 9, (2, 202)),
@@ -54,7 +51,6 @@ def by_group(**options):
         (by_group(), 8, 1, (0, 240)),
         (PlanOptions(preset="paper", routing_granularity="kv_group"), 9, 3, (3, 180)),
         (PlanOptions(preset="paper", routing_granularity="kv_group"), 28, 4, (14, 630)),
-        (by_group(), 9, 9, (1, 202)),  # a group is a head
     ],
 )
 def test_shared_and_active(options, heads, groups, expected):
@@ -102,7 +98,6 @@ def test_an_uneven_total_of_whole_groups_need_not_be_even():
         (PlanOptions(router="query_norm"), ("query_norm", False, "none", False)),
         (PlanOptions(preset="paper"), ("query_norm", False, "none", False)),
         (PlanOptions(preset="paper", shared="importance"), ("query_norm", False, "none", True)),
-        (PlanOptions(preset="paper", router="linear"), ("linear", False, "none", True)),
         (PlanOptions(preset="paper", router="linear", fallback="value"), ("linear", False, "value", True)),
         (PlanOptions(preset="paper", router="linear", budgets="uneven"), ("linear", True, "none", True)),
     ],
@@ -125,10 +120,12 @@ def test_what_follows_from_the_router(options, expected):
         ({"num_shared_heads": -1}, "num_shared_heads=-1 must lie between 0 and num_attention_heads=4"),
         ({"keys": 1.5}, "keys=1.5 must be at most 1"),
         ({"keys": 0.0}, "keys=0.0 must be greater than 0"),
+        ({"keys": 0.1, "context": 2048, "local_window": 256}, "which have all heads on, and fallbacks read at 2048"),
+        ({"router": "threshold", "fallback": "value"}, "fitted with local fallbacks; add --fallback local"),
+        ({"router": "none", "num_shared_heads": 1}, "drop --num-shared-heads"),
         ({"keys": 0.5, "num_active_heads": 2}, "--num-active-heads or --keys, not both"),
         ({"router": "query_norm", "budgets": "uneven"}, "fitted together with the linear router; drop query_norm"),
         ({"preset": "paper", "fallback": "value"}, "fitted together with the linear router; drop query_norm"),
-        ({"preset": "paper", "fallback": "local"}, "fitted together with the linear router; drop query_norm"),
     ],
 )
 def test_impossible_options_are_named(options, message):
@@ -137,8 +134,8 @@ def test_impossible_options_are_named(options, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("shared", [None, 0, 1])
-@pytest.mark.parametrize("heads", [2, 9, 16, 17, 32, 33, 40, 64, 128])
+@pytest.mark.parametrize("shared", [None, 0])
+@pytest.mark.parametrize("heads", [2, 9, 17, 33, 128])
 def test_many_heads_are_fitted_at_few_numbers_of_drops(heads, shared):
     options = by_value(num_shared_heads=shared)
     drops = drops_to_fit(options, llama(heads))
@@ -187,7 +184,7 @@ def cost_of(costs, plan):
     return sum(layer[drops] if drops else 0.0 for layer, drops in zip(costs, plan, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_plan_is_the_cheapest_of_all(seed):
     chance = random.Random(seed)
     # Neither convex nor increasing, and not every number of drops is on offer.

@@ -1,7 +1,6 @@
 """What conversion refuses: one line that names the fault, exit status 2, and nothing left behind."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,25 +38,16 @@ def calibration(name: str, content: str | None = None) -> Callable[[Path, Path],
     return give
 
 
-def broken_weight(name: str, value: float) -> Callable[[Path, Path], list[str]]:
+def broken_weight(name: str, value: float, *given: str) -> Callable[[Path, Path], list[str]]:
     """Writes `value` into one place of a tensor."""
 
     def spoil(base: Path, tmp_path: Path) -> list[str]:
         tensors = load_file(base / "model.safetensors")
         tensors[name].view(-1)[7] = value
         save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-        return []
+        return [*given]
 
     return spoil
-
-
-def large_weight(*given: str) -> Callable[[Path, Path], list[str]]:
-    """Has a weight of -100,000 in the base, and flags."""
-
-    def enlarge(base: Path, tmp_path: Path) -> list[str]:
-        return [*broken_weight(Q_PROJ, -1e5)(base, tmp_path), *given]
-
-    return enlarge
 
 
 def _drop_weights(base: Path, tmp_path: Path) -> list[str]:
@@ -95,16 +85,6 @@ def _output_in_the_way(base: Path, tmp_path: Path) -> list[str]:
     return []
 
 
-def _output_is_a_file(base: Path, tmp_path: Path) -> list[str]:
-    (tmp_path / "moh").write_text("keep me")
-    return []
-
-
-def _output_below_a_file(base: Path, tmp_path: Path) -> list[str]:
-    (tmp_path / "file").write_text("keep me")
-    return ["--output", str(tmp_path / "file" / "moh")]
-
-
 GPT2 = edit_config(model_type="gpt2", architectures=["GPT2LMHeadModel"])
 # MistralConfig's own default, 4096, holds where config.json says nothing.
 OLD_MISTRAL = edit_config(model_type="mistral", architectures=["MistralForCausalLM"])
@@ -124,12 +104,8 @@ BAD_INPUT = {
     "missing tensor": (_drop_tensor, "the weights lack model.layers.1.mlp.up_proj.weight"),
     "NaN": (broken_weight(Q_PROJ, torch.nan), f"model.safetensors: {Q_PROJ} holds NaN or infinity"),
     "beyond float16": (
-        large_weight("--dtype", "float16"),
+        broken_weight(Q_PROJ, -1e5, "--dtype", "float16", "--preset", "paper", "--heldout-tokens", "0"),
         f"{Q_PROJ} has a value of 100000, which float16 cannot hold",
-    ),
-    "beyond float16, not verified": (
-        large_weight("--dtype", "float16", "--preset", "paper", "--heldout-tokens", "0"),
-        f"{Q_PROJ} has a value of 100000, which float16 cannot hold (65504 at most); take bfloat16",
     ),
     "other size": (
         edit_config(intermediate_size=96),
@@ -148,10 +124,6 @@ BAD_INPUT = {
     "sliding window in use": (QWEN2, "sliding_window=64 is not supported"),
     "sliding window with experts": (edit_config(model_type="mixtral", sliding_window=64), "sliding_window=64 is not"),
     "attention both ways": (edit_config(is_causal=False), "is_causal=False is not supported"),
-    "attention both ways, another family": (
-        edit_config(model_type="mistral", sliding_window=None, is_causal=False),
-        "is_causal=False is not supported",
-    ),
     "layers of their own kinds": (edit_config(per_layer_config={"0": {}}), "per_layer_config is not supported"),
     "chunks": (edit_config(layer_types=["full_attention", "chunked_attention"]), "layer_types has 'chunked_attention'"),
     "no experts": (
@@ -172,12 +144,10 @@ BAD_INPUT = {
     "empty text": (calibration("empty.jsonl", ""), "empty.jsonl is empty; correct it, or leave the file out"),
     "short text": (calibration("short.txt", "A few words."), "fewer than one window"),
     "missing text": (calibration("nowhere.jsonl"), "no file at"),
-    "no tokens": (flags("--calibration-tokens", "0"), "calibration_tokens=0 must be greater than 0"),
     "output in the way": (_output_in_the_way, "exists and is not empty; pass --overwrite"),
-    "output is a file": (_output_is_a_file, "is a file; name a folder"),
-    "output below a file": (_output_below_a_file, "lies below"),
+    "output is a file": (lambda base, folder: (folder / "moh").touch() or [], "is a file; name a folder"),
+    "output below a file": (lambda base, folder: ["--output", str(base / "config.json" / "moh")], "lies below"),
     "too many active": (flags("--num-active-heads", "5"), "num_active_heads=5 must lie between"),
-    "query norm, uneven": (flags("--router", "query_norm", "budgets=uneven"), "linear router; drop query_norm"),
 }
 
 
@@ -196,21 +166,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(make_llama, convert, tmp_path,
 def test_missing_folder(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "nowhere"), "--output", str(tmp_path / "moh")]) == 2
     assert f"error: folder {tmp_path / 'nowhere'} does not exist" in capsys.readouterr().err
-
-
-def test_an_output_that_may_not_be_made(make_llama, convert, tmp_path, capsys):
-    """Root may write to any folder of a disk, but the kernel lets nobody make one in /sys."""
-    parent = Path("/sys")
-    if os.geteuid() != 0:
-        parent = tmp_path / "theirs"
-        parent.mkdir(mode=0o500)
-    elif not parent.is_dir():
-        pytest.skip("root, and no /sys here")
-    before = sorted(parent.iterdir())
-    assert convert(make_llama(), parent / "moh") == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith(f"error: cannot write {parent / 'moh'}: "), error
-    assert sorted(parent.iterdir()) == before
 
 
 def test_routing_flags_do_not_go_with_the_way_back(make_llama, convert, tmp_path, capsys):
