@@ -165,7 +165,7 @@ def test_files_that_are_no_text(tmp_path):
     assert refusal("nowhere") == "mixture nowhere does not exist; name a YAML file, or 'embedded'"
 
 
-@pytest.mark.parametrize("location", ["files: [x, $MOH_UNSET/y]", "files: '${MOH_UNSET}/y'", "url_list: $MOH_UNSET/y"])
+@pytest.mark.parametrize("location", ["files: [x, '${MOH_UNSET}/y']", "url_list: $MOH_UNSET/y"])
 def test_an_unset_variable(tmp_path, monkeypatch, location):
     monkeypatch.delenv("MOH_UNSET", raising=False)
     (tmp_path / "m.yaml").write_text(f"sources: {{web: {{weight: 1, {location}}}}}")
@@ -229,9 +229,7 @@ def test_the_embedded_mixture(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sources"),
     [
-        (["a*.txt", "ab.txt"], [["aa.txt", "ab.txt"]]),
         (["ab.txt", "a*.txt"], [["ab.txt"], ["aa.txt"]]),
-        (["a*.txt", "*b.txt"], [["aa.txt", "ab.txt"], ["b.txt"]]),
         (["**/a?.txt", "../texts/ab.txt", "link.txt"], [["aa.txt", "ab.txt"]]),
         (["a*.txt", "b.txt"], [["aa.txt", "ab.txt"], ["b.txt"]]),
     ],

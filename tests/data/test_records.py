@@ -263,14 +263,6 @@ def test_truncated_behind_whole_lines(tmp_path):
         assert read(tmp_path / name, skip_bad=True)[1].bad == 1
 
 
-def test_few_of_many_faults_are_quoted(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes((b"bad\n" + ONE) * 8)
-    documents, reading = read(tmp_path / "a.jsonl", skip_bad=True)
-    assert (documents, reading.bad) == (["1"] * 8, 8)
-    wheres = [example.split(": ")[0] for example in reading.examples]
-    assert wheres == [f"{tmp_path}/a.jsonl, line {number}" for number in (1, 3, 5, 7, 9)]
-
-
 @pytest.mark.parametrize("skip_bad", [False, True])
 def test_what_is_no_bad_record(tmp_path, monkeypatch, skip_bad):
     assert refusal(tmp_path / "a.jsonl", skip_bad).endswith(" is gone; it was there when the source was listed")

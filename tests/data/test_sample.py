@@ -76,16 +76,6 @@ def test_a_limit_reads_less_but_holds_out_the_same(tmp_path, tokenizer):
         assert ids == ids_of(getattr(whole, part))[: len(ids)]
 
 
-def test_limits_are_shared_by_weight(tmp_path, tokenizer):
-    files = [write(tmp_path / f"{name}.jsonl", [f"{name} {i} " * 20 for i in range(4000)]) for name in "ab"]
-    sources = tuple(Source(name, weight, (file,)) for name, weight, file in zip("ab", (0.9, 0.1), files, strict=True))
-    one, two = sample_mixture(Mixture("m", sources, 0.3), tokenizer, 100_000, 30_000)
-    # And a little more, for whole windows.
-    assert 90_000 <= len(one.train) < 92_000 and len(one.validation) >= 27_000
-    assert 10_000 <= len(two.train) < 12_000 and len(two.validation) >= 3_000
-    assert [source.name for source in (one, two)] == ["a", "b"]
-
-
 def test_one_long_document_is_cut(tmp_path, tokenizer):
     text = "".join(DOCUMENTS)
     (tmp_path / "a.txt").write_text(text)
@@ -195,12 +185,14 @@ def test_held_out_documents_count_by_their_windows(tmp_path, tokenizer):
     assert ids_of(source.train)[:5000] == ids_of(short.train)[:5000]
 
 
-def test_other_sources_make_up_for_one_of_few_documents(tmp_path, tokenizer):
-    files = [
-        write(tmp_path / f"{n}.jsonl", [f"{n} {i} " * 20 for i in range(count)]) for n, count in ((1, 10), (2, 3000))
-    ]
-    sources = tuple(
-        Source(str(n), weight, (file,)) for n, (weight, file) in enumerate(zip((0.9, 0.1), files, strict=True))
-    )
-    few, many = sample_mixture(Mixture("m", sources, 0.3), tokenizer, 1000, 64 * 32, window=32)
+def test_limits_are_shared_by_weight_and_sources_make_up_for_each_other(tmp_path, tokenizer):
+    def sample(train: int, validation: int, *counts: int):
+        files = [write(tmp_path / f"{n}.jsonl", [f"{n} {i} " * 20 for i in range(k)]) for n, k in enumerate(counts)]
+        sources = (Source("a", 0.9, (files[0],)), Source("b", 0.1, (files[1],)))
+        return sample_mixture(Mixture("m", sources, 0.3), tokenizer, train, validation, window=32)
+
+    one, two = sample(100_000, 3_000, 4000, 4000)
+    # And a little more, for whole windows.
+    assert 90_000 <= len(one.train) < 92_000 and 10_000 <= len(two.train) < 12_000
+    few, many = sample(1000, 64 * 32, 10, 3000)
     assert len(few.validation) < 1000 and len(texts_of(many.validation, tokenizer)) >= 60

@@ -4,16 +4,14 @@ import json
 import random
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import forks
 import numpy as np
 import pytest
 
-from moh_llm.data.embedded import embedded_documents
 from moh_llm.data.locate import locate
-from moh_llm.data.mixture import EMBEDDED, load_mixture
+from moh_llm.data.mixture import load_mixture
 from moh_llm.data.records import Reading, source_documents
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import open_tokens
@@ -209,12 +207,3 @@ def test_an_output_that_holds_something_else_is_left_alone(corpus, tokenizer, tm
     with pytest.raises(UserError, match="is a file; name a folder"):
         tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "mine" / "letter.txt", workers=1)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter.txt"]
-
-
-def test_embedded_text(tokenizer, tmp_path):
-    topics = replace(EMBEDDED, sources=tuple(source for source in EMBEDDED.sources if source.name == "python_topics"))
-    record = tokenize_mixture(topics, tokenizer, tmp_path / "out").sources["python_topics"]
-    assert record.tokens > 100_000 and record.text == []
-    documents = sum(shard.documents for shard in record.shards["validation"])
-    held_out = sum(is_held_out(group, EMBEDDED.validation_share) for group, _ in embedded_documents("python_topics"))
-    assert documents == held_out > 0  # by group, not by text
