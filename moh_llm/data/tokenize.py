@@ -4,6 +4,7 @@ The record, OUTPUT/mixture.json, holds per source the counts, text and shards. I
 `moh_llm.data.tasks` has the layout of the folder and resuming.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -13,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import partial
 from math import ceil
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -138,28 +139,31 @@ def _run_here(write: TaskWriter, tasks: Sequence[Task], workers: int) -> None:
     # The processes are forked from a server that has imported what they need.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "datatrove.pipeline.tokens.tokenizer"])
-    with ProcessPoolExecutor(workers, context, _start_worker, (write,)) as pool:
+    alive, parent = context.Pipe(duplex=False)
+    with ProcessPoolExecutor(workers, context, _start_worker, (write, alive)) as pool:
         try:
             for done in as_completed([pool.submit(_do, task) for task in tasks]):
                 done.result()
-        except BrokenProcessPool as error:
-            raise UserError("the system killed a process, as when memory is short; give fewer --workers") from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException as error:
+            parent.close()  # the others need not go on
+            if isinstance(error, BrokenProcessPool):
+                raise UserError("the system killed a process; if memory is short, give fewer --workers") from error
+            raise
 
 
 _write: TaskWriter  # of a process of the pool, which gets it once and not with each task
 
 
-def _start_worker(write: TaskWriter) -> None:
+def _start_worker(write: TaskWriter, alive: Connection) -> None:
     global _write
     _write = write
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """The pool's processes would otherwise outlive a parent that was killed."""
-    multiprocessing.parent_process().join()  # type: ignore[union-attr]
+def _end_with_parent(alive: Connection) -> None:
+    """End this process when its parent closes the pipe or is killed; a pool's processes would work on."""
+    with contextlib.suppress(EOFError):
+        alive.recv()
     os._exit(1)
 
 
@@ -285,7 +289,7 @@ def _source_record(source: Source, tasks: Sequence[Task]) -> SourceRecord:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _progress_bar(tasks: Sequence[Task]) -> Iterator[None]:
     """A bar over the stored bytes of the tasks, from the files that they leave, whichever process does them."""
     stop = threading.Event()
