@@ -9,11 +9,21 @@ gives on the same items. A benchmark on which the base's own margin may be 0 tel
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+from moh_llm.errors import UserError
+from moh_llm.evaluation.suite import Benchmark
 from moh_llm.intervals import Interval, mover_mean, student_quantile
 from moh_llm.records.evaluation import Share, Value
 
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+
 Strata = list[list[float]]
+# The metrics of lm-eval's multiple choice that name one choice as the answer.
+_PICKS = {"acc", "acc_norm", "acc_bytes", "acc_mutual_info"}
+# A log-likelihood that leaves a choice without probability.
+_UNLIKELY = -1e4
 
 
 def mean(strata: Strata) -> float:
@@ -131,6 +141,52 @@ def ratio_interval(model: float, base: float, model_half: float, base_half: floa
 def is_at_chance(margin: Value) -> bool:
     """Whether a score may be a guess's: its margin's 95 % interval is unknown (a single item) or not all above 0."""
     return margin.interval is None or margin.interval[0] <= 0
+
+
+def chance_scores(benchmark: Benchmark, tasks: "list[ConfigurableTask]", limit: int | None = None) -> Strata | None:
+    """The expected score of a uniform guess on each item; None if the suite has no chance rule for the benchmark.
+
+    ``limit``: number of rows that are scored of each task. Raises UserError if the rule is "choices" and the metric is
+    not the score of a choice.
+    """
+    if benchmark.chance is None:
+        return None
+    strata = [[_guess(benchmark, task, row) for row in _rows(task, limit)] for task in tasks]
+    return average_readings(strata) if benchmark.average == "parts" else strata
+
+
+def lacks_choices(benchmark: Benchmark, task: "ConfigurableTask") -> bool:
+    """Whether the chance rule is "choices" although the metric is not the score of a choice."""
+    known = callable(task.config.process_results) or benchmark.metric in _PICKS
+    return benchmark.chance == "choices" and not (task.OUTPUT_TYPE == "multiple_choice" and known)
+
+
+def _rows(task: "ConfigurableTask", limit: int | None) -> list[dict[str, Any]]:
+    columns = task.task_docs[:limit]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _guess(benchmark: Benchmark, task: "ConfigurableTask", row: dict[str, Any]) -> float:
+    if benchmark.chance != "choices":
+        return float(benchmark.chance or 0.0)
+    choices = task.doc_to_choice(row)
+    if callable(task.config.process_results):
+        return _guess_by_trying(benchmark, task, row, len(choices))
+    label = task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row)
+    labels = label if isinstance(label, list) else [label]
+    return len({one if isinstance(one, int) else choices.index(one) for one in labels}) / len(choices)
+
+
+def _guess_by_trying(benchmark: Benchmark, task: "ConfigurableTask", row: dict[str, Any], choices: int) -> float:
+    """The task's own score, averaged over models that are each certain of a different choice."""
+    scores = []
+    for sure in range(choices):
+        likelihoods = [(0.0, True) if number == sure else (_UNLIKELY, False) for number in range(choices)]
+        result = task.process_results(row, likelihoods)
+        if benchmark.metric not in result:
+            raise UserError(f"benchmark {benchmark.name}: chance='choices' does not go with {benchmark.metric}")
+        scores.append(float(result[benchmark.metric]))
+    return sum(scores) / choices
 
 
 def _squares(values: list[float]) -> float:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.chance import chances_of, lacks_choices
-from moh_llm.evaluation.statistics import Strata
+from moh_llm.evaluation.statistics import Strata, chance_scores, lacks_choices
 from moh_llm.evaluation.suite import SCRIPT_DATASETS, Benchmark, Suite, data_file, data_files
 from moh_llm.files import sha256
 from moh_llm.reading import parse_json, read_yaml
@@ -117,7 +116,7 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
                 elif problem := _bad_data(one, limit):
                     failures.append(f"{benchmark.name} ({problem})")
                 else:
-                    one.chances = chances_of(benchmark, one.tasks, limit)
+                    one.chances = chance_scores(benchmark, one.tasks, limit)
             except UserError as error:
                 failures.append(f"{benchmark.name} ({error})")
             except ConnectionError as error:
