@@ -11,6 +11,7 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup
 
@@ -178,32 +179,30 @@ def interval_chart(
 def heat_map(
     name: str,
     title: str,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float]],
+    rows: Mapping[Any, Sequence[float]],
     axes_titles: tuple[str, str],
     unit: str,
     note: str = "",
 ) -> Chart:
-    """Values from 0 to 1 as colours, in ``unit``, the first row above; rows may be shorter than ``columns``.
+    """Values from 0 to 1 as colours, in ``unit``, the first row above; columns are numbered, and rows may be shorter.
 
     ``axes_titles``: of x and y.
     """
     with matplotlib.style.context(["default", _STYLE | {"axes.grid": False}]):
         figure, axes = _figure(min(7.0, 1.2 + max(0.16 * len(rows), 1.0)))
-        full = [[*row, *[float("nan")] * (len(columns) - len(row))] for row in values]
+        columns = range(max(map(len, rows.values())))
+        full = [[*row, *[float("nan")] * (len(columns) - len(row))] for row in rows.values()]
         mesh = axes.pcolormesh(full, cmap=_MAP, vmin=0, vmax=1, edgecolors="face", linewidth=0.2)
         figure.colorbar(mesh, ax=axes, label=unit, location="bottom", aspect=40, shrink=0.8)
-        for axis, names in ((axes.xaxis, columns), (axes.yaxis, rows)):
-            step = max(1, -(-len(names) // 32))
-            shown = range(0, len(names), step)
-            axis.set_ticks([place + 0.5 for place in shown], [_label(names[place], 24) for place in shown])
+        for axis, names in ((axes.xaxis, list(columns)), (axes.yaxis, list(rows))):
+            shown = range(0, len(names), -(-len(names) // 32))
+            axis.set_ticks([place + 0.5 for place in shown], [_label(str(names[place]), 24) for place in shown])
             axis.set_tick_params(length=0)
         axes.set(xlabel=axes_titles[0], ylabel=axes_titles[1])
         axes.invert_yaxis()
         svg = _svg(figure, name, title)
-    body = [[row, *shares] for row, shares in zip(rows, values, strict=True)]
-    return Chart(name, title, note, svg, [axes_titles[1], *columns], body)
+    body = [[str(row), *shares] for row, shares in rows.items()]
+    return Chart(name, title, note, svg, [axes_titles[1], *map(str, columns)], body)
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:

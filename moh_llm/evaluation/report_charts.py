@@ -4,7 +4,7 @@
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moh_llm.evaluation.charts import Axis, Chart, Interval, Points, heat_map, interval_chart, line_chart
@@ -91,9 +91,7 @@ def _load(name: str, found: Record) -> Chart:
     return heat_map(
         f"{name}-load",
         "Head load in each layer",
-        [str(layer) for layer in range(len(load))],
-        [str(head) for head in range(found["heads"])],
-        load,
+        dict(enumerate(load)),
         ("head", "layer"),
         "share of tokens that have the head on",
         f"Activations / tokens over {found['head_load']['tokens']:,} tokens of the benchmarks' prompts (in the form "
@@ -102,14 +100,11 @@ def _load(name: str, found: Record) -> Chart:
 
 
 def _load_by_text(name: str, found: Record) -> Chart:
-    heads = len(next(iter(found["load"].values())))
     shared = ", ".join(map(str, found["shared_heads"])) or "none"
     return heat_map(
         f"{name}-texts",
         f"Head load of layer {found['layer']} on each benchmark",
-        list(found["load"]),
-        [str(head) for head in range(heads)],
-        list(found["load"].values()),
+        found["load"],
         ("head", ""),
         "share of tokens that have the head on",
         f"The last layer with routed heads (the paper's Fig. 3 and B). Shared heads: {shared}.",
@@ -172,8 +167,7 @@ def _similarity(name: str, found: Record) -> list[Chart]:
     charts = []
     for key, (title, note) in kinds.items():
         series = {
-            shown: [(layer, value) for layer, value in enumerate(found[which][key]) if value is not None]
-            for which, shown in (("moh", "MoH"), ("all_heads", "all heads on"))
+            shown: _by_layer(found[which][key]) for which, shown in (("moh", "MoH"), ("all_heads", "all heads on"))
         }
         if any(series.values()):
             charts.append(line_chart(f"{name}-{key}", title, series, _LAYER, Axis("similarity"), note))
@@ -196,6 +190,10 @@ def _rank(name: str, found: Record) -> Chart:
         f"Number of singular values that hold 99 % of the squared norm of a layer's head outputs, over their width; "
         f"{found['tokens']:,} tokens. A routed head that is off gives its fallback, or zeros.{bounded}",
     )
+
+
+def _by_layer(values: Iterable[float | None]) -> Points:
+    return [(layer, value) for layer, value in enumerate(values) if value is not None]
 
 
 def _interval(found: Value | None, lowest: float = 0) -> Interval | None:
@@ -286,14 +284,12 @@ def _health_charts(runs: dict[str, TrainingRun]) -> list[Chart]:
     found = {name: run.routing for name, run in runs.items() if run.routing}
     charts = []
     for place, (name, health) in enumerate(found.items()):
-        if width := max(map(len, health.load)):
+        if any(health.load):
             charts.append(
                 heat_map(
                     f"load-{place}",
                     f"Load of the routed heads, {name}",
-                    [str(layer) for layer in range(len(health.load))],
-                    [str(head) for head in range(width)],
-                    health.load,
+                    dict(enumerate(health.load)),
                     ("routed head of the layer", "layer"),
                     "share of held-out tokens that select the head",
                     f"At the last score. Dead heads, which no token selects: {sum(health.dead_heads)}.",
@@ -304,18 +300,13 @@ def _health_charts(runs: dict[str, TrainingRun]) -> list[Chart]:
         "changed": ("Tokens with other heads than at the start", "share of tokens that choose"),
     }
     for key, (title, unit) in by_layer.items():
-        series = {
-            # None or meaningless for a layer in which no head is chosen.
-            name: [
-                (layer, value)
-                for layer, value in enumerate(getattr(health, key) or [])
-                if health.load[layer] and value is not None
-            ]
-            for name, health in found.items()
-        }
+        series = {}
+        for name, health in found.items():
+            pairs = zip(getattr(health, key) or [], health.load, strict=False)
+            series[name] = _by_layer(value if load else None for value, load in pairs)  # layers that choose heads
         if any(series.values()):
-            axes = Axis("layer"), Axis(unit)
-            charts.append(line_chart(f"routers-{key}", title, series, *axes, "At the last score.", order=list(runs)))
+            note, order = "At the last score.", list(runs)
+            charts.append(line_chart(f"routers-{key}", title, series, _LAYER, Axis(unit), note, order=order))
     return charts
 
 

@@ -233,7 +233,7 @@ def test_charts_give_their_data_and_no_fixed_colour() -> None:
     charts = [
         line_chart("a", "A & <b>", {"x": [(1, 2.0), (4, 3.0)], "y": [(4, 1.0)]}, Axis("n", log=2), Axis("v")),
         interval_chart("b", "B", ["p", "q", "r"], {"x": [(1.0, 0.5, 1.75), None, (2.0, None, None)]}, "points"),
-        heat_map("c", "C", ["0", "1"], ["0", "1"], [[0.5, 1.0], [0.25]], ("head", "layer"), "share"),
+        heat_map("c", "C", {0: [0.5, 1.0], 1: [0.25]}, ("head", "layer"), "share"),
     ]
     assert charts[0].body == [[1, 2.0, None], [4, 3.0, 1.0]]
     assert charts[1].head == ["", "x", "x: from", "x: to"]
@@ -243,5 +243,5 @@ def test_charts_give_their_data_and_no_fixed_colour() -> None:
         assert chart.svg.startswith("<svg") and chart.svg.rstrip().endswith("</svg>")
         assert "var(--ink)" in chart.svg and "#0a0" not in chart.svg and "<b>" not in chart.svg
     # The same chart twice is the same text, so that pages can be compared.
-    again = heat_map("c", "C", ["0", "1"], ["0", "1"], [[0.5, 1.0], [0.25]], ("head", "layer"), "share")
+    again = heat_map("c", "C", {0: [0.5, 1.0], 1: [0.25]}, ("head", "layer"), "share")
     assert again.svg == charts[2].svg
