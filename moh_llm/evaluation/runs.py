@@ -16,7 +16,7 @@ from moh_llm.reading import parse_json
 from moh_llm.records.conversion import REFERENCES, ReferenceKind, in_words
 from moh_llm.records.run import LogLine, Routing, RunRecord, Scores
 from moh_llm.terminal import say
-from moh_llm.training.changed_keys import changed_keys
+from moh_llm.training.changed_options import changed_options
 from moh_llm.training.config import TrainConfig
 
 Record = dict[str, Any]
@@ -256,7 +256,7 @@ def _changed(one: TrainingRun, other: TrainingRun) -> list[str]:
     """Options, other than the seed, in which two runs differ."""
     named = [key for key in ("model", "data") if getattr(one.record, key) != getattr(other.record, key)]
     named += ["reference"] if one.reference != other.reference else []
-    return named + [key for key in changed_keys(one.recipe, other.recipe) if key != "seed"]
+    return named + [key for key in changed_options(one.recipe, other.recipe) if key != "seed"]
 
 
 def _value(run: TrainingRun, key: str) -> Any:

@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from moh_llm.errors import UserError
 from moh_llm.options import Names, Pair, Place, options
-from moh_llm.training.changed_keys import GONE
+from moh_llm.training.changed_options import REMOVED
 
 Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 GateGradient = Literal["exact", "sampled", "none"]
@@ -202,7 +202,7 @@ class HubConfig:
 class TrainConfig:
     """One training run."""
 
-    REMOVED: ClassVar[dict[str, str]] = {name: instead for name, (_, instead) in GONE.items()} | {
+    REMOVED: ClassVar[dict[str, str]] = REMOVED | {
         "output": "output_dir names the folder of the run",
         "trackers": "report_to names them",
         "data.block_length": "data.sequence_length has the tokens per sequence",

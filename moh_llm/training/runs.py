@@ -28,7 +28,7 @@ from moh_llm.records.identity import identify
 from moh_llm.records.model import read_moh_config
 from moh_llm.records.run import LogLine, ModelMark, RunRecord
 from moh_llm.records.seal import FileMark, find_fault
-from moh_llm.training.changed_keys import GONE, changed_keys
+from moh_llm.training.changed_options import REMOVED, changed_options
 from moh_llm.training.config import TrainConfig
 
 RUN_RECORD, LOG, TRACKERS = "run.json", "log.jsonl", "tensorboard"
@@ -53,7 +53,7 @@ def read_run(config: TrainConfig) -> RunRecord | None:
             )
         return None
     record = RunRecord.read(folder / RUN_RECORD)
-    _refuse(folder, changed_keys(record.config, _as_json(config), finished=record.status == "finished"))
+    _refuse(folder, changed_options(record.config, _as_json(config), finished=record.status == "finished"))
     return record
 
 
@@ -182,7 +182,7 @@ def _as_json(config: TrainConfig) -> dict[str, Any]:
 
 def _refuse(folder: Path, changed: list[str]) -> None:
     if changed:
-        gone = ", ".join(name for name in changed if name in GONE)
+        gone = ", ".join(name for name in changed if name in REMOVED)
         way = f"Resume with the version that began it, as this one has no {gone}" if gone else "Put them back to resume"
         raise UserError(
             f"output_dir={folder} holds a run with another recipe; different: {', '.join(changed)}. "

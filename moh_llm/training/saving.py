@@ -28,7 +28,7 @@ from moh_llm.records.seal import find_fault, write_seal
 from moh_llm.records.tensors import cast_weight, matrix_dtype, tensor_dtypes
 from moh_llm.terminal import say_aside
 from moh_llm.training import networks
-from moh_llm.training.changed_keys import GONE, without_gone_keys
+from moh_llm.training.changed_options import REMOVED, without_removed
 from moh_llm.training.checkpoints import CHECKPOINT_RECORD, newest_checkpoint, read_weights, verified_record
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.reference import StartingPoint, find_starting_point
@@ -153,9 +153,9 @@ def export_checkpoint(checkpoint: Path, output: Path, overwrite: bool = False) -
         raise UserError(f"{checkpoint} is no complete checkpoint: {error}") from error
     place = checkpoint.resolve().parent.parent / RUN_RECORD
     run = RunRecord.read(place)
-    config = read_options(TrainConfig, [(str(place), *item) for item in without_gone_keys(run.config).items()])
+    config = read_options(TrainConfig, [(str(place), *item) for item in without_removed(run.config).items()])
     if dtype := run.config.get("save_dtype"):
-        say_aside(f"{place}: the key save_dtype={dtype} is gone: {GONE['save_dtype'][1]}")
+        say_aside(f"{place}: save_dtype={dtype} was removed: {REMOVED['save_dtype']}")
     check_output_folder(output, overwrite, [config.model, checkpoint])
     if mark_model(config) != run.model:
         raise UserError(f"model={config.model} is not what the run in {place.parent} began with; restore it")

@@ -5,7 +5,7 @@ import pytest
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
-from moh_llm.training.changed_keys import changed_keys, without_gone_keys
+from moh_llm.training.changed_options import changed_options, without_removed
 from moh_llm.training.config import LoraConfig
 from moh_llm.training.recipe import load_config
 
@@ -112,33 +112,33 @@ def test_bad_overrides_name_key_value_and_rule(recipe: Path, arguments: list[str
     assert "\n" not in str(error.value)
 
 
-def test_changed_keys_are_those_that_change_the_curve() -> None:
+def test_changed_options_are_those_that_change_the_curve() -> None:
     old = {"model": "a", "data": {"batch_size": 4}, "lora": None, "evaluation": {"eval_steps": 1}}
     new = {"model": "b", "data": {"batch_size": 8}, "lora": {"rank": 4}, "evaluation": {"eval_steps": 2}}
-    assert changed_keys(old, new) == ["data.batch_size", "lora"]
-    assert changed_keys(old, new, finished=True) == ["data.batch_size", "evaluation.eval_steps", "lora"]
-    assert changed_keys(old, old | {"freeze_base": False}) == []  # a run of a version without that key
-    assert changed_keys(old, old | {"freeze_base": True}) == ["freeze_base"]
-    assert changed_keys(old, old | {"gate_gradient": "exact"}) == []  # as it was before there was that key
-    assert changed_keys(old, old | {"gate_gradient": "sampled"}) == ["gate_gradient"]
+    assert changed_options(old, new) == ["data.batch_size", "lora"]
+    assert changed_options(old, new, finished=True) == ["data.batch_size", "evaluation.eval_steps", "lora"]
+    assert changed_options(old, old | {"freeze_base": False}) == []  # a run of a version without that key
+    assert changed_options(old, old | {"freeze_base": True}) == ["freeze_base"]
+    assert changed_options(old, old | {"gate_gradient": "exact"}) == []  # as it was before there was that key
+    assert changed_options(old, old | {"gate_gradient": "sampled"}) == ["gate_gradient"]
     given = {"gate_gradient": "sampled"}
-    assert changed_keys(old | given, old | {"gate_gradient": "exact"}) == ["gate_gradient"]
+    assert changed_options(old | given, old | {"gate_gradient": "exact"}) == ["gate_gradient"]
 
 
-def test_a_record_with_keys_that_are_gone_is_todays_unless_they_changed_the_curve() -> None:
+def test_a_record_with_removed_options_is_todays_unless_they_changed_the_curve() -> None:
     new: dict = {"max_steps": 3, "data": {"batch_size": 4}, "evaluation": {"eval_steps": 3}}
     earlier = new | {"gradient_checkpointing_every": 2, "save_dtype": "float32"}
     earlier["data"] = new["data"] | {"dataloader_num_workers": 2}
     earlier["evaluation"] = new["evaluation"] | {"batch_size": 2}
-    assert without_gone_keys(earlier) == new
-    assert changed_keys(earlier, new) == changed_keys(earlier, new, finished=True) == []
+    assert without_removed(earlier) == new
+    assert changed_options(earlier, new) == changed_options(earlier, new, finished=True) == []
     earlier["divergence"] = {"action": "stop", "spike_factor": None, "window": 20, "most_in_a_row": 3}
-    assert changed_keys(earlier, new | {"divergence": {"action": "stop"}}) == []
+    assert changed_options(earlier, new | {"divergence": {"action": "stop"}}) == []
     earlier["divergence"]["spike_factor"] = 3.0
-    assert changed_keys(earlier, new | {"divergence": {"action": "stop"}}) == ["divergence.spike_factor"]
+    assert changed_options(earlier, new | {"divergence": {"action": "stop"}}) == ["divergence.spike_factor"]
     for epsilon, changed in ((1e-8, []), (1e-6, ["optimizer.epsilon"])):
         earlier = new | {"optimizer": {"learning_rate": 1e-3, "epsilon": epsilon}}
-        assert changed_keys(earlier, new | {"optimizer": {"learning_rate": 1e-3}}) == changed
+        assert changed_options(earlier, new | {"optimizer": {"learning_rate": 1e-3}}) == changed
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def test_the_record_of_an_earlier_version_is_read(configure, finished_run, run, 
     config["optimizer"]["epsilon"], config["evaluation"]["batch_size"] = 1e-8, 1
     write_json(run / "run.json", read_record(run) | {"config": config})
     export_checkpoint(run / "checkpoints" / "step-000006", tmp_path / "exported")
-    assert "the key save_dtype=bfloat16 is gone: " in capsys.readouterr().err
+    assert "save_dtype=bfloat16 was removed: " in capsys.readouterr().err
     said: list[str] = []
     train(configure(), say=said.append)
     assert "nothing to do" in said[-1]
