@@ -1,4 +1,4 @@
-"""The folder of a model: what a name may refer to, its config and the files of its weights."""
+"""The folder of a model: its name, its config and the files of its weights."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +21,9 @@ LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 
 
 def may_be_hub_id(name: str) -> bool:
-    """Whether to ask the Hub for a name that is no folder: ``name`` or ``owner/name``, and no folder ``owner`` here.
+    """Whether to ask the Hub for a name that is no folder: ``name``, or ``owner/name`` without a folder ``owner``.
 
-    Without this a mistyped path would wait for the network first.
+    A mistyped path would otherwise wait for the network.
     """
     owner, slash, rest = name.partition("/")
     plain = all(part and not part.startswith((".", "~", "-")) for part in ((owner, rest) if slash else (owner,)))
@@ -42,7 +42,7 @@ def licence_texts(folder: Path) -> list[Path]:
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Raise UserError where transformers would put an adapter on top of the weights, or the folder has nothing else."""
+    """Raise UserError where the folder holds an adapter, which transformers would put on top of the weights."""
     if (folder / ADAPTER).exists():
         rest = ", or move adapter_config.json out to use the weights without it" if (folder / CONFIG).exists() else ""
         raise UserError(
@@ -105,8 +105,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A model folder's `config.json`.
 
     Raises:
-        UserError: it cannot be read, is no object, or has a number that no model can have. Fields that are absent or
-            null are not checked: which ones a family needs is asked elsewhere.
+        UserError: it cannot be read, is no object, or has a number that no model can have. Absent and null fields are
+            not checked here, since families need different ones.
     """
     if not (folder / CONFIG).exists():
         check_no_adapter(folder)
@@ -118,7 +118,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_moh_config(folder: Path, name: str = "") -> dict[str, Any]:
-    """As `read_config`; raises UserError for a model that is not MoH, too, which it calls ``name``."""
+    """`read_config` of a MoH model. Raises UserError for another model, which it calls ``name``."""
     fields = read_config(folder)
     if (kind := fields.get("model_type")) != "moh_llama":
         raise UserError(f"{name or folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
@@ -129,14 +129,14 @@ def read_moh_config(folder: Path, name: str = "") -> dict[str, Any]:
 
 
 def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files that transformers loads from `folder`, in order, and a map from each of their tensors to its file.
+    """The files that transformers loads from `folder`, in order, and the file of each tensor.
 
-    It prefers a single file to an index beside it, and loads all that the files hold, whether in the index or not.
+    transformers prefers a single file to an index beside it, and loads all tensors of the files, in the index or not.
 
     Raises:
-        UserError: there are none (pickled weights are not read), one is missing, damaged or truncated, two hold one
-            tensor, the index names a tensor that its file does not hold, or transformers would load others: an adapter
-            on top, a checkpoint of `torch.distributed`, files that config.json names.
+        UserError: there are no safetensors files; one is missing, damaged or truncated; two hold the same tensor; the
+            index names a tensor that its file does not hold; or transformers would load other files, too: an adapter,
+            a checkpoint of `torch.distributed`, files that config.json names.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -179,7 +179,7 @@ def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Tensor's name -> file's name, by a folder's index; empty where there is none. Raises UserError for a bad one."""
+    """The file of each tensor by a folder's index; empty where there is none. Raises UserError for a malformed one."""
     path = folder / INDEX_NAME
     if not path.exists():
         return {}
@@ -195,7 +195,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def unread_index(folder: Path) -> bool:
-    """Whether a folder has an index that nobody reads, since the single file beside it is."""
+    """Whether a folder has an index that is not read, since a single file lies beside it."""
     return (folder / SINGLE_NAME).is_file() and bool(set(read_index(folder).values()) - {SINGLE_NAME})
 
 

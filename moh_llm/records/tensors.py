@@ -1,4 +1,4 @@
-"""The tensors of a model's folder beside those that its architecture has: which are loaded, in which dtypes."""
+"""The tensors of a model's folder: which of them its architecture loads, and in which dtypes."""
 
 import copy
 import re
@@ -21,12 +21,11 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Tensors:
-    """Which of a folder's tensors an architecture has.
+    """The tensors of a folder that an architecture loads.
 
     Attributes:
-        weight_map: name -> file's name, of those that it has.
-        unknown: names of the others, which transformers does not load. Rotary frequencies of old checkpoints, which are
-            computed today, are in neither.
+        weight_map: the file of each tensor that is loaded.
+        unknown: names of the other tensors, without rotary frequencies of old checkpoints, which are computed today.
         tied: whether the output projection is the embedding, as transformers decides: the config says so, and the
             files hold no projection, or an equal one.
     """
@@ -37,7 +36,7 @@ class Tensors:
 
     @property
     def note(self) -> str | None:
-        """What the user should know of the unknown ones."""
+        """A remark for the user on the unknown tensors."""
         if not self.unknown:
             return None
         more = f" and {len(self.unknown) - 3} more" if len(self.unknown) > 3 else ""
@@ -48,29 +47,29 @@ class Tensors:
 
 
 def is_routing_weight(name: str) -> bool:
-    """Whether a tensor of that name is a router's or a fallback's: what a MoH model has beside its dense base."""
+    """Whether a tensor of that name belongs to a router or a fallback, which a MoH model has beside its dense base."""
     return ".self_attn.router." in name or ".self_attn.fallback." in name
 
 
 def is_fallback_weight(name: str) -> bool:
-    """Whether a routing tensor of that name is a fallback's."""
+    """Whether a tensor of that name belongs to a fallback."""
     return ".self_attn.fallback." in name
 
 
 def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config: Any) -> Tensors:
-    """Compare a folder's tensors with those that the architecture of `config` has; headers only are read.
+    """Compare a folder's tensors with those of the architecture; only headers are read.
 
-    transformers would fill a gap with random numbers, and stop at a wrong shape with a traceback.
+    transformers would initialise a missing tensor at random, and stop at a wrong shape with a traceback.
 
     Args:
         name: what to call the model in an error.
         folder: the model's.
-        weight_map: tensor's name -> file's name; there may be more than the architecture has.
+        weight_map: the file of each tensor; there may be more tensors than the architecture has.
         config: a config of transformers.
 
     Raises:
-        UserError: the config makes no model, or a tensor is missing, has another shape, holds other than
-            floating-point numbers of 16 bits or more, or would be loaded in place of another one.
+        UserError: the config makes no model, or a tensor is missing, has another shape, is not floating-point with 16
+            bits or more, or would be loaded in place of another tensor.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -130,7 +129,7 @@ def empty_model(config: Any, name: str) -> Any:
 
 
 def why_no_model(error: Exception, fields: Mapping[str, Any]) -> str:
-    """What transformers says against a config with these fields; of a lookup that failed, which field was looked up."""
+    """Why transformers makes no model of a config with these fields; for a failed lookup, the field with that value."""
     said = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     if not isinstance(error, KeyError) or " " in said:
         return said
@@ -183,7 +182,7 @@ def tensor_dtypes(folder: Path, weight_map: Mapping[str, str]) -> dict[str, "tor
 
 
 def matrix_dtype(folder: Path, weight_map: Mapping[str, str]) -> "torch.dtype | None":
-    """The dtype in which no matrix of a model is rounded, the widest of theirs; None where none is floating.
+    """The widest dtype of a model's matrices, in which none is rounded; None where none is floating-point.
 
     Vectors do not count: some checkpoints hold norms or rotary frequencies in float32 beside bfloat16 matrices, others
     norms in bfloat16 beside float32 matrices.
@@ -197,10 +196,10 @@ def matrix_dtype(folder: Path, weight_map: Mapping[str, str]) -> "torch.dtype | 
 
 
 def cast_weight(tensor: "torch.Tensor", dtype: "torch.dtype", where: str) -> "torch.Tensor":
-    """A floating-point weight in another dtype.
+    """Cast a floating-point weight.
 
     Raises:
-        UserError: that dtype has no number for a finite value of it; ``where`` is what the weight is called.
+        UserError: a finite value would overflow in ``dtype``; ``where`` names the weight.
     """
     import torch
 
@@ -215,14 +214,14 @@ def cast_weight(tensor: "torch.Tensor", dtype: "torch.dtype", where: str) -> "to
 
 
 def is_finite(values: "torch.Tensor") -> bool:
-    """Whether no value is NaN or infinite: least and most are found in one pass without a mask, and NaN is both."""
+    """Whether no value is NaN or infinite. `aminmax` takes one pass without a mask, and is NaN where a value is."""
     import torch
 
     return bool(torch.isfinite(torch.stack(values.aminmax())).all())
 
 
 def read_headers(folder: Path, weight_map: Mapping[str, str]) -> Iterator[tuple[str, str, list[int]]]:
-    """Name, dtype as safetensors calls it, and shape of each tensor; their numbers are not read."""
+    """Name, dtype in safetensors' terms, and shape of each tensor, from the headers."""
     from safetensors import safe_open
 
     by_file: dict[str, list[str]] = {}
