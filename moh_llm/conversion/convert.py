@@ -134,8 +134,6 @@ def convert(options: ConversionConfig) -> Conversion:
         entry = ConversionEntry(
             kind="conversion",
             base=identity.label,
-            revision=base.revision,
-            fingerprint=base.fingerprint,
             dense_sha256=identity.dense_sha256,
             made=made,
             **new_tokens,

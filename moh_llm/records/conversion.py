@@ -245,8 +245,6 @@ class ConversionEntry(Record):
 
     kind: Literal["conversion"]
     base: str
-    revision: str | None
-    fingerprint: str
     dense_sha256: str
     made: WeightHashes
     new_tokens: int = 0
