@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 from typing_extensions import Self
 
 from moh_llm.records.base import Record
@@ -153,7 +153,7 @@ class LogLine(Record):
         heads_asked, heads_read: heads per token that the budgets ask for, and that were on; mean over layers.
     """
 
-    step: int = Field(ge=0)
+    step: NonNegativeInt
     tokens: int | None = None
     loss: float | None = None
     dropped: str | None = None
@@ -182,8 +182,8 @@ class CheckpointRecord(Record):
         files: the checkpoint's other files by name.
     """
 
-    step: int = Field(ge=0)
-    updates: int = Field(ge=0)
-    seconds: float = Field(ge=0)
+    step: NonNegativeInt
+    updates: NonNegativeInt
+    seconds: NonNegativeFloat
     data: dict[str, Any] = Field(default_factory=dict)
     files: dict[str, FileMark]

@@ -12,7 +12,7 @@ from collections.abc import Collection, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import NonNegativeInt
 
 from moh_llm.files import sha256
 from moh_llm.records.base import Record
@@ -29,7 +29,7 @@ _LOADED |= set(EDITABLE[1:])
 class FileMark(Record):
     """Size in bytes and SHA-256 of a file, by which it is known again."""
 
-    bytes: int = Field(ge=0)
+    bytes: NonNegativeInt
     sha256: str
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from moh_llm.errors import UserError
 from moh_llm.reading import read_json
@@ -15,9 +15,12 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
 class TokenizerRecord(Record):
-    """The tokenizer of some tokens: `end_of_document` is the id that closes documents, `dtype` that of stored ids.
+    """The tokenizer of a folder of tokens.
 
-    `chat_template` is the hash of the template that wrote conversations, where there are any.
+    Attributes:
+        end_of_document: id that closes documents.
+        dtype: dtype of the stored ids.
+        chat_template: hash of the template that wrote conversations, if there are any.
     """
 
     name: str
@@ -58,21 +61,21 @@ class SourceIdentity(Record):
 
 
 class SplitRecord(Record):
-    """One shard: its documents and tokens, and the size and hash of its file of tokens.
+    """One shard: numbers of documents and tokens, and the size and hash of its file of tokens.
 
-    Of a source that the loss is taken on in part, also the number of tokens that it is taken on, and the hash of the
-    file that says which.
+    Where the loss is taken on some tokens only, `loss_tokens` is their number, and `loss_sha256` the hash of the file
+    that marks them.
     """
 
-    documents: int = Field(ge=0)
-    tokens: int = Field(ge=0)
-    bytes: int = Field(ge=0)
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
+    bytes: NonNegativeInt
     sha256: str
-    loss_tokens: int | None = Field(default=None, ge=0)
+    loss_tokens: NonNegativeInt | None = None
     loss_sha256: str | None = None
 
     def fault(self, path: Path) -> str | None:
-        """A fault in the sizes of the shard's files, tokens at ``path`` and their index; None if there is none."""
+        """The first file of the shard at ``path`` that has another size than recorded, and how; None if all agree."""
         sizes = {path: self.bytes, index_of(path): 8 * self.documents}
         if self.loss_sha256 is not None:
             sizes[loss_of(path)] = self.tokens
@@ -116,7 +119,7 @@ class SourceRecord(Counts):
     `chat_date` is the date that conversations were written with.
     """
 
-    weight: float = Field(gt=0)
+    weight: PositiveFloat
     max_epochs: float | None = None
     type: str = "text"
     chat_date: str | None = None
