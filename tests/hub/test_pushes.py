@@ -191,23 +191,13 @@ def test_a_milestone_is_published_by_its_own_process(recipe, fake_hub, reached, 
 def test_milestones_that_fail_stop_nothing_else_and_are_tried_again(
     recipe, fake_hub, proven, processes, capsys, tmp_path
 ):
-    processes.failing, fake_hub.refuse = {"step-000002", "step-000004"}, 403
+    processes.failing = {"step-000002"}
     command = ["train", str(recipe), *MILESTONES, "2"]
     assert main(command) == 2
     printed, run = capsys.readouterr(), tmp_path / "run"
     assert processes.started == ["step-000002", "step-000004"]
-    line = printed.err.splitlines()[-1]
-    assert line.startswith("error: ") and "publishing it failed" in line
-    assert line.endswith("step-000002, step-000004 are not published, see above")
-
-    processes.failing, fake_hub.refuse, processes.started = {"step-000002"}, None, []
-    assert main(command) == 2
-    printed = capsys.readouterr()
-    assert processes.started == ["step-000002", "step-000004"]
-    assert printed.err.splitlines()[-1] == (
-        f"error: training is finished, its model is {run / 'model'} and is published, but step-000002 is not "
-        "published, see above; give the same command again"
-    )
+    error = printed.err.splitlines()[-1]
+    assert f"its model is {run / 'model'} and is published, but step-000002 is not published" in error
     retry = f"moh-llm publish {run / 'milestones' / 'step-000002' / 'model'} --repo-id org/moh --revision step-000002"
     assert f"step-000002 is not published: the Hub has no space; try again with `{retry}" in printed.out
     assert "step-000004 is published: http://hub/org/moh/tree/step-000004" in printed.out
