@@ -87,9 +87,7 @@ def _tasks_of(source: Source, output: Path) -> Iterator[Task]:
     yield Task(source, number, tuple(group), folder)
 
 
-def prepare_sources(
-    tasks: Sequence[Task], tokenizer: TextTokenizer, validation_share: float, overwrite: bool, write: bool = True
-) -> None:
+def prepare_sources(tasks: Sequence[Task], tokenizer: TextTokenizer, validation_share: float, overwrite: bool) -> None:
     """Write each source's `source.json`, or check that the one there says the same.
 
     Args:
@@ -97,7 +95,6 @@ def prepare_sources(
         tokenizer: the tokenizer.
         validation_share: share of held-out documents.
         overwrite: remove the shards of a source that were made from something else.
-        write: whether to change anything; without, differences are reported only.
 
     Raises:
         UserError: text, tokenizer or settings of a source differ from those its shards were made from.
@@ -114,8 +111,6 @@ def prepare_sources(
                 f"{folder} holds tokens made from something else: {difference}; restore it, name another "
                 "--output, or pass --overwrite to tokenise this source again"
             )
-        if not write:
-            continue
         try:
             if difference:
                 shutil.rmtree(folder)

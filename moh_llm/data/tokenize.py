@@ -90,7 +90,7 @@ def tokenize_mixture(
         # The largest first, so that none is left to the end alone.
         if left := sorted((task for task in tasks if not is_done(task)), key=lambda task: -(task.bytes or 0)):
             write_json(output / MIXTURE_RECORD, {"status": "running"})
-            workers, threads = count_workers(left, workers, executor, options)
+            workers, threads = _count_workers(left, workers, executor, options)
             write = TaskWriter(tokenizer, mixture.validation_share, skip_bad, threads)
             with _progress_bar(left):
                 if executor == "local":
@@ -114,7 +114,7 @@ def _check_output(output: Path) -> None:
         raise UserError(f"--output {output} is not empty and holds no {MIXTURE_RECORD}; name another folder")
 
 
-def count_workers(
+def _count_workers(
     tasks: Sequence[Task], wanted: int | None, executor: str, options: Mapping[str, Any]
 ) -> tuple[int, int | None]:
     """Processes at once (-1: as many as the cluster gives), and the tokenizer's threads in each (None: all cores)."""
