@@ -104,16 +104,3 @@ def test_evaluate(moh, base, tmp_path, capsys, unrendered, monkeypatch) -> None:
     assert "report.html" in capsys.readouterr().out
     found = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("api", "script")]
     assert found[0]["average"] == found[1]["average"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("budgets", "unevn"), ("router", "top_k"), ("fallback", "locl"), ("dtype", "int8")],
-)
-def test_an_unknown_word_is_refused(base, tmp_path, name, value):
-    with pytest.raises(UserError, match=f"{name}={value} must be '"):
-        moh_llm.convert(base, tmp_path / "moh", **{name: value})
-    if name == "dtype":
-        with pytest.raises(UserError, match="compute_dtype=int8 must be 'auto', 'bfloat16'"):
-            moh_llm.evaluate(base, base=base, output=tmp_path / "report", compute_dtype="int8")
-    assert not list(tmp_path.iterdir())

@@ -134,6 +134,7 @@ def test_keyword_arguments_are_checked_likewise(tmp_path) -> None:
             "convert: active_ratio was removed: keys",
         ),
         (lambda: moh_llm.evaluate("b", output=tmp_path / "o", limit=0), "evaluate: limit=0 must be greater than 0"),
+        (lambda: moh_llm.evaluate("b", compute_dtype="int8"), "compute_dtype=int8 must be 'auto', 'bfloat16'"),
         (lambda: moh_llm.publish("b", "a/b", dry_runs=True), "publish: unknown option 'dry_runs'; the nearest one is"),
         (lambda: ConversionConfig(base="b", output="o", context="many"), "context=many must be a valid integer"),
     ):
