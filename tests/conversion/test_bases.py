@@ -253,7 +253,8 @@ def test_a_base_without_strays_warns_of_nothing(base, convert, tmp_path, capsys)
 @pytest.mark.parametrize(
     "settings",
     [
-        {"return_dict": False, "output_attentions": True, "attn_implementation": "flash_attention_2"},
+        {"return_dict": False, "output_hidden_states": True},
+        {"attn_implementation": "flash_attention_2"},
         {"_attn_implementation": "nonsense"},
         {"torchscript": True, "use_cache": False, "is_encoder_decoder": True, "gradient_checkpointing": True},
     ],

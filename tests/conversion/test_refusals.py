@@ -79,6 +79,11 @@ def _drop_tokenizer(base: Path, tmp_path: Path) -> list[str]:
     return []
 
 
+def _output_below_a_file(base: Path, tmp_path: Path) -> list[str]:
+    (tmp_path / "file").touch()
+    return ["--output", str(tmp_path / "file" / "moh")]
+
+
 def _output_in_the_way(base: Path, tmp_path: Path) -> list[str]:
     (tmp_path / "moh").mkdir()
     (tmp_path / "moh" / "mine.txt").write_text("keep me")
@@ -139,14 +144,13 @@ BAD_INPUT = {
         edit_config(model_type="moh_llama", moh_format=7),
         "moh_format=7 is newer than this moh-llm reads (6); pip install -U moh-llm",
     ),
-    "dense already": (flags("--to-dense"), "is no MoH model (model_type 'llama'): it is dense already"),
     "no tokenizer": (_drop_tokenizer, "has no tokenizer that loads"),
-    "empty text": (calibration("empty.jsonl", ""), "empty.jsonl is empty; correct it, or leave the file out"),
+    "empty text": (calibration("empty.jsonl", ""), "empty.jsonl is empty"),
     "short text": (calibration("short.txt", "A few words."), "fewer than one window"),
     "missing text": (calibration("nowhere.jsonl"), "no file at"),
     "output in the way": (_output_in_the_way, "exists and is not empty; pass --overwrite"),
     "output is a file": (lambda base, folder: (folder / "moh").touch() or [], "is a file; name a folder"),
-    "output below a file": (lambda base, folder: ["--output", str(base / "config.json" / "moh")], "lies below"),
+    "output below a file": (_output_below_a_file, "lies below"),
     "too many active": (flags("--num-active-heads", "5"), "num_active_heads=5 must lie between"),
 }
 
@@ -168,12 +172,14 @@ def test_missing_folder(tmp_path, capsys):
     assert f"error: folder {tmp_path / 'nowhere'} does not exist" in capsys.readouterr().err
 
 
-def test_routing_flags_do_not_go_with_the_way_back(make_llama, convert, tmp_path, capsys):
-    """Flags that --to-dense cannot follow are refused, not passed over."""
-    assert convert(make_llama(), tmp_path / "moh", "--preset", "paper", "--heldout-tokens", "0") == 0
+def test_the_way_back_takes_a_moh_model_and_no_options(make_llama, convert, tmp_path, capsys):
+    base = make_llama()
+    assert main(["convert", str(base), "--to-dense", "--output", str(tmp_path / "dense")]) == 2
+    assert "is no MoH model (model_type 'llama'): it is dense already" in capsys.readouterr().err
+    assert convert(base, tmp_path / "moh", "--preset", "paper", "--heldout-tokens", "0") == 0
     arguments = ["convert", str(tmp_path / "moh"), "--to-dense", "--output", str(tmp_path / "dense")]
-    for flag, value in (("--dtype", "bfloat16"), ("--routing-granularity", "head")):
-        assert main([*arguments, flag, value]) == 2
+    for option, value in (("dtype", "bfloat16"), ("routing_granularity", "kv_group")):
+        assert main([*arguments, f"--{option}", value]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("error: ") and flag in error
+        assert error.startswith("error: ") and option in error
     assert [path.name for path in tmp_path.iterdir()] == ["moh"]
